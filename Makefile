@@ -1,0 +1,41 @@
+# Everything runs from .venv, which the first target that needs it creates. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+DOCKERFILES = $(wildcard docker/*Dockerfile*)
+
+# make demo PEERS=4 MINUTES=5 RUN=run.toml, and whatever else in DEMO_ARGS
+DEMO_FLAGS = $(if $(PEERS),--peers $(PEERS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RUN),--run $(RUN)) $(DEMO_ARGS)
+
+.PHONY: help venv demo test lint clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+venv: $(READY) ## the virtual environment, with the pinned versions of constraints.txt and the C kernels built
+
+demo: $(READY) ## a swarm that trains on this machine (PEERS=3 MINUTES=3 RUN=run.toml)
+	$(BIN)/diloco-peer demo $(DEMO_FLAGS)
+
+test: $(READY) ## all tests: C, then Python (TEST_ARGS go to pytest)
+	$(MAKE) --no-print-directory -C native check
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(READY) ## ruff, mypy, hadolint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(DOCKERFILES),$(BIN)/hadolint $(DOCKERFILES))
+
+clean: ## remove what was built, the virtual environment and the caches
+	$(MAKE) --no-print-directory -C native clean
+	rm -rf $(VENV) build dist *.egg-info opendiloco/_kernels*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find opendiloco peers native tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): setup.cfg setup.py pyproject.toml constraints.txt native/kernels.c native/kernels.h native/build_kernels.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,36 @@
+"""Builds `opendiloco._kernels` with cffi in API mode; setup.py names this file, setuptools runs it.
+
+Run from the repository's root: setuptools wants paths relative to setup.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cffi import FFI
+
+HEADER = Path("native/kernels.h")
+
+# The results must not depend on the machine that compiled: no fast-math, no fused multiply-add, no -march.
+COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
+ERRORS = ["-Werror=incompatible-pointer-types", "-Werror=implicit-function-declaration"]
+
+
+def declarations(header: str) -> str:
+    """The prototypes of a C header: what is left of it without comments and preprocessor lines."""
+    without_comments = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    return "\n".join(line for line in without_comments.splitlines() if not line.startswith("#"))
+
+
+ffibuilder = FFI()
+ffibuilder.cdef(declarations(HEADER.read_text(encoding="utf-8")))
+ffibuilder.set_source(
+    "opendiloco._kernels",
+    '#include "kernels.h"',
+    sources=["native/kernels.c"],
+    depends=["native/kernels.h"],
+    include_dirs=["native"],
+    extra_compile_args=COMPILE_ARGS + ERRORS,
+    py_limited_api=True,
+)

@@ -1,0 +1,213 @@
+"""`run.toml`: everything that defines a run, strictly checked. The signed manifest carries exactly these values.
+
+Inner steps are optimizer steps of one peer; an outer step is `training.inner_steps` of them (the paper's H) followed
+by one averaging round. The inner schedule counts the inner steps of the whole run: outer index * H + inner step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from opendiloco.config_errors import explain_toml_error, explain_validation_error
+from opendiloco.tokenizer import BYTE_TOKENIZER_SIZE
+from peers.errors import ManifestError
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """One table of `run.toml`: no unknown keys, no silent conversions, no changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """The model: an inline transformers config (initialised from `init_seed`), or a folder or hub name to load."""
+
+    config: dict[str, JsonValue] | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
+    init_seed: Seed = 0
+
+    @model_validator(mode="after")
+    def check_source(self) -> Self:
+        if (self.config is None) == (self.path is None):
+            raise ValueError("needs either a table [model.config] or a path, and not both")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError('[model.config] has no model_type; name the architecture, e.g. model_type = "llama"')
+        return self
+
+
+class TokenizerSection(Section):
+    """Bytes (256 values and three special tokens), or a pretrained tokenizer's folder or hub name."""
+
+    kind: Literal["bytes", "pretrained"] = "bytes"
+    path: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def check_path(self) -> Self:
+        if (self.kind == "pretrained") != (self.path is not None):
+            raise ValueError('a path goes with kind = "pretrained", and only with it')
+        return self
+
+
+class DataSection(Section):
+    """Where the text comes from: "stdlib", a folder, or a dataset's name on the hub."""
+
+    source: Annotated[str, Field(min_length=1)] = "stdlib"
+    split: str = "train"
+    column: str = "text"
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    shuffle_seed: Seed = 0
+
+
+class TrainingSection(Section):
+    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens."""
+
+    inner_steps: Positive
+    batch_size: Positive
+    sequence_length: Annotated[int, Field(ge=2)]
+    gradient_clip: PositiveFloat = 1.0
+
+
+class InnerOptimizerSection(Section):
+    """AdamW. Weight decay applies to matrices, not to vectors (norms, biases)."""
+
+    kind: Literal["adamw"] = "adamw"
+    learning_rate: PositiveFloat
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NotNegativeFloat = 0.1
+
+
+class ScheduleSection(Section):
+    """Warmup, stable, decay: the inner learning rate's shape, in inner steps of the whole run."""
+
+    warmup_steps: NotNegative
+    stable_steps: NotNegative
+    decay_steps: NotNegative
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    @property
+    def total_steps(self) -> int:
+        return self.warmup_steps + self.stable_steps + self.decay_steps
+
+
+class OuterOptimizerSection(Section):
+    """Nesterov SGD on pseudo-gradients (DiLoCo's best outer optimizer, section 3.2 of arXiv 2311.08105)."""
+
+    kind: Literal["nesterov"] = "nesterov"
+    learning_rate: PositiveFloat = 0.7
+    momentum: Fraction = 0.9
+
+
+class CodecSection(Section):
+    """How payloads are encoded on the wire."""
+
+    kind: Literal["int8"] = "int8"
+
+
+class RoundsSection(Section):
+    """Timing of membership and rounds, in seconds."""
+
+    heartbeat_seconds: PositiveFloat = 2.0
+    heartbeat_expiry_seconds: PositiveFloat = 10.0
+    grace_seconds: PositiveFloat = 10.0
+    round_timeout_seconds: PositiveFloat = 120.0
+    partition_grace_seconds: PositiveFloat = 60.0
+    minimum_peers: Positive = 1
+
+    @model_validator(mode="after")
+    def check_expiry(self) -> Self:
+        if self.heartbeat_expiry_seconds <= 2 * self.heartbeat_seconds:
+            raise ValueError(
+                f"heartbeat_expiry_seconds = {self.heartbeat_expiry_seconds:g} would bury a peer after one lost "
+                f"heartbeat; make it more than twice heartbeat_seconds = {self.heartbeat_seconds:g}"
+            )
+        return self
+
+
+class RunConfig(Section):
+    """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,47}$")]
+    outer_steps: Positive | None = None
+    model: ModelSection
+    tokenizer: TokenizerSection = TokenizerSection()
+    data: DataSection = DataSection()
+    training: TrainingSection
+    inner_optimizer: InnerOptimizerSection
+    schedule: ScheduleSection
+    outer_optimizer: OuterOptimizerSection = OuterOptimizerSection()
+    codec: CodecSection = CodecSection()
+    rounds: RoundsSection = RoundsSection()
+
+    @model_validator(mode="after")
+    def check_across_sections(self) -> Self:
+        if self.schedule.total_steps == 0 and self.outer_steps is None:
+            raise ValueError("the schedule is empty; give schedule.stable_steps, or outer_steps at the top")
+        config = self.model.config or {}
+        tokens = BYTE_TOKENIZER_SIZE if self.tokenizer.kind == "bytes" else 0
+        problem = misfit(config.get("max_position_embeddings"), config.get("vocab_size"), self, tokens)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @property
+    def total_outer_steps(self) -> int:
+        """Length of the run: `outer_steps` if given, else as many as the inner schedule fills."""
+        return self.outer_steps or math.ceil(self.schedule.total_steps / self.training.inner_steps)
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Self:
+        """Read and check a file. Raises: ManifestError, with one line for each problem."""
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ManifestError(f"{path}: cannot be read ({error.strerror}).", "Give a run.toml that exists.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise explain_toml_error(str(path), error) from None
+        return cls._checked(content, str(path))
+
+    @classmethod
+    def from_manifest_content(cls, content: dict[str, Any]) -> Self:
+        """The configuration in a manifest. Raises: ManifestError."""
+        return cls._checked(content, "manifest")
+
+    def to_manifest_content(self) -> dict[str, Any]:
+        """All values, defaults included, as plain JSON types; `from_manifest_content` gives an equal configuration."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def _checked(cls, content: dict[str, Any], origin: str) -> Self:
+        try:
+            config = cls.model_validate(content)
+            json.dumps(config.to_manifest_content(), allow_nan=False)
+        except ValidationError as error:
+            raise explain_validation_error(origin, error, cls) from None
+        except ValueError as error:
+            raise ManifestError(f"{origin}: model.config: {error}.", "Use finite numbers only.") from None
+        return config
+
+
+def misfit(positions: JsonValue, vocabulary: JsonValue, config: RunConfig, tokens: int) -> str | None:
+    """Why this model cannot train on these windows and tokens, in one line; None when it can (or cannot be known)."""
+    length = config.training.sequence_length
+    if isinstance(positions, int) and length > positions:
+        return (
+            f"training.sequence_length = {length} is longer than model.config.max_position_embeddings = {positions}; "
+            "shorten the one or raise the other"
+        )
+    if isinstance(vocabulary, int) and vocabulary < tokens:
+        return f"model.config.vocab_size = {vocabulary} is smaller than the tokenizer's {tokens} tokens; raise it"
+    return None

@@ -1,0 +1,79 @@
+"""Turns pydantic's and tomllib's errors into lines a person can act on: field, value, remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from peers.errors import ManifestError
+
+LONGEST_VALUE = 60
+
+
+def explain_toml_error(origin: str, error: Exception) -> ManifestError:
+    return ManifestError(f"{origin}: not valid TOML: {error}.", "Correct the syntax there.")
+
+
+def explain_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> ManifestError:
+    """One error with one line for each problem, each with its own remedy."""
+    lines = [_line(problem, model) for problem in error.errors()]
+    if len(lines) == 1:
+        return ManifestError(f"{origin}: {lines[0]}")
+    return ManifestError(f"{origin}: {len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _line(problem: Any, model: type[BaseModel]) -> str:
+    path = ".".join(str(step) for step in problem["loc"])
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "value_error":
+        return f"{path}: {context['error']}." if path else f"{context['error']}."
+    if kind == "missing":
+        return f"{path}: is missing. Add it."
+    given = f"{path} = {_shown(problem['input'])}"
+    if kind == "extra_forbidden":
+        return f"{given}: unknown key. {_nearest(str(problem['loc'][-1]), _known_keys(model, problem['loc'][:-1]))}"
+    return f"{given}: {_remedy(kind, context, problem['msg'])}"
+
+
+def _remedy(kind: str, context: dict[str, Any], message: str) -> str:
+    remedies = {
+        "greater_than": "too small. Use a number above {gt}.",
+        "greater_than_equal": "too small. Use {ge} or more.",
+        "less_than": "too large. Use a number below {lt}.",
+        "less_than_equal": "too large. Use {le} or less.",
+        "int_type": "not a whole number. Use one, without quotes or decimals.",
+        "float_type": "not a number. Use one, without quotes.",
+        "finite_number": "not finite. Use a finite number.",
+        "string_type": "not a text. Put it in quotes.",
+        "string_too_short": "empty. Give a name or path.",
+        "literal_error": "not known here. Use {expected}.",
+        "string_pattern_mismatch": "not usable. Use 1 to 48 lower-case letters, digits and dashes.",
+    }
+    template = remedies.get(kind)
+    return template.format(**context) if template else f"{message}. Correct it."
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"Did you mean {matches[0]}?" if matches else f"Remove it; known here: {', '.join(known)}."
+
+
+def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    for step in path:
+        model = next(_models_in(model.model_fields[str(step)].annotation))
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

@@ -1,0 +1,158 @@
+"""What the peer process and its worker say to each other: one JSON object a line over a socket pair.
+
+Commands are carried out one after the other; `stop_training` alone is heard while training. Each command is answered
+by exactly one reply of its kind, or by `failed`; `train` also sends `progress` in between.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from peers.leases import SampleRange
+
+LINE_LIMIT = 16 * 2**20
+
+
+class Message(BaseModel):
+    """One line of the control channel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def line(self) -> bytes:
+        return self.model_dump_json().encode() + b"\n"
+
+
+class Configure(Message):
+    """Build model, data and optimizer; put the initial weights into shared memory. Answered by `Configured`."""
+
+    kind: Literal["configure"] = "configure"
+    manifest_content: dict[str, Any]
+    device: str
+    threads: int
+
+
+class Train(Message):
+    """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `TrainingDone`."""
+
+    kind: Literal["train"] = "train"
+    index: int
+    samples: tuple[SampleRange, ...]
+    steps: int
+
+
+class StopTraining(Message):
+    """End the running `train` after its present inner step. Has no reply of its own."""
+
+    kind: Literal["stop_training"] = "stop_training"
+
+
+class Evaluate(Message):
+    """Held-out loss of theta over at most `windows` windows. Answered by `Evaluated`."""
+
+    kind: Literal["evaluate"] = "evaluate"
+    windows: int
+
+
+class Generate(Message):
+    """Continue `prompt` by at most `tokens` tokens with theta. Answered by `Generated`."""
+
+    kind: Literal["generate"] = "generate"
+    prompt: str
+    tokens: int
+    seed: int
+
+
+class RunFacts(Message):
+    """What the model card says about the run that made the model."""
+
+    run_id: str
+    manifest_digest: str
+    outer_steps: int
+    tokens: int
+    peers: int
+    held_out_loss: float
+
+
+class Export(Message):
+    """Write theta as a transformers model folder. Answered by `Exported`."""
+
+    kind: Literal["export"] = "export"
+    folder: str
+    facts: RunFacts
+
+
+class Configured(Message):
+    """The worker is ready. `parameters` is the number of trainable values, the length of theta."""
+
+    kind: Literal["configured"] = "configured"
+    parameters: int
+    tokens_per_sample: int
+    device: str
+
+
+class TrainingProgress(Message):
+    """After an inner step. `loss` in nats per token; `tokens_per_second` over this training so far."""
+
+    kind: Literal["progress"] = "progress"
+    inner_step: int
+    loss: float
+    tokens_per_second: float
+
+
+class TrainingDone(Message):
+    """`samples` (the lease, or a prefix of it) are trained, and the weights that came out are in `local`."""
+
+    kind: Literal["trained"] = "trained"
+    samples: tuple[SampleRange, ...]
+    tokens: int
+    loss: float
+
+
+class Evaluated(Message):
+    """Mean loss in nats per token over `tokens` predicted tokens."""
+
+    kind: Literal["evaluated"] = "evaluated"
+    loss: float
+    tokens: int
+
+
+class Generated(Message):
+    """The continuation, without the prompt."""
+
+    kind: Literal["generated"] = "generated"
+    text: str
+
+
+class Exported(Message):
+    """The folder is complete."""
+
+    kind: Literal["exported"] = "exported"
+
+
+class Failed(Message):
+    """A command failed. `error` is a class of `opendiloco.errors` if the error is expected, else anything."""
+
+    kind: Literal["failed"] = "failed"
+    error: str
+    message: str
+    remedy: str
+    traceback: str
+
+
+Command = Configure | Train | StopTraining | Evaluate | Generate | Export
+Reply = Configured | TrainingProgress | TrainingDone | Evaluated | Generated | Exported | Failed
+
+_COMMANDS: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
+_REPLIES: TypeAdapter[Reply] = TypeAdapter(Annotated[Reply, Field(discriminator="kind")])
+
+
+def parse_command(line: bytes) -> Command:
+    """Raises: pydantic.ValidationError."""
+    return _COMMANDS.validate_json(line)
+
+
+def parse_reply(line: bytes) -> Reply:
+    """Raises: pydantic.ValidationError."""
+    return _REPLIES.validate_json(line)

@@ -1,0 +1,131 @@
+"""The training side as the swarm sees it: one worker process, the outer state, and the kernels between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from opendiloco import kernels
+from opendiloco.config import RunConfig
+from opendiloco.control import Evaluated, RunFacts
+from opendiloco.errors import WorkerError
+from opendiloco.outer import OuterState, digest_of_state
+from opendiloco.snapshot import SNAPSHOT_OVERHEAD, decode_snapshot, encode_snapshot
+from opendiloco.worker_process import WorkerProcess
+from peers.leases import SampleRange
+from peers.workload import BadBlocksError, Progress, SnapshotError, Trained
+
+
+class LocalWorkload:
+    """Implements `peers.workload.Workload`. Heavy arithmetic runs in threads, so that the event loop never waits."""
+
+    def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
+        self.worker = worker
+        self._state = OuterState(worker.vectors.theta, config.outer_optimizer)
+
+    @classmethod
+    async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> LocalWorkload:
+        """With a fresh worker and the run's initial state. Raises: see `WorkerProcess.start`."""
+        return cls(await WorkerProcess.start(config, device, threads), config)
+
+    @property
+    def parameter_count(self) -> int:
+        return self._state.theta.size
+
+    @property
+    def block_count(self) -> int:
+        return kernels.block_count(self.parameter_count)
+
+    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+        last = kernels.payload_size(self.parameter_count)
+        return min(first_block * kernels.BLOCK_BYTES, last), min(last_block * kernels.BLOCK_BYTES, last)
+
+    async def train(
+        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+    ) -> Trained:
+        return await self.worker.train(index, samples, steps, on_progress)
+
+    async def contribution(self) -> bytes:
+        """Raises: WorkerError when the weights that training left are not finite."""
+        payload = bytearray(kernels.payload_size(self.parameter_count))
+        vectors = self.worker.vectors
+        try:
+            await asyncio.to_thread(kernels.quantize_difference, vectors.theta, vectors.local, payload)
+        except kernels.NonFiniteError as error:
+            raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
+        return bytes(payload)
+
+    async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
+        return await asyncio.to_thread(self._reduce, contributions, first_block)
+
+    def check(self, blocks: bytes, first_block: int) -> None:
+        try:
+            kernels.check_payload(blocks, self._value_count(blocks, first_block))
+        except kernels.CorruptPayloadError as error:
+            raise BadBlocksError(error.message) from error
+
+    async def apply(self, payload: bytes) -> bytes:
+        """Raises: BadBlocksError, and changes nothing."""
+        return await asyncio.to_thread(self._apply, payload)
+
+    async def state_digest(self) -> bytes:
+        return await asyncio.to_thread(self._state.digest)
+
+    async def snapshot(self) -> bytes:
+        return await asyncio.to_thread(encode_snapshot, self._state.theta, self._state.momentum)
+
+    @property
+    def snapshot_limit(self) -> int:
+        return 8 * self.parameter_count + SNAPSHOT_OVERHEAD
+
+    async def restore(self, snapshot: bytes, state_digest: bytes) -> None:
+        await asyncio.to_thread(self._restore, snapshot, state_digest)
+
+    async def evaluate(self, windows: int) -> Evaluated:
+        """Held-out loss of theta. Not while training."""
+        return await self.worker.evaluate(windows)
+
+    async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
+        """What theta makes of a prompt. Not while training."""
+        return await self.worker.generate(prompt, tokens, seed)
+
+    async def export(self, folder: Path, facts: RunFacts) -> None:
+        """Write theta as a model folder. Not while training."""
+        await self.worker.export(folder, facts)
+
+    async def close(self) -> None:
+        """End the worker."""
+        await self.worker.close()
+
+    def _value_count(self, blocks: bytes, first_block: int) -> int:
+        """How many values these blocks hold if they are whole ones of ours."""
+        count = kernels.block_count(len(blocks) * kernels.BLOCK // kernels.BLOCK_BYTES)
+        available = max(0, self.parameter_count - first_block * kernels.BLOCK)
+        return min(count * kernels.BLOCK, available)
+
+    def _reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
+        size = len(contributions[0][0])
+        accumulator = np.zeros(self._value_count(contributions[0][0], first_block), np.float32)
+        for blocks, tokens in contributions:
+            kernels.accumulate(blocks, tokens, accumulator)
+        average = bytearray(size)
+        kernels.finish_average(accumulator, sum(tokens for _, tokens in contributions), average)
+        return bytes(average)
+
+    def _apply(self, payload: bytes) -> bytes:
+        if len(payload) != kernels.payload_size(self.parameter_count):
+            raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.parameter_count} values")
+        try:
+            self._state.apply(payload)
+        except kernels.CorruptPayloadError as error:
+            raise BadBlocksError(error.message) from error
+        return self._state.digest()
+
+    def _restore(self, snapshot: bytes, state_digest: bytes) -> None:
+        theta, momentum = decode_snapshot(snapshot, self.parameter_count)
+        if digest_of_state(theta, momentum) != state_digest:
+            raise SnapshotError("it is not the state with the digest that its donor signed")
+        self._state.replace(theta, momentum)

@@ -1,0 +1,144 @@
+"""The transformers model of a run, and the way between it and flat fp32 vectors.
+
+Every peer builds the initial weights itself, so these must be the same bits on every machine. torch's `normal_` is
+not (its vectorised path, taken on CPUs with AVX2, rounds differently), hence `PortableNormal`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from opendiloco.config import RunConfig, misfit
+from opendiloco.errors import MachineError
+from opendiloco.layout import Layout
+from opendiloco.shared_memory import Vector
+from opendiloco.tokenizer import Tokenizer
+from peers.errors import ManifestError
+
+
+def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
+    """The run's causal language model in fp32 on the CPU, with its initial weights.
+
+    Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens.
+    """
+    model = _from_path(config.model.path) if config.model.path else _from_config(config, tokenizer)
+    model = model.float()
+    settings = model.config
+    positions = getattr(settings, "max_position_embeddings", None)
+    problem = misfit(positions, settings.vocab_size, config, tokenizer.size)
+    if problem:
+        raise ManifestError(f"{problem}.")
+    return model
+
+
+def _from_path(path: str) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ManifestError(
+            f"model.path = {path!r} cannot be loaded: {first_line}",
+            "Give a model's folder or hub name; on a machine without internet, a folder.",
+        ) from error
+
+
+def _from_config(config: RunConfig, tokenizer: Tokenizer) -> Any:
+    values = dict(config.model.config or {})
+    model_type = str(values.pop("model_type"))
+    _refuse_unknown_keys(model_type, values)
+    torch.manual_seed(config.model.init_seed)
+    try:
+        with PortableNormal():
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **tokenizer.special, **values))
+    except Exception as error:  # each architecture has its own ways to object
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ManifestError(f"model.config: transformers refuses it: {first_line}", "Correct that value.") from error
+
+
+def _refuse_unknown_keys(model_type: str, values: dict[str, Any]) -> None:
+    """transformers keeps unknown keys in silence, and a misspelt size would silently be the default."""
+    try:
+        known = AutoConfig.for_model(model_type)
+    except ValueError:
+        raise ManifestError(
+            f"model.config.model_type = {model_type!r}: transformers knows no such architecture.",
+            'Name a causal language model, e.g. "llama".',
+        ) from None
+    for key in values:
+        if not hasattr(known, key):
+            close = difflib.get_close_matches(key, list(vars(known)), n=1)
+            remedy = f"Did you mean {close[0]}?" if close else "Remove it."
+            raise ManifestError(f"model.config.{key} = {values[key]!r}: {model_type} has no such setting.", remedy)
+
+
+class PortableNormal(TorchFunctionMode):
+    """Within it, `Tensor.normal_` gives the same bits on every CPU: the sum of 12 uniform draws, less 6 (Irwin-Hall).
+
+    torch's `uniform_` is exact and additions are elementwise, so IEEE arithmetic leaves nothing open.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.normal_:
+            return _portable_normal(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _portable_normal(
+    tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    with torch.no_grad():
+        total = torch.full(tensor.shape, -6.0)
+        for _ in range(12):
+            total += torch.empty(tensor.shape).uniform_(generator=generator)
+        return tensor.copy_(total.mul_(std).add_(mean))
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    """The model's trainable parameters as a `Layout`."""
+    return Layout([(name, tuple(parameter.shape)) for name, parameter in _trainable(model).items()])
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, layout: Layout, flat: Vector) -> None:
+    """flat → model."""
+    parameters = _trainable(model)
+    for place in layout:
+        parameters[place.name].copy_(torch.from_numpy(flat[place.slice]).view(place.shape))
+
+
+@torch.no_grad()
+def store_weights(model: torch.nn.Module, layout: Layout, flat: Vector) -> None:
+    """model → flat."""
+    parameters = _trainable(model)
+    for place in layout:
+        torch.from_numpy(flat[place.slice]).view(place.shape).copy_(parameters[place.name])
+
+
+def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
+
+    Raises: MachineError when torch cannot use it.
+    """
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0]
+        raise MachineError(
+            f"device {wanted!r} cannot be used by torch {torch.__version__}: {first_line}",
+            'Use "cpu", or install a torch that supports this GPU.',
+        ) from error
+    return device

@@ -1,0 +1,45 @@
+"""The outer loop's state: parameters theta and momentum m, the same bits on every peer.
+
+An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with Nesterov's method as outer optimizer:
+
+    g     = average of theta - local over the round's members, weighted by tokens    (arrives as a payload)
+    m     = mu * m + g
+    theta = theta - learning_rate * (g + mu * m)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from blake3 import blake3
+
+from opendiloco import kernels
+from opendiloco.config import OuterOptimizerSection
+from opendiloco.shared_memory import Vector
+
+
+class OuterState:
+    """theta and momentum, fp32 of shape (n,). theta is used in place, so that it may lie in shared memory."""
+
+    def __init__(self, theta: Vector, optimizer: OuterOptimizerSection) -> None:
+        self.theta = theta
+        self.momentum: Vector = np.zeros_like(theta)
+        self._optimizer = optimizer
+
+    def apply(self, payload: bytes) -> None:
+        """One outer step with an average's payload. Raises: CorruptPayloadError, and changes nothing."""
+        kernels.outer_step(payload, self.theta, self.momentum, self._optimizer.learning_rate, self._optimizer.momentum)
+
+    def replace(self, theta: Vector, momentum: Vector) -> None:
+        """Take over another peer's state."""
+        self.theta[:] = theta
+        self.momentum[:] = momentum
+
+    def digest(self) -> bytes:
+        return digest_of_state(self.theta, self.momentum)
+
+
+def digest_of_state(theta: Vector, momentum: Vector) -> bytes:
+    """BLAKE3 (32 bytes) of theta's bytes, then momentum's."""
+    hasher = blake3(theta.view(np.uint8).data)
+    hasher.update(momentum.view(np.uint8).data)
+    return hasher.digest()

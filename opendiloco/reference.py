@@ -1,0 +1,82 @@
+"""DiLoCo in one process: Algorithm 1 of arXiv 2311.08105 as a loop over replicas, with the swarm's codec.
+
+It is what a swarm must agree with, bit for bit, when given the same leases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from opendiloco import kernels
+from opendiloco.config import RunConfig
+from opendiloco.data import TrainingData, load_data
+from opendiloco.evaluation import held_out_loss
+from opendiloco.model import build_model
+from opendiloco.outer import OuterState
+from opendiloco.replica import Replica
+from opendiloco.shared_memory import Vector
+from opendiloco.tokenizer import Tokenizer, build_tokenizer
+from peers.leases import SampleRange
+
+
+@dataclass(frozen=True)
+class Work:
+    """One replica's part in one outer step."""
+
+    replica: str
+    samples: tuple[SampleRange, ...]
+    steps: int
+
+
+class Reference:
+    """A run with all its replicas on this CPU. A replica is made, with a fresh AdamW, when its name first appears."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
+        self._data: TrainingData = load_data(config, self._tokenizer)
+        self._replicas: dict[str, Replica] = {}
+        self._judge = self._new_replica()
+        theta: Vector = np.empty(self._judge.layout.size, np.float32)
+        self._judge.store(theta)
+        self.state = OuterState(theta, config.outer_optimizer)
+        self.index = 0
+
+    def outer_step(self, roster: Sequence[Work]) -> bytes:
+        """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest."""
+        theta = self.state.theta
+        accumulator, local = np.zeros_like(theta), np.empty_like(theta)
+        payload = bytearray(kernels.payload_size(theta.size))
+        total_tokens = 0
+        for work in roster:
+            if work.replica not in self._replicas:
+                self._replicas[work.replica] = self._new_replica()
+            replica = self._replicas[work.replica]
+            trained = replica.train(theta, self.index, work.samples, work.steps)
+            replica.store(local)
+            kernels.quantize_difference(theta, local, payload)
+            kernels.accumulate(payload, trained.tokens, accumulator)
+            total_tokens += trained.tokens
+        kernels.finish_average(accumulator, total_tokens, payload)
+        self.state.apply(bytes(payload))
+        self.index += 1
+        return self.state.digest()
+
+    def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
+        """The state digest after each outer step."""
+        for roster in outer_steps:
+            yield self.outer_step(roster)
+
+    def held_out_loss(self, windows: int) -> float:
+        """Loss of theta in nats per token."""
+        self._judge.load(self.state.theta)
+        batch_size = self._config.training.batch_size
+        return held_out_loss(self._judge.model, self._data.held_out, windows, batch_size)[0]
+
+    def _new_replica(self) -> Replica:
+        model = build_model(self._config, self._tokenizer)
+        return Replica(self._config, model, self._data.samples, torch.device("cpu"))

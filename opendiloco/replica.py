@@ -1,0 +1,115 @@
+"""One replica's inner loop: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105).
+
+The worker process and the one-process reference both train through this class, so they do the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from opendiloco.config import RunConfig
+from opendiloco.data import SampleOrder
+from opendiloco.errors import WorkerError
+from opendiloco.model import layout_of, load_weights, store_weights
+from opendiloco.optimizers import build_inner_optimizer, learning_rate_factor
+from opendiloco.shared_memory import Vector
+from peers.leases import SampleRange
+from peers.workload import Trained
+
+InnerStepDone = Callable[[int, float, int], bool]
+"""Called after each inner step with (steps done, its loss, samples done); returns whether to go on."""
+
+
+def go_on(inner_step: int, loss: float, samples: int) -> bool:
+    return True
+
+
+class Replica:
+    """A model with its AdamW state, which persists over outer steps while theta replaces the weights at each."""
+
+    def __init__(self, config: RunConfig, model: Any, samples: SampleOrder, device: torch.device) -> None:
+        self.model = model.to(device)
+        self.layout = layout_of(self.model)
+        self._config = config
+        self._samples = samples
+        self._device = device
+        self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
+
+    def load(self, theta: Vector) -> None:
+        load_weights(self.model, self.layout, theta)
+
+    def store(self, flat: Vector) -> None:
+        store_weights(self.model, self.layout, flat)
+
+    def train(
+        self, theta: Vector, index: int, lease: tuple[SampleRange, ...], steps: int, after_step: InnerStepDone = go_on
+    ) -> Trained:
+        """From theta, at most `steps` inner steps of outer step `index`, each on the lease's next batch.
+
+        The last batch may be smaller, so that a short lease is trained whole; a lease longer than `steps` batches is
+        trained up to there. `loss` is the mean over the inner steps, in nats per token.
+
+        Raises: WorkerError when a loss or gradient is not finite.
+        """
+        self.load(theta)
+        self.model.train()
+        batch_size = self._config.training.batch_size
+        numbers = _numbers(lease)[: steps * batch_size]
+        losses: list[float] = []
+        done = 0
+        while done < len(numbers):
+            batch = numbers[done : done + batch_size]
+            losses.append(self._inner_step(batch, index * self._config.training.inner_steps + len(losses)))
+            done += len(batch)
+            if not after_step(len(losses), losses[-1], done):
+                break
+        mean_loss = sum(losses) / len(losses) if losses else 0.0
+        return Trained(prefix(lease, done), done * self._config.training.sequence_length, mean_loss)
+
+    def _inner_step(self, batch: NDArray[np.int64], step: int) -> float:
+        settings = self._config.inner_optimizer
+        for group in self._optimizer.param_groups:
+            group["lr"] = settings.learning_rate * learning_rate_factor(self._config.schedule, step)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = window_loss(self.model, torch.from_numpy(self._samples.read(batch)).to(self._device))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.training.gradient_clip)
+        value = loss.item()
+        if not (math.isfinite(value) and math.isfinite(norm.item())):
+            raise WorkerError(
+                f"inner step {step}: the loss is {value}, its gradient's norm {norm.item()}.",
+                "Training diverged: lower inner_optimizer.learning_rate or gradient_clip in a new run.",
+            )
+        self._optimizer.step()
+        return value
+
+
+def window_loss(model: Any, windows: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from those before.
+
+    `windows` has shape (batch, L + 1).
+    """
+    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+def _numbers(lease: Iterable[SampleRange]) -> NDArray[np.int64]:
+    parts = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in lease]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def prefix(lease: Iterable[SampleRange], count: int) -> tuple[SampleRange, ...]:
+    """The first `count` samples of a lease."""
+    taken: list[SampleRange] = []
+    for piece in lease:
+        length = min(piece.size, count)
+        if length > 0:
+            taken.append(SampleRange(piece.start, piece.start + length))
+        count -= length
+    return tuple(taken)

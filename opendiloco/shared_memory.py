@@ -1,0 +1,68 @@
+"""Flat fp32 vectors that the peer process and its worker both see.
+
+They live in an anonymous memory file, inherited as a descriptor: it has no name, so nothing can be left behind in
+/dev/shm whoever dies, and Docker's small default /dev/shm does not matter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opendiloco.errors import MachineError
+
+Vector = NDArray[np.float32]
+VALUE_BYTES = 4
+
+
+class SharedVectors:
+    """`theta` (the outer parameters) and `local` (the worker's weights), each of `size` fp32 values.
+
+    The views keep the mapping alive; it is returned to the system when the last of them is gone.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        memory = mmap.mmap(descriptor, 2 * VALUE_BYTES * size)
+        both = np.frombuffer(memory, np.float32)
+        self.theta: Vector = both[:size]
+        self.local: Vector = both[size:]
+
+
+def create_memory_file() -> int:
+    """Descriptor of a new, empty memory file. Close it when the other process has inherited it and both have mapped."""
+    return os.memfd_create("diloco-peer")
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Take memory for two vectors of `size` values now, so that no later write can fail.
+
+    Raises: MachineError when there is not enough.
+    """
+    needed, available = 2 * VALUE_BYTES * size, available_memory()
+    remedy = "Stop other programs or use a machine with more memory."
+    if needed > available:
+        raise MachineError(
+            f"The run's shared vectors need {needed / 2**20:.0f} MiB; {available / 2**20:.0f} MiB are free.", remedy
+        )
+    try:
+        os.posix_fallocate(descriptor, 0, needed)
+    except OSError as error:
+        raise MachineError(
+            f"{needed / 2**20:.0f} MiB of shared memory cannot be had ({error.strerror}).", remedy
+        ) from error
+
+
+def available_memory() -> int:
+    """Bytes this process can still take: the kernel's estimate, or what the container's limit leaves."""
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    available = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable"))
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, int(limit) - used)

@@ -1,0 +1,203 @@
+"""The worker process: trains, evaluates and exports on command. Started as `python -m opendiloco.worker`.
+
+It lives exactly as long as the control channel: when the peer process dies, however it dies, the channel closes and
+the worker exits at once. Ctrl-C is the peer process's business alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opendiloco.config import RunConfig
+from opendiloco.control import (
+    Command,
+    Configure,
+    Configured,
+    Evaluate,
+    Evaluated,
+    Export,
+    Exported,
+    Failed,
+    Generate,
+    Generated,
+    Message,
+    StopTraining,
+    Train,
+    TrainingDone,
+    TrainingProgress,
+    parse_command,
+)
+from opendiloco.errors import MachineError, WorkerError
+from opendiloco.shared_memory import SharedVectors, reserve
+from peers.errors import DilocoPeerError
+
+if TYPE_CHECKING:
+    from opendiloco.data import TrainingData
+    from opendiloco.replica import Replica
+    from opendiloco.tokenizer import Tokenizer
+
+
+class Channel:
+    """The worker's end of the control channel, read by a thread of its own so that its closing is noticed at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.stop_training = threading.Event()
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        self._connection.sendall(message.line())
+
+    def _read(self) -> None:
+        """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
+        try:
+            for line in self._connection.makefile("rb"):
+                command = parse_command(line)
+                if isinstance(command, StopTraining):
+                    self.stop_training.set()
+                    continue
+                if isinstance(command, Train):
+                    self.stop_training.clear()
+                self.commands.put(command)
+        except ConnectionError:
+            pass
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+
+class Worker:
+    """A configured worker: model, data and shared vectors."""
+
+    def __init__(self, command: Configure, memory_descriptor: int, channel: Channel) -> None:
+        # Imported here, after the channel is being listened to: these take seconds.
+        import torch
+
+        from opendiloco.data import load_data
+        from opendiloco.model import build_model, choose_device
+        from opendiloco.replica import Replica
+        from opendiloco.tokenizer import build_tokenizer
+
+        torch.set_num_threads(command.threads)
+        self._channel = channel
+        self._config = RunConfig.from_manifest_content(command.manifest_content)
+        device = choose_device(command.device)
+        self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
+        self._data: TrainingData = load_data(self._config, self._tokenizer)
+        model = build_model(self._config, self._tokenizer)
+        self._replica: Replica = Replica(self._config, model, self._data.samples, device)
+        reserve(memory_descriptor, self._replica.layout.size)
+        self._vectors = SharedVectors(memory_descriptor, self._replica.layout.size)
+        self._replica.store(self._vectors.theta)
+        self.description = Configured(
+            parameters=self._replica.layout.size,
+            tokens_per_sample=self._config.training.sequence_length,
+            device=str(device),
+        )
+
+    def carry_out(self, command: Command) -> Message:
+        """The reply to one command."""
+        match command:
+            case Train():
+                return self._train(command)
+            case Evaluate():
+                return self._evaluate(command)
+            case Generate():
+                return self._generate(command)
+            case Export():
+                return self._export(command)
+            case _:
+                raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
+
+    def _train(self, command: Train) -> TrainingDone:
+        started = time.monotonic()
+        length = self._config.training.sequence_length
+
+        def report(inner_step: int, loss: float, samples: int) -> bool:
+            speed = samples * length / (time.monotonic() - started)
+            self._channel.send(TrainingProgress(inner_step=inner_step, loss=loss, tokens_per_second=speed))
+            return not self._channel.stop_training.is_set()
+
+        theta = self._vectors.theta
+        trained = self._replica.train(theta, command.index, command.samples, command.steps, report)
+        self._replica.store(self._vectors.local)
+        return TrainingDone(samples=trained.samples, tokens=trained.tokens, loss=trained.loss)
+
+    def _evaluate(self, command: Evaluate) -> Evaluated:
+        from opendiloco.evaluation import held_out_loss
+
+        self._replica.load(self._vectors.theta)
+        batch_size = self._config.training.batch_size
+        loss, tokens = held_out_loss(self._replica.model, self._data.held_out, command.windows, batch_size)
+        return Evaluated(loss=loss, tokens=tokens)
+
+    def _generate(self, command: Generate) -> Generated:
+        from opendiloco.evaluation import generate_sample
+
+        self._replica.load(self._vectors.theta)
+        text = generate_sample(self._replica.model, self._tokenizer, command.prompt, command.tokens, command.seed)
+        return Generated(text=text)
+
+    def _export(self, command: Export) -> Exported:
+        from opendiloco.export import export_model
+
+        self._replica.load(self._vectors.theta)
+        export_model(self._replica.model, self._tokenizer, Path(command.folder), self._config, command.facts)
+        return Exported()
+
+
+def serve(channel: Channel, memory_descriptor: int) -> None:
+    """Carry out commands for as long as the process lives."""
+    worker: Worker | None = None
+    while True:
+        command = channel.commands.get()
+        try:
+            if isinstance(command, Configure):
+                worker = Worker(command, memory_descriptor, channel)
+                reply: Message = worker.description
+            elif worker is None:
+                raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
+            else:
+                reply = worker.carry_out(command)
+        except Exception as error:
+            reply = describe_failure(error)
+        channel.send(reply)
+
+
+def describe_failure(error: Exception) -> Failed:
+    """What the peer process needs to raise the same error on its side."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, ImportError):
+        error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
+    if type(error).__name__ == "OutOfMemoryError":
+        error = MachineError("the device has too little memory.", "Use another device, or a run with smaller batches.")
+    message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
+    return Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(description="Started by diloco-peer; not for use by hand.")
+    parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
+    parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory file")
+    arguments = parser.parse_args()
+    channel = Channel(socket.socket(fileno=arguments.control))
+    channel.start()
+    serve(channel, arguments.memory)
+
+
+if __name__ == "__main__":
+    main()

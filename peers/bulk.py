@@ -1,0 +1,154 @@
+"""Bulk data of one peer: blocks pushed within rounds, snapshots pulled by joiners.
+
+Nothing is accepted that the protocol does not wait for at that moment, and nothing is stored unchecked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from peers.buffers import RoundBuffers
+from peers.errors import RemoteProtocolError
+from peers.events import BadBlocks, ContributionArrived, Event, PushContribution, PushReduced, ReducedArrived
+from peers.heartbeat import Heartbeat
+from peers.log import Header
+from peers.messages import Attempt
+from peers.peer import Peer
+from peers.states import State
+from peers.streams import Accept, Arrived, Buffer, RefusalError, Serve
+from peers.wire import Count, Value, WireError, pack, unpack
+from peers.workload import BadBlocksError, SnapshotError, Workload
+
+BLOCKS, SNAPSHOT = "blocks", "snapshot"
+ALREADY_HERE = "already here"
+BULK_TIMEOUT = 3600.0  # seconds for one transfer; a stalled one ends much earlier, in the stream
+SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for the donor to finish an outer step
+
+
+class BlocksHeader(Value):
+    """What a push of blocks is about."""
+
+    attempt: Attempt
+    part: Count
+    reduced: bool
+
+
+class SnapshotHeader(Value):
+    """Where in the log a snapshot stands: the last header (None before the first), and the donor's word for it."""
+
+    last: Header | None
+    heartbeat: bytes
+
+
+class BulkTransport(Protocol):
+    async def push(self, peer_id: str, name: str, header: bytes, data: Buffer, timeout: float) -> None: ...
+    async def on_push(self, name: str, accept: Accept, arrived: Arrived) -> None: ...
+    async def pull(
+        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
+    ) -> tuple[bytes, bytearray]: ...
+    async def on_pull(self, name: str, serve: Serve) -> None: ...
+
+
+class Bulk:
+    """Sends and receives for one peer. `state_lock` is held while theta and momentum change or are read."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        transport: BulkTransport,
+        workload: Workload,
+        handle: Callable[[Event], None],
+        signed_heartbeat: Callable[[], bytes],
+    ) -> None:
+        self._peer = peer
+        self._transport = transport
+        self._workload = workload
+        self._handle = handle
+        self._signed_heartbeat = signed_heartbeat
+        self.buffers = RoundBuffers(workload)
+        self.state_lock = asyncio.Lock()
+
+    async def serve(self) -> None:
+        await self._transport.on_push(BLOCKS, self._accept_blocks, self._blocks_arrived)
+        await self._transport.on_pull(SNAPSHOT, self._serve_snapshot)
+
+    # Blocks ---------------------------------------------------------------------------------------------------
+    async def push(self, push: PushContribution | PushReduced) -> None:
+        """Raises: PeerUnreachableError, PeerRefusedError; KeyError when the attempt is over."""
+        reduced = isinstance(push, PushReduced)
+        read = self.buffers.part if reduced else self.buffers.contribution
+        data = read(push.attempt, push.part)
+        header = pack(BlocksHeader(attempt=push.attempt, part=push.part, reduced=reduced))
+        await self._transport.push(push.to, BLOCKS, header, data, BULK_TIMEOUT)
+
+    def _accept_blocks(self, sender: str, packed: bytes, length: int) -> bytearray | str:
+        header = self._blocks_header(sender, packed)
+        exchange = self._peer.exchange
+        if exchange is None or exchange.attempt != header.attempt or not self.buffers.current(header.attempt):
+            return f"not in attempt {header.attempt}"
+        if header.reduced:
+            wanted = exchange.wants_reduced(sender, header.part)
+        else:
+            wanted = exchange.wants_contribution(sender, header.part)
+        if not wanted:
+            return ALREADY_HERE
+        start, stop = self.buffers.part_bytes(header.attempt, header.part)
+        return bytearray(length) if length == stop - start else f"{length} bytes, expected {stop - start}"
+
+    def _blocks_arrived(self, sender: str, packed: bytes, buffer: bytearray | memoryview) -> None:
+        header = self._blocks_header(sender, packed)
+        current = self.buffers.current(header.attempt)
+        if current is None:
+            raise RefusalError(f"attempt {header.attempt} is over")
+        data = bytes(buffer)
+        try:
+            self._workload.check(data, self.buffers.first_block(header.attempt, header.part))
+        except BadBlocksError as error:
+            self._handle(BadBlocks(header.attempt, sender, str(error)))
+            raise RefusalError(str(error)) from error
+        if header.reduced:
+            current.parts[header.part] = data
+            self._handle(ReducedArrived(header.attempt, header.part))
+        else:
+            current.contributions[sender] = data
+            self._handle(ContributionArrived(header.attempt, sender))
+
+    @staticmethod
+    def _blocks_header(sender: str, packed: bytes) -> BlocksHeader:
+        try:
+            return unpack(BlocksHeader, packed)
+        except WireError as error:
+            raise RemoteProtocolError(sender, str(error)) from error
+
+    # Snapshots ------------------------------------------------------------------------------------------------
+    async def fetch_snapshot(self, donor: str) -> tuple[Header | None, bytes]:
+        """Take over the donor's state. Returns its last header and the state digest.
+
+        Raises: PeerUnreachableError, RemoteProtocolError, SnapshotError; our state is then as it was.
+        """
+        limit = self._workload.snapshot_limit
+        packed, snapshot = await self._transport.pull(donor, SNAPSHOT, b"", limit, BULK_TIMEOUT)
+        try:
+            header = unpack(SnapshotHeader, packed)
+        except WireError as error:
+            raise RemoteProtocolError(donor, str(error)) from error
+        heartbeat = Heartbeat.verify(header.heartbeat, self._peer.settings.run)
+        position = self._peer.log.at(header.last).position
+        if heartbeat.peer != donor or (heartbeat.index, heartbeat.head) != (position.index, position.head):
+            raise SnapshotError("its header is not the one that the donor signed")
+        async with self.state_lock:
+            await self._workload.restore(bytes(snapshot), heartbeat.state_digest)
+        return header.last, heartbeat.state_digest
+
+    async def _serve_snapshot(self, sender: str, request: bytes) -> tuple[bytes, bytes]:
+        """Our state and where in the log it stands, once no outer step is under way."""
+        deadline = asyncio.get_running_loop().time() + SETTLE_TIMEOUT
+        while self._peer.state in (State.APPLYING, State.FETCHING):
+            if asyncio.get_running_loop().time() > deadline:
+                raise RefusalError("no settled state to give")
+            await asyncio.sleep(0.05)
+        async with self.state_lock:
+            header = SnapshotHeader(last=self._peer.log.last, heartbeat=self._signed_heartbeat())
+            return pack(header), await self._workload.snapshot()

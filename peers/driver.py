@@ -1,0 +1,303 @@
+"""Runs one peer's protocol on hivemind's network: events from the network, the clock and the training side go in, and
+the effects that come out are carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Protocol
+
+from peers.bulk import ALREADY_HERE, Bulk, BulkTransport
+from peers.errors import DilocoPeerError, RemoteProtocolError
+from peers.events import (
+    Applied,
+    Apply,
+    DigestPayload,
+    Effect,
+    Event,
+    FetchSnapshot,
+    HeartbeatsSeen,
+    LeaveRequested,
+    Note,
+    OpenRound,
+    PayloadDigested,
+    PushContribution,
+    Pushed,
+    PushFailed,
+    PushReduced,
+    Quantized,
+    Received,
+    ReducedArrived,
+    ReducePart,
+    Send,
+    SnapshotFailed,
+    SnapshotRestored,
+    Stop,
+    StopTraining,
+    Tick,
+    Train,
+    TrainingDone,
+    TrainingProgress,
+    Undelivered,
+)
+from peers.heartbeat import Heartbeat
+from peers.identity import Identity
+from peers.messages import Leaving, Message, pack_message, unpack_message
+from peers.peer import Peer
+from peers.settings import RunSettings
+from peers.states import SHOWN_AS
+from peers.streams import PeerRefusedError, PeerUnreachableError
+from peers.wire import WireError
+from peers.workload import Progress, SnapshotError, Workload
+
+logger = logging.getLogger(__name__)
+
+TICK = 0.25  # seconds
+CALL = "message"
+CALL_TIMEOUT = 10.0  # seconds
+FAREWELL_TIMEOUT = 3.0  # seconds
+
+
+class Transport(BulkTransport, Protocol):
+    addresses: tuple[str, ...]
+
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
+    async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
+    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool: ...
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
+
+
+class Driver:
+    """One peer of one run. `run` returns when it has left, and raises what made going on impossible."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        workload: Workload,
+        settings: RunSettings,
+        state_digest: bytes,
+    ) -> None:
+        self.peer = Peer(identity.peer_id, settings, state_digest, time.monotonic())
+        self.evaluation_loss: float | None = None
+        self._identity = identity
+        self._transport = transport
+        self._workload = workload
+        self._settings = settings
+        self._bulk = Bulk(self.peer, transport, workload, self.handle, self._signed_heartbeat)
+        self._tasks: asyncio.TaskGroup
+        self._training: asyncio.Task[None] | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._sequence = 0
+        self._connected: set[str] = set()
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Take part until asked to leave. Raises: DilocoPeerError, the first that any task met."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._transport.on_call(CALL, self._receive)
+                await self._bulk.serve()
+                self._start(self._tick())
+                self._start(self._keep_heartbeat())
+                await self._stopped.wait()
+                await self._farewell()
+                for task in self._running:
+                    task.cancel()
+        except* DilocoPeerError as group:
+            self.peer.handle(LeaveRequested(at_once=True), time.monotonic())
+            await self._farewell()
+            raise _first(group) from None
+
+    async def _farewell(self) -> None:
+        """The deathrattle: a last heartbeat, and a word to everybody we know to be alive; then nothing more."""
+        goodbye = pack_message(self._settings.run, Leaving(position=self.peer.log.position))
+        others = self.peer.membership.live(time.monotonic())
+        last_words = [self._transport.call(peer, CALL, goodbye, FAREWELL_TIMEOUT) for peer in others]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_TIMEOUT):
+                publish = self._transport.publish(self._signed_heartbeat(), self._settings.run)
+                await asyncio.gather(publish, *last_words, return_exceptions=True)
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def leave(self, at_once: bool = False) -> None:
+        """Leave politely, and unless `at_once` finish the round under way; `run` then returns."""
+        self.handle(LeaveRequested(at_once))
+
+    def handle(self, event: Event) -> None:
+        """Let the protocol take in an event, and start on what it wants done."""
+        for effect in self.peer.handle(event, time.monotonic()):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Note(level, text):
+                logger.log(logging.getLevelNamesMapping()[level.upper()], text)
+            case Stop():
+                self._stopped.set()
+            case StopTraining():
+                if self._training:
+                    self._training.cancel()
+            case Train():
+                self._training = self._start(self._train(effect, self._training))
+            case Send(to, message):
+                self._start(self._send(to, message))
+            case PushContribution() | PushReduced():
+                self._start(self._push(effect))
+            case OpenRound():
+                self._start(self._open_round(effect))
+            case ReducePart():
+                self._start(self._reduce(effect))
+            case DigestPayload(attempt):
+                if self._bulk.buffers.current(attempt):
+                    self.handle(PayloadDigested(attempt, self._bulk.buffers.hold(attempt)))
+            case Apply():
+                self._start(self._apply(effect))
+            case FetchSnapshot(donor):
+                self._start(self._fetch(donor))
+
+    # Network --------------------------------------------------------------------------------------------------
+    async def _send(self, to: str, message: Message) -> None:
+        try:
+            await self._transport.call(to, CALL, pack_message(self._settings.run, message), CALL_TIMEOUT)
+        except PeerRefusedError as error:
+            logger.warning("%s", error)
+        except PeerUnreachableError as error:
+            logger.debug("%s", error)
+            self.handle(Undelivered(to))
+
+    async def _receive(self, sender: str, data: bytes) -> bytes:
+        try:
+            message = unpack_message(self._settings.run, data)
+        except WireError as error:
+            raise RemoteProtocolError(sender, str(error)) from error
+        self.handle(Received(sender, message))
+        return b""
+
+    async def _push(self, push: PushContribution | PushReduced) -> None:
+        reduced = isinstance(push, PushReduced)
+        try:
+            await self._bulk.push(push)
+        except PeerUnreachableError as error:
+            refused = isinstance(error, PeerRefusedError)
+            if refused and error.reason == ALREADY_HERE:
+                self.handle(Pushed(push.attempt, push.to, reduced))
+            else:
+                logger.debug("%s", error)
+                self.handle(PushFailed(push.attempt, push.to, reduced, refused))
+        except KeyError:
+            logger.debug("attempt %s ended before a push to %s", push.attempt, push.to)
+        else:
+            self.handle(Pushed(push.attempt, push.to, reduced))
+
+    async def _fetch(self, donor: str) -> None:
+        await self._training_ended()
+        try:
+            header, state_digest = await self._bulk.fetch_snapshot(donor)
+        except (PeerUnreachableError, RemoteProtocolError, SnapshotError) as error:
+            self.handle(SnapshotFailed(donor, str(error)))
+        else:
+            self.handle(SnapshotRestored(donor, header, state_digest))
+
+    # Time -----------------------------------------------------------------------------------------------------
+    async def _tick(self) -> None:
+        while True:
+            self.handle(Tick())
+            await asyncio.sleep(TICK)
+
+    async def _keep_heartbeat(self) -> None:
+        """Say that we are here, and hear who else is. Whatever fails is tried again at the next beat."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.timing.heartbeat_expiry):
+                    await self._beat()
+            await asyncio.sleep(self._settings.timing.heartbeat)
+
+    async def _beat(self) -> None:
+        await self._transport.publish(self._signed_heartbeat(), self._settings.run)
+        heartbeats = await self._transport.heartbeats(self._settings.run)
+        for heartbeat in heartbeats:
+            if heartbeat.peer not in self._connected and heartbeat.peer != self.peer.me:
+                self._connected.add(heartbeat.peer)
+                self._start(self._connect(heartbeat))
+        self.handle(HeartbeatsSeen(tuple(heartbeats)))
+
+    async def _connect(self, heartbeat: Heartbeat) -> None:
+        if not await self._transport.connect(heartbeat.peer, heartbeat.addresses):
+            self._connected.discard(heartbeat.peer)
+
+    def heartbeat(self) -> Heartbeat:
+        """What there is to say about this peer now."""
+        self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
+        peer, progress = self.peer, self.peer.progress
+        return Heartbeat(
+            run=self._settings.run,
+            peer=peer.me,
+            sequence=self._sequence,
+            lifetime=self._settings.timing.heartbeat_expiry * 2,
+            state=SHOWN_AS[peer.state],
+            index=peer.log.position.index,
+            head=peer.log.position.head,
+            state_digest=peer.state_digest,
+            lineage_tokens=peer.log.lineage_tokens,
+            inner_step=progress.inner_step if progress else 0,
+            tokens_per_second=progress.tokens_per_second if progress else 0.0,
+            loss=progress.loss if progress else None,
+            evaluation_loss=self.evaluation_loss,
+            addresses=self._transport.addresses,
+            roster_size=len(peer.log.roster),
+        )
+
+    def _signed_heartbeat(self) -> bytes:
+        return self.heartbeat().sign(self._identity)
+
+    # The training side ----------------------------------------------------------------------------------------
+    async def _train(self, train: Train, previous: asyncio.Task[None] | None) -> None:
+        if previous is not None:
+            await asyncio.wait([previous])
+        trained = await self._workload.train(train.index, train.lease, train.steps, self._progress)
+        self.handle(TrainingDone(trained))
+
+    def _progress(self, progress: Progress) -> None:
+        self.handle(TrainingProgress(progress))
+
+    async def _training_ended(self) -> None:
+        if self._training is not None:
+            await asyncio.wait([self._training])
+
+    async def _open_round(self, opened: OpenRound) -> None:
+        if self._bulk.buffers.open(opened):
+            self.handle(ReducedArrived(opened.attempt, 0))
+        elif opened.adopted is None:
+            own = await self._workload.contribution()
+            if current := self._bulk.buffers.current(opened.attempt):
+                current.own = own
+                self.handle(Quantized(opened.attempt))
+
+    async def _reduce(self, reduce: ReducePart) -> None:
+        buffers, attempt, part = self._bulk.buffers, reduce.attempt, reduce.part
+        with suppress(KeyError):  # the attempt is over: nobody waits for this part any more
+            contributions = buffers.ordered_contributions(attempt, part)
+            averaged = await self._workload.reduce(contributions, buffers.first_block(attempt, part))
+            if current := buffers.current(attempt):
+                current.parts[part] = averaged
+                self.handle(ReducedArrived(attempt, part))
+
+    async def _apply(self, apply: Apply) -> None:
+        async with self._bulk.state_lock:
+            state_digest = await self._workload.apply(self._bulk.buffers.held(apply.header.payload))
+        self.handle(Applied(apply.header, state_digest))
+
+
+def _first(group: BaseExceptionGroup[DilocoPeerError]) -> DilocoPeerError:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

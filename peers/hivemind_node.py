@@ -1,0 +1,240 @@
+"""A node of hivemind's DHT, with libp2p's daemon below it: finding the swarm, manifests and heartbeats.
+
+Everything runs in the caller's asyncio loop; the only other process is the daemon. Only records that prove themselves
+get into this node's part of the DHT, or out of what others answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Self
+
+from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, RemoteProtocolError
+from peers.heartbeat import Heartbeat
+from peers.hivemind_daemon import (
+    HIVEMIND,
+    Daemon,
+    is_loopback,
+    parse_addresses,
+    start_daemon,
+    stop_daemon,
+    unreachable,
+)
+from peers.identity import Identity, is_peer_id
+from peers.manifest import SignedManifest
+from peers.records import CLOCK_TOLERANCE, heartbeats_key, manifest_key, record_is_valid
+from peers.streams import PeerUnreachableError
+
+logger = logging.getLogger(__name__)
+
+RecordValidatorBase: Any = HIVEMIND.validation.RecordValidatorBase
+ADDRESS_LIMIT = 8
+DHT_WAIT = 5.0  # seconds for one request to one DHT node
+REJOIN_INTERVAL = 10.0  # seconds
+DHT_OPTIONS = {
+    "wait_timeout": DHT_WAIT,
+    # No caches: a heartbeat is worth something only while it is the latest one.
+    "cache_locally": False,
+    "cache_nearest": 0,
+    "cache_on_store": False,
+}
+# What goes wrong when the other side, or the daemon on the way to it, does.
+NETWORK_ERRORS = (OSError, EOFError, TimeoutError, HIVEMIND.p2p.P2PDaemonError, HIVEMIND.p2p.P2PHandlerError)
+
+
+class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """Keeps from this node's part of the DHT what does not prove itself."""
+
+    def validate(self, record: Any) -> bool:
+        return record_is_valid(record.key, record.subkey, record.value, record.expiration_time, time.time())
+
+
+class HivemindNode:
+    """One node of the DHT. Made by `create`; `close` ends it."""
+
+    def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
+        self._daemon = daemon
+        self._node = node
+        self._newest: dict[tuple[str, str], Heartbeat] = {}
+        self._published = 0
+        self._rejoining: asyncio.Task[None] | None = None
+        self.peer_id = str(daemon.peer_id)
+        self.addresses = addresses
+
+    @classmethod
+    async def create(
+        cls,
+        identity: Identity,
+        initial_peers: Sequence[str] = (),
+        listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        announce: Sequence[str] = (),
+        client_mode: bool = False,
+        local: bool | None = None,
+    ) -> Self:
+        """Join the swarm of `initial_peers` (or be its first node).
+
+        Addresses are multiaddrs; port 0 is any free one. `announce` replaces the addresses that others are told. A
+        client stores nothing for others. `local`: no NAT traversal; by default when all initial peers, or without any
+        all listening addresses, are on the loopback interface.
+
+        Raises: ManifestError, LocalNetworkError, SwarmUnreachableError (see start_daemon).
+        """
+        if local is None:
+            local = all(is_loopback(address) for address in initial_peers or listen)
+        daemon = await start_daemon(identity, initial_peers, listen, announce, client_mode, local)
+        try:
+            node = await HIVEMIND.node.DHTNode.create(
+                p2p=daemon,
+                initial_peers=list(initial_peers),
+                client_mode=client_mode,
+                record_validator=RecordValidator(),
+                **DHT_OPTIONS,
+            )
+            transport = cls(daemon, node, await _visible_addresses(daemon))
+        except BaseException as error:
+            await stop_daemon(daemon)
+            if isinstance(error, RuntimeError) and "none of the initial_peers" in str(error):
+                raise unreachable(initial_peers) from error
+            if isinstance(error, HIVEMIND.protocol.ValidationError):
+                raise _not_admitted(str(error)) from error
+            raise
+        transport._rejoining = asyncio.create_task(transport._rejoin(initial_peers))
+        return transport
+
+    async def close(self) -> None:
+        """Leave the DHT and end the daemon; nothing of it is left."""
+        if self._rejoining is not None:
+            self._rejoining.cancel()
+            await asyncio.gather(self._rejoining, return_exceptions=True)
+        if self._daemon._child.returncode is None:  # a dead daemon would leave the DHT node waiting for answers
+            try:
+                async with asyncio.timeout(DHT_WAIT):
+                    await self._node.shutdown()
+            except NETWORK_ERRORS as error:
+                logger.debug("the DHT node did not shut down: %r", error)
+        await stop_daemon(self._daemon)
+
+    async def failure(self) -> LocalNetworkError:
+        """Wait for as long as the daemon lives; returns the error to end with once it has died."""
+        status = await self._daemon._child.wait()
+        return LocalNetworkError(f"libp2p's daemon ended unexpectedly (status {status}).", "Start the peer again.")
+
+    async def refresh_addresses(self) -> tuple[str, ...]:
+        """Ask the daemon where others can reach us now (relays and port mappings come with time)."""
+        self.addresses = await _visible_addresses(self._daemon)
+        return self.addresses
+
+    async def known_peers(self) -> tuple[str, ...]:
+        """Peer ids of those with whom we have a connection."""
+        return tuple(str(info.peer_id) for info in await self._daemon.list_peers())
+
+    async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
+        """Connect to a peer at one of its addresses. Best effort: False when it is malformed or nobody answers."""
+        try:
+            parsed = parse_addresses(addresses, needs_peer_id=False)
+            suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
+            async with asyncio.timeout(timeout):
+                await self._daemon._client.connect(to_peer_id(peer_id), [item.decapsulate(suffix) for item in parsed])
+        except (*NETWORK_ERRORS, ManifestError, PeerUnreachableError, ValueError) as error:
+            logger.debug("no connection to %s: %r", peer_id, error)
+            return False
+        return True
+
+    async def _rejoin(self, initial_peers: Sequence[str]) -> None:
+        """Greet initial peers that we have lost whenever they are back.
+
+        The DHT forgets a node at its first failure; a bootstrap node that restarts would stay alone with the newcomers
+        that it welcomes.
+        """
+        while True:
+            await asyncio.sleep(REJOIN_INTERVAL)
+            for address in initial_peers:
+                peer_id = to_peer_id(address.rpartition("/")[2])
+                if peer_id not in self._node.protocol.routing_table and await self.connect(str(peer_id), [address]):
+                    await self._node.protocol.call_ping(peer_id)
+
+    async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
+        """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
+        key, expiration = manifest_key(manifest.run_id), time.time() + ttl
+        packed = self._node.protocol.serializer.dumps(manifest.pack())
+        self._node.protocol.storage.store(HIVEMIND.protocol.DHTID.generate(key), packed, expiration)
+        await self._node.store(key, manifest.pack(), expiration)
+
+    async def find_manifest(self, run_id: str) -> SignedManifest | None:
+        """The run's manifest, all checks done; None when nobody here knows it."""
+        found = await self._node.get(manifest_key(run_id))
+        if found is None or not isinstance(found.value, bytes):
+            return None
+        try:
+            return SignedManifest.unpack(found.value, run_id)
+        except ManifestError as error:
+            logger.warning("dropped a manifest for %s: %s", run_id, error)
+            return None
+
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
+        """Keep our signed heartbeat in the DHT until it expires. Whether any node took it.
+
+        Raises: LocalProtocolError when it is not newer than the one before.
+        """
+        seen = Heartbeat.verify(heartbeat, run_id)
+        if seen.sequence <= self._published:
+            raise LocalProtocolError(f"heartbeat {seen.sequence} does not follow {self._published}")
+        self._published = seen.sequence
+        stored: bool = await self._node.store(heartbeats_key(run_id), heartbeat, seen.expires, subkey=seen.peer)
+        return stored
+
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+        """The newest heartbeat of every peer of the run that the DHT has one of, ours included, by peer id."""
+        oldest = time.time() - CLOCK_TOLERANCE
+        self._newest = {key: known for key, known in self._newest.items() if known.expires >= oldest}
+        found = await self._node.get(heartbeats_key(run_id), latest=True)
+        entries = found.value if found is not None and isinstance(found.value, dict) else {}
+        current = []
+        for subkey, entry in entries.items():
+            try:
+                heartbeat = Heartbeat.verify(entry.value, run_id)
+                if heartbeat.peer != subkey:
+                    raise RemoteProtocolError(heartbeat.peer, f"its heartbeat lies under {subkey!r:.80}")
+            except (RemoteProtocolError, TypeError) as error:
+                logger.warning("dropped a heartbeat: %s", error)
+                continue
+            if heartbeat.expires >= oldest:
+                current.append(self._newer(run_id, heartbeat))
+        return sorted(current, key=lambda heartbeat: heartbeat.peer)
+
+    def _newer(self, run_id: str, heartbeat: Heartbeat) -> Heartbeat:
+        """A peer's sequence never goes backwards, whatever replica answers."""
+        known = self._newest.get((run_id, heartbeat.peer))
+        if known is None or heartbeat.sequence > known.sequence:
+            self._newest[run_id, heartbeat.peer] = known = heartbeat
+        return known
+
+
+def to_peer_id(peer_id: str) -> Any:
+    """hivemind's object for a peer id. Raises: PeerUnreachableError when it is none."""
+    if not is_peer_id(peer_id):
+        raise PeerUnreachableError(peer_id, "it is not a peer id")
+    return HIVEMIND.p2p.PeerID.from_base58(peer_id)
+
+
+async def _visible_addresses(daemon: Daemon) -> tuple[str, ...]:
+    """Where others can reach us, loopback last."""
+    try:
+        visible = [str(address) for address in await daemon.get_visible_maddrs(latest=True)]
+    except ValueError as error:
+        raise LocalNetworkError(
+            "libp2p's daemon listens nowhere.", "Check the listening addresses and the firewall."
+        ) from error
+    return tuple(sorted(visible, key=is_loopback)[:ADDRESS_LIMIT])
+
+
+def _not_admitted(reason: str) -> DilocoPeerError:
+    """A bootstrap node answered, and hivemind found something wrong with us."""
+    if "local time" in reason:
+        return LocalNetworkError(
+            "this machine's clock is more than 3 seconds off.", "Switch on time synchronisation (NTP)."
+        )
+    return LocalNetworkError("the bootstrap node cannot reach this machine.", "Check the firewall, then try again.")

@@ -1,0 +1,168 @@
+"""The swarm's network on hivemind: its DHT for finding each other, its libp2p for messages and bulk data.
+
+Failures of peers leave here as PeerUnreachableError or PeerRefusedError, and nothing that a peer sends can do more than
+have its message or stream dropped and a line logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeAlias
+
+from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.hivemind_daemon import Daemon
+from peers.hivemind_node import NETWORK_ERRORS, HivemindNode, to_peer_id
+from peers.streams import (
+    Accept,
+    Arrived,
+    Buffer,
+    Channel,
+    PeerRefusedError,
+    PeerUnreachableError,
+    RefusalError,
+    Serve,
+    pull,
+    push,
+    receive_push,
+    serve_pull,
+)
+from peers.wire import MESSAGE_LIMIT
+
+logger = logging.getLogger(__name__)
+
+CallHandler: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
+"""(sender, payload) -> answer; RefusalError refuses."""
+
+PROTOCOL_PREFIX = "/diloco-peer/1"
+ANSWER, REFUSAL = b"\x01", b"\x00"
+
+
+class HivemindTransport(HivemindNode):
+    """One peer's connection to the swarm. Made by `create`; `close` ends it."""
+
+    def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
+        super().__init__(daemon, node, addresses)
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        await super().close()
+
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
+        """Ask one peer; at most MESSAGE_LIMIT bytes there and back.
+
+        Raises: PeerUnreachableError, PeerRefusedError; LocalProtocolError when the payload is too large.
+        """
+        if len(payload) > MESSAGE_LIMIT:
+            raise LocalProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {MESSAGE_LIMIT}")
+        with _peer_errors(peer_id):
+            async with asyncio.timeout(timeout):
+                answer: bytes = await self._daemon._client.call_unary_handler(
+                    to_peer_id(peer_id), f"{PROTOCOL_PREFIX}/call/{name}", payload
+                )
+        verdict, content = answer[:1], answer[1:]
+        if verdict == REFUSAL:
+            raise PeerRefusedError(peer_id, content[:500].decode(errors="replace"))
+        if verdict != ANSWER or len(content) > MESSAGE_LIMIT:
+            raise PeerUnreachableError(peer_id, "its answer is malformed")
+        return content
+
+    async def on_call(self, name: str, handler: CallHandler) -> None:
+        """Answer `call`s of this name."""
+
+        async def answer(payload: bytes, sender_id: Any) -> bytes:
+            sender = str(sender_id)
+            try:
+                if len(payload) > MESSAGE_LIMIT:
+                    raise RemoteProtocolError(sender, f"its {name} message of {len(payload)} bytes is too large")
+                return ANSWER + await handler(sender, payload)
+            except RefusalError as refusal:
+                return REFUSAL + str(refusal).encode(errors="replace")
+            except RemoteProtocolError as error:
+                logger.warning("dropped a %s message: %s", name, error)
+                return REFUSAL + error.message.encode(errors="replace")
+            except Exception:
+                logger.exception("the handler of %s failed", name)
+                return REFUSAL + b"internal error"
+
+        await self._daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer)
+
+    async def push(self, peer_id: str, name: str, header: bytes, data: Buffer, timeout: float) -> None:
+        """Send data to a peer that accepts it; returns once it has confirmed all of it.
+
+        Raises: PeerUnreachableError, PeerRefusedError.
+        """
+        async with self._channel(peer_id, f"push/{name}", timeout) as channel:
+            await push(channel, header, data)
+
+    async def on_push(self, name: str, accept: Accept, arrived: Arrived) -> None:
+        """Receive `push`es of this name: `accept` is asked before data moves, `arrived` is told once all is there."""
+        await self._serve(f"push/{name}", lambda channel: receive_push(channel, accept, arrived))
+
+    async def pull(
+        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
+    ) -> tuple[bytes, bytearray]:
+        """Fetch data from a peer: header and data of its answer.
+
+        Raises: PeerUnreachableError, PeerRefusedError.
+        """
+        async with self._channel(peer_id, f"pull/{name}", timeout) as channel:
+            return await pull(channel, header, max_bytes)
+
+    async def on_pull(self, name: str, serve: Serve) -> None:
+        """Answer `pull`s of this name."""
+        await self._serve(f"pull/{name}", lambda channel: serve_pull(channel, serve))
+
+    @asynccontextmanager
+    async def _channel(self, peer_id: str, protocol: str, timeout: float) -> AsyncIterator[Channel]:
+        with _peer_errors(peer_id):
+            async with asyncio.timeout(timeout):
+                _, reader, writer = await self._daemon.call_binary_stream_handler(
+                    to_peer_id(peer_id), f"{PROTOCOL_PREFIX}/{protocol}"
+                )
+                channel = Channel(peer_id, reader, writer)
+                try:
+                    yield channel
+                finally:
+                    channel.close()
+
+    async def _serve(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None:
+        async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._serving.add(task)
+            channel = Channel(str(info.peer_id), reader, writer)
+            try:
+                await conversation(channel)
+            except asyncio.CancelledError:  # by close(); asyncio 3.11 logs a traceback for cancelled stream handlers
+                logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
+            except RemoteProtocolError as error:
+                logger.warning("dropped a %s stream: %s", protocol, error)
+            except NETWORK_ERRORS as error:
+                logger.debug("a %s stream of %s broke: %r", protocol, channel.peer, error)
+            except Exception:
+                logger.exception("the handler of %s failed", protocol)
+            finally:
+                channel.close()
+                self._serving.discard(task)
+
+        await self._daemon.add_binary_stream_handler(f"{PROTOCOL_PREFIX}/{protocol}", serve)
+
+
+@contextmanager
+def _peer_errors(peer_id: str) -> Iterator[None]:
+    """Whatever goes wrong on the way to a peer is, to the caller, that peer's failure."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        logger.warning("dropped a stream: %s", error)
+        raise PeerUnreachableError(peer_id, error.message) from error
+    except TimeoutError as error:
+        raise PeerUnreachableError(peer_id, "no answer in time") from error
+    except NETWORK_ERRORS as error:
+        raise PeerUnreachableError(peer_id, str(error) or type(error).__name__) from error

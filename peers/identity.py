@@ -1,0 +1,149 @@
+"""A peer's Ed25519 identity: its key file, its libp2p peer id, signing and checking signatures.
+
+The peer id is libp2p's: base58 of the identity multihash of the protobuf-encoded public key ("12D3KooW…"). It holds the
+whole key, so a signature is checked with nothing but the signer's name, and libp2p's handshake proves the same name.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from peers.errors import LocalNetworkError
+
+SIGNATURE_BYTES = 64
+KEY_BYTES = 32
+PEER_ID_MAX_LENGTH = 64  # 38 bytes are 52 characters in base58; longer strings are not worth decoding
+# Multihash "identity" of 36 bytes: a protobuf with field 1 (key type) = 1 (Ed25519), field 2 = 32 bytes of key.
+PEER_ID_PREFIX = bytes((0x00, 0x24, 0x08, 0x01, 0x12, KEY_BYTES))
+# The private key's protobuf: the same key type, then 64 bytes: seed and public key.
+PRIVATE_KEY_PREFIX = bytes((0x08, 0x01, 0x12, 2 * KEY_BYTES))
+
+
+class Identity:
+    """An Ed25519 key pair. Whoever has it is that peer."""
+
+    def __init__(self, private_key: Ed25519PrivateKey) -> None:
+        self._private_key = private_key
+        self._public_bytes = private_key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        self.peer_id = base58.b58encode(PEER_ID_PREFIX + self._public_bytes).decode()
+
+    @classmethod
+    def generate(cls) -> Identity:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """Read a PEM file. Raises: LocalNetworkError when it cannot be read or is not an Ed25519 private key."""
+        try:
+            key = load_pem_private_key(path.read_bytes(), password=None)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise LocalNetworkError(
+                f"cannot read the identity file {path}: {reason}.", "Check the path and its permissions."
+            ) from error
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key is encrypted
+            raise _not_a_key(path) from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise _not_a_key(path)
+        return cls(key)
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """The identity in `path`; if there is no such file, a new one is saved there. Raises: LocalNetworkError."""
+        if not path.exists():
+            with suppress(FileExistsError):  # another process was faster: its key is the identity
+                cls.generate().save(path)
+        return cls.load(path)
+
+    def save(self, path: Path) -> None:
+        """Write a PEM file (PKCS8, mode 0600), whole or not at all, never over an existing one.
+
+        Raises: FileExistsError; LocalNetworkError when the directory is missing or not writable.
+        """
+        pem = self._private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        try:
+            # mkstemp gives mode 0600 from the start; a link, unlike a rename, refuses to replace a key.
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(pem)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.link(temporary, path)
+            finally:
+                os.unlink(temporary)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise LocalNetworkError(
+                f"cannot save the identity file {path}: {reason}.", "Name a file in a directory that you may write to."
+            ) from error
+
+    def sign(self, data: bytes) -> bytes:
+        """Signature, 64 bytes."""
+        return self._private_key.sign(data)
+
+    def libp2p_private_key(self) -> bytes:
+        """The private key as libp2p's protobuf, as its daemon reads it from a file."""
+        seed = self._private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+        return PRIVATE_KEY_PREFIX + seed + self._public_bytes
+
+
+def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
+    """Whether `signature` is that of the peer called `peer_id` over `data`. False for a malformed peer id, too."""
+    key = _public_key(peer_id)
+    if key is None or len(signature) != SIGNATURE_BYTES:
+        return False
+    try:
+        key.verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def is_peer_id(text: str) -> bool:
+    """Whether `text` is the peer id of an Ed25519 key."""
+    return _public_key(text) is not None
+
+
+@lru_cache(maxsize=4096)
+def _public_key(peer_id: str) -> Ed25519PublicKey | None:
+    if len(peer_id) > PEER_ID_MAX_LENGTH:
+        return None
+    try:
+        raw = base58.b58decode(peer_id)
+    except ValueError:
+        return None
+    # Re-encoding refuses other spellings of the same key (white space, leading "1"s).
+    if not raw.startswith(PEER_ID_PREFIX) or base58.b58encode(raw).decode() != peer_id:
+        return None
+    key = raw[len(PEER_ID_PREFIX) :]
+    if len(key) != KEY_BYTES:
+        return None
+    try:
+        return Ed25519PublicKey.from_public_bytes(key)
+    except ValueError:
+        return None
+
+
+def _not_a_key(path: Path) -> LocalNetworkError:
+    return LocalNetworkError(
+        f"{path} is not an identity file: it holds no unencrypted Ed25519 private key in PEM form.",
+        "Name another file, or one that does not exist yet to have a new identity made.",
+    )

@@ -1,0 +1,153 @@
+"""One peer of a run, without any I/O: events in, effects out.
+
+A driver calls `handle` with what happened and the time on its clock, and carries out the effects; the hivemind driver
+and the simulated one differ in nothing else. states.py has the states; joining.py and averaging.py what a peer does in
+them; leader.py what it does when others take it for their leader.
+"""
+
+from __future__ import annotations
+
+from peers.averaging import Averaging
+from peers.events import (
+    Applied,
+    Effect,
+    Event,
+    HeartbeatsSeen,
+    LeaveRequested,
+    Received,
+    Send,
+    SnapshotFailed,
+    SnapshotRestored,
+    Tick,
+    TrainingDone,
+    TrainingProgress,
+    Undelivered,
+)
+from peers.messages import (
+    Abort,
+    Accuse,
+    Begin,
+    Commit,
+    Complete,
+    Elsewhere,
+    Inquire,
+    LeaseGrant,
+    LeaseRequest,
+    Leaving,
+    Message,
+    Ready,
+    Refuse,
+    Waiting,
+)
+from peers.states import State
+
+
+class Peer(Averaging):
+    """The protocol of one peer. Starts before the first entry, with the state that the manifest's seed gives."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event at time `now` (seconds, monotonic). Raises: LocalProtocolError for an illegal event."""
+        self._now = now
+        self._queue.append(event)
+        while self._queue:
+            self._dispatch(self._queue.popleft())
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _dispatch(self, event: Event) -> None:
+        if self.state is State.LEFT:
+            return
+        match event:
+            case Tick():
+                self._tick()
+            case HeartbeatsSeen(heartbeats):
+                self.membership.observe(heartbeats, self._now)
+                self._catch_up()
+            case Received(sender, message):
+                self.membership.heard_from(sender, self._now)
+                self._receive(sender, message)
+            case Undelivered(peer):
+                self._gone(peer)
+            case TrainingProgress(progress):
+                self.progress = progress
+            case TrainingDone(trained):
+                self._trained_all(trained)
+            case Applied(header, state_digest):
+                self._applied(header, state_digest)
+            case SnapshotRestored(donor, header, state_digest):
+                self._restored(donor, header, state_digest)
+            case SnapshotFailed(donor, reason):
+                self._not_restored(donor, reason)
+            case LeaveRequested(at_once):
+                self._leave_by = self._now + (0 if at_once else self.settings.timing.leave)
+                self._leave_if_possible()
+            case _:
+                self._exchanged(event)
+
+    def _tick(self) -> None:
+        if self._leave_by is not None and self._now >= self._leave_by:
+            self._leave()
+            return
+        match self.state:
+            case State.JOINING:
+                self._join()
+            case State.READY:
+                self._say_ready()
+            case State.AVERAGING:
+                self._keep_averaging()
+        if self._leader and self.state is not State.APPLYING:
+            self._emit_all(self._leader.tick(self._now, self._live(), self.membership.leavers))
+
+    def _receive(self, sender: str, message: Message) -> None:
+        if isinstance(message, Leaving):
+            self.membership.left(sender)
+            self._gone(sender)
+        elif message.position == self.log.position:
+            self._receive_here(sender, message)
+        elif not isinstance(message, Commit | Elsewhere | Refuse | Abort | LeaseGrant):
+            self._answer_elsewhere(sender, message)
+        elif isinstance(message, Elsewhere):
+            self._elsewhere(sender)
+
+    def _receive_here(self, sender: str, message: Message) -> None:
+        """A message about the position we are at; what does not fit our state is late or early, and is dropped."""
+        busy = self.state in (State.FETCHING, State.APPLYING)
+        match message:
+            case Begin():
+                self._begin(sender, message)
+            case Commit(header=header):
+                self._commit(sender, header)
+            case Abort(attempt=attempt) if self.exchange and attempt == self.exchange.attempt:
+                if sender == attempt.leader and self.state is State.AVERAGING:
+                    self._back_to_ready()
+            case Refuse(reason=reason) if sender == (self._pledged_to or self._elect()):
+                self._refused(sender, reason)
+            case LeaseGrant(samples=samples, steps=steps) if self.state is State.JOINING:
+                self._train(samples, steps)
+            case LeaseRequest() if not busy and self._may_start():
+                step = self.progress.inner_step if self.progress and self.state is State.TRAINING else 0
+                step = self.settings.inner_steps if self.state in (State.READY, State.AVERAGING) else step
+                self._emit_all(self._lead().on_lease_request(sender, message, step))
+            case Ready() if not busy:
+                self._emit_all(self._lead().on_ready(sender, message, self._now))
+            case Waiting() if self._leader:
+                self._emit_all(self._leader.on_waiting(sender, message))
+            case Accuse() if self._leader:
+                self._emit_all(self._leader.on_accuse(sender, message, self._now))
+            case Complete() if self._leader:
+                self._emit_all(self._leader.on_complete(sender, message))
+            case _:
+                pass
+
+    def _answer_elsewhere(self, sender: str, message: Message) -> None:
+        """The sender is at a place that we have left, or have not reached."""
+        followed = self._recent.get(message.position.head)
+        if followed is not None:
+            self._emit(Send(sender, Commit(header=followed)))
+        elif isinstance(message, Inquire):
+            self._emit(Send(sender, Elsewhere(position=self.log.position)))
+
+    def _gone(self, peer: str) -> None:
+        self.membership.unreachable(peer)
+        if self._leader:
+            self._emit_all(self._leader.gone(peer))

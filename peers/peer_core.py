@@ -1,0 +1,142 @@
+"""What the parts of a peer's protocol share: its state, its clock, its way of saying things, who it thinks leads."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from peers.election import elect
+from peers.errors import LocalProtocolError
+from peers.events import (
+    Effect,
+    Event,
+    FetchSnapshot,
+    Received,
+    Send,
+    Stop,
+    StopTraining,
+    Train,
+)
+from peers.exchange import Exchange
+from peers.heartbeat import Heartbeat
+from peers.leader import Leader
+from peers.leases import Lease
+from peers.log import Header, LogState
+from peers.membership import PARTICIPATING, Membership
+from peers.messages import (
+    Held,
+)
+from peers.settings import RunSettings
+from peers.states import SHOWN_AS, TRANSITIONS, State
+from peers.workload import Progress, Trained
+
+
+class PeerCore:
+    """State and vocabulary of one peer; `Peer` is the class to use."""
+
+    def __init__(self, me: str, settings: RunSettings, state_digest: bytes, now: float) -> None:
+        self.me = me
+        self.settings = settings
+        self.log = LogState(settings.run, settings.manifest_digest, settings.samples_per_lease)
+        self.state = State.JOINING
+        self.state_digest = state_digest
+        self.membership = Membership(me, settings.timing.heartbeat_expiry)
+        self.progress: Progress | None = None
+        self.exchange: Exchange | None = None
+        self._now = self._started_at = now
+        self._leader: Leader | None = None
+        self._trained: Trained | None = None
+        self._pledged_to: str | None = None
+        self._ready_since = now
+        self._held: Held | None = None
+        self._last_attempt = 0
+        self._joined_at: bytes | None = None
+        self._distrusted_until: dict[str, float] = {}
+        self._sent_at = -float("inf")
+        self._recent: OrderedDict[bytes, Header] = OrderedDict()
+        self._leave_by: float | None = None
+        self._effects: list[Effect] = []
+        self._queue: deque[Event] = deque()
+
+    def _emit(self, effect: Effect) -> None:
+        """Effects leave in order; a message to ourselves comes straight back."""
+        if isinstance(effect, Send) and effect.to == self.me:
+            self._queue.append(Received(self.me, effect.message))
+        else:
+            self._effects.append(effect)
+
+    def _emit_all(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            self._emit(effect)
+
+    def _enter(self, state: State) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise LocalProtocolError(f"a peer that is {self.state} can't become {state}")
+        self.state = state
+        self._sent_at = -float("inf")
+
+    def _due(self) -> bool:
+        """Whether it is time to say again what has not been answered."""
+        if self._now - self._sent_at < self.settings.timing.resend:
+            return False
+        self._sent_at = self._now
+        return True
+
+    def _live(self) -> dict[str, Heartbeat]:
+        return self.membership.live(self._now)
+
+    def _elect(self) -> str | None:
+        live = self._live()
+        able = {
+            peer
+            for peer, beat in live.items()
+            if beat.state in PARTICIPATING and beat.index + 1 >= self.log.position.index
+        }
+        candidates = {peer for peer, beat in live.items() if beat.index == self.log.position.index} | {self.me}
+        if SHOWN_AS[self.state] in PARTICIPATING:
+            able.add(self.me)
+        return elect(self.log.roster, able - self._distrusted, candidates - self._distrusted)
+
+    @property
+    def _distrusted(self) -> frozenset[str]:
+        """Peers that failed us as leader or donor a short while ago."""
+        return frozenset(peer for peer, until in self._distrusted_until.items() if self._now < until)
+
+    def _distrust(self, peer: str) -> None:
+        self._distrusted_until[peer] = self._now + 2 * self.settings.timing.round_timeout
+
+    def _lead(self) -> Leader:
+        if self._leader is None:
+            self._leader = Leader(self.me, self.log, self.state_digest, self.settings)
+        return self._leader
+
+    def _train(self, lease: Lease, steps: int) -> None:
+        if self._joined_at is None:
+            self._joined_at = self.log.position.head
+        self.progress = None
+        self._enter(State.TRAINING)
+        self._emit(Train(self.log.position.index, lease, steps))
+
+    def _fetch(self, donor: str) -> None:
+        if self.state is State.TRAINING:
+            self._emit(StopTraining())
+        self._forget_round()
+        self._enter(State.FETCHING)
+        self._emit(FetchSnapshot(donor))
+
+    def _forget_round(self) -> None:
+        """Nothing of the present position's round matters any more."""
+        self.exchange = self._leader = self._trained = self._held = self._pledged_to = self.progress = None
+        self._last_attempt = 0
+
+    def _leave_if_possible(self) -> None:
+        """A round under way is finished first, within `leave_by`; anything else is dropped at once."""
+        if self._leave_by is None:
+            return
+        if self.state not in (State.AVERAGING, State.APPLYING) or self._now >= self._leave_by:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.state is State.TRAINING:
+            self._emit(StopTraining())
+        self._enter(State.LEFT)
+        self._emit(Stop())  # the driver says goodbye to everybody

@@ -1,0 +1,35 @@
+"""What the manifest fixes for the swarm: the numbers that the protocol needs, and nothing about the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """All in seconds on each peer's own monotonic clock; clocks of different peers are never compared."""
+
+    heartbeat: float = 2.0
+    heartbeat_expiry: float = 10.0
+    grace: float = 60.0
+    """How long a leader that is ready waits for live peers that are still training."""
+    round_timeout: float = 60.0
+    """How long one attempt may take before the members that hold it up are left out."""
+    partition_grace: float = 120.0
+    """How long a minority of the last roster waits for the rest before it goes on alone."""
+    resend: float = 1.0
+    """Pause before an unanswered message is sent again."""
+    leave: float = 10.0
+    """How long a peer that was asked to leave may take to finish the round it is in."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """One run, as a peer's protocol code sees it."""
+
+    run: str
+    manifest_digest: bytes
+    inner_steps: int
+    samples_per_lease: int
+    minimum_peers: int = 1
+    timing: Timing = Timing()

@@ -1,0 +1,221 @@
+"""Bulk data on a byte stream between two peers: framing, permission before data, confirmation after it.
+
+A stream starts with a prelude (magic, version, header length, data length) and the header. The other side answers with
+a verdict before any data moves, so that nothing is allocated for data that nobody asked for:
+
+    push   prelude header ──►   ◄── verdict   data ──►   ◄── verdict, digest
+    pull   prelude header ──►   ◄── verdict, prelude header data   digest ──►
+
+Whoever received the data confirms it with its BLAKE3 digest, and whoever sent the last bytes waits for the other side
+to close: libp2p's daemon may lose the tail of a stream that is closed right after it was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeAlias
+
+from blake3 import blake3
+
+from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
+from peers.wire import DIGEST_BYTES
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Accept: TypeAlias = Callable[[str, bytes, int], bytearray | memoryview | str]
+"""(sender, header, data length) -> where to put the data, or the reason why not."""
+Arrived: TypeAlias = Callable[[str, bytes, bytearray | memoryview], None]
+"""(sender, header, the accepted buffer, now filled); returning confirms to the sender, RefusalError refuses."""
+Serve: TypeAlias = Callable[[str, bytes], Awaitable[tuple[bytes, Buffer]]]
+"""(sender, header) -> header and data of the answer; RefusalError refuses."""
+
+MAGIC = b"DLCP"
+VERSION = 1
+PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
+HEADER_LIMIT = 64 * 1024  # bytes
+CHUNK = 1 << 20  # bytes written or read at once
+ACCEPTED, REFUSED = b"\x01", b"\x00"
+REASON_LENGTH = struct.Struct(">H")
+REASON_LIMIT = 500  # bytes
+STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts as gone
+CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
+
+
+class PeerUnreachableError(DilocoPeerError):
+    """A peer gave no usable answer: dead, cut off, too slow, or talking nonsense."""
+
+    exit_code = 4
+
+    what_happened = "did not answer"
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"peer {peer} {self.what_happened}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+class PeerRefusedError(PeerUnreachableError):
+    """A peer is alive and does not want what we sent, or have what we asked for; `reason` is in its own words."""
+
+    what_happened = "refused"
+
+
+class RefusalError(Exception):
+    """Raised by our own handlers to tell the caller no, and why."""
+
+
+class Channel:
+    """One end of a stream to `peer`. Reading raises RemoteProtocolError, TimeoutError, EOFError or OSError."""
+
+    def __init__(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.peer = peer
+        self._reader = reader
+        self._writer = writer
+
+    async def send_prelude(self, header: bytes, length: int) -> None:
+        if len(header) > HEADER_LIMIT:
+            raise LocalProtocolError(f"a stream header of {len(header)} bytes exceeds {HEADER_LIMIT}")
+        self._writer.write(PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
+        await self._flush()
+
+    async def read_prelude(self) -> tuple[bytes, int]:
+        """Header and data length."""
+        magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
+        if magic != MAGIC or version != VERSION or header_length > HEADER_LIMIT:
+            raise RemoteProtocolError(self.peer, "its stream does not start with a valid prelude")
+        return await self._read(header_length), length
+
+    async def accept(self) -> None:
+        self._writer.write(ACCEPTED)
+        await self._flush()
+
+    async def refuse(self, reason: str) -> None:
+        """Say no. The last bytes that we send."""
+        text = reason.encode(errors="replace")[:REASON_LIMIT]
+        self._writer.write(REFUSED + REASON_LENGTH.pack(len(text)) + text)
+        await self._flush()
+        await self.wait_closed()
+
+    async def read_verdict(self) -> None:
+        """Raises: PeerRefusedError."""
+        verdict = await self._read(1)
+        if verdict == ACCEPTED:
+            return
+        if verdict != REFUSED:
+            raise RemoteProtocolError(self.peer, "its verdict is neither yes nor no")
+        (length,) = REASON_LENGTH.unpack(await self._read(REASON_LENGTH.size))
+        text = await self._read(min(length, REASON_LIMIT))
+        raise PeerRefusedError(self.peer, text.decode(errors="replace"))
+
+    async def send_data(self, data: Buffer) -> bytes:
+        """Write all of it; returns its digest."""
+        hasher = blake3()
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), CHUNK):
+            chunk = view[start : start + CHUNK]
+            hasher.update(chunk)
+            self._writer.write(chunk)
+            await self._flush()
+        return hasher.digest()
+
+    async def read_data(self, buffer: bytearray | memoryview) -> bytes:
+        """Fill the buffer; returns the digest of what is in it."""
+        hasher = blake3()
+        with memoryview(buffer) as whole, whole.cast("B") as view:
+            start = 0
+            while start < len(view):
+                async with asyncio.timeout(STALL_TIMEOUT):
+                    chunk = await self._reader.read(min(CHUNK, len(view) - start))
+                if not chunk:
+                    raise EOFError(f"the stream ended after {start} of {len(view)} bytes")
+                view[start : start + len(chunk)] = chunk
+                hasher.update(chunk)
+                start += len(chunk)
+        return hasher.digest()
+
+    async def send_digest(self, digest: bytes) -> None:
+        """Confirm what was received. The last bytes that we send."""
+        self._writer.write(digest)
+        await self._flush()
+        await self.wait_closed()
+
+    async def read_digest(self, expected: bytes) -> None:
+        if await self._read(DIGEST_BYTES) != expected:
+            raise RemoteProtocolError(self.peer, "it confirmed other bytes than we sent")
+
+    async def wait_closed(self) -> None:
+        """Give the other side time to read our last bytes and close."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                if await self._reader.read(1):
+                    raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def _read(self, count: int) -> bytes:
+        async with asyncio.timeout(STALL_TIMEOUT):
+            return await self._reader.readexactly(count)
+
+    async def _flush(self) -> None:
+        async with asyncio.timeout(STALL_TIMEOUT):
+            await self._writer.drain()
+
+
+async def push(channel: Channel, header: bytes, data: Buffer) -> None:
+    """Send data; returns once the other side has confirmed all of it. Raises also: PeerRefusedError."""
+    await channel.send_prelude(header, memoryview(data).nbytes)
+    await channel.read_verdict()
+    digest = await channel.send_data(data)
+    await channel.read_verdict()
+    await channel.read_digest(digest)
+
+
+async def receive_push(channel: Channel, accept: Accept, arrived: Arrived) -> None:
+    """The other end of `push`."""
+    header, length = await channel.read_prelude()
+    buffer = accept(channel.peer, header, length)
+    if isinstance(buffer, str):
+        await channel.refuse(buffer)
+        return
+    size = memoryview(buffer).nbytes
+    if size != length:
+        raise LocalProtocolError(f"a buffer of {size} bytes was accepted for {length} bytes of data")
+    await channel.accept()
+    digest = await channel.read_data(buffer)
+    try:
+        arrived(channel.peer, header, buffer)
+    except RefusalError as refusal:
+        await channel.refuse(str(refusal))
+        return
+    await channel.accept()
+    await channel.send_digest(digest)
+
+
+async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
+    """Ask for data: header and data of the answer. Raises also: PeerRefusedError."""
+    await channel.send_prelude(header, 0)
+    await channel.read_verdict()
+    answer, length = await channel.read_prelude()
+    if length > max_bytes:
+        raise RemoteProtocolError(channel.peer, f"its answer of {length} bytes exceeds the limit of {max_bytes}")
+    data = bytearray(length)
+    await channel.send_digest(await channel.read_data(data))
+    return answer, data
+
+
+async def serve_pull(channel: Channel, serve: Serve) -> None:
+    """The other end of `pull`."""
+    header, length = await channel.read_prelude()
+    if length != 0:
+        raise RemoteProtocolError(channel.peer, f"it announced {length} bytes of data with a request")
+    try:
+        answer, data = await serve(channel.peer, header)
+    except RefusalError as refusal:
+        await channel.refuse(str(refusal))
+        return
+    await channel.accept()
+    await channel.send_prelude(answer, memoryview(data).nbytes)
+    await channel.read_digest(await channel.send_data(data))

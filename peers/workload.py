@@ -1,0 +1,82 @@
+"""What the swarm asks of the training side. Bytes and counts only: peers never learns what the numbers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from peers.leases import SampleRange
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the worker is within one outer step; published in heartbeats."""
+
+    inner_step: int
+    loss: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one outer step's inner steps came to: the samples trained (a prefix of the lease) and the tokens in them."""
+
+    samples: tuple[SampleRange, ...]
+    tokens: int
+    loss: float
+
+
+class Workload(Protocol):
+    """The state machine that the log drives: theta, momentum and the worker behind them.
+
+    A payload is a sequence of `block_count` independently decodable blocks. Calls are never concurrent, except that
+    `snapshot` may be called while `train` runs.
+    """
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks in a payload."""
+
+    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+        """Byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
+
+    async def train(
+        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+    ) -> Trained:
+        """Load theta into the worker and run at most `steps` inner steps of outer step `index` on a lease's ranges, in
+        their order. Cancelling stops the worker within an inner step."""
+
+    async def contribution(self) -> bytes:
+        """The quantized pseudo-gradient theta - local, a whole payload."""
+
+    async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
+        """Average checked blocks from `first_block` on: in fp32, in this order, weighted by tokens; quantized once."""
+
+    def check(self, blocks: bytes, first_block: int) -> None:
+        """Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes."""
+
+    async def apply(self, payload: bytes) -> bytes:
+        """The outer step from the payload's bytes, whole or not at all. Returns the new state digest (32 bytes)."""
+
+    async def state_digest(self) -> bytes:
+        """Digest (32 bytes) of theta and momentum, the same on every peer at one log position."""
+
+    async def snapshot(self) -> bytes:
+        """theta and momentum as safetensors bytes."""
+
+    @property
+    def snapshot_limit(self) -> int:
+        """Bytes that no snapshot of this run exceeds."""
+
+    async def restore(self, snapshot: bytes, state_digest: bytes) -> None:
+        """Replace theta and momentum. Raises: SnapshotError, and changes nothing, when these bytes are not the state
+        with that digest."""
+
+
+class BadBlocksError(Exception):
+    """Bytes from a peer that are not blocks of a payload."""
+
+
+class SnapshotError(Exception):
+    """Snapshot bytes that do not describe this run's state."""

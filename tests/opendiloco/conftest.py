@@ -1,0 +1,53 @@
+"""A run so small that a test can afford it: 6 k parameters, a corpus of a few generated files."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opendiloco.config import RunConfig
+
+WORDS = ["peers", "train", "alone", "then", "average", "what", "they", "learned", "and", "go", "on"]
+
+
+def write_corpus(folder: Path, files: int = 40) -> Path:
+    """Text files with seeded nonsense; with the default fraction, some are held out."""
+    folder.mkdir(parents=True)
+    source = random.Random(7)
+    for number in range(files):
+        text = " ".join(source.choice(WORDS) for _ in range(120))
+        (folder / f"{number:02}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A manifest content to copy and change."""
+    corpus = write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+    model = {
+        "model_type": "llama",
+        "vocab_size": 259,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+    }
+    return {
+        "name": "small",
+        "model": {"config": model, "init_seed": 3},
+        "data": {"source": str(corpus), "held_out": 0.2},
+        "training": {"inner_steps": 4, "batch_size": 2, "sequence_length": 16},
+        "inner_optimizer": {"learning_rate": 0.01},
+        "schedule": {"warmup_steps": 2, "stable_steps": 20, "decay_steps": 4},
+        "outer_optimizer": {"learning_rate": 0.7, "momentum": 0.6},
+    }
+
+
+@pytest.fixture(scope="session")
+def small_config(small_content: dict[str, Any]) -> RunConfig:
+    return RunConfig.from_manifest_content(small_content)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opendiloco.config import RunConfig
+from peers.errors import ManifestError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["tiny", "demo"])
+def test_examples_survive_the_way_through_a_manifest(name: str) -> None:
+    config = RunConfig.from_toml(EXAMPLES / f"{name}.toml")
+    carried = json.loads(json.dumps(config.to_manifest_content()))
+    assert RunConfig.from_manifest_content(carried) == config
+    assert RunConfig.from_manifest_content(carried).to_manifest_content() == carried
+    assert config.name == name
+
+
+def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small_content: dict[str, Any]) -> None:
+    assert RunConfig.from_manifest_content(small_content).total_outer_steps == 7  # 26 inner steps, 4 at a time
+    assert RunConfig.from_manifest_content(small_content | {"outer_steps": 3}).total_outer_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("training.batch_size", 0, "training.batch_size = 0: too small. Use 1 or more."),
+        ("training.batch_size", "8", "training.batch_size = '8': not a whole number."),
+        ("training.batch_sise", 8, "training.batch_sise = 8: unknown key. Did you mean batch_size?"),
+        ("training.sequence_length", 64, "training.sequence_length = 64 is longer than model.config.max_position"),
+        (
+            "model.config.vocab_size",
+            256,
+            "model.config.vocab_size = 256 is smaller than the tokenizer's 259 tokens; raise it",
+        ),
+        ("model.path", "somewhere", "model: needs either a table [model.config] or a path, and not both"),
+        ("model.config.model_type", 3, "model: [model.config] has no model_type; name the architecture"),
+        ("tokenizer", {"kind": "pretrained"}, 'tokenizer: a path goes with kind = "pretrained"'),
+        ("data.held_out", 1.5, "data.held_out = 1.5: too large. Use a number below 1"),
+        ("inner_optimizer.learning_rate", float("nan"), "inner_optimizer.learning_rate = nan: "),
+        ("inner_optimizer.betas", [0.9, 1.0], "inner_optimizer.betas.1 = 1.0: too large. Use a number below 1"),
+        ("schedule.warmup_steps", -1, "schedule.warmup_steps = -1: too small. Use 0 or more."),
+        ("outer_optimizer.kind", "adam", "outer_optimizer.kind = 'adam': not known here. Use 'nesterov'."),
+        ("codec", {"kind": "fp4"}, "codec.kind = 'fp4': not known here. Use 'int8'."),
+        ("rounds", {"minimum_peers": 0}, "rounds.minimum_peers = 0: too small. Use 1 or more."),
+        ("rounds", {"heartbeat_seconds": 5.0}, "rounds: heartbeat_expiry_seconds = 10 would bury a peer"),
+        ("name", "Big Run", "name = 'Big Run': not usable. Use 1 to 48 lower-case letters, digits and dashes."),
+        ("extra", 1, "extra = 1: unknown key."),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_remedy(
+    small_content: dict[str, Any], path: str, value: object, said: str
+) -> None:
+    content = copy.deepcopy(small_content)
+    *folders, key = path.split(".")
+    table = content
+    for folder in folders:
+        table = table[folder]
+    table[key] = value
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_manifest_content(content)
+    assert str(caught.value).startswith(f"manifest: {said}")
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_several_problems_get_a_line_each(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('name = "x"\n[training]\ninner_steps = 0\nbatch_size = 1\nsequence_length = 8\n', encoding="utf-8")
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_toml(path)
+    heading, *lines = str(caught.value).splitlines()
+    assert heading == f"{path}: 4 problems:"
+    assert "  training.inner_steps = 0: too small. Use 1 or more." in lines
+    assert "  model: is missing. Add it." in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "cannot be read"), ("name = ", "not valid TOML"), ('name = "\xff"', "not valid TOML")]
+)
+def test_a_file_that_is_not_there_or_not_toml(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "run.toml"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ManifestError, match=said) as caught:
+        RunConfig.from_toml(path)
+    assert caught.value.remedy
+
+
+def test_an_empty_schedule_needs_outer_steps(small_content: dict[str, Any]) -> None:
+    empty = {"warmup_steps": 0, "stable_steps": 0, "decay_steps": 0}
+    with pytest.raises(ManifestError, match="the schedule is empty; give"):
+        RunConfig.from_manifest_content(small_content | {"schedule": empty})
+
+
+def test_numbers_that_json_cannot_carry_are_refused(small_content: dict[str, Any]) -> None:
+    content = copy.deepcopy(small_content)
+    content["model"]["config"]["rope_theta"] = float("inf")
+    with pytest.raises(ManifestError, match="model"):
+        RunConfig.from_manifest_content(content)

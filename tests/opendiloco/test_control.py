@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from opendiloco.control import Failed, Train, TrainingDone, parse_command, parse_reply
+from peers.leases import SampleRange
+
+
+def test_messages_survive_their_line() -> None:
+    command = Train(index=2, samples=(SampleRange(0, 4), SampleRange(8, 9)), steps=3)
+    assert command.line().count(b"\n") == 1
+    assert parse_command(command.line()) == command
+    reply = TrainingDone(samples=(SampleRange(0, 4),), tokens=64, loss=0.1)
+    assert parse_reply(reply.line()) == reply
+    failure = Failed(error="WorkerError", message="two\nlines", remedy="", traceback="a\nb\n")
+    assert failure.line().count(b"\n") == 1
+    assert parse_reply(failure.line()) == failure
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"nonsense\n", b'{"kind": "dance"}\n', b'{"kind": "stop_training", "now": true}\n', b'{"kind": "train"}\n'],
+)
+def test_what_is_no_command_is_refused(line: bytes) -> None:
+    with pytest.raises(ValidationError):
+        parse_command(line)

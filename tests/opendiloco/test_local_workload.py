@@ -1,0 +1,154 @@
+"""The swarm's side of training, without a network: two workloads must agree with the one-process reference."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opendiloco import kernels
+from opendiloco.config import RunConfig
+from opendiloco.control import RunFacts
+from opendiloco.local_workload import LocalWorkload
+from opendiloco.outer import OuterState
+from opendiloco.reference import Reference, Work
+from opendiloco.snapshot import decode_snapshot
+from opendiloco.worker_process import WorkerProcess
+from peers.leases import SampleRange
+from peers.workload import BadBlocksError, Progress, SnapshotError, Workload
+
+OUTER_STEPS = [
+    [Work("a", (SampleRange(0, 8),), 4), Work("b", (SampleRange(8, 16),), 4)],
+    [Work("b", (SampleRange(16, 24),), 4), Work("a", (SampleRange(24, 27), SampleRange(40, 44)), 4)],
+    [Work("a", (SampleRange(27, 35),), 4), Work("b", (SampleRange(44, 45),), 4)],
+]
+FACTS = RunFacts(run_id="small-1", manifest_digest="00" * 32, outer_steps=3, tokens=640, peers=2, held_out_loss=5.0)
+
+
+def ignore(progress: Progress) -> None:
+    pass
+
+
+async def swarm_step(swarm: dict[str, LocalWorkload], index: int, roster: list[Work]) -> bytes:
+    """One outer step as the swarm does it: blocks reduced in two parts, the payload applied by all."""
+    members = [swarm[work.replica] for work in roster]
+    trained = await asyncio.gather(
+        *(member.train(index, work.samples, work.steps, ignore) for member, work in zip(members, roster, strict=True))
+    )
+    payloads = [await member.contribution() for member in members]
+    payload = b""
+    for first, last, reducer in ((0, 3, members[0]), (3, members[0].block_count, members[1])):
+        start, stop = reducer.byte_range(first, last)
+        blocks = [(whole[start:stop], result.tokens) for whole, result in zip(payloads, trained, strict=True)]
+        for piece, _ in blocks:
+            reducer.check(piece, first)
+        payload += await reducer.reduce(blocks, first)
+    digests = {await member.apply(payload) for member in members}
+    assert len(digests) == 1
+    return digests.pop()
+
+
+def test_worker_processes_agree_with_the_reference_bit_for_bit(small_config: RunConfig, tmp_path: Path) -> None:
+    reference = Reference(small_config)
+    expected = list(reference.run(OUTER_STEPS))
+
+    async def story() -> None:
+        names = ("a", "b")
+        started = await asyncio.gather(*(LocalWorkload.start(small_config, "cpu") for _ in names))
+        swarm = dict(zip(names, started, strict=True))
+        try:
+            digests = [await swarm_step(swarm, index, roster) for index, roster in enumerate(OUTER_STEPS)]
+            assert digests == expected
+            theta, momentum = decode_snapshot(await swarm["a"].snapshot(), swarm["a"].parameter_count)
+            assert np.array_equal(theta, reference.state.theta)
+            assert np.array_equal(momentum, reference.state.momentum)
+            assert (await swarm["a"].evaluate(16)).loss == reference.held_out_loss(16)
+            await a_snapshot_moves_the_state(swarm["a"], swarm["b"])
+            await the_model_can_be_used(swarm["b"], tmp_path / "model")
+        finally:
+            await asyncio.gather(*(workload.close() for workload in started))
+
+    asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
+
+
+async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload) -> None:
+    snapshot = await donor.snapshot()
+    zero = bytearray(kernels.payload_size(joiner.parameter_count))
+    assert await joiner.apply(bytes(zero)) != await donor.state_digest()  # momentum alone moves theta
+    before, wanted = await joiner.state_digest(), await donor.state_digest()
+    assert len(snapshot) <= joiner.snapshot_limit
+    for wrong, digest in ((snapshot[:-4], wanted), (snapshot, before)):
+        with pytest.raises(SnapshotError):
+            await joiner.restore(wrong, digest)
+        assert await joiner.state_digest() == before
+    await joiner.restore(snapshot, wanted)
+    assert await joiner.state_digest() == wanted
+
+
+async def the_model_can_be_used(workload: LocalWorkload, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = await workload.generate("peers ", 12, seed=1)
+    assert text == await workload.generate("peers ", 12, seed=1)
+    await workload.export(folder, FACTS)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("für", add_special_tokens=False)["input_ids"] == list("für".encode())
+    prompt = tokenizer("peers ", add_special_tokens=False, return_tensors="pt")
+    assert len(model.generate(**prompt, max_new_tokens=3)[0]) <= 9
+
+
+class StateOnly(WorkerProcess):
+    """A worker that is never started: the outer state needs none."""
+
+    def __init__(self, size: int) -> None:
+        self.vectors = type("Vectors", (), {"theta": np.ones(size, np.float32), "local": np.zeros(size, np.float32)})()
+
+
+@pytest.fixture
+def workload(small_config: RunConfig) -> LocalWorkload:
+    return LocalWorkload(StateOnly(2500), small_config)
+
+
+def test_it_is_a_workload_of_whole_and_ragged_blocks(workload: LocalWorkload) -> None:
+    as_seen_by_peers: Workload = workload
+    assert as_seen_by_peers.block_count == 3
+    assert workload.byte_range(0, 1) == (0, 1028)
+    assert workload.byte_range(1, 3) == (1028, kernels.payload_size(2500))
+
+
+@pytest.mark.parametrize("first_block", [0, 1, 2])
+def test_check_knows_which_blocks_are_whole(workload: LocalWorkload, first_block: int) -> None:
+    payload = asyncio.run(workload.contribution())
+    start, stop = workload.byte_range(first_block, 3)
+    workload.check(payload[start:stop], first_block)
+    for wrong in (payload[start : stop - 1], payload[start:stop] + b"\0", b"\xff" * (stop - start)):
+        with pytest.raises(BadBlocksError):
+            workload.check(wrong, first_block)
+
+
+def test_check_takes_full_blocks_from_the_middle_and_none_past_the_end(workload: LocalWorkload) -> None:
+    workload.check(bytes(1028), 0)
+    workload.check(bytes(2 * 1028), 0)
+    for blocks, first_block in ((bytes(1028), 2), (bytes(1028), 3), (bytes(1000), 0), (bytes(10**6), 0)):
+        with pytest.raises(BadBlocksError):
+            workload.check(blocks, first_block)
+
+
+def test_a_payload_is_applied_whole_or_not_at_all(workload: LocalWorkload, small_config: RunConfig) -> None:
+    async def story() -> None:
+        before = await workload.state_digest()
+        payload = await workload.contribution()
+        corrupt = payload[:2056] + b"\xff\xff\xff\xff" + payload[2060:]
+        for wrong in (payload[:-1], b"", corrupt):
+            with pytest.raises(BadBlocksError):
+                await workload.apply(wrong)
+        assert await workload.state_digest() == before
+        alone = OuterState(np.ones(2500, np.float32), small_config.outer_optimizer)
+        alone.apply(payload)
+        assert await workload.apply(payload) == alone.digest() != before
+
+    asyncio.run(story())

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opendiloco.config import RunConfig
+from opendiloco.errors import MachineError
+from opendiloco.model import PortableNormal, build_model, choose_device, layout_of, load_weights, store_weights
+from opendiloco.tokenizer import ByteTokenizer
+from peers.errors import ManifestError
+
+
+def digest_of_a_draw() -> str:
+    torch.manual_seed(1)
+    with PortableNormal():
+        return hashlib.sha256(torch.empty(50, 64).normal_(0, 0.02).numpy().tobytes()).hexdigest()
+
+
+def test_initial_weights_are_normal_and_the_same_for_the_same_seed(small_config: RunConfig) -> None:
+    first, second = (build_model(small_config, ByteTokenizer()) for _ in range(2))
+    weight = first.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(weight, second.model.layers[0].mlp.up_proj.weight)
+    assert weight.dtype == torch.float32
+    assert weight.std().item() == pytest.approx(0.02, rel=0.15)
+
+
+def test_the_portable_normal_has_the_moments_of_a_normal() -> None:
+    with PortableNormal():
+        torch.manual_seed(0)
+        values = torch.empty(200_000).normal_(3.0, 2.0)
+    assert values.mean().item() == pytest.approx(3.0, abs=0.02)
+    assert values.std().item() == pytest.approx(2.0, rel=0.01)
+    assert ((values - 3).abs() < 2).float().mean().item() == pytest.approx(0.683, abs=0.01)
+
+
+def test_the_portable_normal_does_not_depend_on_the_processors_vector_instructions() -> None:
+    source = inspect.getsource(digest_of_a_draw)
+    imports = "import hashlib, torch; from opendiloco.model import PortableNormal\n"
+    without_vectors = subprocess.run(
+        [sys.executable, "-c", f"{imports}{source}\nprint(digest_of_a_draw())"],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,  # one start of torch and transformers, on a busy machine
+    )
+    assert without_vectors.stdout.strip() == digest_of_a_draw()
+
+
+def test_flat_vectors_and_models_hold_the_same_values(small_config: RunConfig) -> None:
+    model = build_model(small_config, ByteTokenizer())
+    layout = layout_of(model)
+    assert "lm_head.weight" not in [place.name for place in layout]  # tied: it is embed_tokens.weight
+    assert layout.size == sum(parameter.numel() for parameter in model.parameters())
+    flat = np.arange(layout.size, dtype=np.float32)
+    load_weights(model, layout, flat)
+    norm = next(place for place in layout if place.name == "model.norm.weight")
+    assert model.model.norm.weight.tolist() == flat[norm.slice].tolist()
+    back = np.zeros_like(flat)
+    store_weights(model, layout, back)
+    assert np.array_equal(back, flat)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hiden_size": 8}, "model.config.hiden_size = 8: llama has no such setting. Did you mean hidden_size?"),
+        ({"model_type": "lama"}, "model.config.model_type = 'lama': transformers knows no such architecture."),
+        ({"model_type": "clip_text_model"}, "model.config"),
+        ({"hidden_size": "wide"}, "model.config: transformers refuses it"),
+    ],
+)
+def test_models_that_transformers_does_not_know(
+    small_content: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    content = copy.deepcopy(small_content)
+    content["model"]["config"].update(changes)
+    with pytest.raises(ManifestError) as caught:
+        build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
+    assert str(caught.value).startswith(said)
+
+
+def test_a_size_left_to_transformers_is_checked_too(small_content: dict[str, Any]) -> None:
+    content = copy.deepcopy(small_content)
+    del content["model"]["config"]["max_position_embeddings"]
+    content["training"]["sequence_length"] = 4096
+    with pytest.raises(ManifestError, match="sequence_length = 4096 is longer than"):
+        build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
+
+
+def test_a_saved_model_can_be_where_a_run_starts(small_content: dict[str, Any], tmp_path: Any) -> None:
+    model = build_model(RunConfig.from_manifest_content(small_content), ByteTokenizer())
+    model.save_pretrained(tmp_path)
+    content = small_content | {"model": {"path": str(tmp_path)}}
+    loaded = build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
+    assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    content = small_content | {"model": {"path": str(tmp_path / "nothing")}}
+    with pytest.raises(ManifestError, match=r"model.path = .* cannot be loaded"):
+        build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
+
+
+@pytest.mark.parametrize("wanted", ["cuda:63", "abacus"])
+def test_a_device_that_is_not_there(wanted: str) -> None:
+    with pytest.raises(MachineError, match=f"device '{wanted}' cannot be used by torch") as caught:
+        choose_device(wanted)
+    assert caught.value.exit_code == 6
+    assert "cpu" in caught.value.remedy
+
+
+def test_the_processor_can_always_be_had() -> None:
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type in {"cpu", "cuda"}

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from opendiloco.config import InnerOptimizerSection, ScheduleSection
+from opendiloco.optimizers import build_inner_optimizer, learning_rate_factor
+
+
+def test_the_learning_rate_warms_up_stays_and_decays() -> None:
+    schedule = ScheduleSection(warmup_steps=4, stable_steps=3, decay_steps=5, final_fraction=0.5)
+    factors = [learning_rate_factor(schedule, step) for step in range(14)]
+    expected = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.5]
+    assert factors == pytest.approx(expected)
+
+
+def test_a_schedule_may_lack_any_of_its_parts() -> None:
+    stable = ScheduleSection(warmup_steps=0, stable_steps=2, decay_steps=0, final_fraction=0.1)
+    assert [learning_rate_factor(stable, step) for step in range(4)] == pytest.approx([1, 1, 0.1, 0.1])
+    decay = ScheduleSection(warmup_steps=0, stable_steps=0, decay_steps=2)
+    assert [learning_rate_factor(decay, step) for step in range(3)] == [0.5, 0, 0]
+
+
+class HandWrittenAdamW:
+    """Loshchilov and Hutter's Algorithm 2 (arXiv 1711.05101), in float64."""
+
+    def __init__(self, section: InnerOptimizerSection, decay: float, shape: tuple[int, ...]) -> None:
+        self.section, self.decay, self.time = section, decay, 0
+        self.first, self.second = np.zeros(shape), np.zeros(shape)
+
+    def step(self, weights: NDArray[np.float64], gradient: NDArray[np.float64], rate: float) -> NDArray[np.float64]:
+        self.time += 1
+        beta1, beta2 = self.section.betas
+        self.first = beta1 * self.first + (1 - beta1) * gradient
+        self.second = beta2 * self.second + (1 - beta2) * gradient**2
+        first = self.first / (1 - beta1**self.time)
+        second = self.second / (1 - beta2**self.time)
+        return weights - rate * (first / (np.sqrt(second) + self.section.epsilon) + self.decay * weights)
+
+
+def test_adamw_steps_as_written_by_hand_and_spares_vectors_the_decay() -> None:
+    torch.manual_seed(0)
+    section = InnerOptimizerSection(learning_rate=0.02, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.3)
+    layer = torch.nn.Linear(5, 3)
+    optimizer = build_inner_optimizer(layer, section)
+    by_hand = [HandWrittenAdamW(section, 0.3, (3, 5)), HandWrittenAdamW(section, 0.0, (3,))]
+    expected = [parameter.detach().numpy().astype(np.float64) for parameter in (layer.weight, layer.bias)]
+    for rate in (0.02, 0.01, 0.005):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        layer(torch.randn(7, 5)).square().sum().backward()
+        for position, parameter in enumerate((layer.weight, layer.bias)):
+            assert parameter.grad is not None
+            gradient = parameter.grad.numpy().astype(np.float64)
+            expected[position] = by_hand[position].step(expected[position], gradient, rate)
+        optimizer.step()
+    for parameter, values in zip((layer.weight, layer.bias), expected, strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), values, rtol=2e-6, atol=1e-7)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from opendiloco import kernels
+from opendiloco.config import OuterOptimizerSection
+from opendiloco.outer import OuterState
+
+
+def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:
+    source = np.random.default_rng(0)
+    theta = source.standard_normal(3000).astype(np.float32)
+    parameter = torch.nn.Parameter(torch.from_numpy(theta.copy()))
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.9))
+    for _ in range(4):
+        payload = bytearray(kernels.payload_size(3000))
+        kernels.quantize(source.standard_normal(3000).astype(np.float32), payload)
+        decoded = np.empty(3000, np.float32)
+        kernels.dequantize(payload, decoded)
+        state.apply(bytes(payload))
+        parameter.grad = torch.from_numpy(decoded)
+        optimizer.step()
+    np.testing.assert_allclose(state.theta, parameter.detach().numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_digest_covers_theta_and_momentum() -> None:
+    state = OuterState(np.arange(5, dtype=np.float32), OuterOptimizerSection())
+    assert state.digest() == blake3(state.theta.tobytes() + state.momentum.tobytes()).digest()
+    before = state.digest()
+    state.momentum[4] = 1
+    assert state.digest() != before

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opendiloco.config import RunConfig
+from opendiloco.data import load_data
+from opendiloco.errors import WorkerError
+from opendiloco.model import build_model
+from opendiloco.replica import Replica, prefix
+from opendiloco.shared_memory import Vector
+from opendiloco.tokenizer import ByteTokenizer
+from peers.leases import SampleRange
+
+
+def make_replica(config: RunConfig) -> tuple[Replica, Vector]:
+    tokenizer = ByteTokenizer()
+    model = build_model(config, tokenizer)
+    replica = Replica(config, model, load_data(config, tokenizer).samples, torch.device("cpu"))
+    theta = np.empty(replica.layout.size, np.float32)
+    replica.store(theta)
+    return replica, theta
+
+
+def after_training(
+    config: RunConfig, lease: tuple[SampleRange, ...], steps: int
+) -> tuple[tuple[SampleRange, ...], int, Vector]:
+    replica, theta = make_replica(config)
+    trained = replica.train(theta, 0, lease, steps)
+    replica.store(theta)
+    return trained.samples, trained.tokens, theta
+
+
+def test_a_short_lease_is_trained_whole_and_a_long_one_as_far_as_the_steps_go(small_config: RunConfig) -> None:
+    samples, tokens, _ = after_training(small_config, (SampleRange(4, 9),), 4)
+    assert (samples, tokens) == ((SampleRange(4, 9),), 5 * 16)
+    samples, tokens, _ = after_training(small_config, (SampleRange(4, 7), SampleRange(20, 40)), 4)
+    assert (samples, tokens) == ((SampleRange(4, 7), SampleRange(20, 25)), 8 * 16)
+    assert after_training(small_config, (), 4)[:2] == ((), 0)
+
+
+def test_batches_run_across_the_pieces_of_a_lease(small_config: RunConfig) -> None:
+    _, _, whole = after_training(small_config, (SampleRange(0, 6),), 4)
+    _, _, pieces = after_training(small_config, (SampleRange(0, 1), SampleRange(1, 4), SampleRange(4, 6)), 4)
+    assert np.array_equal(whole, pieces)
+
+
+def test_adamw_goes_on_where_it_was_while_theta_starts_afresh(small_config: RunConfig) -> None:
+    lease = (SampleRange(0, 8),)
+    replica, theta = make_replica(small_config)
+    first, second = np.empty_like(theta), np.empty_like(theta)
+    losses = [replica.train(theta, 0, lease, 4).loss]
+    replica.store(first)
+    losses.append(replica.train(theta, 0, lease, 4).loss)
+    replica.store(second)
+    assert not np.array_equal(first, second)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_training_learns_and_can_be_stopped_after_any_step(small_config: RunConfig) -> None:
+    replica, theta = make_replica(small_config)
+    seen: list[tuple[int, float, int]] = []
+
+    def stop_at_three(step: int, loss: float, samples: int) -> bool:
+        seen.append((step, loss, samples))
+        return step < 3
+
+    trained = replica.train(theta, 0, (SampleRange(0, 20),), 10, stop_at_three)
+    assert trained.samples == (SampleRange(0, 6),)
+    assert [(step, samples) for step, _, samples in seen] == [(1, 2), (2, 4), (3, 6)]
+    assert seen[2][1] < seen[0][1]
+    assert trained.loss == pytest.approx(sum(loss for _, loss, _ in seen) / 3)
+
+
+def test_a_loss_that_is_no_number_ends_training(small_content: dict[str, Any]) -> None:
+    config = RunConfig.from_manifest_content(small_content | {"inner_optimizer": {"learning_rate": 1e30}})
+    replica, theta = make_replica(config)
+    with pytest.raises(WorkerError, match=r"inner step \d: .* norm nan") as caught:
+        replica.train(theta, 0, (SampleRange(0, 8),), 4)
+    assert caught.value.exit_code == 8
+    assert "learning_rate" in caught.value.remedy
+
+
+def test_prefix_of_a_lease() -> None:
+    lease = (SampleRange(2, 5), SampleRange(9, 12))
+    assert prefix(lease, 0) == ()
+    assert prefix(lease, 3) == (SampleRange(2, 5),)
+    assert prefix(lease, 4) == (SampleRange(2, 5), SampleRange(9, 10))
+    assert prefix(lease, 99) == lease

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+
+from opendiloco import shared_memory
+from opendiloco.errors import MachineError
+from opendiloco.shared_memory import SharedVectors, available_memory, create_memory_file, reserve
+
+
+def test_two_mappings_of_one_file_see_the_same_values() -> None:
+    descriptor = create_memory_file()
+    reserve(descriptor, 5)
+    ours, theirs = SharedVectors(descriptor, 5), SharedVectors(descriptor, 5)
+    os.close(descriptor)
+    ours.theta[:] = 1
+    theirs.local[:] = 2
+    assert theirs.theta.tolist() == [1] * 5
+    assert ours.local.tolist() == [2] * 5
+
+
+def test_nothing_is_left_behind_when_the_last_view_is_gone() -> None:
+    named_before = set(Path("/dev/shm").iterdir())
+    descriptor = create_memory_file()
+    reserve(descriptor, 1000)
+    vectors = SharedVectors(descriptor, 1000)
+    os.close(descriptor)
+    assert "memfd:diloco-peer" in Path("/proc/self/maps").read_text()
+    assert not {path for path in set(Path("/dev/shm").iterdir()) - named_before if "diloco" in path.name}
+    del vectors
+    gc.collect()
+    assert "memfd:diloco-peer" not in Path("/proc/self/maps").read_text()
+
+
+def test_too_little_memory_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: 5 * 2**20)
+    descriptor = create_memory_file()
+    try:
+        with pytest.raises(MachineError, match="need 8 MiB; 5 MiB are free") as caught:
+            reserve(descriptor, 2**20)
+        assert os.fstat(descriptor).st_size == 0
+    finally:
+        os.close(descriptor)
+    assert caught.value.exit_code == 6
+    assert caught.value.remedy
+
+
+def test_a_system_that_refuses_is_quoted() -> None:
+    read_only = os.open("/dev/null", os.O_RDONLY)
+    try:
+        with pytest.raises(MachineError, match="1 MiB of shared memory cannot be had"):
+            reserve(read_only, 2**17)
+    finally:
+        os.close(read_only)
+
+
+def test_available_memory_is_plausible() -> None:
+    assert 2**20 < available_memory() < 2**50

@@ -1,0 +1,144 @@
+"""Real worker processes: what they do on command, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opendiloco.config import RunConfig
+from opendiloco.errors import DataError, MachineError, WorkerError
+from opendiloco.worker_process import WorkerProcess
+from peers.leases import SampleRange
+from peers.workload import Progress
+
+PROMPT_SECONDS = 20.0  # for what takes milliseconds, on a machine that is doing much else
+ENDLESS = (SampleRange(0, 10**6),)
+
+ABANDONED = """
+import asyncio, json, sys
+from opendiloco.config import RunConfig
+from opendiloco.worker_process import WorkerProcess
+from peers.leases import SampleRange
+
+async def main():
+    config = RunConfig.from_manifest_content(json.loads(sys.argv[1]))
+    worker = await WorkerProcess.start(config, "cpu")
+    await worker.train(0, (SampleRange(0, 10**6),), 10**6, lambda progress: print(worker.process_id, flush=True))
+
+asyncio.run(main())
+"""
+
+
+def wait_until_gone(pidfd: int) -> None:
+    """A process descriptor becomes readable when its process ends."""
+    readable, _, _ = select.select([pidfd], [], [], PROMPT_SECONDS)
+    assert readable
+
+
+def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: RunConfig) -> None:
+    async def story() -> None:
+        worker = await WorkerProcess.start(small_config, "cpu")
+        theta = worker.vectors.theta.copy()
+        await stops_within_a_step_when_cancelled(worker)
+        await ignores_ctrl_c(worker)
+        assert (worker.vectors.theta == theta).all()
+        assert (worker.vectors.local != theta).any()
+        await says_how_it_died(worker)
+        await worker.close()
+
+    asyncio.run(asyncio.wait_for(story(), 90))  # starting a worker imports torch and transformers
+
+
+async def stops_within_a_step_when_cancelled(worker: WorkerProcess) -> None:
+    reached = asyncio.Event()
+    seen: list[Progress] = []
+
+    def note(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.inner_step == 3:
+            reached.set()
+
+    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, note))
+    await reached.wait()
+    assert [progress.inner_step for progress in seen] == [1, 2, 3]
+    assert all(progress.loss > 0 and progress.tokens_per_second > 0 for progress in seen)
+    training.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(training, PROMPT_SECONDS)
+
+
+async def ignores_ctrl_c(worker: WorkerProcess) -> None:
+    def interrupt(progress: Progress) -> None:
+        os.kill(worker.process_id, signal.SIGINT)
+
+    trained = await worker.train(0, (SampleRange(0, 7),), 4, interrupt)
+    assert trained.samples == (SampleRange(0, 7),)
+
+
+async def says_how_it_died(worker: WorkerProcess) -> None:
+    def kill(progress: Progress) -> None:
+        os.kill(worker.process_id, signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match="the worker was killed by SIGKILL") as caught:
+        await asyncio.wait_for(worker.train(0, ENDLESS, 10**6, kill), PROMPT_SECONDS)
+    assert caught.value.exit_code == 8
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        await asyncio.wait_for(worker.evaluate(1), PROMPT_SECONDS)
+    assert "SIGKILL" in str(await asyncio.wait_for(worker.wait_for_death(), PROMPT_SECONDS))
+
+
+def test_a_worker_does_not_outlive_the_process_that_started_it(small_content: dict[str, Any]) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ABANDONED, json.dumps(small_content)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pidfd = os.pidfd_open(int(parent.stdout.readline()))  # printed once it is in the middle of training
+        try:
+            parent.kill()
+            wait_until_gone(pidfd)
+        finally:
+            os.close(pidfd)
+
+
+def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str, Any]) -> None:
+    config = RunConfig.from_manifest_content(small_content | {"inner_optimizer": {"learning_rate": 1e30}})
+
+    async def story() -> None:
+        worker = await WorkerProcess.start(config, "cpu")
+        try:
+            with pytest.raises(WorkerError, match="norm nan") as caught:
+                await worker.train(0, ENDLESS, 10, lambda progress: None)
+            assert "in _inner_step" in caught.value.__notes__[0]
+            assert (await worker.evaluate(4)).loss > 0
+        finally:
+            await worker.close()
+
+    asyncio.run(asyncio.wait_for(story(), 90))
+
+
+@pytest.mark.parametrize(
+    ("device", "source", "error"), [("abacus", "stdlib", MachineError), ("cpu", "/nowhere/at/all", DataError)]
+)
+def test_a_worker_that_cannot_be_configured_leaves_no_process(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str, source: str, error: type[Exception]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = RunConfig.from_manifest_content(small_content | {"data": {"source": source}})
+    before = children()
+    with pytest.raises(error):
+        asyncio.run(asyncio.wait_for(WorkerProcess.start(config, device), 90))
+    assert children() == before
+
+
+def children() -> set[str]:
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {child for task in tasks for child in (task / "children").read_text().split()}

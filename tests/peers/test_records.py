@@ -1,0 +1,80 @@
+"""Which records a DHT node keeps."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.hivemind_light import load_hivemind
+from peers.identity import Identity
+from peers.manifest import SignedManifest
+from peers.records import (
+    CLOCK_TOLERANCE,
+    MANIFEST_LIFETIME_LIMIT,
+    heartbeats_key,
+    key_digest,
+    manifest_key,
+    record_is_valid,
+)
+from tests.peers.test_heartbeat import IDENTITY, RUN, heartbeat
+
+MANIFEST = SignedManifest.create(IDENTITY, "tiny", {"name": "tiny"})
+MANIFEST_PLACE = key_digest(manifest_key(MANIFEST.run_id))
+HEARTBEATS_PLACE = key_digest(heartbeats_key(RUN))
+NO_SUBKEY: bytes = msgpack.packb(None)
+MINE: bytes = msgpack.packb(IDENTITY.peer_id)
+SIGNED: bytes = msgpack.packb(heartbeat().sign(IDENTITY))
+NOW = heartbeat().sequence / 1000
+EXPIRES = heartbeat().expires
+
+
+def test_keys_lie_where_hivemind_puts_them() -> None:
+    dht_id = load_hivemind().protocol.DHTID
+    for key in (manifest_key(RUN), heartbeats_key(RUN)):
+        assert dht_id.generate(source=key).to_bytes() == key_digest(key)
+
+
+def test_manifest_under_its_own_key() -> None:
+    value = msgpack.packb(MANIFEST.pack())
+    assert record_is_valid(MANIFEST_PLACE, NO_SUBKEY, value, NOW + 100, NOW)
+    assert not record_is_valid(MANIFEST_PLACE, NO_SUBKEY, value, NOW + 2 * MANIFEST_LIFETIME_LIMIT, NOW)
+    assert not record_is_valid(MANIFEST_PLACE, MINE, value, NOW + 100, NOW)
+    assert not record_is_valid(HEARTBEATS_PLACE, NO_SUBKEY, value, NOW + 100, NOW)
+    assert not record_is_valid(key_digest(manifest_key(RUN)), NO_SUBKEY, value, NOW + 100, NOW)
+
+
+def test_heartbeat_under_its_run_and_peer() -> None:
+    assert record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW)
+    other = msgpack.packb(Identity.generate().peer_id)
+    assert not record_is_valid(HEARTBEATS_PLACE, other, SIGNED, EXPIRES, NOW)
+    assert not record_is_valid(HEARTBEATS_PLACE, NO_SUBKEY, SIGNED, EXPIRES, NOW)
+    assert not record_is_valid(MANIFEST_PLACE, MINE, SIGNED, EXPIRES, NOW)
+    assert not record_is_valid(key_digest(heartbeats_key("other")), MINE, SIGNED, EXPIRES, NOW)
+
+
+def test_nobody_can_keep_a_heartbeat_longer_than_its_peer_meant() -> None:
+    assert not record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES + 0.01, NOW)
+
+
+def test_heartbeats_from_the_future_are_refused() -> None:
+    assert record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW - CLOCK_TOLERANCE)
+    assert not record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW - CLOCK_TOLERANCE - 1)
+
+
+def test_expired_records_are_valid_still() -> None:
+    """One outdated entry must not make a node drop a whole answer; the DHT forgets it by itself."""
+    assert record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW + 10_000)
+
+
+@pytest.mark.parametrize("subkey", [NO_SUBKEY, MINE])
+@given(value=st.binary(max_size=300), place=st.sampled_from([MANIFEST_PLACE, HEARTBEATS_PLACE, bytes(20)]))
+def test_arbitrary_values_are_refused(subkey: bytes, value: bytes, place: bytes) -> None:
+    assert not record_is_valid(place, subkey, value, NOW, NOW)
+    assert not record_is_valid(place, subkey, msgpack.packb(value), NOW, NOW)
+
+
+@given(st.binary(max_size=100))
+def test_arbitrary_subkeys_are_refused(subkey: bytes) -> None:
+    assert not record_is_valid(HEARTBEATS_PLACE, subkey, SIGNED, EXPIRES, NOW)

@@ -1,0 +1,171 @@
+"""The bootstrap node over real libp2p daemons: it remembers, also across restarts, and never loads torch."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from peers import bootstrap
+from peers.bootstrap import ANNOUNCE_MANIFEST, announce_manifest, run_bootstrap
+from peers.errors import LocalNetworkError
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.manifest import SignedManifest
+from peers.streams import PeerRefusedError
+
+pytestmark = pytest.mark.swarm
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+TIMEOUT = 30.0  # seconds for a node to start, answer or stop; about one on an idle machine
+MANIFEST = SignedManifest.create(Identity.generate(), "tiny", {"name": "tiny"})
+
+
+@asynccontextmanager
+async def bootstrap_node(
+    identity: Identity, directory: Path, listen: tuple[str, ...] = LOOPBACK
+) -> AsyncIterator[tuple[str, ...]]:
+    """A running bootstrap node's addresses."""
+    stop, is_ready = asyncio.Event(), asyncio.Event()
+    addresses: tuple[str, ...] = ()
+
+    def on_ready(visible: tuple[str, ...]) -> None:
+        nonlocal addresses
+        addresses = visible
+        is_ready.set()
+
+    running = asyncio.create_task(run_bootstrap(identity, listen, (), (), directory, on_ready, stop))
+    started = asyncio.create_task(is_ready.wait())
+    await asyncio.wait({running, started}, timeout=TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+    started.cancel()
+    if running.done():
+        await running  # raises
+    try:
+        yield addresses
+    finally:
+        stop.set()
+        await asyncio.wait_for(running, TIMEOUT)
+
+
+@asynccontextmanager
+async def visitor(addresses: tuple[str, ...]) -> AsyncIterator[HivemindTransport]:
+    transport = await HivemindTransport.create(Identity.generate(), addresses, LOOPBACK)
+    try:
+        yield transport
+    finally:
+        await transport.close()
+
+
+def test_announced_run_is_found_after_everybody_has_left_and_the_node_restarted(tmp_path: Path) -> None:
+    async def main() -> None:
+        identity = Identity.generate()
+        async with bootstrap_node(identity, tmp_path) as addresses:
+            async with visitor(addresses) as organiser:
+                assert await announce_manifest(organiser, MANIFEST, addresses) == addresses
+            async with visitor(addresses) as volunteer:
+                assert await volunteer.find_manifest(MANIFEST.run_id) is not None
+        assert [path.name for path in tmp_path.iterdir()] == [f"{MANIFEST.run_id}.manifest"]
+        same_port = (addresses[0].partition("/p2p/")[0],)
+        async with bootstrap_node(identity, tmp_path, same_port) as again, visitor(again) as volunteer:
+            assert again == addresses
+            found = await volunteer.find_manifest(MANIFEST.run_id)
+            assert found is not None
+            assert found.pack() == MANIFEST.pack()
+
+    asyncio.run(main())
+
+
+def test_manifests_are_published_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "REPUBLISH_INTERVAL", 0.05)
+
+    async def main() -> None:
+        async with bootstrap_node(Identity.generate(), tmp_path) as addresses, visitor(addresses) as volunteer:
+            (tmp_path / f"{MANIFEST.run_id}.manifest").write_bytes(MANIFEST.pack())
+            async with asyncio.timeout(TIMEOUT):
+                while await volunteer.find_manifest(MANIFEST.run_id) is None:
+                    await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+
+
+def test_nonsense_is_not_remembered(tmp_path: Path) -> None:
+    async def main() -> None:
+        forged = MANIFEST.model_copy(update={"content": b"{}"}).pack()
+        async with bootstrap_node(Identity.generate(), tmp_path) as addresses, visitor(addresses) as attacker:
+            node = addresses[0].rpartition("/")[2]
+            for payload in (b"", b"garbage", forged):
+                with pytest.raises(PeerRefusedError, match="manifest"):
+                    await attacker.call(node, ANNOUNCE_MANIFEST, payload, TIMEOUT)
+        assert list(tmp_path.iterdir()) == []
+
+    asyncio.run(main())
+
+
+def test_full_node_refuses_further_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 1)
+
+    async def main() -> None:
+        other = SignedManifest.create(Identity.generate(), "other", {})
+        async with bootstrap_node(Identity.generate(), tmp_path) as addresses, visitor(addresses) as organiser:
+            assert await announce_manifest(organiser, MANIFEST, addresses) == addresses
+            assert await announce_manifest(organiser, MANIFEST, addresses) == addresses
+            assert await announce_manifest(organiser, other, addresses) == ()
+
+    asyncio.run(main())
+
+
+def test_spoiled_files_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / f"{MANIFEST.run_id}.manifest").write_bytes(MANIFEST.pack()[:-1])
+    (tmp_path / "unrelated.txt").write_text("hello")
+
+    async def main() -> None:
+        async with bootstrap_node(Identity.generate(), tmp_path) as addresses, visitor(addresses) as organiser:
+            assert await organiser.find_manifest(MANIFEST.run_id) is None
+            assert await announce_manifest(organiser, MANIFEST, addresses) == addresses
+
+    asyncio.run(main())
+    assert (tmp_path / f"{MANIFEST.run_id}.manifest").read_bytes() == MANIFEST.pack()
+
+
+def test_unusable_directory_is_named(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+
+    async def main() -> None:
+        async with bootstrap_node(Identity.generate(), occupied):
+            pass
+
+    with pytest.raises(LocalNetworkError, match=str(occupied)):
+        asyncio.run(main())
+
+
+WITHOUT_TORCH = """
+import asyncio, sys, tempfile
+from pathlib import Path
+from peers.bootstrap import run_bootstrap
+from peers.identity import Identity
+
+async def main():
+    stop = asyncio.Event()
+    with tempfile.TemporaryDirectory() as directory:
+        listen = ("/ip4/127.0.0.1/tcp/0",)
+        await run_bootstrap(Identity.generate(), listen, (), (), Path(directory), lambda _: stop.set(), stop)
+
+asyncio.run(main())
+assert "torch" not in sys.modules
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+
+
+def test_node_needs_no_torch() -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    peak_kilobytes = int(done.stdout)
+    assert peak_kilobytes < 120_000  # 60,000 when written

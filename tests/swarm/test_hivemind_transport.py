@@ -1,0 +1,483 @@
+"""The transport over real libp2p daemons on the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from peers import hivemind_node
+from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, SwarmUnreachableError
+from peers.heartbeat import Heartbeat, PeerState
+from peers.hivemind_daemon import sweep_sockets
+from peers.hivemind_node import NETWORK_ERRORS, to_peer_id
+from peers.hivemind_transport import PROTOCOL_PREFIX, HivemindTransport
+from peers.identity import Identity
+from peers.manifest import SignedManifest
+from peers.records import heartbeats_key
+from peers.streams import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.wire import MESSAGE_LIMIT
+
+pytestmark = pytest.mark.swarm
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+TIMEOUT = 20.0  # seconds for one exchange; milliseconds on an idle machine
+RUN = "tiny-" + "a" * 32
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def swarm(size: int) -> AsyncIterator[list[HivemindTransport]]:
+    """Nodes that know each other through the first one; afterwards nothing of them is left."""
+    nodes: list[HivemindTransport] = []
+    try:
+        for _ in range(size):
+            known = nodes[0].addresses if nodes else ()
+            nodes.append(await HivemindTransport.create(Identity.generate(), known, LOOPBACK))
+        yield nodes
+    finally:
+        for node in nodes:
+            await node.close()
+        for node in nodes:
+            assert_gone(node)
+
+
+def assert_gone(node: HivemindTransport) -> None:
+    assert not Path(f"/proc/{node._daemon._child.pid}").exists()
+    assert not Path(node._daemon._daemon_listen_maddr["unix"]).exists()
+    assert not Path(node._daemon._client_listen_maddr["unix"]).exists()
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def eventually(condition: Callable[[], Awaitable[T]], why: str, seconds: float = TIMEOUT) -> T:
+    """The first true result of `condition`, asked again and again."""
+    async with asyncio.timeout(seconds):
+        while not (result := await condition()):
+            await asyncio.sleep(0.05)
+        return result
+    raise AssertionError(why)
+
+
+def heartbeat(identity: Identity, sequence: int, **changes: object) -> Heartbeat:
+    fields: dict[str, object] = {
+        "run": RUN,
+        "peer": identity.peer_id,
+        "sequence": sequence,
+        "state": PeerState.TRAINING,
+        "index": 0,
+        "head": bytes(32),
+        "state_digest": bytes(32),
+        "lineage_tokens": 0,
+        "inner_step": 0,
+        "tokens_per_second": 0.0,
+        "loss": None,
+        "evaluation_loss": None,
+        "addresses": (),
+        "roster_size": 0,
+    }
+    return Heartbeat.model_validate(fields | changes)
+
+
+def milliseconds() -> int:
+    return int(time.time() * 1000)
+
+
+def test_daemon_is_the_identity_and_leaves_no_key_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    identity = Identity.generate()
+
+    async def main() -> None:
+        node = await HivemindTransport.create(identity, listen=LOOPBACK)
+        try:
+            assert node.peer_id == identity.peer_id
+            assert node.addresses[0].startswith("/ip4/127.0.0.1/tcp/")
+            assert node.addresses[0].endswith(f"/p2p/{identity.peer_id}")
+            assert await node.refresh_addresses() == node.addresses
+            assert os.listdir(tmp_path) == []
+        finally:
+            await node.close()
+        assert_gone(node)
+
+    asyncio.run(main())
+
+
+def test_manifest_is_found_by_its_run_id_alone() -> None:
+    async def main() -> None:
+        async with swarm(3) as (_, organiser, volunteer):
+            manifest = SignedManifest.create(Identity.generate(), "tiny", {"name": "tiny", "text": "x" * 20_000})
+            await organiser.store_manifest(manifest, 60)
+            found = await volunteer.find_manifest(manifest.run_id)
+            assert found is not None
+            assert found.pack() == manifest.pack()
+            assert await volunteer.find_manifest(RUN) is None
+
+    asyncio.run(main())
+
+
+def test_heartbeats_are_seen_by_everybody_and_only_move_forward() -> None:
+    async def main() -> None:
+        first, second = Identity.generate(), Identity.generate()
+        async with swarm(3) as (reader, one, two):
+            now = milliseconds()
+            assert await one.publish(heartbeat(first, now).sign(first), RUN)
+            assert await two.publish(heartbeat(second, now).sign(second), RUN)
+            assert await one.publish(heartbeat(first, now + 1, inner_step=5).sign(first), RUN)
+            for node in (reader, one, two):
+                seen = {item.peer: item for item in await node.heartbeats(RUN)}
+                assert set(seen) == {first.peer_id, second.peer_id}
+                assert seen[first.peer_id].inner_step == 5
+            assert await reader.heartbeats("other-" + "a" * 32) == []
+            with pytest.raises(LocalProtocolError):
+                await one.publish(heartbeat(first, now).sign(first), RUN)
+            reader._newest[RUN, second.peer_id] = heartbeat(second, now + 100)  # a replica that lags behind answers
+            assert {item.sequence for item in await reader.heartbeats(RUN)} == {now + 1, now + 100}
+
+    asyncio.run(main())
+
+
+def test_nodes_refuse_records_that_do_not_prove_themselves() -> None:
+    async def main() -> None:
+        victim, forger = Identity.generate(), Identity.generate()
+        async with swarm(2) as (node, attacker):
+            now = milliseconds()
+            key, forged = heartbeats_key(RUN), heartbeat(forger, now)
+            store = attacker._node.store
+            assert not await store(key, forged.sign(forger), forged.expires, subkey=victim.peer_id)
+            assert not await store(key, b"garbage", forged.expires, subkey=victim.peer_id)
+            assert not await store(key, forged.sign(forger), forged.expires + 100, subkey=forger.peer_id)
+            assert not await store(key, b"garbage", forged.expires)
+            assert not await store(b"anything", b"else", forged.expires)
+            assert await node.heartbeats(RUN) == []
+            assert len(node._node.protocol.storage) == 0
+
+    asyncio.run(main())
+
+
+def test_calls(caplog: pytest.LogCaptureFixture) -> None:
+    senders: list[str] = []
+
+    async def echo(sender: str, payload: bytes) -> bytes:
+        senders.append(sender)
+        return payload[::-1]
+
+    async def refuse(sender: str, payload: bytes) -> bytes:
+        raise RefusalError("not today")
+
+    async def crash(sender: str, payload: bytes) -> bytes:
+        raise ZeroDivisionError
+
+    async def hang(sender: str, payload: bytes) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async def main() -> None:
+        # Neither peer was told the other's address: the bootstrap node is all they have in common.
+        async with swarm(3) as (_, caller, callee):
+            for name, handler in (("echo", echo), ("refuse", refuse), ("crash", crash), ("hang", hang)):
+                await callee.on_call(name, handler)
+            there = callee.peer_id
+            assert await caller.call(there, "echo", b"abc", TIMEOUT) == b"cba"
+            assert await caller.call(there, "echo", bytes(MESSAGE_LIMIT), TIMEOUT) == bytes(MESSAGE_LIMIT)
+            assert senders == [caller.peer_id] * 2
+            with pytest.raises(LocalProtocolError):
+                await caller.call(there, "echo", bytes(MESSAGE_LIMIT + 1), TIMEOUT)
+            with pytest.raises(PeerRefusedError, match="not today"):
+                await caller.call(there, "refuse", b"", TIMEOUT)
+            with pytest.raises(PeerRefusedError, match="internal error"):
+                await caller.call(there, "crash", b"", TIMEOUT)
+            with pytest.raises(PeerUnreachableError, match="no answer in time") as caught:
+                await caller.call(there, "hang", b"", 0.1)
+            assert caught.value.peer == there
+            for peer_id, name in ((there, "unknown"), (Identity.generate().peer_id, "echo"), ("nobody", "echo")):
+                with pytest.raises(PeerUnreachableError):
+                    await caller.call(peer_id, name, b"", TIMEOUT)
+
+    asyncio.run(main())
+    assert [record.levelname for record in caplog.records if record.name.startswith("peers.")] == ["ERROR"]
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self.received: list[tuple[str, bytes, bytes]] = []
+
+    def accept(self, sender: str, header: bytes, length: int) -> bytearray | str:
+        return bytearray(length) if header == b"wanted" else "unsolicited"
+
+    def arrived(self, sender: str, header: bytes, buffer: bytearray | memoryview) -> None:
+        self.received.append((sender, header, bytes(buffer)))
+
+
+def test_pushes_in_both_directions_at_once() -> None:
+    async def main() -> None:
+        async with swarm(2) as (left, right):
+            inboxes = {node.peer_id: Inbox() for node in (left, right)}
+            for node in (left, right):
+                await node.on_push("blocks", inboxes[node.peer_id].accept, inboxes[node.peer_id].arrived)
+            data = os.urandom(5_000_001)
+            await asyncio.gather(
+                left.push(right.peer_id, "blocks", b"wanted", data, TIMEOUT),
+                left.push(right.peer_id, "blocks", b"wanted", b"", TIMEOUT),
+                right.push(left.peer_id, "blocks", b"wanted", memoryview(data), TIMEOUT),
+            )
+            assert inboxes[left.peer_id].received == [(right.peer_id, b"wanted", data)]
+            assert sorted(inboxes[right.peer_id].received, key=lambda item: len(item[2])) == [
+                (left.peer_id, b"wanted", b""),
+                (left.peer_id, b"wanted", data),
+            ]
+            with pytest.raises(PeerRefusedError, match="unsolicited"):
+                await left.push(right.peer_id, "blocks", b"spam", data, TIMEOUT)
+            with pytest.raises(PeerUnreachableError):
+                await left.push(right.peer_id, "unknown", b"", data, TIMEOUT)
+            assert not left._serving
+            assert not right._serving
+
+    asyncio.run(main())
+
+
+def test_pulls() -> None:
+    snapshot = os.urandom(3_000_000)
+
+    async def serve(sender: str, header: bytes) -> tuple[bytes, Buffer]:
+        if header != b"latest":
+            raise RefusalError("no such snapshot")
+        return b"position", snapshot
+
+    async def main() -> None:
+        async with swarm(2) as (donor, joiner):
+            await donor.on_pull("snapshot", serve)
+            header, data = await joiner.pull(donor.peer_id, "snapshot", b"latest", 1 << 24, TIMEOUT)
+            assert (header, bytes(data)) == (b"position", snapshot)
+            with pytest.raises(PeerRefusedError, match="no such snapshot"):
+                await joiner.pull(donor.peer_id, "snapshot", b"old", 1 << 24, TIMEOUT)
+            with pytest.raises(PeerUnreachableError, match="exceeds the limit"):
+                await joiner.pull(donor.peer_id, "snapshot", b"latest", 1000, TIMEOUT)
+
+    asyncio.run(main())
+
+
+def test_garbage_on_a_stream_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with swarm(2) as (victim, attacker):
+            inbox = Inbox()
+            await victim.on_push("blocks", inbox.accept, inbox.arrived)
+            for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(1000)):
+                protocol = f"{PROTOCOL_PREFIX}/push/blocks"
+                _, reader, writer = await attacker._daemon.call_binary_stream_handler(
+                    to_peer_id(victim.peer_id), protocol
+                )
+                writer.write(garbage)
+                if garbage:
+                    with pytest.raises((*NETWORK_ERRORS, asyncio.IncompleteReadError)):
+                        await asyncio.wait_for(reader.readexactly(1), TIMEOUT)
+                writer.close()
+            await attacker.push(victim.peer_id, "blocks", b"wanted", b"data", TIMEOUT)
+            assert inbox.received == [(attacker.peer_id, b"wanted", b"data")]
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert all(record.name == "peers.hivemind_transport" for record in caplog.records)
+    assert all("dropped a push/blocks stream" in record.message for record in caplog.records)
+    assert len(caplog.records) == 2
+
+
+def test_push_to_a_peer_that_dies_fails() -> None:
+    async def main() -> None:
+        async with swarm(2) as (sender, victim):
+            inbox = Inbox()
+
+            def accept(peer: str, header: bytes, length: int) -> bytearray | str:
+                os.kill(victim._daemon._child.pid, signal.SIGKILL)
+                return bytearray(length)
+
+            await victim.on_push("blocks", accept, inbox.arrived)
+            with pytest.raises(PeerUnreachableError):
+                await sender.push(victim.peer_id, "blocks", b"", bytes(20_000_000), TIMEOUT)
+            assert inbox.received == []
+            await victim.close()
+            sweep_sockets()
+
+    asyncio.run(main())
+
+
+def children() -> set[int]:
+    """Processes that we started and that still run."""
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.01, 0.1, 0.2, 0.4])
+def test_start_can_be_cancelled_at_any_moment(moment: float) -> None:
+    before = children()
+
+    async def start() -> None:
+        node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
+        await node.close()
+        await asyncio.Event().wait()  # a fast machine started and closed it within the moment
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(start(), moment)
+        assert children() <= before
+
+    asyncio.run(main())
+
+
+def test_connect_is_best_effort() -> None:
+    async def main() -> None:
+        async with swarm(1) as (node,):
+            stranger = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
+            try:
+                assert stranger.peer_id not in await node.known_peers()
+                assert await node.connect(stranger.peer_id, stranger.addresses)
+                assert stranger.peer_id in await node.known_peers()
+                assert not await node.connect(Identity.generate().peer_id, stranger.addresses)
+                assert not await node.connect(stranger.peer_id, ("nonsense",))
+            finally:
+                await stranger.close()
+
+    asyncio.run(main())
+
+
+async def error_of(**options: object) -> DilocoPeerError:
+    """The error with which a transport refuses to start."""
+    with pytest.raises(DilocoPeerError) as caught:
+        await HivemindTransport.create(Identity.generate(), **options)  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        taken = f"/ip4/127.0.0.1/tcp/{port}"
+        for listen in ((taken,), (*LOOPBACK, taken), (f"/ip4/0.0.0.0/tcp/{port}",)):
+            error = asyncio.run(error_of(listen=listen))
+            assert isinstance(error, LocalNetworkError)
+            assert f"port {port} " in str(error)
+            assert error.exit_code == 5
+
+
+def test_port_of_another_peer_is_in_use() -> None:
+    async def main() -> None:
+        async with swarm(1) as (node,):
+            taken = node.addresses[0].partition("/p2p/")[0]
+            assert "in use" in str(await error_of(listen=(taken,)))
+
+    asyncio.run(main())
+
+
+def test_foreign_address_is_named() -> None:
+    error = asyncio.run(error_of(listen=("/ip4/198.51.100.1/tcp/0",), local=True))
+    assert isinstance(error, LocalNetworkError)
+    assert "198.51.100.1" in str(error)
+
+
+def test_unreachable_bootstrap_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections and knows nothing of libp2p
+        silent = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
+        nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+        for address in (nobody, silent):
+            error = asyncio.run(error_of(initial_peers=(address,), listen=LOOPBACK))
+            assert isinstance(error, SwarmUnreachableError)
+            assert address in str(error)
+            assert error.exit_code == 4
+
+
+def test_malformed_addresses_are_named() -> None:
+    no_peer_id = "/ip4/127.0.0.1/tcp/4001"
+    for options in (
+        {"initial_peers": ("nonsense",)},
+        {"initial_peers": (no_peer_id,)},
+        {"initial_peers": (f"{no_peer_id}/p2p/nobody",)},
+        {"listen": ("nonsense",)},
+        {"listen": LOOPBACK, "announce": ("nonsense",)},
+    ):
+        error = asyncio.run(error_of(**options))
+        assert isinstance(error, ManifestError)
+        assert "nonsense" in str(error) or no_peer_id in str(error)
+
+
+def test_lost_bootstrap_node_is_greeted_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hivemind_node, "REJOIN_INTERVAL", 0.1)
+
+    async def main() -> None:
+        boot, volunteer = Identity.generate(), Identity.generate()
+        old = await HivemindTransport.create(boot, listen=LOOPBACK)
+        address = old.addresses[0]
+        node = await HivemindTransport.create(volunteer, old.addresses, LOOPBACK)
+        try:
+            await old.close()
+            lost = heartbeat(volunteer, milliseconds())
+            await node.publish(lost.sign(volunteer), RUN)
+            new = await HivemindTransport.create(boot, listen=(address.partition("/p2p/")[0],))
+            try:
+                assert new.addresses == (address,)
+                seen = await eventually(lambda: new.heartbeats(RUN), "the restarted node never met the volunteer")
+                assert seen == [lost]
+            finally:
+                await new.close()
+        finally:
+            await node.close()
+
+    asyncio.run(main())
+
+
+def test_death_of_the_daemon_is_noticed() -> None:
+    async def main() -> None:
+        node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
+        os.kill(node._daemon._child.pid, signal.SIGKILL)
+        error = await asyncio.wait_for(node.failure(), TIMEOUT)
+        assert isinstance(error, LocalNetworkError)
+        with pytest.raises(PeerUnreachableError):
+            await node.call(Identity.generate().peer_id, "echo", b"", 1.0)
+        await node.close()
+        sweep_sockets()
+        assert_gone(node)
+
+    asyncio.run(main())
+
+
+KILLED = """
+import asyncio
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+
+async def main():
+    node = await HivemindTransport.create(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))
+    await node.on_push("blocks", lambda *_: "no", lambda *_: None)
+    print(node._daemon._child.pid, node._daemon._client_listen_maddr["unix"], flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_outlives_a_killed_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            daemon, socket_path = process.stdout.readline().split()
+        finally:
+            process.kill()
+    deadline = time.monotonic() + TIMEOUT  # the daemon ends when its control connection breaks: 0.03 to 1.4 s seen
+    while alive(int(daemon)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(int(daemon))
+    sweep_sockets()
+    assert not Path(socket_path).exists()

@@ -1,0 +1,85 @@
+"""Who may import whom: cli → opendiloco → peers, with each outside world behind one door."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(path for package in ("opendiloco", "peers") for path in (ROOT / package).rglob("*.py"))
+LINES_AT_MOST = 400
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The absolute names of all that a file imports, in functions and under TYPE_CHECKING too.
+
+    `from a import b` yields `a.b`: whether b is a module or not makes no difference to the rules below.
+    """
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def importers(imported: str) -> set[str]:
+    """The modules that import a package or anything in it, other than that package's own."""
+    return {
+        module_name(path)
+        for path in SOURCES
+        if not is_in(module_name(path), imported) and any(is_in(name, imported) for name in imports(path))
+    }
+
+
+def test_the_walk_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    path = tmp_path / "opendiloco" / "cli" / "join.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("import a.b\nfrom c import d\ndef f():\n    from . import e\n    from ..g import h\n")
+    assert list(imports(path)) == ["a.b", "c.d", "opendiloco.cli.e", "opendiloco.g.h"]
+
+
+def test_there_is_something_to_check() -> None:
+    assert {"opendiloco.kernels", "peers.errors"} <= {module_name(path) for path in SOURCES}
+
+
+@pytest.mark.parametrize("imported", ["opendiloco", "torch", "transformers", "datasets"])
+def test_peers_knows_nothing_of_training(imported: str) -> None:
+    assert not {module for module in importers(imported) if is_in(module, "peers")}
+
+
+def test_hivemind_is_behind_the_transport() -> None:
+    assert importers("hivemind") <= {"peers.hivemind_transport", "peers.hivemind_light"}
+
+
+def test_compiled_kernels_are_behind_their_wrapper() -> None:
+    assert importers("opendiloco._kernels") == {"opendiloco.kernels"}
+
+
+def test_nothing_imports_the_build_script() -> None:
+    assert not importers("native")
+
+
+@pytest.mark.parametrize("imported", ["opendiloco.cli", "click"])
+def test_the_command_line_is_on_top(imported: str) -> None:
+    assert not {module for module in importers(imported) if not is_in(module, "opendiloco.cli")}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_modules_stay_small(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= LINES_AT_MOST, f"{module_name(path)} has {lines} lines: split it by responsibility"
