@@ -62,7 +62,11 @@ class TokenizerSection(Section):
 
 
 class DataSection(Section):
-    """Where the text comes from: "stdlib", a folder, or a dataset's name on the hub."""
+    """Where the text comes from: "stdlib" (the source of Python's standard library), a folder, or a hub dataset's name.
+
+    `split` and `column` choose a dataset's rows and their text. `held_out` is the fraction of documents that
+    are never trained on.
+    """
 
     source: Annotated[str, Field(min_length=1)] = "stdlib"
     split: str = "train"

@@ -34,18 +34,23 @@ class Configure(Message):
 
 
 class Train(Message):
-    """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `TrainingDone`."""
+    """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `TrainingDone`.
+
+    `number` counts the trainings of this worker from 1.
+    """
 
     kind: Literal["train"] = "train"
+    number: int
     index: int
     samples: tuple[SampleRange, ...]
     steps: int
 
 
 class StopTraining(Message):
-    """End the running `train` after its present inner step. Has no reply of its own."""
+    """End training `number` after its present inner step, or after its first if it has not begun. Has no reply."""
 
     kind: Literal["stop_training"] = "stop_training"
+    number: int
 
 
 class Evaluate(Message):

@@ -51,7 +51,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self.stop_training = threading.Event()
+        self.stopped_number = 0
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -66,11 +66,9 @@ class Channel:
             for line in self._connection.makefile("rb"):
                 command = parse_command(line)
                 if isinstance(command, StopTraining):
-                    self.stop_training.set()
-                    continue
-                if isinstance(command, Train):
-                    self.stop_training.clear()
-                self.commands.put(command)
+                    self.stopped_number = command.number
+                else:
+                    self.commands.put(command)
         except ConnectionError:
             pass
         except Exception:
@@ -129,7 +127,7 @@ class Worker:
         def report(inner_step: int, loss: float, samples: int) -> bool:
             speed = samples * length / (time.monotonic() - started)
             self._channel.send(TrainingProgress(inner_step=inner_step, loss=loss, tokens_per_second=speed))
-            return not self._channel.stop_training.is_set()
+            return command.number > self._channel.stopped_number
 
         theta = self._vectors.theta
         trained = self._replica.train(theta, command.index, command.samples, command.steps, report)

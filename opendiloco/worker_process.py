@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -68,8 +68,10 @@ class WorkerProcess:
         self._turn = asyncio.Lock()
         self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         self._death: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
+        self._trainings = 0
         self._output: deque[str] = deque(maxlen=OUTPUT_LINES_KEPT)
         self._tasks: list[asyncio.Task[None]] = []
+        self._requests: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks only weakly
 
     @classmethod
     async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> WorkerProcess:
@@ -108,15 +110,15 @@ class WorkerProcess:
             if wanted:
                 on_progress(Progress(message.inner_step, message.loss, message.tokens_per_second))
 
-        command = Train(index=index, samples=samples, steps=steps)
-        request = asyncio.create_task(self._ask(command, TrainingDone, report))
+        self._trainings += 1
+        command = Train(number=self._trainings, index=index, samples=samples, steps=steps)
+        request = self._request(command, TrainingDone, report)
         try:
             done = await asyncio.shield(request)
         except asyncio.CancelledError:
             wanted = False
-            self._write(StopTraining())
+            self._write(StopTraining(number=command.number))
             await asyncio.wait([request])
-            request.exception()
             raise
         return Trained(done.samples, done.tokens, done.loss)
 
@@ -147,9 +149,10 @@ class WorkerProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
                 break
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            _, unfinished = await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+            for task in unfinished:
+                task.cancel()
         if self._memory_descriptor >= 0:
             os.close(self._memory_descriptor)
             self._memory_descriptor = -1
@@ -166,11 +169,20 @@ class WorkerProcess:
         self.tokens_per_sample = configured.tokens_per_sample
         self.device = configured.device
 
-    async def _ask(
-        self,
-        command: Message,
-        answer: type[Answer],
-        on_progress: Callable[[TrainingProgress], None] = lambda message: None,
+    async def _ask(self, command: Message, answer: type[Answer]) -> Answer:
+        return await asyncio.shield(self._request(command, answer, lambda progress: None))
+
+    def _request(
+        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None]
+    ) -> asyncio.Task[Answer]:
+        """A request goes on to its reply even when nobody waits for it any more, so that no reply goes astray."""
+        task = asyncio.create_task(self._exchange(command, answer, on_progress))
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+        return task
+
+    async def _exchange(
+        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None]
     ) -> Answer:
         async with self._turn:
             self._write(command)

@@ -51,22 +51,22 @@ class BulkTransport(Protocol):
     async def on_pull(self, name: str, serve: Serve) -> None: ...
 
 
+class Host(Protocol):
+    """The driver that bulk data is moved for."""
+
+    def handle(self, event: Event) -> None: ...
+    async def until(self, condition: Callable[[Peer], bool]) -> None: ...
+    def signed_heartbeat(self) -> bytes: ...
+
+
 class Bulk:
     """Sends and receives for one peer. `state_lock` is held while theta and momentum change or are read."""
 
-    def __init__(
-        self,
-        peer: Peer,
-        transport: BulkTransport,
-        workload: Workload,
-        handle: Callable[[Event], None],
-        signed_heartbeat: Callable[[], bytes],
-    ) -> None:
+    def __init__(self, peer: Peer, transport: BulkTransport, workload: Workload, host: Host) -> None:
         self._peer = peer
         self._transport = transport
         self._workload = workload
-        self._handle = handle
-        self._signed_heartbeat = signed_heartbeat
+        self._host = host
         self.buffers = RoundBuffers(workload)
         self.state_lock = asyncio.Lock()
 
@@ -106,14 +106,14 @@ class Bulk:
         try:
             self._workload.check(data, self.buffers.first_block(header.attempt, header.part))
         except BadBlocksError as error:
-            self._handle(BadBlocks(header.attempt, sender, str(error)))
+            self._host.handle(BadBlocks(header.attempt, sender, str(error)))
             raise RefusalError(str(error)) from error
         if header.reduced:
             current.parts[header.part] = data
-            self._handle(ReducedArrived(header.attempt, header.part))
+            self._host.handle(ReducedArrived(header.attempt, header.part))
         else:
             current.contributions[sender] = data
-            self._handle(ContributionArrived(header.attempt, sender))
+            self._host.handle(ContributionArrived(header.attempt, sender))
 
     @staticmethod
     def _blocks_header(sender: str, packed: bytes) -> BlocksHeader:
@@ -144,11 +144,11 @@ class Bulk:
 
     async def _serve_snapshot(self, sender: str, request: bytes) -> tuple[bytes, bytes]:
         """Our state and where in the log it stands, once no outer step is under way."""
-        deadline = asyncio.get_running_loop().time() + SETTLE_TIMEOUT
-        while self._peer.state in (State.APPLYING, State.FETCHING):
-            if asyncio.get_running_loop().time() > deadline:
-                raise RefusalError("no settled state to give")
-            await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT):
+                await self._host.until(lambda peer: peer.state not in (State.APPLYING, State.FETCHING))
+        except TimeoutError:
+            raise RefusalError("no settled state to give") from None
         async with self.state_lock:
-            header = SnapshotHeader(last=self._peer.log.last, heartbeat=self._signed_heartbeat())
+            header = SnapshotHeader(last=self._peer.log.last, heartbeat=self._host.signed_heartbeat())
             return pack(header), await self._workload.snapshot()

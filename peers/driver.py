@@ -45,6 +45,7 @@ from peers.events import (
 )
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
+from peers.log import Header
 from peers.messages import Leaving, Message, pack_message, unpack_message
 from peers.peer import Peer
 from peers.settings import RunSettings
@@ -72,7 +73,10 @@ class Transport(BulkTransport, Protocol):
 
 
 class Driver:
-    """One peer of one run. `run` returns when it has left, and raises what made going on impossible."""
+    """One peer of one run. `run` returns when it has left, and raises what made going on impossible.
+
+    `on_entry` is told of every entry applied here, with the state digest after it.
+    """
 
     def __init__(
         self,
@@ -84,11 +88,13 @@ class Driver:
     ) -> None:
         self.peer = Peer(identity.peer_id, settings, state_digest, time.monotonic())
         self.evaluation_loss: float | None = None
+        self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
         self._identity = identity
         self._transport = transport
         self._workload = workload
         self._settings = settings
-        self._bulk = Bulk(self.peer, transport, workload, self.handle, self._signed_heartbeat)
+        self._waiting: list[asyncio.Future[None]] = []
+        self._bulk = Bulk(self.peer, transport, workload, self)
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
@@ -120,7 +126,7 @@ class Driver:
         last_words = [self._transport.call(peer, CALL, goodbye, FAREWELL_TIMEOUT) for peer in others]
         with suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_TIMEOUT):
-                publish = self._transport.publish(self._signed_heartbeat(), self._settings.run)
+                publish = self._transport.publish(self.signed_heartbeat(), self._settings.run)
                 await asyncio.gather(publish, *last_words, return_exceptions=True)
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -137,6 +143,17 @@ class Driver:
         """Let the protocol take in an event, and start on what it wants done."""
         for effect in self.peer.handle(event, time.monotonic()):
             self._carry_out(effect)
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def until(self, condition: Callable[[Peer], bool]) -> None:
+        """Wait, looking again after every event, for something to be true of the protocol's state."""
+        while not condition(self.peer):
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            await waiter
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -223,7 +240,7 @@ class Driver:
             await asyncio.sleep(self._settings.timing.heartbeat)
 
     async def _beat(self) -> None:
-        await self._transport.publish(self._signed_heartbeat(), self._settings.run)
+        await self._transport.publish(self.signed_heartbeat(), self._settings.run)
         heartbeats = await self._transport.heartbeats(self._settings.run)
         for heartbeat in heartbeats:
             if heartbeat.peer not in self._connected and heartbeat.peer != self.peer.me:
@@ -257,7 +274,7 @@ class Driver:
             roster_size=len(peer.log.roster),
         )
 
-    def _signed_heartbeat(self) -> bytes:
+    def signed_heartbeat(self) -> bytes:
         return self.heartbeat().sign(self._identity)
 
     # The training side ----------------------------------------------------------------------------------------
@@ -296,6 +313,7 @@ class Driver:
         async with self._bulk.state_lock:
             state_digest = await self._workload.apply(self._bulk.buffers.held(apply.header.payload))
         self.handle(Applied(apply.header, state_digest))
+        self.on_entry(apply.header, state_digest)
 
 
 def _first(group: BaseExceptionGroup[DilocoPeerError]) -> DilocoPeerError:

@@ -8,7 +8,7 @@ from peers.leases import SampleRange
 
 
 def test_messages_survive_their_line() -> None:
-    command = Train(index=2, samples=(SampleRange(0, 4), SampleRange(8, 9)), steps=3)
+    command = Train(number=1, index=2, samples=(SampleRange(0, 4), SampleRange(8, 9)), steps=3)
     assert command.line().count(b"\n") == 1
     assert parse_command(command.line()) == command
     reply = TrainingDone(samples=(SampleRange(0, 4),), tokens=64, loss=0.1)
@@ -20,7 +20,13 @@ def test_messages_survive_their_line() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"nonsense\n", b'{"kind": "dance"}\n', b'{"kind": "stop_training", "now": true}\n', b'{"kind": "train"}\n'],
+    [
+        b"",
+        b"nonsense\n",
+        b'{"kind": "dance"}\n',
+        b'{"kind": "stop_training", "number": 1, "now": true}\n',
+        b'{"kind": "train"}\n',
+    ],
 )
 def test_what_is_no_command_is_refused(line: bytes) -> None:
     with pytest.raises(ValidationError):

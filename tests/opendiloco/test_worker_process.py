@@ -54,6 +54,7 @@ def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: Run
         assert (worker.vectors.local != theta).any()
         await says_how_it_died(worker)
         await worker.close()
+        await worker.close()
 
     asyncio.run(asyncio.wait_for(story(), 90))  # starting a worker imports torch and transformers
 
@@ -72,8 +73,11 @@ async def stops_within_a_step_when_cancelled(worker: WorkerProcess) -> None:
     assert [progress.inner_step for progress in seen] == [1, 2, 3]
     assert all(progress.loss > 0 and progress.tokens_per_second > 0 for progress in seen)
     training.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(training, PROMPT_SECONDS)
+    queued = asyncio.create_task(worker.train(1, ENDLESS, 10**6, note))
+    asyncio.get_running_loop().call_soon(queued.cancel)  # before the worker has heard of it
+    for stopped in (training, queued):
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(stopped, PROMPT_SECONDS)
 
 
 async def ignores_ctrl_c(worker: WorkerProcess) -> None:
@@ -88,6 +92,11 @@ async def says_how_it_died(worker: WorkerProcess) -> None:
     def kill(progress: Progress) -> None:
         os.kill(worker.process_id, signal.SIGKILL)
 
+    given_up = asyncio.create_task(worker.evaluate(4))
+    asyncio.get_running_loop().call_soon(given_up.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert (await worker.evaluate(8)).tokens == 8 * 16  # a reply that nobody waited for is not taken for this one
     with pytest.raises(WorkerError, match="the worker was killed by SIGKILL") as caught:
         await asyncio.wait_for(worker.train(0, ENDLESS, 10**6, kill), PROMPT_SECONDS)
     assert caught.value.exit_code == 8

@@ -1,0 +1,53 @@
+"""`diloco-peer bootstrap`: an address that stays, and a memory for runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.options import FILE, NEW_FOLDER, announce_option, initial_peers_option, listen_option
+
+
+@click.command()
+@click.option("--identity", required=True, type=FILE, help="Key file; made if it does not exist. It fixes the address.")
+@listen_option("/ip4/0.0.0.0/tcp/31337")
+@announce_option
+@initial_peers_option
+@click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: the identity file's name + .runs]")
+@click.pass_obj
+def command(
+    log: LogOptions,
+    identity: Path,
+    listen: tuple[str, ...],
+    announce: tuple[str, ...],
+    initial_peers: tuple[str, ...],
+    directory: Path | None,
+) -> None:
+    """Be a node through which the peers of any run find each other. Needs no GPU and little memory."""
+    import asyncio
+
+    from opendiloco.identity_file import hold_identity
+    from opendiloco.interrupts import Interrupts, run_interruptible
+    from peers.bootstrap import run_bootstrap
+
+    log.start("info")
+    runs = directory or identity.with_suffix(".runs")
+
+    async def main(interrupts: Interrupts) -> None:
+        stop = asyncio.Event()
+        interrupts.polite = stop.set
+        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop)
+
+    with hold_identity(identity) as key:
+        run_interruptible(main)
+
+
+def show_addresses(addresses: tuple[str, ...]) -> None:
+    """What others need to type."""
+    click.echo("This node can be reached at")
+    for address in addresses:
+        click.echo(f"  {address}")
+    click.echo("To start a run through it, type on any machine:")
+    click.echo(f"  diloco-peer run create examples/tiny.toml --initial-peer {addresses[0]}")

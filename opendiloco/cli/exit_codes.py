@@ -1,0 +1,23 @@
+"""What each exit status of `diloco-peer` means: the one table of them, which `diloco-peer --help` shows."""
+
+from __future__ import annotations
+
+EXIT_CODES: dict[int, str] = {
+    0: "all went well, or a polite leave",
+    1: "an unexpected error: a bug; or a demo whose peers disagree or whose model did not learn",
+    2: "wrong usage: an option or argument",
+    3: "a manifest, invite, run id or run.toml that is wrong or was tampered with",
+    4: "the swarm is out of reach: no bootstrap node answers, the run is unknown, or nobody is there",
+    5: "this machine's side of the network: a port in use, an identity file, libp2p's daemon",
+    6: "this machine does not fit: memory, disk, torch, or a device that is not there",
+    7: "the corpus is missing, unreadable or too small",
+    8: "training failed: the worker died, or a loss or weight is not finite",
+    70: "the protocol was broken: a bug, ours or a peer's",
+    130: "left at once, after a second Ctrl-C",
+}
+UNEXPECTED, INTERRUPTED = 1, 130
+
+
+def exit_code_lines() -> str:
+    """The table as lines of text."""
+    return "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())

@@ -1,0 +1,80 @@
+"""The command group: finds commands in their modules, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from importlib import import_module
+
+import click
+
+from opendiloco.cli.exit_codes import INTERRUPTED, UNEXPECTED, exit_code_lines
+from opendiloco.cli.logs import LogOptions
+from peers.errors import DilocoPeerError
+
+COMMANDS: Mapping[str, str] = {
+    "demo": "opendiloco.cli.demo",
+    "bootstrap": "opendiloco.cli.bootstrap",
+    "run": "opendiloco.cli.run",
+    "join": "opendiloco.cli.join",
+    "status": "opendiloco.cli.status",
+    "export": "opendiloco.cli.export",
+}
+"""Each command in the order of `--help`, and the module that has it under the name `command`."""
+
+
+class Commands(click.Group):
+    """Loads commands on demand. Their errors end here."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = import_module(COMMANDS[name]).command
+        return command
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write(f"\nExit codes:\n{exit_code_lines()}\n")
+
+    def invoke(self, context: click.Context) -> object:
+        try:
+            result: object = super().invoke(context)
+        except (click.exceptions.Exit, click.ClickException, click.Abort):
+            raise
+        except KeyboardInterrupt:
+            context.exit(INTERRUPTED)
+        except Exception as error:
+            context.exit(report(error, debug=context.params["debug"]))
+        return result
+
+
+def report(error: Exception, debug: bool) -> int:
+    """Say on stderr what happened: one line, and with `debug` the traceback. Returns the exit code."""
+    if debug:
+        click.echo("".join(traceback.format_exception(error)), err=True)
+    if isinstance(error, DilocoPeerError):
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    innermost: BaseException = error
+    while isinstance(innermost, BaseExceptionGroup):
+        innermost = innermost.exceptions[0]
+    what = " ".join(f"{type(innermost).__name__}: {innermost}".split())
+    click.echo(f"error: unexpected {what}. This is a bug: run again with `diloco-peer --debug …`, and report it.", err=True)
+    return UNEXPECTED
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.option("--debug", is_flag=True, help="Show tracebacks of errors, and log everything.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="What to log. By default `info` for what keeps running, `warning` for the rest.",
+)
+@click.option("--log-file", type=click.Path(dir_okay=False), help="Log to this file instead of stderr.")
+@click.version_option(package_name="diloco-peer")
+@click.pass_context
+def main(context: click.Context, debug: bool, log_level: str | None, log_file: str | None) -> None:
+    """Lend a machine to a language-model training run that nobody's data centre hosts."""
+    context.obj = LogOptions("debug" if debug else log_level, log_file)

@@ -1,0 +1,100 @@
+"""`diloco-peer run …`: what an organiser does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.options import FILE, initial_peers_option
+
+if TYPE_CHECKING:
+    from opendiloco.run import Run
+
+
+@click.group()
+def command() -> None:
+    """Create runs, and look at them."""
+
+
+@command.command()
+@click.argument("run_toml", type=FILE)
+@initial_peers_option
+@click.option("--identity", type=FILE, help="The organiser's key file.  [default: this user's own]")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=".", help="Folder for the manifest's file."
+)
+@click.pass_obj
+def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
+    """Sign RUN_TOML as a new run, and announce it."""
+    import asyncio
+
+    from opendiloco.config import RunConfig
+    from opendiloco.identity_file import hold_identity
+    from opendiloco.run import Run
+    from peers.manifest import Invite
+
+    log.start()
+    if not initial_peers:
+        raise click.UsageError("a run needs a bootstrap node that remembers it: add --initial-peer.")
+    config = RunConfig.from_toml(run_toml)
+    with hold_identity(identity) as organiser:
+        run = Run.sign(config, organiser)
+    kept = asyncio.run(announce(run, initial_peers))
+    path = save(run, out)
+    invite = Invite(run.run_id, kept)
+    click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}\nTo train in it, type on any machine:")
+    click.echo(f"  diloco-peer join --run {invite}")
+
+
+@command.command()
+@click.argument("manifest", type=FILE)
+@click.pass_obj
+def show(log: LogOptions, manifest: Path) -> None:
+    """Check the file of a signed MANIFEST, and print what it says."""
+    import json
+
+    from opendiloco.run import Run
+    from peers.errors import ManifestError
+    from peers.manifest import SignedManifest
+
+    log.start()
+    try:
+        packed = manifest.read_bytes()
+    except OSError as error:
+        raise ManifestError(f"{manifest}: cannot be read ({error.strerror}).", "Give a manifest that exists.") from error
+    run = Run.from_manifest(SignedManifest.unpack(packed))
+    click.echo(f"run id:     {run.run_id}\norganiser:  {run.manifest.organiser}")
+    click.echo(json.dumps(run.manifest.values, indent=2))
+
+
+async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
+    """The addresses of the bootstrap nodes that remember the run now. Raises: SwarmUnreachableError if none does."""
+    from opendiloco.volunteer import connected
+    from peers.bootstrap import announce_manifest
+    from peers.errors import SwarmUnreachableError
+    from peers.identity import Identity
+
+    async with connected(Identity.generate(), initial_peers, client_mode=True) as transport:
+        kept = await announce_manifest(transport, run.manifest, initial_peers)
+    if not kept:
+        raise SwarmUnreachableError(
+            f"none of the nodes at {', '.join(initial_peers)} remembers the run.",
+            "Give the address of a `diloco-peer bootstrap`; what it logs says why it refused.",
+        )
+    return kept
+
+
+def save(run: Run, folder: Path) -> Path:
+    """Write the signed manifest to `folder`. Raises: MachineError."""
+    from opendiloco.errors import MachineError
+
+    path = folder / f"{run.run_id}.manifest"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(run.manifest.pack())
+    except OSError as error:
+        raise MachineError(f"cannot write {path}: {error.strerror}.", "Name a folder with --out.") from error
+    return path

@@ -1,0 +1,47 @@
+"""The key file that makes a machine the same peer again at the next start, held by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from peers.errors import LocalNetworkError
+from peers.identity import Identity
+
+
+def default_identity_path() -> Path:
+    """`~/.config/diloco-peer/identity.pem`, or where XDG_CONFIG_HOME says."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "diloco-peer" / "identity.pem"
+
+
+@contextmanager
+def hold_identity(path: Path | None) -> Iterator[Identity]:
+    """The identity in `path`, made if there is none; without a path, the default one, whose folder is made, too.
+
+    Two peers with one identity would answer for each other, so the file is locked meanwhile.
+
+    Raises: LocalNetworkError when another process holds it, or the file cannot be read or made.
+    """
+    if path is None:
+        path = default_identity_path()
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise LocalNetworkError(
+                f"cannot make the folder {path.parent} for the identity file: {error.strerror}.",
+                "Name another file with --identity.",
+            ) from error
+    identity = Identity.load_or_create(path)
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LocalNetworkError(
+                f"the identity {path} is in use by another diloco-peer on this machine.",
+                "Give this one its own: --identity other.pem (it is made if it does not exist).",
+            ) from error
+        yield identity

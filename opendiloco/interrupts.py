@@ -1,0 +1,53 @@
+"""Ctrl-C and SIGTERM: the first asks politely, the second insists."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """What the signals of this process do to its main task.
+
+    The first one calls `polite`, or cancels the task while there is nothing to be polite about; the second cancels it.
+    Later ones change nothing, so that what the task tidies up is tidied up.
+    """
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.polite: Callable[[], None] | None = None
+        self.count = 0
+        self._task = task
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == 1 and self.polite is not None:
+            self.polite()
+        elif self.count <= 2:
+            self._task.cancel()
+
+
+def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T | None:
+    """Run `main` in a new event loop; None when the first signal cancelled it. Raises: KeyboardInterrupt at the second."""
+    interrupts: Interrupts | None = None
+
+    async def with_signals() -> T:
+        nonlocal interrupts
+        task = asyncio.current_task()
+        assert task is not None
+        interrupts = Interrupts(task)
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, interrupts)
+        return await main(interrupts)
+
+    try:
+        return asyncio.run(with_signals())
+    except asyncio.CancelledError:
+        if interrupts is None or interrupts.count > 1:
+            raise KeyboardInterrupt from None
+        return None

@@ -1,0 +1,66 @@
+"""A run as its two sides need it: the swarm's settings and the training's configuration, from one signed manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from opendiloco.config import RunConfig
+from peers.errors import SwarmUnreachableError
+from peers.identity import Identity
+from peers.manifest import SignedManifest
+from peers.settings import RunSettings, Timing
+
+
+@dataclass(frozen=True)
+class Run:
+    manifest: SignedManifest
+    config: RunConfig
+
+    @classmethod
+    def sign(cls, config: RunConfig, organiser: Identity) -> Run:
+        """A new run. Raises: ManifestError."""
+        return cls(SignedManifest.create(organiser, config.name, config.to_manifest_content()), config)
+
+    @classmethod
+    def from_manifest(cls, manifest: SignedManifest) -> Run:
+        """Raises: ManifestError when the content is no configuration that this version knows."""
+        return cls(manifest, RunConfig.from_manifest_content(manifest.values))
+
+    @property
+    def run_id(self) -> str:
+        return self.manifest.run_id
+
+    @property
+    def settings(self) -> RunSettings:
+        """What the protocol needs to know."""
+        training, rounds = self.config.training, self.config.rounds
+        return RunSettings(
+            run=self.run_id,
+            manifest_digest=self.manifest.digest,
+            inner_steps=training.inner_steps,
+            samples_per_lease=training.inner_steps * training.batch_size,
+            minimum_peers=rounds.minimum_peers,
+            timing=Timing(
+                heartbeat=rounds.heartbeat_seconds,
+                heartbeat_expiry=rounds.heartbeat_expiry_seconds,
+                grace=rounds.grace_seconds,
+                round_timeout=rounds.round_timeout_seconds,
+                partition_grace=rounds.partition_grace_seconds,
+            ),
+        )
+
+
+class ManifestFinder(Protocol):
+    async def find_manifest(self, run_id: str) -> SignedManifest | None: ...
+
+
+async def find_run(network: ManifestFinder, run_id: str) -> Run:
+    """Ask the network for a run. Raises: SwarmUnreachableError when nobody knows it; ManifestError."""
+    manifest = await network.find_manifest(run_id)
+    if manifest is None:
+        raise SwarmUnreachableError(
+            f"nobody at the given addresses knows the run {run_id}.",
+            "Check the run id and the addresses; the organiser can announce the run again with `diloco-peer run create`.",
+        )
+    return Run.from_manifest(manifest)

@@ -1,0 +1,130 @@
+"""Several peers over real libp2p in one event loop: rounds, a death, a mid-run join, leaving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from peers.driver import Driver
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.settings import RunSettings, Timing
+from peers.wire import digest_of
+from tests.swarm.vector_workload import VectorWorkload
+
+pytestmark = pytest.mark.swarm
+LOCAL = ("/ip4/127.0.0.1/tcp/0",)
+DEADLINE = 60.0
+TIMING = Timing(
+    heartbeat=0.5, heartbeat_expiry=3.0, grace=5.0, round_timeout=10.0, partition_grace=20.0, resend=0.2, leave=5.0
+)
+SETTINGS = RunSettings("driver-test", digest_of(b"manifest"), 4, 8, minimum_peers=3, timing=TIMING)
+
+
+@dataclass
+class Volunteer:
+    driver: Driver
+    transport: HivemindTransport
+    workload: VectorWorkload
+    running: asyncio.Task[None]
+
+    @property
+    def index(self) -> int:
+        return self.driver.peer.log.position.index
+
+    async def die(self) -> None:
+        """Without a word, as a killed process does."""
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.transport.close()
+
+
+class Swarm:
+    def __init__(self, bootstrap: HivemindTransport) -> None:
+        self.bootstrap = bootstrap
+        self.volunteers: list[Volunteer] = []
+
+    async def join(self) -> Volunteer:
+        identity = Identity.generate()
+        transport = await HivemindTransport.create(identity, self.bootstrap.addresses, LOCAL)
+        workload = VectorWorkload()
+        driver = Driver(identity, transport, workload, SETTINGS, workload.state.digest())
+        volunteer = Volunteer(driver, transport, workload, asyncio.create_task(driver.run()))
+        self.volunteers.append(volunteer)
+        return volunteer
+
+
+@asynccontextmanager
+async def swarm() -> AsyncIterator[Swarm]:
+    bootstrap = await HivemindTransport.create(Identity.generate(), (), LOCAL)
+    swarm = Swarm(bootstrap)
+    try:
+        yield swarm
+    finally:
+        for volunteer in swarm.volunteers:
+            await volunteer.die()
+        await bootstrap.close()
+
+
+async def wait_until(volunteers: list[Volunteer], condition: Callable[[], bool], reason: str) -> None:
+    """Look again whenever something happens to the first of the volunteers (a tick, at the least)."""
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await volunteers[0].driver.until(lambda _: condition())
+    except TimeoutError:
+        pytest.fail(f"after {DEADLINE} s still waiting for {reason}")
+
+
+def digests_by_position(volunteers: list[Volunteer]) -> set[tuple[int, bytes, bytes]]:
+    return {(one.index, one.driver.peer.log.position.head, one.workload.state.digest()) for one in volunteers}
+
+
+def test_peers_agree_through_a_death_and_a_join() -> None:
+    async def scenario() -> None:
+        async with swarm() as run:
+            first, second, third = [await run.join() for _ in range(3)]
+            await wait_until(run.volunteers, lambda: min(one.index for one in run.volunteers) >= 3, "three outer steps")
+            await third.die()
+            at_death = first.index
+            newcomer = await run.join()
+            alive = [first, second, newcomer]
+            await wait_until(
+                alive,
+                lambda: newcomer.driver.peer.me in first.driver.peer.log.roster and first.index >= at_death + 3,
+                "the newcomer in the roster",
+            )
+            for one in alive:
+                one.workload.may_train.clear()
+            await wait_until(
+                alive,
+                lambda: (
+                    len({one.index for one in alive}) == 1 and all(one.driver.peer.state == "training" for one in alive)
+                ),
+                "everybody to settle at one position",
+            )
+            assert len(digests_by_position(alive)) == 1
+
+    asyncio.run(scenario())
+
+
+def test_one_leaves_and_the_others_go_on() -> None:
+    async def scenario() -> None:
+        async with swarm() as run:
+            volunteers = [await run.join() for _ in range(3)]
+            await wait_until(volunteers, lambda: min(one.index for one in volunteers) >= 2, "two outer steps")
+            leaver, *others = volunteers
+            leaver.driver.leave()
+            async with asyncio.timeout(DEADLINE):
+                await leaver.running
+            assert leaver.driver.peer.state == "left"
+            reached = max(one.index for one in others)
+            await wait_until(
+                others, lambda: min(one.index for one in others) >= reached + 2, "outer steps without the leaver"
+            )
+            assert leaver.driver.peer.me not in others[0].driver.peer.log.roster
+
+    asyncio.run(scenario())

@@ -1,0 +1,78 @@
+"""A training side without a model: theta is a vector, and training moves it by noise drawn from the samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from opendiloco import kernels
+from opendiloco.config import OuterOptimizerSection
+from opendiloco.outer import OuterState, digest_of_state
+from opendiloco.snapshot import decode_snapshot, encode_snapshot
+from peers.leases import SampleRange, sample_count
+from peers.workload import Progress, SnapshotError, Trained
+
+VALUES = 5000
+
+
+class VectorWorkload:
+    """Real kernels, a real outer step, and inner steps that take no time unless `hold` is cleared."""
+
+    block_count = kernels.block_count(VALUES)
+    snapshot_limit = 8 * VALUES + 4096
+
+    def __init__(self) -> None:
+        theta = np.random.default_rng(0).standard_normal(VALUES).astype(np.float32)
+        self.state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.6))
+        self.local = theta.copy()
+        self.may_train = asyncio.Event()
+        self.may_train.set()
+
+    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+        size = kernels.payload_size(VALUES)
+        return min(first_block * kernels.BLOCK_BYTES, size), min(last_block * kernels.BLOCK_BYTES, size)
+
+    async def train(
+        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+    ) -> Trained:
+        await self.may_train.wait()
+        noise = np.random.default_rng([index, samples[0].start]).standard_normal(VALUES).astype(np.float32)
+        self.local = self.state.theta + noise / 100
+        on_progress(Progress(steps, 1.0, 1.0))
+        return Trained(samples, 8 * sample_count(samples), 1.0)
+
+    async def contribution(self) -> bytes:
+        payload = bytearray(kernels.payload_size(VALUES))
+        kernels.quantize_difference(self.state.theta, self.local, payload)
+        return bytes(payload)
+
+    async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
+        size = len(contributions[0][0])
+        accumulator = np.zeros(min(kernels.BLOCK * kernels.block_count(size), VALUES - first_block * 1024), np.float32)
+        accumulator = accumulator[: size - 4 * -(-size // kernels.BLOCK_BYTES)]
+        for blocks, tokens in contributions:
+            kernels.accumulate(blocks, tokens, accumulator)
+        average = bytearray(size)
+        kernels.finish_average(accumulator, sum(tokens for _, tokens in contributions), average)
+        return bytes(average)
+
+    def check(self, blocks: bytes, first_block: int) -> None:
+        kernels.check_payload(blocks, len(blocks) - 4 * -(-len(blocks) // kernels.BLOCK_BYTES))
+
+    async def apply(self, payload: bytes) -> bytes:
+        self.state.apply(payload)
+        return self.state.digest()
+
+    async def state_digest(self) -> bytes:
+        return self.state.digest()
+
+    async def snapshot(self) -> bytes:
+        return encode_snapshot(self.state.theta, self.state.momentum)
+
+    async def restore(self, snapshot: bytes, state_digest: bytes) -> None:
+        theta, momentum = decode_snapshot(snapshot, VALUES)
+        if digest_of_state(theta, momentum) != state_digest:
+            raise SnapshotError("not that state")
+        self.state.replace(theta, momentum)
