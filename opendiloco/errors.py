@@ -21,3 +21,9 @@ class WorkerError(DilocoPeerError):
     """Training failed: the worker process died, or a loss or weight is no finite number."""
 
     exit_code = 8
+
+
+class DemoError(DilocoPeerError):
+    """The demo did not show what it is there to show."""
+
+    exit_code = 1

@@ -33,7 +33,10 @@ class Interrupts:
 
 
 def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T | None:
-    """Run `main` in a new event loop; None when the first signal cancelled it. Raises: KeyboardInterrupt at the second."""
+    """Run `main` in a new event loop; None when the first signal cancelled it.
+
+    Raises: KeyboardInterrupt when a second one did.
+    """
     interrupts: Interrupts | None = None
 
     async def with_signals() -> T:

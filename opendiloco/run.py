@@ -61,6 +61,6 @@ async def find_run(network: ManifestFinder, run_id: str) -> Run:
     if manifest is None:
         raise SwarmUnreachableError(
             f"nobody at the given addresses knows the run {run_id}.",
-            "Check the run id and the addresses; the organiser can announce the run again with `diloco-peer run create`.",
+            "Check the run id and the addresses; ask the organiser whether the run still exists.",
         )
     return Run.from_manifest(manifest)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rich.table import Table
 
@@ -10,6 +11,7 @@ from opendiloco.config import RunConfig
 from peers.heartbeat import Heartbeat, PeerState
 
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest")
+NUMBERS = frozenset(COLUMNS[2:6])
 STYLES = {
     PeerState.TRAINING: "green",
     PeerState.READY: "cyan",
@@ -19,38 +21,48 @@ STYLES = {
 FINISHED = "finished"
 
 
+@dataclass(frozen=True)
+class Row:
+    """What the table says of one peer; `cells` may be fewer than the columns."""
+
+    name: str
+    cells: tuple[str, ...]
+    style: str = "dim"
+
+
 def short_name(peer: str) -> str:
     """The end of a peer id; its beginning is the same for all."""
     return f"…{peer[-8:]}"
 
 
-def cells(beat: Heartbeat, config: RunConfig) -> tuple[str, ...]:
-    """What the columns after the first say."""
-    training = beat.state is PeerState.TRAINING
-    finished = training and beat.index >= config.total_outer_steps
-    return (
-        FINISHED if finished else str(beat.state),
+def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
+    """A peer's row from its heartbeat."""
+    cells = (
+        FINISHED if is_finished(beat, config) else str(beat.state),
         f"{beat.inner_step}/{config.training.inner_steps}",
         f"{beat.tokens_per_second:,.0f}",
-        "–" if beat.loss is None else f"{beat.loss:.3f}",
+        "-" if beat.loss is None else f"{beat.loss:.3f}",
         f"{beat.index}/{config.total_outer_steps}",
         beat.head.hex()[:8],
     )
+    return Row(name or short_name(beat.peer), cells, STYLES.get(beat.state, "dim"))
 
 
-def peers_table(
-    heartbeats: Iterable[Heartbeat], config: RunConfig, name: Callable[[str], str] = short_name, title: str = ""
-) -> Table:
-    """One row for each heartbeat."""
-    table = Table(title=title or None, title_justify="left", title_style="bold", expand=False)
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if 2 <= number <= 5 else "left", no_wrap=True)
-    for beat in heartbeats:
-        table.add_row(name(beat.peer), *cells(beat, config), style=STYLES.get(beat.state, "dim"))
+def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
+    """Whether the peer has been through the whole run, and is there to hand out its result."""
+    return beat.state is PeerState.TRAINING and beat.index >= config.total_outer_steps
+
+
+def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(row.name, *row.cells, style=row.style)
     return table
 
 
-def plain_line(beat: Heartbeat, config: RunConfig) -> str:
+def plain_line(row: Row) -> str:
     """The same as one line for a log."""
-    state, inner, speed, loss, outer, digest = cells(beat, config)
-    return f"{state}: inner step {inner}, outer step {outer}, loss {loss}, {speed} tokens/s, log digest {digest}"
+    said = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[1:], row.cells, strict=False))
+    return f"{row.name}: {said}"

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from opendiloco.config import RunConfig
+from opendiloco.journal import Journal
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run
 from opendiloco.worker_process import WorkerProcess
@@ -50,6 +51,14 @@ class Volunteer:
         self._driver = driver
         self._transport = transport
         self._workload = workload
+
+    @property
+    def device(self) -> str:
+        return self._workload.worker.device
+
+    def record(self, journal: Journal) -> None:
+        """Write every entry that is applied from now on into the journal."""
+        self._driver.on_entry = journal.append
 
     async def train(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""

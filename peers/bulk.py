@@ -9,11 +9,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from peers import metrics
 from peers.buffers import RoundBuffers
 from peers.errors import RemoteProtocolError
 from peers.events import BadBlocks, ContributionArrived, Event, PushContribution, PushReduced, ReducedArrived
 from peers.heartbeat import Heartbeat
-from peers.log import Header
+from peers.log import Header, LogState
 from peers.messages import Attempt
 from peers.peer import Peer
 from peers.states import State
@@ -57,6 +58,25 @@ class Host(Protocol):
     def handle(self, event: Event) -> None: ...
     async def until(self, condition: Callable[[Peer], bool]) -> None: ...
     def signed_heartbeat(self) -> bytes: ...
+
+
+async def pull_snapshot(
+    transport: BulkTransport, donor: str, log: LogState, limit: int
+) -> tuple[Header | None, bytes, bytes]:
+    """A donor's last header, the digest that it signed for its state there, and the snapshot, not yet held against it.
+
+    Raises: PeerUnreachableError, RemoteProtocolError, SnapshotError.
+    """
+    packed, snapshot = await transport.pull(donor, SNAPSHOT, b"", limit, BULK_TIMEOUT)
+    try:
+        header = unpack(SnapshotHeader, packed)
+    except WireError as error:
+        raise RemoteProtocolError(donor, str(error)) from error
+    heartbeat = Heartbeat.verify(header.heartbeat, log.run)
+    position = log.at(header.last).position
+    if heartbeat.peer != donor or (heartbeat.index, heartbeat.head) != (position.index, position.head):
+        raise SnapshotError("its header is not the one that the donor signed")
+    return header.last, heartbeat.state_digest, bytes(snapshot)
 
 
 class Bulk:
@@ -106,6 +126,7 @@ class Bulk:
         try:
             self._workload.check(data, self.buffers.first_block(header.attempt, header.part))
         except BadBlocksError as error:
+            metrics.DROPPED.labels("blocks").inc()
             self._host.handle(BadBlocks(header.attempt, sender, str(error)))
             raise RefusalError(str(error)) from error
         if header.reduced:
@@ -129,18 +150,10 @@ class Bulk:
         Raises: PeerUnreachableError, RemoteProtocolError, SnapshotError; our state is then as it was.
         """
         limit = self._workload.snapshot_limit
-        packed, snapshot = await self._transport.pull(donor, SNAPSHOT, b"", limit, BULK_TIMEOUT)
-        try:
-            header = unpack(SnapshotHeader, packed)
-        except WireError as error:
-            raise RemoteProtocolError(donor, str(error)) from error
-        heartbeat = Heartbeat.verify(header.heartbeat, self._peer.settings.run)
-        position = self._peer.log.at(header.last).position
-        if heartbeat.peer != donor or (heartbeat.index, heartbeat.head) != (position.index, position.head):
-            raise SnapshotError("its header is not the one that the donor signed")
+        header, state_digest, snapshot = await pull_snapshot(self._transport, donor, self._peer.log, limit)
         async with self.state_lock:
-            await self._workload.restore(bytes(snapshot), heartbeat.state_digest)
-        return header.last, heartbeat.state_digest
+            await self._workload.restore(snapshot, state_digest)
+        return header, state_digest
 
     async def _serve_snapshot(self, sender: str, request: bytes) -> tuple[bytes, bytes]:
         """Our state and where in the log it stands, once no outer step is under way."""

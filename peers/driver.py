@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Protocol
 
+from peers import metrics
 from peers.bulk import ALREADY_HERE, Bulk, BulkTransport
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.events import (
@@ -196,6 +197,7 @@ class Driver:
         try:
             message = unpack_message(self._settings.run, data)
         except WireError as error:
+            metrics.DROPPED.labels("message").inc()
             raise RemoteProtocolError(sender, str(error)) from error
         self.handle(Received(sender, message))
         return b""
@@ -223,6 +225,7 @@ class Driver:
         except (PeerUnreachableError, RemoteProtocolError, SnapshotError) as error:
             self.handle(SnapshotFailed(donor, str(error)))
         else:
+            metrics.STATES_FETCHED.inc()
             self.handle(SnapshotRestored(donor, header, state_digest))
 
     # Time -----------------------------------------------------------------------------------------------------
@@ -247,6 +250,14 @@ class Driver:
                 self._connected.add(heartbeat.peer)
                 self._start(self._connect(heartbeat))
         self.handle(HeartbeatsSeen(tuple(heartbeats)))
+        self._measure()
+
+    def _measure(self) -> None:
+        metrics.OUTER_STEP.set(self.peer.log.position.index)
+        metrics.LIVE_PEERS.set(len(self.peer.membership.live(time.monotonic())))
+        if self.peer.progress:
+            metrics.TOKENS_PER_SECOND.set(self.peer.progress.tokens_per_second)
+            metrics.LOSS.set(self.peer.progress.loss)
 
     async def _connect(self, heartbeat: Heartbeat) -> None:
         if not await self._transport.connect(heartbeat.peer, heartbeat.addresses):
@@ -292,6 +303,7 @@ class Driver:
             await asyncio.wait([self._training])
 
     async def _open_round(self, opened: OpenRound) -> None:
+        metrics.ATTEMPTS.inc()
         if self._bulk.buffers.open(opened):
             self.handle(ReducedArrived(opened.attempt, 0))
         elif opened.adopted is None:
@@ -312,6 +324,7 @@ class Driver:
     async def _apply(self, apply: Apply) -> None:
         async with self._bulk.state_lock:
             state_digest = await self._workload.apply(self._bulk.buffers.held(apply.header.payload))
+        metrics.ENTRIES_APPLIED.inc()
         self.handle(Applied(apply.header, state_digest))
         self.on_entry(apply.header, state_digest)
 

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import re
+import signal
 import socket
 import stat
 import tempfile
@@ -78,7 +79,7 @@ async def start_daemon(
     for address in listen:
         _require_free_port(address)
     sweep_sockets()
-    with _key_file(identity) as key_path:
+    with _key_file(identity) as key_path, _ctrl_c_held_back():
         starting = asyncio.ensure_future(
             Daemon.create(
                 initial_peers=list(initial_peers),
@@ -141,6 +142,19 @@ def _is_deserted(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED
+
+
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """A terminal sends Ctrl-C to us and to our children alike; p2pd, started meanwhile, never sees it, and we do later.
+
+    It would end at once, before we can tell anybody that we leave.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

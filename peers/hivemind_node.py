@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
+from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, RemoteProtocolError
 from peers.heartbeat import Heartbeat
 from peers.hivemind_daemon import (
@@ -199,6 +200,7 @@ class HivemindNode:
                 if heartbeat.peer != subkey:
                     raise RemoteProtocolError(heartbeat.peer, f"its heartbeat lies under {subkey!r:.80}")
             except (RemoteProtocolError, TypeError) as error:
+                metrics.DROPPED.labels("heartbeat").inc()
                 logger.warning("dropped a heartbeat: %s", error)
                 continue
             if heartbeat.expires >= oldest:

@@ -15,7 +15,7 @@ from opendiloco.cli.options import FILE, NEW_FOLDER, announce_option, initial_pe
 @listen_option("/ip4/0.0.0.0/tcp/31337")
 @announce_option
 @initial_peers_option
-@click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: the identity file's name + .runs]")
+@click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
 @click.pass_obj
 def command(
     log: LogOptions,

@@ -61,7 +61,8 @@ def report(error: Exception, debug: bool) -> int:
     while isinstance(innermost, BaseExceptionGroup):
         innermost = innermost.exceptions[0]
     what = " ".join(f"{type(innermost).__name__}: {innermost}".split())
-    click.echo(f"error: unexpected {what}. This is a bug: run again with `diloco-peer --debug …`, and report it.", err=True)
+    remedy = "This is a bug: run again with `diloco-peer --debug …`, and report what it shows."
+    click.echo(f"error: unexpected {what}. {remedy}", err=True)
     return UNEXPECTED
 
 

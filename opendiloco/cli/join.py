@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +15,13 @@ from opendiloco.cli.options import FILE, announce_option, initial_peers_option, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from opendiloco.interrupts import Interrupts
-    from opendiloco.run import Run
     from opendiloco.volunteer import Volunteer
-    from peers.identity import Identity
-    from peers.manifest import Invite
+
+logger = logging.getLogger(__name__)
 
 SCREEN_SECONDS = 0.5
 LOG_SECONDS = 10.0
+THIS_MACHINE = "this machine"
 
 
 @click.command()
@@ -32,6 +32,7 @@ LOG_SECONDS = 10.0
 @announce_option
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads for training.")
+@click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live screen.")
 @click.pass_obj
 def command(
@@ -43,16 +44,19 @@ def command(
     announce: tuple[str, ...],
     device: str,
     threads: int,
+    journal: Path | None,
     plain: bool,
 ) -> None:
     """Train in a run with this machine until Ctrl-C."""
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
+    from opendiloco.journal import Journal
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected, volunteering
 
-    console = None if plain or not sys.stdout.isatty() else start_console()
-    start_logging(log, console)
+    console = None if plain or not sys.stdout.isatty() else start_console(log)
+    if console is None:
+        log.start("info")
     invite = parse_run(run, initial_peers)
 
     async def main(interrupts: Interrupts) -> None:
@@ -61,9 +65,75 @@ def command(
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             async with volunteering(found, key, transport, device, threads) as volunteer:
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)
+                if journal is not None:
+                    volunteer.record(Journal(journal))
                 interrupts.polite = lambda: leave(volunteer, console)
                 await train_in_view(volunteer, console)
         say("left the run", console)
 
     with hold_identity(identity) as key:
         run_interruptible(main)
+
+
+def start_console(log: LogOptions) -> Console:
+    """A terminal to draw on; log lines that go to no file scroll past above the picture."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    console = Console()
+    if log.file is None:
+        log.send_to(RichHandler(console=console, show_path=False, show_level=False, show_time=False), "info")
+    else:
+        log.start("info")
+    return console
+
+
+def say(text: str, console: Console | None) -> None:
+    if console is None:
+        click.echo(text)
+    else:
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def leave(volunteer: Volunteer, console: Console | None) -> None:
+    say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)", console)
+    volunteer.leave()
+
+
+async def train_in_view(volunteer: Volunteer, console: Console | None) -> None:
+    """Train until the end, and show how it goes meanwhile."""
+    import asyncio
+
+    view = asyncio.create_task(show_lines(volunteer) if console is None else show_screen(volunteer, console))
+    try:
+        await volunteer.train()
+    finally:
+        view.cancel()
+        await asyncio.gather(view, return_exceptions=True)
+
+
+async def show_lines(volunteer: Volunteer) -> None:
+    import asyncio
+
+    from opendiloco.screen import plain_line, row_of
+
+    while True:
+        await asyncio.sleep(LOG_SECONDS)
+        own, *others = volunteer.heartbeats()
+        logger.info("%s; %d other peers", plain_line(row_of(own, volunteer.run.config, THIS_MACHINE)), len(others))
+
+
+async def show_screen(volunteer: Volunteer, console: Console) -> None:
+    import asyncio
+
+    from rich.live import Live
+
+    from opendiloco.screen import peers_table, row_of
+
+    config = volunteer.run.config
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            own, *others = volunteer.heartbeats()
+            rows = [row_of(own, config, THIS_MACHINE), *(row_of(beat, config) for beat in others)]
+            live.update(peers_table(rows, volunteer.run.run_id), refresh=True)
+            await asyncio.sleep(SCREEN_SECONDS)

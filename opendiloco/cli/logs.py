@@ -9,6 +9,12 @@ FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 OURS = ("opendiloco", "peers")
 
 
+def is_no_disconnect(record: logging.LogRecord) -> bool:
+    """False for what asyncio logs, with a traceback, when a peer goes while hivemind is reading from it."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (record.name == "asyncio" and isinstance(error, EOFError | ConnectionError))
+
+
 @dataclass(frozen=True)
 class LogOptions:
     """What the person asked for; None leaves it to the command."""
@@ -26,6 +32,8 @@ class LogOptions:
     def send_to(self, handler: logging.Handler, default_level: str) -> None:
         """Log to a handler of the caller's."""
         level = (self.level or default_level).upper()
+        if level != "DEBUG":
+            handler.addFilter(is_no_disconnect)
         handler.setFormatter(logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)
         for name in OURS:

@@ -28,9 +28,7 @@ def initial_peers_option(command: Command) -> Command:
 
 
 def run_option(command: Command) -> Command:
-    return click.option("--run", "run", required=True, metavar="ID|INVITE", help="The run's id, or an invite to it.")(
-        command
-    )
+    return click.option("--run", required=True, metavar="ID|INVITE", help="The run's id, or an invite to it.")(command)
 
 
 def listen_option(default: str) -> Callable[[Command], Command]:
@@ -60,5 +58,5 @@ def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:
     invite = Invite.parse(run)
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
-        raise click.UsageError("a run id says nothing about where the swarm is: add --initial-peer, or give the invite.")
+        raise click.UsageError("a run id does not say where the swarm is: add --initial-peer, or give the invite.")
     return Invite(invite.run_id, addresses)

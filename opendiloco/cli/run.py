@@ -64,7 +64,8 @@ def show(log: LogOptions, manifest: Path) -> None:
     try:
         packed = manifest.read_bytes()
     except OSError as error:
-        raise ManifestError(f"{manifest}: cannot be read ({error.strerror}).", "Give a manifest that exists.") from error
+        reason = error.strerror or str(error)
+        raise ManifestError(f"{manifest}: cannot be read ({reason}).", "Give a manifest that exists.") from error
     run = Run.from_manifest(SignedManifest.unpack(packed))
     click.echo(f"run id:     {run.run_id}\norganiser:  {run.manifest.organiser}")
     click.echo(json.dumps(run.manifest.values, indent=2))

@@ -1,0 +1,123 @@
+"""`diloco-peer status`: who is there, and whether they agree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.options import initial_peers_option, parse_run, run_option
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from opendiloco.agreement import Agreement
+    from opendiloco.run import Run
+    from peers.heartbeat import Heartbeat
+    from peers.hivemind_transport import HivemindTransport
+    from peers.manifest import Invite
+
+WATCH_SECONDS = 1.0
+NOBODY = "no live peers: nobody trains in this run now"
+
+
+@click.command()
+@run_option
+@initial_peers_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--watch", is_flag=True, help="Keep showing it until Ctrl-C.")
+@click.pass_obj
+def command(log: LogOptions, run: str, initial_peers: tuple[str, ...], as_json: bool, watch: bool) -> None:
+    """Show the live peers of a run."""
+    import asyncio
+
+    from opendiloco.interrupts import run_interruptible
+
+    log.start()
+    if as_json and watch:
+        raise click.UsageError("--json and --watch exclude each other.")
+    invite = parse_run(run, initial_peers)
+    if watch:
+        run_interruptible(lambda interrupts: watch_status(invite))
+    else:
+        asyncio.run(show_status(invite, as_json))
+
+
+async def show_status(invite: Invite, as_json: bool) -> None:
+    import json
+
+    from rich.console import Console
+
+    from opendiloco.agreement import Agreement
+    from opendiloco.run import find_run
+    from opendiloco.volunteer import connected
+    from peers.identity import Identity
+
+    agreement = Agreement()
+    async with connected(Identity.generate(), invite.addresses, client_mode=True) as transport:
+        run = await find_run(transport, invite.run_id)
+        heartbeats = await live_heartbeats(transport, run)
+    agreement.observe(heartbeats)
+    if as_json:
+        peers = [plain(beat) for beat in heartbeats]
+        click.echo(json.dumps({"run": run.run_id, "agree": not agreement.disagreements, "peers": peers}, indent=2))
+    else:
+        Console().print(picture(run, heartbeats, agreement))
+
+
+async def watch_status(invite: Invite) -> None:
+    import asyncio
+
+    from rich.live import Live
+
+    from opendiloco.agreement import Agreement
+    from opendiloco.run import find_run
+    from opendiloco.volunteer import connected
+    from peers.identity import Identity
+
+    agreement = Agreement()
+    async with connected(Identity.generate(), invite.addresses, client_mode=True) as transport:
+        run = await find_run(transport, invite.run_id)
+        with Live(auto_refresh=False) as live:
+            while True:
+                heartbeats = await live_heartbeats(transport, run)
+                agreement.observe(heartbeats)
+                live.update(picture(run, heartbeats, agreement), refresh=True)
+                await asyncio.sleep(WATCH_SECONDS)
+
+
+async def live_heartbeats(transport: HivemindTransport, run: Run) -> list[Heartbeat]:
+    """Of the peers that have not said goodbye; what has expired is not in the DHT any more."""
+    from peers.heartbeat import PeerState
+
+    return [beat for beat in await transport.heartbeats(run.run_id) if beat.state is not PeerState.LEAVING]
+
+
+def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement) -> Group:
+    from rich.console import Group
+
+    from opendiloco.screen import peers_table, row_of
+
+    if not heartbeats:
+        return Group(run.run_id, NOBODY)
+    return Group(peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id), str(agreement))
+
+
+def plain(beat: Heartbeat) -> dict[str, object]:
+    """A heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on the peer's clock."""
+    return {
+        "peer": beat.peer,
+        "state": str(beat.state),
+        "outer_step": beat.index,
+        "inner_step": beat.inner_step,
+        "tokens_per_second": beat.tokens_per_second,
+        "loss": beat.loss,
+        "evaluation_loss": beat.evaluation_loss,
+        "lineage_tokens": beat.lineage_tokens,
+        "roster_size": beat.roster_size,
+        "log_digest": beat.head.hex(),
+        "state_digest": beat.state_digest.hex(),
+        "addresses": list(beat.addresses),
+        "seen": beat.sequence / 1000,
+    }

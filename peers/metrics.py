@@ -1,0 +1,26 @@
+"""What a peer counts, for Prometheus. Counting is always on; serving is up to whoever starts the process."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, start_http_server
+
+from peers.errors import LocalNetworkError
+
+ENTRIES_APPLIED = Counter("diloco_peer_entries_applied", "Entries of the log applied by this peer")
+ATTEMPTS = Counter("diloco_peer_attempts", "Attempts at a round that this peer took part in")
+STATES_FETCHED = Counter("diloco_peer_states_fetched", "Snapshots taken over from other peers")
+DROPPED = Counter("diloco_peer_dropped", "What peers sent and the door refused", ["what"])
+OUTER_STEP = Gauge("diloco_peer_outer_step", "Entries in this peer's log")
+LIVE_PEERS = Gauge("diloco_peer_live_peers", "Other peers of the run that are alive")
+TOKENS_PER_SECOND = Gauge("diloco_peer_tokens_per_second", "This machine's training speed")
+LOSS = Gauge("diloco_peer_loss", "Training loss of the last inner step, nats per token")
+
+
+def serve_metrics(port: int) -> None:
+    """Answer GET /metrics on this port from a thread. Raises: LocalNetworkError when the port is in use."""
+    try:
+        start_http_server(port)
+    except OSError as error:
+        raise LocalNetworkError(
+            f"metrics cannot be served on port {port}: {error.strerror}.", "Choose another --metrics-port."
+        ) from error
