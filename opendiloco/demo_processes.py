@@ -26,6 +26,7 @@ class Child:
         self.last_lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._process = process
         self._news = asyncio.Condition()
+        self._silent = False
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -53,7 +54,7 @@ class Child:
         def seen() -> bool:
             nonlocal match
             match = next(filter(None, (re.search(pattern, line) for line in self.last_lines)), None)
-            return match is not None or self._reading.done() or self._process.returncode is not None
+            return match is not None or self._silent
 
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._news:
@@ -92,4 +93,5 @@ class Child:
                 async with self._news:
                     self._news.notify_all()
         async with self._news:
+            self._silent = True
             self._news.notify_all()

@@ -69,10 +69,12 @@ class Volunteer:
         ]
         try:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
-            for failure in failures:
-                if failure in done:
-                    raise failure.result()
-            driving.result()
+            broken = [failure.result() for failure in failures if failure in done]
+            if broken:
+                self._driver.leave(at_once=True)  # the others need not find out by waiting
+            await driving
+            for error in broken:
+                raise error
         finally:
             for task in (driving, *failures):
                 task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from peers.election import ATTEMPT_LEAP
 from peers.errors import LocalProtocolError
 from peers.events import (
     Apply,
@@ -21,6 +22,7 @@ from peers.joining import Joining
 from peers.log import Header, LogError
 from peers.messages import (
     Accuse,
+    Attempt,
     Begin,
     Complete,
     Held,
@@ -51,6 +53,7 @@ class Averaging(Joining):
             self._give_up_on_leader()
         leader = self._elect()
         if leader != self._pledged_to:
+            self._last_attempt += self._pledged_to is not None  # the one that the other leader may still begin
             self._pledged_to = leader
             self._sent_at = -float("inf")
         if leader is None or not self._due():
@@ -92,10 +95,13 @@ class Averaging(Joining):
             self._distrust(self._pledged_to)
 
     def _begin(self, sender: str, begin: Begin) -> None:
-        """Join an attempt of the leader we are pledged to, newer than any we know, that respects what we hold."""
+        """Join the attempt that our Ready promised to the leader we are pledged to, if it respects what we hold."""
         if self.state not in (State.READY, State.AVERAGING) or sender != self._pledged_to:
             return
-        if sender != begin.attempt.leader or begin.attempt.number <= self._last_attempt or not self._offered(begin):
+        if sender != begin.attempt.leader or begin.attempt.number != self._last_attempt + 1 or not self._offered(begin):
+            return
+        if not self._possible(begin):
+            self._emit(Note("warning", f"{sender} began an attempt that can lead to no entry"))
             return
         if self._held and (begin.adopted is None or begin.adopted.attempt.order < self._held.attempt.order):
             return
@@ -110,6 +116,27 @@ class Averaging(Joining):
         mine = [member for member in begin.roster if member.peer == self.me]
         offer = (self._trained.tokens, self._trained.samples)
         return [(member.tokens, member.samples) for member in mine] == [offer]
+
+    def _possible(self, begin: Begin) -> bool:
+        try:
+            self.log.next_header(begin.roster, begin.attempt.position.head)  # any digest will do
+            if begin.adopted:
+                self.log.append(begin.adopted.header)
+        except LogError:
+            return False
+        return (begin.adopted is not None) == bool(begin.holders)
+
+    def _aborted(self, sender: str, attempt: Attempt) -> None:
+        """The leader has ended our attempt; or we said Ready for one that is too early for it."""
+        if sender != attempt.leader:
+            return
+        if self.state is State.AVERAGING and self.exchange and attempt == self.exchange.attempt:
+            self._back_to_ready()
+        elif self.state is State.READY and sender == self._pledged_to:
+            if 0 < attempt.number - self._last_attempt <= ATTEMPT_LEAP:
+                self._last_attempt = attempt.number
+                self._sent_at = -float("inf")
+                self._say_ready()
 
     def _exchanged(self, event: Event) -> None:
         """Something of the present attempt's data has moved."""
@@ -146,7 +173,9 @@ class Averaging(Joining):
         if self.state not in (State.READY, State.AVERAGING):
             return
         if self._held is None or self._held.header != header:
-            self._catch_up()
+            ahead = self._furthest()
+            if ahead is not None:
+                self._fetch(ahead)
             return
         try:
             log = self.log.append(header)
@@ -162,6 +191,7 @@ class Averaging(Joining):
         self._emit(Apply(header))
 
     def _applied(self, header: Header, state_digest: bytes) -> None:
+        self._require(State.APPLYING)
         self.state_digest = state_digest
         self._emit(Note("info", f"outer step {header.index + 1} applied, {len(header.roster)} peers"))
         lease = self.log.leases.get(self.me)

@@ -75,11 +75,16 @@ class RoundBuffers:
         return self._current_or_raise(attempt).parts[part]
 
     def hold(self, attempt: Attempt) -> bytes:
-        """All parts are here: keep them as the payload held. Returns its digest."""
+        """All parts are here: keep them as the payload held, unless they are not what was to be handed on.
+
+        Returns their digest.
+        """
         current = self._current_or_raise(attempt)
         payload = b"".join(current.parts[part] for part in range(len(current.opened.owners)))
-        self._held = (digest_of(payload), payload)
-        return self._held[0]
+        digest = digest_of(payload)
+        if current.opened.adopted in (None, digest):
+            self._held = (digest, payload)
+        return digest
 
     def held(self, digest: bytes) -> bytes:
         """The payload with this digest. Raises: KeyError when it is not the one held."""

@@ -13,6 +13,7 @@ from peers import metrics
 from peers.buffers import RoundBuffers
 from peers.errors import RemoteProtocolError
 from peers.events import BadBlocks, ContributionArrived, Event, PushContribution, PushReduced, ReducedArrived
+from peers.exchange import Exchange
 from peers.heartbeat import Heartbeat
 from peers.log import Header, LogState
 from peers.messages import Attempt
@@ -108,20 +109,18 @@ class Bulk:
         exchange = self._peer.exchange
         if exchange is None or exchange.attempt != header.attempt or not self.buffers.current(header.attempt):
             return f"not in attempt {header.attempt}"
-        if header.reduced:
-            wanted = exchange.wants_reduced(sender, header.part)
-        else:
-            wanted = exchange.wants_contribution(sender, header.part)
-        if not wanted:
+        if not _wanted(exchange, sender, header):
             return ALREADY_HERE
         start, stop = self.buffers.part_bytes(header.attempt, header.part)
         return bytearray(length) if length == stop - start else f"{length} bytes, expected {stop - start}"
 
     def _blocks_arrived(self, sender: str, packed: bytes, buffer: bytearray | memoryview) -> None:
         header = self._blocks_header(sender, packed)
-        current = self.buffers.current(header.attempt)
-        if current is None:
+        current, exchange = self.buffers.current(header.attempt), self._peer.exchange
+        if current is None or exchange is None or exchange.attempt != header.attempt:
             raise RefusalError(f"attempt {header.attempt} is over")
+        if not _wanted(exchange, sender, header):
+            raise RefusalError(ALREADY_HERE)  # it was pushed twice at once
         data = bytes(buffer)
         try:
             self._workload.check(data, self.buffers.first_block(header.attempt, header.part))
@@ -159,9 +158,22 @@ class Bulk:
         """Our state and where in the log it stands, once no outer step is under way."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT):
-                await self._host.until(lambda peer: peer.state not in (State.APPLYING, State.FETCHING))
+                await self._host.until(_settled)
         except TimeoutError:
             raise RefusalError("no settled state to give") from None
         async with self.state_lock:
+            if not _settled(self._peer):  # it began while we waited for the lock
+                raise RefusalError("no settled state to give")
             header = SnapshotHeader(last=self._peer.log.last, heartbeat=self._host.signed_heartbeat())
             return pack(header), await self._workload.snapshot()
+
+
+def _wanted(exchange: Exchange, sender: str, header: BlocksHeader) -> bool:
+    if header.reduced:
+        return exchange.wants_reduced(sender, header.part)
+    return exchange.wants_contribution(sender, header.part)
+
+
+def _settled(peer: Peer) -> bool:
+    """Whether theta and momentum are those of the position in the log."""
+    return peer.state not in (State.APPLYING, State.FETCHING)

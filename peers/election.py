@@ -6,7 +6,11 @@ member being pledged to one leader at a time, and on any two quorums of a roster
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+ATTEMPT_LEAP = 2**32
+"""How far ahead of ours an attempt number may be: no honest run gets there, and no liar uses the numbers up."""
 
 
 def elect(roster: Sequence[str], able: Collection[str], candidates: Collection[str]) -> str | None:
@@ -31,3 +35,19 @@ def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
     """Roster order for the next entry: those of the last one in their old order, then newcomers by id."""
     old = {peer: place for place, peer in enumerate(roster)}
     return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
+
+
+def culprits(
+    members: Collection[str], complete: Collection[str], waiting: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Who holds an attempt up: those who say nothing; else those who are waited for and wait for nobody; else those
+    who are named most."""
+    silent = [peer for peer in members if peer not in complete and peer not in waiting]
+    if silent:
+        return tuple(sorted(silent))
+    named = Counter(peer for missing in waiting.values() for peer in missing if peer in members)
+    idle = [peer for peer in named if not waiting.get(peer)]
+    if idle:
+        return tuple(sorted(idle))
+    most = max(named.values(), default=0)
+    return tuple(sorted(peer for peer, count in named.items() if count == most))

@@ -6,10 +6,12 @@ from peers.events import (
     Note,
     Send,
 )
+from peers.leases import sample_count
 from peers.log import Header
 from peers.membership import PARTICIPATING
 from peers.messages import (
     Inquire,
+    LeaseGrant,
     LeaseRequest,
 )
 from peers.peer_core import PeerCore
@@ -36,6 +38,14 @@ class Joining(PeerCore):
                 request = LeaseRequest(position=self.log.position, state_digest=self.state_digest)
                 self._emit(Send(leader, request))
 
+    def _granted(self, leader: str, grant: LeaseGrant) -> None:
+        """Train what the leader gave us, unless it is more than anybody may be given."""
+        if sample_count(grant.samples) > self.settings.samples_per_lease or grant.steps > self.settings.inner_steps:
+            self._emit(Note("warning", f"{leader} granted more than a lease"))
+            self._distrust(leader)
+        else:
+            self._train(grant.samples, grant.steps)
+
     def _may_start(self) -> bool:
         """Before the first entry: wait until peers can have seen each other and enough of them are there."""
         live = self._live()
@@ -56,7 +66,9 @@ class Joining(PeerCore):
         return best if best is not None and standing[best] > ours else None
 
     def _restored(self, donor: str, header: Header | None, state_digest: bytes) -> None:
+        self._require(State.FETCHING)
         self.log = self.log.at(header)
+        self._joined_at = self.log.position.head
         self.state_digest = state_digest
         self._recent.clear()
         self._emit(Note("info", f"state at {self.log.position} fetched from {donor}"))
@@ -64,6 +76,7 @@ class Joining(PeerCore):
         self._join()
 
     def _not_restored(self, donor: str, reason: str) -> None:
+        self._require(State.FETCHING)
         self._distrust(donor)
         self._emit(Note("warning", f"no state from {donor}: {reason}"))
         self._enter(State.JOINING)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from peers.election import quorum, take_order
+from peers.election import ATTEMPT_LEAP, culprits, quorum, take_order
 from peers.events import Effect, Note, Send
 from peers.heartbeat import Heartbeat
-from peers.leases import Lease
-from peers.log import Header, LogError, LogState, Member
+from peers.leases import Lease, sample_count
+from peers.log import MEMBER_LIMIT, Header, LogError, LogState, Member
 from peers.membership import PARTICIPATING
 from peers.messages import (
     Abort,
@@ -80,16 +80,29 @@ class Leader:
             return []  # it held an attempt up; the others may go on without it meanwhile
         if ready.state_digest != self._state_digest:
             return [self._refuse(sender, "its state at this position is not ours")]
+        if not 0 <= ready.last_attempt - self._last_number <= ATTEMPT_LEAP:
+            return [self._ask_again(sender)]
         others = [member for peer, member in self._offers().items() if peer != sender]
         try:
+            if sample_count(ready.samples) > self._settings.samples_per_lease:
+                raise LogError(f"{sample_count(ready.samples)} samples are more than a lease")
             self._log.pool_after([*others, _member(sender, ready)])
-        except LogError as error:
+        except ValueError as error:
             return [self._refuse(sender, str(error))]
+        outdated = list(self._ready) if ready.last_attempt > self._last_number else []
+        self._last_number = ready.last_attempt
+        for peer in outdated:
+            del self._ready[peer]
         self._ready[sender] = ready
-        self._last_number = max(self._last_number, ready.last_attempt)
         if self._first_ready_at is None:
             self._first_ready_at = now
-        return []
+        return [self._ask_again(peer) for peer in outdated if peer != sender]
+
+    def _ask_again(self, peer: str) -> Effect:
+        """Every Ready of an attempt must name the number before it: then nobody in it can meanwhile complete an earlier
+        attempt of somebody else's, and what they hold is all that may have been committed."""
+        attempt = Attempt(position=self._log.position, number=self._last_number, leader=self._me)
+        return Send(peer, Abort(attempt=attempt, reason="say Ready for a later attempt"))
 
     def gone(self, peer: str) -> list[Effect]:
         """The peer left or can't be reached."""
@@ -110,7 +123,7 @@ class Leader:
         return self._begin(now) if self._may_begin(now, live, left) else []
 
     def _may_begin(self, now: float, live: Mapping[str, Heartbeat], left: Collection[str]) -> bool:
-        if self._first_ready_at is None or not self._ready:
+        if self._first_ready_at is None or not any(ready.tokens for ready in self._ready.values()):
             return False
         waited = now - self._first_ready_at
         at_work = {peer for peer in self._log.leases if peer in live and live[peer].state in PARTICIPATING}
@@ -128,9 +141,9 @@ class Leader:
     # Attempts -------------------------------------------------------------------------------------------------
     def _begin(self, now: float) -> list[Effect]:
         offers = self._offers()
-        roster = tuple(offers[peer] for peer in take_order(self._log.roster, offers))
+        roster = tuple(offers[peer] for peer in take_order(self._log.roster, offers)[:MEMBER_LIMIT])
         held = self._latest_held()
-        holders = tuple(peer for peer in take_order(self._log.roster, offers) if held and self._holds(peer, held))
+        holders = tuple(member.peer for member in roster if held and self._holds(member.peer, held))
         self._last_number += 1
         attempt = Attempt(position=self._log.position, number=self._last_number, leader=self._me)
         self._running = Begin(attempt=attempt, roster=roster, adopted=held, holders=holders)
@@ -142,28 +155,31 @@ class Leader:
     def on_waiting(self, sender: str, waiting: Waiting) -> list[Effect]:
         if not self._is_running(waiting.attempt):
             return [Send(sender, Abort(attempt=waiting.attempt, reason="this attempt is over"))]
-        self._waiting[sender] = waiting.missing
+        if sender in self._members():
+            self._waiting[sender] = waiting.missing
         return []
 
     def on_accuse(self, sender: str, accuse: Accuse, now: float) -> list[Effect]:
-        if not self._is_running(accuse.attempt) or accuse.accused not in self._members():
+        if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= set(self._members()):
             return []
         self._bar(accuse.accused, now)
         return self._abort(f"{accuse.accused} sent {sender} bad blocks: {accuse.reason}")
 
-    def on_complete(self, sender: str, complete: Complete) -> list[Effect]:
+    def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
         if not self._is_running(complete.attempt) or sender not in self._members():
             return [Send(sender, Abort(attempt=complete.attempt, reason="this attempt is over"))]
         assert self._running is not None
         self._complete[sender] = complete.payload
-        if len(set(self._complete.values())) > 1:
-            return self._abort("members hold different payloads")
         if set(self._complete) != set(self._members()):
             return []
         adopted = self._running.adopted
-        header = adopted.header if adopted else self._log.next_header(self._running.roster, complete.payload)
-        if header.payload != complete.payload:
-            return self._abort("what was handed on is not the payload of the entry")
+        wanted = adopted.header.payload if adopted else Counter(self._complete.values()).most_common(1)[0][0]
+        wrong = [peer for peer, payload in self._complete.items() if payload != wanted]
+        if wrong:
+            for peer in self._running.holders[:1] or wrong:
+                self._bar(peer, now)
+            return self._abort(f"{', '.join(wrong)} hold another payload")
+        header = adopted.header if adopted else self._log.next_header(self._running.roster, wanted)
         return [Send(peer, Commit(header=header)) for peer in self._members()]
 
     def _give_up(self, now: float) -> list[Effect]:
@@ -216,19 +232,3 @@ class Leader:
 
 def _member(peer: str, ready: Ready) -> Member:
     return Member(peer=peer, tokens=ready.tokens, samples=ready.samples)
-
-
-def culprits(
-    members: Collection[str], complete: Collection[str], waiting: Mapping[str, tuple[str, ...]]
-) -> tuple[str, ...]:
-    """Who holds an attempt up: those who say nothing; else those who are waited for and wait for nobody; else those
-    who are named most."""
-    silent = [peer for peer in members if peer not in complete and peer not in waiting]
-    if silent:
-        return tuple(sorted(silent))
-    named = Counter(peer for missing in waiting.values() for peer in missing if peer in members)
-    idle = [peer for peer in named if not waiting.get(peer)]
-    if idle:
-        return tuple(sorted(idle))
-    most = max(named.values(), default=0)
-    return tuple(sorted(peer for peer, count in named.items() if count == most))

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pydantic import StrictInt
+
 
 class SampleRange(NamedTuple):
     """Samples start, start + 1, … stop - 1."""
 
-    start: int
-    stop: int
+    start: StrictInt
+    stop: StrictInt
 
     @property
     def size(self) -> int:

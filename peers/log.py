@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from peers.leases import Lease, SamplePool
 from peers.wire import Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
+
+MEMBER_LIMIT = 1000
+"""Peers in one entry; what a header costs to check grows with the square of it."""
 
 
 class Member(Value):
@@ -39,7 +42,7 @@ class Header(Value):
     index: Count
     fragment: Count
     previous: Digest
-    roster: tuple[Member, ...] = Field(min_length=1)
+    roster: tuple[Member, ...] = Field(min_length=1, max_length=MEMBER_LIMIT)
     leases: tuple[Assignment, ...]
     cursor: Count
     free: tuple[Samples, ...]
@@ -102,17 +105,17 @@ class LogState:
         return {lease.peer: lease.samples for lease in self.last.leases} if self.last else {}
 
     def pool_after(self, roster: Sequence[Member]) -> SamplePool:
-        """The pool once `roster` has trained what it says, every other lease having been given back.
+        """The pool once `roster` has trained what it says, the rest of all leases having been given back.
 
         Raises: LogError when two members trained the same sample or one trained another's.
         """
-        pool = self.pool.release(piece for lease in self.leases.values() for piece in lease)
+        pool, leases = self.pool, self.leases
         for member in roster:
             try:
-                pool = pool.claim(member.samples)
+                pool = pool.release(leases.pop(member.peer, ())).claim(member.samples)
             except ValueError as error:
                 raise LogError(f"{member.peer}: {error}") from error
-        return pool
+        return pool.release(piece for lease in leases.values() for piece in lease)
 
     def next_header(self, roster: Sequence[Member], payload: bytes) -> Header:
         """The only header that may follow, given who took part and what came out. Raises: LogError."""
@@ -123,22 +126,25 @@ class LogState:
         if tokens == 0:
             raise LogError("nobody in the roster has trained anything")
         pool = self.pool_after(roster)
-        leases: list[Assignment] = []
+        leases: list[tuple[str, Lease]] = []
         for peer in peers:
             lease, pool = pool.take(self.samples_per_lease)
-            leases.append(Assignment(peer=peer, samples=lease))
-        return Header(
-            run=self.run,
-            index=self.position.index,
-            fragment=0,
-            previous=self.position.head,
-            roster=tuple(roster),
-            leases=tuple(leases),
-            cursor=pool.cursor,
-            free=pool.free,
-            lineage_tokens=self.lineage_tokens + tokens,
-            payload=payload,
-        )
+            leases.append((peer, lease))
+        try:
+            return Header(
+                run=self.run,
+                index=self.position.index,
+                fragment=0,
+                previous=self.position.head,
+                roster=tuple(roster),
+                leases=tuple(Assignment(peer=peer, samples=lease) for peer, lease in leases),
+                cursor=pool.cursor,
+                free=pool.free,
+                lineage_tokens=self.lineage_tokens + tokens,
+                payload=payload,
+            )
+        except ValidationError as error:
+            raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
 
     def append(self, header: Header) -> LogState:
         """Raises: LogError naming the first field that does not follow from the log."""

@@ -79,7 +79,8 @@ class Peer(Averaging):
             case SnapshotFailed(donor, reason):
                 self._not_restored(donor, reason)
             case LeaveRequested(at_once):
-                self._leave_by = self._now + (0 if at_once else self.settings.timing.leave)
+                leave_by = self._now + (0 if at_once else self.settings.timing.leave)
+                self._leave_by = min(leave_by, self._leave_by or leave_by)
                 self._leave_if_possible()
             case _:
                 self._exchanged(event)
@@ -117,14 +118,13 @@ class Peer(Averaging):
                 self._begin(sender, message)
             case Commit(header=header):
                 self._commit(sender, header)
-            case Abort(attempt=attempt) if self.exchange and attempt == self.exchange.attempt:
-                if sender == attempt.leader and self.state is State.AVERAGING:
-                    self._back_to_ready()
+            case Abort(attempt=attempt):
+                self._aborted(sender, attempt)
             case Refuse(reason=reason) if sender == (self._pledged_to or self._elect()):
                 self._refused(sender, reason)
-            case LeaseGrant(samples=samples, steps=steps) if self.state is State.JOINING:
-                self._train(samples, steps)
-            case LeaseRequest() if not busy and self._may_start():
+            case LeaseGrant() if self.state is State.JOINING and sender == self._elect():
+                self._granted(sender, message)
+            case LeaseRequest() if not busy and self._may_start() and (sender == self.me or sender in self._live()):
                 step = self.progress.inner_step if self.progress and self.state is State.TRAINING else 0
                 step = self.settings.inner_steps if self.state in (State.READY, State.AVERAGING) else step
                 self._emit_all(self._lead().on_lease_request(sender, message, step))
@@ -135,7 +135,7 @@ class Peer(Averaging):
             case Accuse() if self._leader:
                 self._emit_all(self._leader.on_accuse(sender, message, self._now))
             case Complete() if self._leader:
-                self._emit_all(self._leader.on_complete(sender, message))
+                self._emit_all(self._leader.on_complete(sender, message, self._now))
             case _:
                 pass
 

@@ -49,7 +49,7 @@ class PeerCore:
         self._ready_since = now
         self._held: Held | None = None
         self._last_attempt = 0
-        self._joined_at: bytes | None = None
+        self._joined_at = self.log.position.head
         self._distrusted_until: dict[str, float] = {}
         self._sent_at = -float("inf")
         self._recent: OrderedDict[bytes, Header] = OrderedDict()
@@ -73,6 +73,11 @@ class PeerCore:
             raise LocalProtocolError(f"a peer that is {self.state} can't become {state}")
         self.state = state
         self._sent_at = -float("inf")
+
+    def _require(self, state: State) -> None:
+        """Our own driver reports only what this state asked for."""
+        if self.state is not state:
+            raise LocalProtocolError(f"an event of a peer that is {state}, while we are {self.state}")
 
     def _due(self) -> bool:
         """Whether it is time to say again what has not been answered."""
@@ -110,8 +115,6 @@ class PeerCore:
         return self._leader
 
     def _train(self, lease: Lease, steps: int) -> None:
-        if self._joined_at is None:
-            self._joined_at = self.log.position.head
         self.progress = None
         self._enter(State.TRAINING)
         self._emit(Train(self.log.position.index, lease, steps))
@@ -120,6 +123,7 @@ class PeerCore:
         if self.state is State.TRAINING:
             self._emit(StopTraining())
         self._forget_round()
+        self._joined_at = self.log.position.head  # also when the fetch fails: what we held here is forgotten
         self._enter(State.FETCHING)
         self._emit(FetchSnapshot(donor))
 

@@ -10,12 +10,12 @@ import pytest
 from opendiloco.config import RunConfig
 from peers.errors import ManifestError
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["tiny", "demo"])
-def test_examples_survive_the_way_through_a_manifest(name: str) -> None:
-    config = RunConfig.from_toml(EXAMPLES / f"{name}.toml")
+@pytest.mark.parametrize(("folder", "name"), [("examples", "tiny"), ("opendiloco", "demo")])
+def test_runs_that_come_with_us_survive_the_way_through_a_manifest(folder: str, name: str) -> None:
+    config = RunConfig.from_toml(REPOSITORY / folder / f"{name}.toml")
     carried = json.loads(json.dumps(config.to_manifest_content()))
     assert RunConfig.from_manifest_content(carried) == config
     assert RunConfig.from_manifest_content(carried).to_manifest_content() == carried

@@ -1,0 +1,77 @@
+"""Three volunteers, six processes, real libp2p: the swarm must end with the bits of the algorithm in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from opendiloco.config import RunConfig
+from opendiloco.demo_processes import Child
+from opendiloco.journal import Journal
+from opendiloco.reference import Reference, Work
+
+pytestmark = pytest.mark.swarm
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+OUTER_STEPS = 4
+VOLUNTEERS = 3
+DEADLINE = 90.0
+TINY = Path(__file__).parents[2] / "examples" / "tiny.toml"
+
+
+def write_run(folder: Path) -> Path:
+    text = TINY.read_text().replace("outer_steps = 8", f"outer_steps = {OUTER_STEPS}")
+    path = folder / "run.toml"
+    path.write_text(text.replace("[rounds]", f"[rounds]\nminimum_peers = {VOLUNTEERS}"))
+    return path
+
+
+async def train_as_a_swarm(folder: Path) -> list[Journal]:
+    """Run a whole swarm of commands; the volunteers' journals."""
+    children: list[Child] = []
+
+    async def start(name: str, *arguments: str) -> Child:
+        children.append(await Child.start(name, [*arguments, "--identity", str(folder / f"{name}.pem")], folder))
+        return children[-1]
+
+    try:
+        bootstrap = await start("bootstrap", "bootstrap", "--listen", LOOPBACK, "--directory", str(folder))
+        address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", DEADLINE)
+        toml = str(write_run(folder))
+        create = await start("organiser", "run", "create", toml, "--initial-peer", address, "--out", str(folder))
+        invite = await create.line(r"diloco:\S+", DEADLINE)
+        journals = [Journal(folder / f"journal-{number}.jsonl") for number in range(VOLUNTEERS)]
+        volunteers = [
+            await start(
+                f"volunteer-{number}", "join", "--run", invite, "--listen", LOOPBACK, "--journal", str(journal.path)
+            )
+            for number, journal in enumerate(journals)
+        ]
+        for volunteer in volunteers:
+            await volunteer.line(f"outer step {OUTER_STEPS} applied", DEADLINE)
+        for volunteer in volunteers:
+            volunteer.ask_to_stop()
+        for volunteer in volunteers:
+            await volunteer.ended()
+            assert volunteer.exit_code == 0, volunteer.last_words()
+    finally:
+        for child in children:
+            child.ask_to_stop()
+        for child in children:
+            await child.ended()
+    return journals
+
+
+@pytest.mark.timeout(240)
+def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(tmp_path: Path) -> None:
+    entries, *others = [list(journal) for journal in asyncio.run(train_as_a_swarm(tmp_path))]
+    assert len(entries) == OUTER_STEPS
+    assert all(other == entries for other in others)
+    assert len(entries[0][0].roster) == VOLUNTEERS
+
+    config = RunConfig.from_toml(tmp_path / "run.toml")
+    reference = Reference(config)
+    for header, state_digest in entries:
+        roster = [Work(member.peer, member.samples, config.training.inner_steps) for member in header.roster]
+        assert reference.outer_step(roster) == state_digest
