@@ -4,7 +4,6 @@ killed half way while a new one joins. What is shown comes from the DHT, as any 
 from __future__ import annotations
 
 import asyncio
-import logging
 import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from peers.identity import Identity
 DEFAULT_RUN = Path(__file__).with_name("demo.toml")
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 60.0
-WRAP_UP_SECONDS = 15.0  # kept for the end: fetching the state, evaluating, exporting, leaving
+WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
 LOOK_SECONDS = 0.5
 SAMPLE_TOKENS = 160
 BOOTSTRAP = "bootstrap node"

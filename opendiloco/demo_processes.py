@@ -1,4 +1,4 @@
-"""`diloco-peer` commands as processes of their own, for the demo: started, watched, killed, and ended without remains."""
+"""`diloco-peer` commands as processes of their own, for the demo: started, watched, and ended without remains."""
 
 from __future__ import annotations
 

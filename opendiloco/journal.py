@@ -39,7 +39,8 @@ class Journal:
                 file.write(line.model_dump_json() + "\n")
         except OSError as error:
             raise MachineError(
-                f"cannot write to the journal {self.path}: {error.strerror}.", "Free some space, or leave out --journal."
+                f"cannot write to the journal {self.path}: {error.strerror}.",
+                "Free some space, or leave out --journal.",
             ) from error
 
     def __iter__(self) -> Iterator[tuple[Header, bytes]]:

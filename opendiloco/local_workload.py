@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from opendiloco import kernels
+from opendiloco.codec import Int8Codec
 from opendiloco.config import RunConfig
 from opendiloco.control import Evaluated, RunFacts
 from opendiloco.errors import WorkerError
@@ -25,6 +24,7 @@ class LocalWorkload:
     def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
         self.worker = worker
         self._state = OuterState(worker.vectors.theta, config.outer_optimizer)
+        self._codec = Int8Codec(self._state.theta.size)
 
     @classmethod
     async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> LocalWorkload:
@@ -37,11 +37,10 @@ class LocalWorkload:
 
     @property
     def block_count(self) -> int:
-        return kernels.block_count(self.parameter_count)
+        return self._codec.block_count
 
     def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
-        last = kernels.payload_size(self.parameter_count)
-        return min(first_block * kernels.BLOCK_BYTES, last), min(last_block * kernels.BLOCK_BYTES, last)
+        return self._codec.byte_range(first_block, last_block)
 
     async def train(
         self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
@@ -50,22 +49,17 @@ class LocalWorkload:
 
     async def contribution(self) -> bytes:
         """Raises: WorkerError when the weights that training left are not finite."""
-        payload = bytearray(kernels.payload_size(self.parameter_count))
         vectors = self.worker.vectors
         try:
-            await asyncio.to_thread(kernels.quantize_difference, vectors.theta, vectors.local, payload)
+            return await asyncio.to_thread(self._codec.encode_difference, vectors.theta, vectors.local)
         except kernels.NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
-        return bytes(payload)
 
     async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
-        return await asyncio.to_thread(self._reduce, contributions, first_block)
+        return await asyncio.to_thread(self._codec.average, contributions, first_block)
 
     def check(self, blocks: bytes, first_block: int) -> None:
-        try:
-            kernels.check_payload(blocks, self._value_count(blocks, first_block))
-        except kernels.CorruptPayloadError as error:
-            raise BadBlocksError(error.message) from error
+        self._codec.check(blocks, first_block)
 
     async def apply(self, payload: bytes) -> bytes:
         """Raises: BadBlocksError, and changes nothing."""
@@ -100,23 +94,8 @@ class LocalWorkload:
         """End the worker."""
         await self.worker.close()
 
-    def _value_count(self, blocks: bytes, first_block: int) -> int:
-        """How many values these blocks hold if they are whole ones of ours."""
-        count = kernels.block_count(len(blocks) * kernels.BLOCK // kernels.BLOCK_BYTES)
-        available = max(0, self.parameter_count - first_block * kernels.BLOCK)
-        return min(count * kernels.BLOCK, available)
-
-    def _reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
-        size = len(contributions[0][0])
-        accumulator = np.zeros(self._value_count(contributions[0][0], first_block), np.float32)
-        for blocks, tokens in contributions:
-            kernels.accumulate(blocks, tokens, accumulator)
-        average = bytearray(size)
-        kernels.finish_average(accumulator, sum(tokens for _, tokens in contributions), average)
-        return bytes(average)
-
     def _apply(self, payload: bytes) -> bytes:
-        if len(payload) != kernels.payload_size(self.parameter_count):
+        if len(payload) != self._codec.payload_size:
             raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.parameter_count} values")
         try:
             self._state.apply(payload)

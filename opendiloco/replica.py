@@ -19,7 +19,7 @@ from opendiloco.errors import WorkerError
 from opendiloco.model import layout_of, load_weights, store_weights
 from opendiloco.optimizers import build_inner_optimizer, learning_rate_factor
 from opendiloco.shared_memory import Vector
-from peers.leases import SampleRange
+from peers.leases import SampleRange, prefix
 from peers.workload import Trained
 
 InnerStepDone = Callable[[int, float, int], bool]
@@ -102,14 +102,3 @@ def window_loss(model: Any, windows: torch.Tensor) -> torch.Tensor:
 def _numbers(lease: Iterable[SampleRange]) -> NDArray[np.int64]:
     parts = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in lease]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def prefix(lease: Iterable[SampleRange], count: int) -> tuple[SampleRange, ...]:
-    """The first `count` samples of a lease."""
-    taken: list[SampleRange] = []
-    for piece in lease:
-        length = min(piece.size, count)
-        if length > 0:
-            taken.append(SampleRange(piece.start, piece.start + length))
-        count -= length
-    return tuple(taken)

@@ -1,9 +1,9 @@
 """One machine's part in a run: the protocol's driver above, the worker and the outer state below.
 
-    async with connected(identity, addresses) as transport:
-        run = await find_run(transport, run_id)
-        async with volunteering(run, identity, transport) as volunteer:
-            await volunteer.train()
+async with connected(identity, addresses) as transport:
+    run = await find_run(transport, run_id)
+    async with volunteering(run, identity, transport) as volunteer:
+        await volunteer.train()
 """
 
 from __future__ import annotations

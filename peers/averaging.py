@@ -132,11 +132,12 @@ class Averaging(Joining):
             return
         if self.state is State.AVERAGING and self.exchange and attempt == self.exchange.attempt:
             self._back_to_ready()
-        elif self.state is State.READY and sender == self._pledged_to:
-            if 0 < attempt.number - self._last_attempt <= ATTEMPT_LEAP:
-                self._last_attempt = attempt.number
-                self._sent_at = -float("inf")
-                self._say_ready()
+            return
+        leap = attempt.number - self._last_attempt
+        if self.state is State.READY and sender == self._pledged_to and 0 < leap <= ATTEMPT_LEAP:
+            self._last_attempt = attempt.number
+            self._sent_at = -float("inf")
+            self._say_ready()
 
     def _exchanged(self, event: Event) -> None:
         """Something of the present attempt's data has moved."""

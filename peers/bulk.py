@@ -74,8 +74,9 @@ async def pull_snapshot(
     except WireError as error:
         raise RemoteProtocolError(donor, str(error)) from error
     heartbeat = Heartbeat.verify(header.heartbeat, log.run)
-    position = log.at(header.last).position
-    if heartbeat.peer != donor or (heartbeat.index, heartbeat.head) != (position.index, position.head):
+    theirs = log.at(header.last)
+    said = (heartbeat.peer, heartbeat.index, heartbeat.head, heartbeat.lineage_tokens)
+    if said != (donor, theirs.position.index, theirs.position.head, theirs.lineage_tokens):
         raise SnapshotError("its header is not the one that the donor signed")
     return header.last, heartbeat.state_digest, bytes(snapshot)
 
@@ -156,16 +157,16 @@ class Bulk:
 
     async def _serve_snapshot(self, sender: str, request: bytes) -> tuple[bytes, bytes]:
         """Our state and where in the log it stands, once no outer step is under way."""
-        try:
-            async with asyncio.timeout(SETTLE_TIMEOUT):
-                await self._host.until(_settled)
-        except TimeoutError:
-            raise RefusalError("no settled state to give") from None
-        async with self.state_lock:
-            if not _settled(self._peer):  # it began while we waited for the lock
-                raise RefusalError("no settled state to give")
-            header = SnapshotHeader(last=self._peer.log.last, heartbeat=self._host.signed_heartbeat())
-            return pack(header), await self._workload.snapshot()
+        while True:
+            try:
+                async with asyncio.timeout(SETTLE_TIMEOUT):
+                    await self._host.until(_settled)
+            except TimeoutError:
+                raise RefusalError("no settled state to give") from None
+            async with self.state_lock:
+                if _settled(self._peer):  # an outer step may have begun while we waited for the lock
+                    header = SnapshotHeader(last=self._peer.log.last, heartbeat=self._host.signed_heartbeat())
+                    return pack(header), await self._workload.snapshot()
 
 
 def _wanted(exchange: Exchange, sender: str, header: BlocksHeader) -> bool:

@@ -81,7 +81,7 @@ class LogState:
     samples_per_lease: int
     last: Header | None = None
 
-    @property
+    @cached_property
     def position(self) -> Position:
         if self.last is None:
             return Position(index=0, head=self.manifest_digest)

@@ -9,6 +9,8 @@ from peers.heartbeat import Heartbeat, PeerState
 
 PARTICIPATING = frozenset({PeerState.TRAINING, PeerState.READY, PeerState.AVERAGING})
 """States in which a peer holds the run's state and works on the next entry."""
+FORGOTTEN = 3600.0
+"""Seconds of silence after which a peer is forgotten; heartbeats older than that are expired everywhere."""
 
 
 @dataclass
@@ -31,6 +33,9 @@ class Membership:
     def observe(self, heartbeats: Iterable[Heartbeat], now: float) -> None:
         """Take in the heartbeats that the DHT returned; old ones change nothing."""
         self.polled = True
+        for peer in [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]:
+            del self._seen[peer]
+            self._left.discard(peer)
         for heartbeat in heartbeats:
             sighting = self._seen.get(heartbeat.peer)
             if heartbeat.peer == self._me or (sighting and heartbeat.sequence <= sighting.heartbeat.sequence):
@@ -53,8 +58,9 @@ class Membership:
             self._seen[peer].advanced_at = now
 
     def left(self, peer: str) -> None:
-        """The peer said goodbye: it counts in no quorum any more."""
-        self._left.add(peer)
+        """The peer said goodbye: it counts in no quorum any more. Strangers are in none, and not remembered."""
+        if peer in self._seen:
+            self._left.add(peer)
 
     @property
     def leavers(self) -> frozenset[str]:

@@ -58,12 +58,14 @@ BLOCK_BYTES = 8
 
 @dataclass(frozen=True)
 class Faults:
-    """How badly the network behaves: chances per message, delays in seconds."""
+    """How badly the network behaves: chances per message (`suspicion`: per tick), delays in seconds."""
 
     loss: float = 0.0
     duplication: float = 0.0
     push_failure: float = 0.0
     longest_delay: float = 0.05
+    suspicion: float = 0.0
+    """That a peer takes another one for dead, until it hears from it again."""
 
 
 class InvariantError(AssertionError):
@@ -114,6 +116,8 @@ class Swarm:
     seed: int
     settings: RunSettings
     faults: Faults = field(default_factory=Faults)
+    one_child: bool = True
+    """Whether a second entry at a position is an error, as it is until a partition grace has run out."""
     now: float = 0.0
     trace: list[tuple[object, ...]] = field(default_factory=list)
 
@@ -138,7 +142,7 @@ class Swarm:
         simulated = SimulatedPeer(peer, workload, RoundBuffers(workload), sequence=sequence)  # type: ignore[arg-type]
         self.peers[name] = simulated
         self._note(name, "starts")
-        self._repeat(simulated, 0.25, lambda: self._handle(simulated, Tick()))
+        self._repeat(simulated, 0.25, lambda: self._tick(simulated))
         self._repeat(simulated, self.settings.timing.heartbeat, lambda: self._beat(simulated))
 
     def kill(self, name: str) -> None:
@@ -187,6 +191,11 @@ class Swarm:
 
         self.at(period * self.random.random(), again)
 
+    def _tick(self, simulated: SimulatedPeer) -> None:
+        if self.random.random() < self.faults.suspicion:
+            self._handle(simulated, Undelivered(self.random.choice(sorted(self.peers))))
+        self._handle(simulated, Tick())
+
     # The driver -----------------------------------------------------------------------------------------------
     def _handle(self, simulated: SimulatedPeer, event: Event) -> None:
         if not simulated.alive:
@@ -231,7 +240,7 @@ class Swarm:
                     self._soon(simulated, ReducedArrived(attempt, part))
             case DigestPayload(attempt):
                 if buffers.current(attempt):
-                    self._soon(simulated, PayloadDigested(attempt, buffers.hold(attempt)))
+                    self._handle(simulated, PayloadDigested(attempt, buffers.hold(attempt)))
             case Apply(header):
                 state = workload.apply(buffers.held(header.payload))
                 self._record(header)
@@ -329,7 +338,7 @@ class Swarm:
     def _record(self, header: Header) -> None:
         """One child per position, and no sample twice in a lineage."""
         known = self.children.setdefault(header.previous, header.digest)
-        if known != header.digest:
+        if self.one_child and known != header.digest:
             raise InvariantError(f"two entries at index {header.index}: {known.hex()[:8]}, {header.digest.hex()[:8]}")
         before = self.trained.get(header.previous, set())
         samples = [n for member in header.roster for piece in member.samples for n in range(piece.start, piece.stop)]
@@ -364,7 +373,13 @@ def schedule(seed: int) -> Swarm:
     names = [f"peer{number}" for number in range(draw.randint(2, 7))]
     timing = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
     settings = RunSettings("simulated", digest_of(b"manifest"), 10, 20, len(names) // 2 + 1, timing)
-    faults = Faults(draw.choice([0, 0.02, 0.2]), draw.choice([0, 0.1]), draw.choice([0, 0.1]), draw.choice([0.05, 1.5]))
+    faults = Faults(
+        loss=draw.choice([0, 0.02, 0.2]),
+        duplication=draw.choice([0, 0.1]),
+        push_failure=draw.choice([0, 0.1]),
+        longest_delay=draw.choice([0.05, 1.5]),
+        suspicion=draw.choice([0, 0.01, 0.1]),
+    )
     swarm = Swarm(seed, settings, faults)
     for name in names:
         swarm.start(name)

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=NEW_FOLDER, help="New folder for model and logs.  [default: a temporary one]")
 @click.option("--plain", is_flag=True, help="Lines instead of a live screen.")
 @click.pass_obj
-def command(
-    log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool
-) -> None:
+def command(log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
     """Watch a swarm of volunteers train a small model on this machine."""
     from opendiloco.demo import DemoOptions, run_demo
     from opendiloco.demo_screen import DemoScreen

@@ -10,7 +10,7 @@ from opendiloco.config import RunConfig
 from opendiloco.data import load_data
 from opendiloco.errors import WorkerError
 from opendiloco.model import build_model
-from opendiloco.replica import Replica, prefix
+from opendiloco.replica import Replica
 from opendiloco.shared_memory import Vector
 from opendiloco.tokenizer import ByteTokenizer
 from peers.leases import SampleRange
@@ -82,11 +82,3 @@ def test_a_loss_that_is_no_number_ends_training(small_content: dict[str, Any]) -
         replica.train(theta, 0, (SampleRange(0, 8),), 4)
     assert caught.value.exit_code == 8
     assert "learning_rate" in caught.value.remedy
-
-
-def test_prefix_of_a_lease() -> None:
-    lease = (SampleRange(2, 5), SampleRange(9, 12))
-    assert prefix(lease, 0) == ()
-    assert prefix(lease, 3) == (SampleRange(2, 5),)
-    assert prefix(lease, 4) == (SampleRange(2, 5), SampleRange(9, 10))
-    assert prefix(lease, 99) == lease

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from opendiloco import kernels
+from opendiloco.codec import Int8Codec
 from opendiloco.config import OuterOptimizerSection
 from opendiloco.outer import OuterState, digest_of_state
 from opendiloco.snapshot import decode_snapshot, encode_snapshot
@@ -18,9 +18,10 @@ VALUES = 5000
 
 
 class VectorWorkload:
-    """Real kernels, a real outer step, and inner steps that take no time unless `hold` is cleared."""
+    """Real kernels, a real outer step, and inner steps that take no time unless `may_train` is cleared."""
 
-    block_count = kernels.block_count(VALUES)
+    codec = Int8Codec(VALUES)
+    block_count = codec.block_count
     snapshot_limit = 8 * VALUES + 4096
 
     def __init__(self) -> None:
@@ -31,35 +32,25 @@ class VectorWorkload:
         self.may_train.set()
 
     def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
-        size = kernels.payload_size(VALUES)
-        return min(first_block * kernels.BLOCK_BYTES, size), min(last_block * kernels.BLOCK_BYTES, size)
+        return self.codec.byte_range(first_block, last_block)
 
     async def train(
         self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
     ) -> Trained:
         await self.may_train.wait()
         noise = np.random.default_rng([index, samples[0].start]).standard_normal(VALUES).astype(np.float32)
-        self.local = self.state.theta + noise / 100
+        self.local = self.state.theta + noise / np.float32(100)
         on_progress(Progress(steps, 1.0, 1.0))
         return Trained(samples, 8 * sample_count(samples), 1.0)
 
     async def contribution(self) -> bytes:
-        payload = bytearray(kernels.payload_size(VALUES))
-        kernels.quantize_difference(self.state.theta, self.local, payload)
-        return bytes(payload)
+        return self.codec.encode_difference(self.state.theta, self.local)
 
     async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
-        size = len(contributions[0][0])
-        accumulator = np.zeros(min(kernels.BLOCK * kernels.block_count(size), VALUES - first_block * 1024), np.float32)
-        accumulator = accumulator[: size - 4 * -(-size // kernels.BLOCK_BYTES)]
-        for blocks, tokens in contributions:
-            kernels.accumulate(blocks, tokens, accumulator)
-        average = bytearray(size)
-        kernels.finish_average(accumulator, sum(tokens for _, tokens in contributions), average)
-        return bytes(average)
+        return self.codec.average(contributions, first_block)
 
     def check(self, blocks: bytes, first_block: int) -> None:
-        kernels.check_payload(blocks, len(blocks) - 4 * -(-len(blocks) // kernels.BLOCK_BYTES))
+        self.codec.check(blocks, first_block)
 
     async def apply(self, payload: bytes) -> bytes:
         self.state.apply(payload)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from opendiloco.codec import Int8Codec
+from peers.buffers import part_blocks
+from peers.workload import BadBlocksError
+
+VALUES = 5000  # four whole blocks and a short one
+
+
+def contributions(codec: Int8Codec, count: int) -> list[bytes]:
+    random = np.random.default_rng(0)
+    theta = random.standard_normal(VALUES).astype(np.float32)
+    return [
+        codec.encode_difference(theta, theta + random.standard_normal(VALUES).astype(np.float32)) for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3, 7])
+def test_parts_averaged_apart_are_the_whole_averaged_at_once(owners: int) -> None:
+    codec = Int8Codec(VALUES)
+    payloads = contributions(codec, 3)
+    tokens = [100, 250, 7]
+    whole = codec.average(list(zip(payloads, tokens, strict=True)), 0)
+    parts = []
+    for part in range(owners):
+        first, last = part_blocks(codec.block_count, owners, part)
+        start, stop = codec.byte_range(first, last)
+        parts.append(codec.average([(p[start:stop], t) for p, t in zip(payloads, tokens, strict=True)], first))
+    assert b"".join(parts) == whole
+
+
+def test_blocks_of_a_part_are_checked_with_its_own_length() -> None:
+    codec = Int8Codec(VALUES)
+    [payload] = contributions(codec, 1)
+    start, stop = codec.byte_range(3, 5)
+    codec.check(payload[start:stop], 3)
+    with pytest.raises(BadBlocksError):
+        codec.check(payload[start : stop - 1], 3)
+    with pytest.raises(BadBlocksError):
+        codec.check(b"\xff" * (stop - start), 3)

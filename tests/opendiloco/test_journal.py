@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opendiloco.errors import MachineError
+from opendiloco.journal import Journal
+from peers.leases import SampleRange
+from peers.log import LogState, Member
+from peers.wire import digest_of
+
+
+def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    log = LogState("run", digest_of(b"manifest"), samples_per_lease=8)
+    first = log.next_header([Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))], digest_of(b"payload 0"))
+    second = log.append(first).next_header(
+        [Member(peer="A", tokens=80, samples=(SampleRange(8, 16),))], digest_of(b"payload 1")
+    )
+    journal.append(first, digest_of(b"state 1"))
+    journal.append(second, digest_of(b"state 2"))
+    assert list(journal) == [(first, digest_of(b"state 1")), (second, digest_of(b"state 2"))]
+
+
+def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
+    log = LogState("run", digest_of(b"manifest"), samples_per_lease=8)
+    header = log.next_header([Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))], digest_of(b"payload"))
+    with pytest.raises(MachineError, match="journal"):
+        Journal(tmp_path / "no such folder" / "journal.jsonl").append(header, digest_of(b"state"))

@@ -1,0 +1,249 @@
+"""`diloco-peer` commands as real processes: started, waited for with a reason and a deadline, and known by a mark."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+ROOT = Path(__file__).parent.parent.parent
+LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0")
+SECONDS = 60.0  # for whatever a command does; on an idle machine 1 to 10
+MARK = "DILOCO_PEER_TEST"
+
+SMALL_RUN = """\
+name = "small"
+outer_steps = {outer_steps}
+
+[model]
+init_seed = 3
+
+[model.config]
+model_type = "llama"
+vocab_size = 259
+hidden_size = 16
+intermediate_size = 24
+num_hidden_layers = 1
+num_attention_heads = 2
+max_position_embeddings = 32
+tie_word_embeddings = true
+
+[data]
+source = "{source}"
+held_out = 0.2
+
+[training]
+inner_steps = {inner_steps}
+batch_size = 2
+sequence_length = 16
+
+[inner_optimizer]
+learning_rate = 0.01
+
+[schedule]
+warmup_steps = 2
+stable_steps = 20
+decay_steps = 4
+
+[rounds]
+heartbeat_seconds = 0.5
+heartbeat_expiry_seconds = 4.0
+grace_seconds = 5.0
+round_timeout_seconds = 10.0
+partition_grace_seconds = 10.0
+"""
+
+
+class Site:
+    """A folder to work in, and the environment of all commands started there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.environment = os.environ | {
+            MARK: self.mark,
+            "XDG_CONFIG_HOME": str(folder / "config"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        self._before = leftovers()
+
+    def start(self, *arguments: str) -> Command:
+        return Command(self, arguments)
+
+    def run(self, *arguments: str) -> Finished:
+        """A command to its end."""
+        with self.start(*arguments) as command:
+            return command.finish()
+
+    def write_run(self, source: str, outer_steps: int = 10_000, inner_steps: int = 20) -> Path:
+        """A run.toml with a model of 6 k parameters."""
+        path = self.folder / "run.toml"
+        path.write_text(SMALL_RUN.format(source=source, outer_steps=outer_steps, inner_steps=inner_steps))
+        return path
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of all processes that descend from our commands, adopted by init or not."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # gone, or not ours
+                continue
+        return found
+
+    def assert_nothing_is_left(self) -> None:
+        """No process, and no file in /dev/shm or of libp2p's daemon in /tmp."""
+        eventually(lambda: not self.processes(), "workers or daemons outlive their peer")
+        left = leftovers() - self._before
+        assert not left
+
+
+class Finished:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def error_line(self) -> str:
+        """The only line on stderr."""
+        [line] = self.err.strip().splitlines()
+        assert line.startswith("error: ")
+        return line
+
+
+class Command:
+    """A running command. A context manager that leaves no process of its own."""
+
+    def __init__(self, site: Site, arguments: tuple[str, ...]) -> None:
+        self.arguments = arguments
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "opendiloco.cli", *arguments],
+            cwd=site.folder,
+            env=site.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._said: dict[str, list[str]] = {"out": [], "err": []}
+        self._news = threading.Condition()
+        self._silent = 0
+        streams = {"out": self._process.stdout, "err": self._process.stderr}
+        self._readers = [threading.Thread(target=self._read, args=item, daemon=True) for item in streams.items()]
+        for reader in self._readers:
+            reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        for reader in self._readers:
+            reader.join()
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
+
+    def line(self, pattern: str, why: str) -> str:
+        """The first match of a pattern in what it prints; `why` and all the output are shown if none comes in time."""
+
+        def match() -> re.Match[str] | None:
+            return next(filter(None, (re.search(pattern, line) for line in self._all())), None)
+
+        with self._news:
+            self._news.wait_for(lambda: match() or self._silent == len(self._readers), SECONDS)
+        found = match()
+        assert found, f"{why}; it said:\n" + "".join(self._all())
+        return found[0]
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def interrupt_terminal(self) -> None:
+        """Ctrl-C: the command and all its children get it."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def finish(self) -> Finished:
+        """Wait for its end."""
+        try:
+            code = self._process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.arguments} does not end; it said:\n" + "".join(self._all())) from None
+        for reader in self._readers:
+            reader.join()
+        return Finished(code, "".join(self._said["out"]), "".join(self._said["err"]))
+
+    def children(self) -> dict[str, int]:
+        """Process ids of the direct children by name: `p2pd`, `python3…`."""
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        return {Path(f"/proc/{child}/comm").read_text().strip(): child for child in children}
+
+    def _all(self) -> list[str]:
+        return self._said["out"] + self._said["err"]
+
+    def _read(self, name: str, stream: Iterator[str]) -> None:
+        for line in stream:
+            with self._news:
+                self._said[name].append(line)
+                self._news.notify_all()
+        with self._news:
+            self._silent += 1
+            self._news.notify_all()
+
+
+@contextmanager
+def bootstrap(site: Site) -> Iterator[str]:
+    """A bootstrap node, ended politely; yields its address."""
+    with site.start("bootstrap", "--identity", "bootstrap.pem", *LOOPBACK) as node:
+        yield node.line(r"/ip4/\S+/p2p/\w+", "the bootstrap node does not say where it is")
+        node.signal(signal.SIGINT)
+        assert node.finish().code == 0
+
+
+def create_run(site: Site, run: Path, address: str) -> str:
+    """The invite to a new run."""
+    created = site.run("run", "create", str(run), "--initial-peer", address)
+    assert created.code == 0, created.err
+    [invite] = re.findall(r"^invite: +(\S+)$", created.out, re.MULTILINE)
+    assert isinstance(invite, str)
+    return invite
+
+
+def eventually(condition: object, why: str) -> None:
+    """Ask again and again until `condition()` is true."""
+    assert callable(condition)
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.05)
+
+
+def leftovers() -> set[Path]:
+    """Files in shared memory, of hivemind, and sockets of ours on which nobody listens."""
+    sockets = {path for path in Path("/tmp").glob("diloco-peer-*.sock") if is_deserted(path)}
+    return {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("hivemind-*"), *sockets}
+
+
+def is_deserted(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) != 0

@@ -1,0 +1,100 @@
+"""What the README has a person type: a bootstrap node, a run, volunteers, a look at it, the exported model."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Command, Site, bootstrap, create_run, eventually
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+OUTER_STEPS = 8  # of examples/tiny.toml
+
+
+def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with bootstrap(site) as address:
+        invite = create_run(site, ROOT / "examples" / "tiny.toml", address)
+        with join(site, invite, "one.pem") as first, join(site, invite, "two.pem") as second:
+            everybody_finishes_with_the_same_digests(site, invite)
+            status_says_so(site, invite)
+            the_exported_model_loads(site, invite)
+            for volunteer in (first, second):
+                volunteer.interrupt_terminal()
+                assert volunteer.finish().code == 0
+        nobody_is_left(site, invite, address)
+    site.assert_nothing_is_left()
+
+
+def join(site: Site, invite: str, identity: str) -> Command:
+    return site.start("join", "--run", invite, "--identity", identity, "--device", "cpu", *LOOPBACK)
+
+
+def everybody_finishes_with_the_same_digests(site: Site, invite: str) -> None:
+    def finished() -> bool:
+        status = read_status(site, invite)
+        assert status["agree"]
+        return [peer["outer_step"] for peer in status["peers"]] == [OUTER_STEPS, OUTER_STEPS]
+
+    eventually(finished, "the run does not come to its end")
+    first, second = read_status(site, invite)["peers"]
+    assert first["log_digest"] == second["log_digest"]
+    assert first["state_digest"] == second["state_digest"]
+
+
+def read_status(site: Site, invite: str) -> dict[str, Any]:
+    finished = site.run("status", "--run", invite, "--json")
+    assert finished.code == 0, finished.err
+    status: dict[str, Any] = json.loads(finished.out)
+    return status
+
+
+def status_says_so(site: Site, invite: str) -> None:
+    out = site.run("status", "--run", invite).out
+    assert out.count("finished") == 2
+    assert "all log and state digests agree" in out
+
+
+def the_exported_model_loads(site: Site, invite: str) -> None:
+    exported = site.run("export", "--run", invite, "--out", "model")
+    assert exported.code == 0, exported.err
+    assert f"after {OUTER_STEPS} outer steps" in exported.out
+    card = (site.folder / "model" / "README.md").read_text()
+    assert invite.partition("@")[0].removeprefix("diloco:") in card
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(site.folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(site.folder / "model")
+    assert model(**tokenizer("import", return_tensors="pt")).logits.shape == (1, 6, 259)
+
+
+def nobody_is_left(site: Site, invite: str, address: str) -> None:
+    run_id = invite.partition("@")[0].removeprefix("diloco:")
+    assert "no live peers" in site.run("status", "--run", run_id, "--initial-peer", address).out
+    refused = site.run("export", "--run", invite, "--out", "other")
+    assert refused.code == 4
+    assert "nobody trains" in refused.error_line()
+
+
+def test_a_bootstrap_node_remembers_runs(tmp_path: Path) -> None:
+    """Over a restart, at its old address, and with a stranger's manifest among its files."""
+    site = Site(tmp_path)
+    run = site.write_run("stdlib")
+    with bootstrap(site) as address:
+        invite = create_run(site, run, address)
+    [kept] = (tmp_path / "bootstrap.runs").iterdir()
+    kept.with_name(kept.name.replace("small", "other")).write_bytes(kept.read_bytes())
+    listen = address.partition("/p2p/")[0]
+    with site.start("bootstrap", "--identity", "bootstrap.pem", "--listen", listen) as node:
+        node.line(f"^ +{address}$", "its address has changed")
+        node.line("skipped .*other.*does not match", "a manifest under another run's name went unnoticed")
+        assert "no live peers" in site.run("status", "--run", invite).out
+        node.signal(signal.SIGTERM)
+        assert node.finish().code == 0
+    site.assert_nothing_is_left()

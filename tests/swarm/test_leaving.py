@@ -1,0 +1,84 @@
+"""How a volunteer leaves: asked politely, urged, before it has begun, and killed. Nothing of it is ever left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.opendiloco.conftest import write_corpus
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, bootstrap, create_run
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    site.assert_nothing_is_left()
+
+
+@pytest.fixture
+def invite(site: Site) -> Iterator[str]:
+    """To a run without end."""
+    corpus = write_corpus(site.folder / "corpus")
+    with bootstrap(site) as address:
+        yield create_run(site, site.write_run(str(corpus)), address)
+
+
+def join(site: Site, invite: str, identity: str) -> Command:
+    return site.start("join", "--run", invite, "--identity", identity, "--device", "cpu", *LOOPBACK)
+
+
+def test_the_others_go_on(site: Site, invite: str) -> None:
+    with join(site, invite, "one.pem") as first, join(site, invite, "two.pem") as second:
+        second.line("outer step .* 2 peers", "the two do not train together")
+        first.interrupt_terminal()
+        left = first.finish()
+        assert left.code == 0, left.err
+        assert "leaving the run" in left.out
+        assert "left the run" in left.out
+        second.line("outer step .* 1 peers", "the other one does not go on")
+        second.signal(signal.SIGTERM)
+        assert second.finish().code == 0
+
+
+def test_a_second_ctrl_c_does_not_wait(site: Site, invite: str) -> None:
+    with join(site, invite, "one.pem") as volunteer:
+        volunteer.line("outer step", "it does not train")
+        os.kill(volunteer.children()["p2pd"], signal.SIGSTOP)  # so that saying goodbye takes its time
+        volunteer.signal(signal.SIGINT)
+        volunteer.line("leaving the run", "the first Ctrl-C goes unheard")
+        volunteer.signal(signal.SIGINT)
+        assert volunteer.finish().code == 130
+
+
+def test_before_it_has_begun(site: Site, invite: str) -> None:
+    with join(site, invite, "one.pem") as volunteer:
+        volunteer.line("starting a worker", "it does not find the run")
+        volunteer.signal(signal.SIGINT)
+        assert volunteer.finish().code == 0
+
+
+def test_killed(site: Site, invite: str) -> None:
+    """Worker and daemon end by themselves; the daemon's socket is swept away by whoever starts next."""
+    with join(site, invite, "one.pem") as volunteer:
+        volunteer.line("outer step", "it does not train")
+        volunteer.signal(signal.SIGKILL)
+        assert volunteer.finish().code == -signal.SIGKILL
+    assert site.run("status", "--run", invite).code == 0
+
+
+def test_a_killed_worker_ends_its_peer(site: Site, invite: str) -> None:
+    with join(site, invite, "one.pem") as volunteer:
+        volunteer.line("outer step", "it does not train")
+        [worker] = [process for name, process in volunteer.children().items() if name != "p2pd"]
+        os.kill(worker, signal.SIGKILL)
+        finished = volunteer.finish()
+        assert finished.code == 8
+        assert "killed by SIGKILL" in finished.err
+        assert "Traceback" not in finished.err

@@ -1,0 +1,143 @@
+"""What goes wrong for people, and what they are told: one line with cause and remedy, and a documented exit code."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from opendiloco.cli.exit_codes import EXIT_CODES
+from peers.identity import Identity
+from tests.opendiloco.conftest import write_corpus
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, bootstrap, create_run
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+STRANGER = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+UNKNOWN = "tiny-" + "a" * 32
+TINY = str(ROOT / "examples" / "tiny.toml")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A site with a bootstrap node and a run that nobody trains in."""
+
+    site: Site
+    address: str
+    invite: str
+
+    def refuses(self, code: int, *arguments: str) -> str:
+        """The one line that a command ends with."""
+        finished = self.site.run(*arguments)
+        assert finished.code == code, finished.err
+        assert code in EXIT_CODES
+        return finished.error_line()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    site = Site(tmp_path_factory.mktemp("site"))
+    corpus = write_corpus(site.folder / "corpus")
+    with bootstrap(site) as address:
+        yield Place(site, address, create_run(site, site.write_run(str(corpus)), address))
+    site.assert_nothing_is_left()
+
+
+def test_unreachable_bootstrap(place: Place) -> None:
+    for command in (["run", "create", TINY], ["join", "--run", UNKNOWN], ["status", "--run", UNKNOWN]):
+        assert STRANGER in place.refuses(4, *command, "--initial-peer", STRANGER)
+
+
+def test_unknown_run(place: Place) -> None:
+    for command in (["join"], ["status"], ["export", "--out", "nothing"]):
+        line = place.refuses(4, *command, "--run", UNKNOWN, "--initial-peer", place.address)
+        assert f"knows the run {UNKNOWN}" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (("inner_steps = 20", "inner_steps = 0"), "training.inner_steps = 0: too small"),
+        (("inner_steps = 20", "inner_step = 20"), "Did you mean inner_steps?"),
+        (("[data]", "[data"), "not valid TOML"),
+    ],
+)
+def test_bad_run_toml(place: Place, change: tuple[str, str], cause: str) -> None:
+    text = (place.site.folder / "run.toml").read_text()
+    path = place.site.folder / "bad.toml"
+    path.write_text(text.replace(*change))
+    finished = place.site.run("run", "create", "bad.toml", "--initial-peer", place.address)
+    assert finished.code == 3
+    assert cause in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_missing_run_toml(place: Place) -> None:
+    assert "nowhere.toml" in place.refuses(3, "run", "create", "nowhere.toml", "--initial-peer", place.address)
+
+
+def test_tampered_invite(place: Place) -> None:
+    run_id = place.invite.partition("@")[0]
+    assert "not a run id" in place.refuses(3, "join", "--run", place.invite.replace(run_id, run_id[:-1]))
+    assert "not a multiaddress" in place.refuses(3, "join", "--run", place.invite.replace("/ip4/", "ip4/"))
+
+
+def test_tampered_manifest(place: Place) -> None:
+    [path] = place.site.folder.glob("*.manifest")
+    assert place.site.run("run", "show", path.name).code == 0
+    (place.site.folder / "tampered").write_bytes(path.read_bytes().replace(b"0.01", b"9.99"))
+    assert "signature is not that of its organiser" in place.refuses(3, "run", "show", "tampered")
+
+
+def test_port_in_use(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        listen = ("--listen", f"/ip4/127.0.0.1/tcp/{port}")
+        assert f"port {port} " in place.refuses(5, "bootstrap", "--identity", "other.pem", *listen)
+        assert f"port {port} " in place.refuses(5, "join", "--run", place.invite, *listen)
+
+
+def test_identity_file(place: Place) -> None:
+    (place.site.folder / "text.pem").write_text("not a key")
+    join = ("join", "--run", place.invite, *LOOPBACK, "--identity")
+    assert "text.pem is not an identity file" in place.refuses(5, *join, "text.pem")
+    assert "bootstrap.pem is in use" in place.refuses(5, *join, "bootstrap.pem")
+    assert "nowhere" in place.refuses(5, *join, "nowhere/identity.pem")
+
+
+def test_no_corpus(place: Place, tmp_path: Path) -> None:
+    invite = create_run(place.site, Site(tmp_path).write_run("/nowhere/at/all"), place.address)
+    assert "data.source = '/nowhere/at/all'" in place.refuses(7, "join", "--run", invite, *LOOPBACK)
+
+
+def test_no_gpu(place: Place) -> None:
+    place.site.environment["CUDA_VISIBLE_DEVICES"] = ""
+    assert "cuda" in place.refuses(6, "join", "--run", place.invite, "--device", "cuda", *LOOPBACK)
+
+
+def test_nowhere_to_write(place: Place) -> None:
+    assert "not empty" in place.refuses(6, "export", "--run", place.invite, "--out", ".")
+    assert "cannot log" in place.refuses(6, "--log-file", "nowhere/log", "status", "--run", place.invite)
+    create = ("run", "create", "run.toml", "--initial-peer", place.address)
+    assert "/dev/null" in place.refuses(6, *create, "--out", "/dev/null/folder")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["join", "--run", UNKNOWN],
+        ["run", "create", TINY],
+        ["join"],
+        ["bootstrap"],
+        ["status", "--run", UNKNOWN, "--initial-peer", STRANGER, "--json", "--watch"],
+        ["train"],
+    ],
+)
+def test_wrong_usage(place: Place, arguments: list[str]) -> None:
+    finished = place.site.run(*arguments)
+    assert finished.code == 2
+    assert "Error: " in finished.err
+    assert "Traceback" not in finished.err

@@ -1,0 +1,208 @@
+"""What README, docs and docker/ say is what there is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from opendiloco.cli import main
+from opendiloco.cli.exit_codes import EXIT_CODES
+from opendiloco.config import RunConfig
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+DOCKERFILES = sorted(ROOT.glob("docker/*Dockerfile*"))
+COMPOSE = ROOT / "docker" / "compose.yaml"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
+ADDRESS = "/ip4/192.0.2.2/tcp/31337/p2p/12D3KooWADA2vJXLmyk1SHLyFogztmUkYfacm9C2finbispzbjcL"
+# Prints the distributions of everything that a bootstrap node has imported by the time that it runs.
+BOOTSTRAP_IMPORTS = f"""
+import sys
+from importlib.metadata import packages_distributions
+before = set(sys.modules)
+import opendiloco.cli.bootstrap, opendiloco.identity_file, opendiloco.interrupts, peers.bootstrap
+from peers.hivemind_daemon import parse_addresses
+parse_addresses([{ADDRESS!r}], needs_peer_id=True)
+parse_addresses(["/dns4/bootstrap/tcp/31337", "/ip6/::1/udp/31337/quic"], needs_peer_id=False)
+owners = packages_distributions()
+modules = {{name.split(".")[0] for name in set(sys.modules) - before}}
+print(*sorted({{owner for module in modules for owner in owners.get(module, [])}}))
+"""
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    return [body for language, body in FENCE.findall(text) if language in languages]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The arguments of each `diloco-peer …` in the shell blocks of a document."""
+    for block in blocks(text, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["diloco-peer"]:
+                yield words[1:]
+
+
+def assert_is_a_command(arguments: list[str]) -> None:
+    """Parse a command line as the program does, without running it."""
+    command: click.Command = main
+    rest = arguments
+    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+        found = command.get_command(click.Context(command), rest[0])
+        assert found is not None, f"there is no command {rest[0]!r} in {shlex.join(arguments)}"
+        command, rest = found, rest[1:]
+    try:
+        with suppress(click.exceptions.Exit):  # --help
+            command.make_context("diloco-peer", list(rest))
+    except click.UsageError as error:
+        pytest.fail(f"diloco-peer {shlex.join(arguments)}: {error.format_message()}")
+
+
+def tree() -> Iterator[str]:
+    """Paths in README's tree: two spaces of indentation a level, folders end in a slash."""
+    [block] = [block for block in blocks(README, "") if block.startswith("peers/")]
+    folders: list[str] = []
+    for line in block.splitlines():
+        indentation, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
+        folders = folders[: len(indentation) // 2]
+        yield "/".join([*folders, name.rstrip("/")])
+        if name.endswith("/"):
+            folders.append(name.rstrip("/"))
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Names, as package indexes compare them, and pinned versions."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    return {normal(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def normal(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]
+    return found
+
+
+# README and docs ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    targets = [target for target in LINK.findall(document.read_text(encoding="utf-8")) if "://" not in target]
+    assert not [target for target in targets if not (document.parent / target).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_prose_fits_the_line(document: Path) -> None:
+    lines = document.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def test_tree_names_what_is_there() -> None:
+    paths = list(tree())
+    assert len(paths) > 10
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_exit_codes_are_those_of_the_program() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", README, re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
+
+
+def test_every_command_is_shown() -> None:
+    shown = {arguments[0] for arguments in commands(README)}
+    assert shown | {"demo"} == set(main.list_commands(click.Context(main)))  # README starts the demo with make
+
+
+@pytest.mark.parametrize("arguments", list(commands(README)), ids=shlex.join)
+def test_commands_can_be_typed(arguments: list[str]) -> None:
+    assert_is_a_command(arguments)
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    used = {name for document in DOCUMENTS for name in re.findall(r"\bmake ([a-z]+)", document.read_text())}
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    assert {"demo", "test"} <= used & targets
+    assert not {name for block in blocks(README, "sh") for name in re.findall(r"^make ([a-z]+)", block, re.M)} - targets
+
+
+def test_manifest_in_readme_belongs_to_a_run(tmp_path: Path) -> None:
+    """It leaves out the model, which the example has."""
+    [shown] = blocks(README, "toml")
+    example = (ROOT / "examples" / "tiny.toml").read_text(encoding="utf-8")
+    model = example[example.index("[model.config]") : example.index("[data]")]
+    path = tmp_path / "run.toml"
+    path.write_text(shown + model, encoding="utf-8")
+    assert RunConfig.from_toml(path).name == "tiny"
+
+
+# Docker -------------------------------------------------------------------------------------------------------------
+def test_compose_has_a_bootstrap_node_and_two_volunteers(services: dict[str, Any]) -> None:
+    assert {"bootstrap", "volunteer-1", "volunteer-2"} <= services.keys()
+
+
+def test_compose_builds_our_dockerfiles(services: dict[str, Any]) -> None:
+    builds = [service["build"] for service in services.values()]
+    assert {(COMPOSE.parent / build["context"]).resolve() for build in builds} == {ROOT.resolve()}
+    assert {ROOT / build["dockerfile"] for build in builds} == set(DOCKERFILES)
+
+
+def test_compose_keeps_what_is_in_data(services: dict[str, Any]) -> None:
+    volumes = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["volumes"]
+    mounts = [mount.split(":") for service in services.values() for mount in service["volumes"]]
+    assert sorted(name for name, where, *_ in mounts if where == "/data") == sorted(volumes)
+    assert len(volumes) == len(services)
+
+
+def test_compose_commands_can_be_typed(services: dict[str, Any]) -> None:
+    for name in ("bootstrap", "volunteer-1", "volunteer-2"):
+        assert_is_a_command(services[name]["command"])
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_images_start_a_command_as_an_ordinary_user(dockerfile: Path) -> None:
+    lines = dockerfile.read_text(encoding="utf-8").splitlines()
+    values = dict(line.split(maxsplit=1) for line in lines if re.match(r"(USER|ENTRYPOINT|CMD) ", line))
+    assert values["ENTRYPOINT"] == '["diloco-peer"]'
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", values["USER"])
+    assert_is_a_command(yaml.safe_load(values["CMD"]))
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_images_get_what_they_copy(dockerfile: Path) -> None:
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    allowed = {line[1:] for line in ignore if line.startswith("!")}
+    copied = re.findall(r"^COPY (\S+) (?!\.$)", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
+    needed = {"README.md", "LICENSE", "MANIFEST.in", "setup.cfg", "setup.py", "pyproject.toml", "constraints.txt"}
+    assert needed | {"native", "opendiloco", "peers", *copied} <= allowed
+    assert not [name for name in allowed if not (ROOT / name).exists()]
+
+
+def test_bootstrap_image_has_the_pinned_versions_and_no_torch() -> None:
+    bootstrap, constraints = (pins(ROOT / name) for name in ("docker/bootstrap-requirements.txt", "constraints.txt"))
+    assert "hivemind" in bootstrap
+    assert not {"torch", "transformers", "datasets"} & bootstrap.keys()
+    assert {name: constraints[name] for name in bootstrap.keys() & constraints.keys()}.items() <= bootstrap.items()
+
+
+def test_bootstrap_image_has_all_that_a_bootstrap_node_imports() -> None:
+    command = [sys.executable, "-c", BOOTSTRAP_IMPORTS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    imported = {normal(name) for name in done.stdout.split()} - {"diloco-peer"}
+    assert {"hivemind", "idna", "netaddr"} <= imported
+    assert imported <= pins(ROOT / "docker" / "bootstrap-requirements.txt").keys()
