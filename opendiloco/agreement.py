@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import Heartbeat, PeerState
 
 
 class Agreement:
     """What every peer has said about every place in the log."""
 
     def __init__(self) -> None:
-        self._claims: dict[int, dict[str, tuple[bytes, bytes]]] = defaultdict(dict)
+        self._peers: dict[int, set[str]] = defaultdict(set)
+        self._digests: dict[int, set[tuple[bytes, bytes]]] = defaultdict(set)
 
     def observe(self, heartbeats: Iterable[Heartbeat]) -> None:
         for beat in heartbeats:
-            self._claims[beat.index][beat.peer] = (beat.head, beat.state_digest)
+            if beat.state is PeerState.AVERAGING:
+                continue  # it may be at work on the outer step: in the log already, in its state not yet
+            self._peers[beat.index].add(beat.peer)
+            self._digests[beat.index].add((beat.head, beat.state_digest))
 
     @property
     def compared(self) -> int:
         """Places in the log that more than one peer has been seen at."""
-        return sum(len(claims) > 1 for claims in self._claims.values())
+        return sum(len(peers) > 1 for peers in self._peers.values())
 
     @property
     def disagreements(self) -> tuple[int, ...]:
-        """The places at which two peers named different digests."""
-        return tuple(sorted(index for index, claims in self._claims.items() if len(set(claims.values())) > 1))
+        """The places at which different digests were named."""
+        return tuple(sorted(index for index, digests in self._digests.items() if len(digests) > 1))
 
     def __str__(self) -> str:
         if self.disagreements:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Protocol
 
@@ -47,10 +47,10 @@ from peers.events import (
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.log import Header
-from peers.messages import Leaving, Message, pack_message, unpack_message
+from peers.messages import Message, pack_message, unpack_message
 from peers.peer import Peer
+from peers.pulse import Pulse, PulseTransport
 from peers.settings import RunSettings
-from peers.states import SHOWN_AS
 from peers.streams import PeerRefusedError, PeerUnreachableError
 from peers.wire import WireError
 from peers.workload import Progress, SnapshotError, Workload
@@ -63,14 +63,9 @@ CALL_TIMEOUT = 10.0  # seconds
 FAREWELL_TIMEOUT = 3.0  # seconds
 
 
-class Transport(BulkTransport, Protocol):
-    addresses: tuple[str, ...]
-
+class Transport(BulkTransport, PulseTransport, Protocol):
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
     async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
-    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
-    async def publish(self, heartbeat: bytes, run_id: str) -> bool: ...
-    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
 
 
 class Driver:
@@ -88,19 +83,16 @@ class Driver:
         state_digest: bytes,
     ) -> None:
         self.peer = Peer(identity.peer_id, settings, state_digest, time.monotonic())
-        self.evaluation_loss: float | None = None
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
-        self._identity = identity
         self._transport = transport
         self._workload = workload
         self._settings = settings
         self._waiting: list[asyncio.Future[None]] = []
+        self._pulse = Pulse(self.peer, identity, transport, self._start)
         self._bulk = Bulk(self.peer, transport, workload, self)
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
-        self._sequence = 0
-        self._connected: set[str] = set()
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
@@ -110,7 +102,7 @@ class Driver:
                 await self._transport.on_call(CALL, self._receive)
                 await self._bulk.serve()
                 self._start(self._tick())
-                self._start(self._keep_heartbeat())
+                self._start(self._keep_pulse())
                 await self._stopped.wait()
                 await self._farewell()
                 for task in self._running:
@@ -121,14 +113,18 @@ class Driver:
             raise _first(group) from None
 
     async def _farewell(self) -> None:
-        """The deathrattle: a last heartbeat, and a word to everybody we know to be alive; then nothing more."""
-        goodbye = pack_message(self._settings.run, Leaving(position=self.peer.log.position))
+        """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more."""
+        goodbye = self.peer.goodbye
+        packed = pack_message(self._settings.run, goodbye)
         others = self.peer.membership.live(time.monotonic())
-        last_words = [self._transport.call(peer, CALL, goodbye, FAREWELL_TIMEOUT) for peer in others]
+        last_words: list[Awaitable[object]] = [
+            self._transport.call(peer, CALL, packed, FAREWELL_TIMEOUT) for peer in others
+        ]
+        if not goodbye.holds:  # a heartbeat that says "leaving" ends our say in quorums, too
+            last_words.append(self._pulse.publish())
         with suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_TIMEOUT):
-                publish = self._transport.publish(self.signed_heartbeat(), self._settings.run)
-                await asyncio.gather(publish, *last_words, return_exceptions=True)
+                await asyncio.gather(*last_words, return_exceptions=True)
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._tasks.create_task(work)
@@ -234,59 +230,20 @@ class Driver:
             self.handle(Tick())
             await asyncio.sleep(TICK)
 
-    async def _keep_heartbeat(self) -> None:
-        """Say that we are here, and hear who else is. Whatever fails is tried again at the next beat."""
+    async def _keep_pulse(self) -> None:
+        """Say that we are here, and hear who else is. What fails is tried again at the next beat."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.timing.heartbeat_expiry):
-                    await self._beat()
+                    self.handle(HeartbeatsSeen(await self._pulse.beat()))
             await asyncio.sleep(self._settings.timing.heartbeat)
-
-    async def _beat(self) -> None:
-        await self._transport.publish(self.signed_heartbeat(), self._settings.run)
-        heartbeats = await self._transport.heartbeats(self._settings.run)
-        for heartbeat in heartbeats:
-            if heartbeat.peer not in self._connected and heartbeat.peer != self.peer.me:
-                self._connected.add(heartbeat.peer)
-                self._start(self._connect(heartbeat))
-        self.handle(HeartbeatsSeen(tuple(heartbeats)))
-        self._measure()
-
-    def _measure(self) -> None:
-        metrics.OUTER_STEP.set(self.peer.log.position.index)
-        metrics.LIVE_PEERS.set(len(self.peer.membership.live(time.monotonic())))
-        if self.peer.progress:
-            metrics.TOKENS_PER_SECOND.set(self.peer.progress.tokens_per_second)
-            metrics.LOSS.set(self.peer.progress.loss)
-
-    async def _connect(self, heartbeat: Heartbeat) -> None:
-        if not await self._transport.connect(heartbeat.peer, heartbeat.addresses):
-            self._connected.discard(heartbeat.peer)
 
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now."""
-        self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
-        peer, progress = self.peer, self.peer.progress
-        return Heartbeat(
-            run=self._settings.run,
-            peer=peer.me,
-            sequence=self._sequence,
-            lifetime=self._settings.timing.heartbeat_expiry * 2,
-            state=SHOWN_AS[peer.state],
-            index=peer.log.position.index,
-            head=peer.log.position.head,
-            state_digest=peer.state_digest,
-            lineage_tokens=peer.log.lineage_tokens,
-            inner_step=progress.inner_step if progress else 0,
-            tokens_per_second=progress.tokens_per_second if progress else 0.0,
-            loss=progress.loss if progress else None,
-            evaluation_loss=self.evaluation_loss,
-            addresses=self._transport.addresses,
-            roster_size=len(peer.log.roster),
-        )
+        return self._pulse.heartbeat()
 
     def signed_heartbeat(self) -> bytes:
-        return self.heartbeat().sign(self._identity)
+        return self._pulse.signed_heartbeat()
 
     # The training side ----------------------------------------------------------------------------------------
     async def _train(self, train: Train, previous: asyncio.Task[None] | None) -> None:

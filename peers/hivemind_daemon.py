@@ -54,6 +54,8 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
             multiaddress = HIVEMIND.multiaddr.Multiaddr(address)
             if needs_peer_id and not is_peer_id(multiaddress["p2p"]):
                 raise ValueError("its peer id is not that of an Ed25519 key")
+        except ImportError:
+            raise  # a broken installation, not a malformed address
         except Exception as error:  # its parser raises a dozen kinds
             example = "/ip4/203.0.113.5/tcp/31337" + ("/p2p/12D3KooW…" if needs_peer_id else "")
             raise ManifestError(f"{address!r:.200} is not a multiaddress.", f"It looks like {example}.") from error

@@ -181,10 +181,14 @@ class Elsewhere(Value):
 
 
 class Leaving(Value):
-    """Deathrattle: count me out, from now on."""
+    """Deathrattle: do not wait for me any more.
+
+    Who `holds` a payload may be needed to know whether an entry was committed, and goes on counting in the quorum.
+    """
 
     kind: ClassVar[Literal["leaving"]] = "leaving"
     position: Position
+    holds: Annotated[bool, Field(strict=True)]
 
 
 Message = (

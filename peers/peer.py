@@ -101,7 +101,8 @@ class Peer(Averaging):
 
     def _receive(self, sender: str, message: Message) -> None:
         if isinstance(message, Leaving):
-            self.membership.left(sender)
+            if not message.holds:
+                self.membership.left(sender)
             self._gone(sender)
         elif message.position == self.log.position:
             self._receive_here(sender, message)

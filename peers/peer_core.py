@@ -22,9 +22,7 @@ from peers.leader import Leader
 from peers.leases import Lease
 from peers.log import Header, LogState
 from peers.membership import PARTICIPATING, Membership
-from peers.messages import (
-    Held,
-)
+from peers.messages import Held, Leaving
 from peers.settings import RunSettings
 from peers.states import SHOWN_AS, TRANSITIONS, State
 from peers.workload import Progress, Trained
@@ -138,6 +136,11 @@ class PeerCore:
             return
         if self.state not in (State.AVERAGING, State.APPLYING) or self._now >= self._leave_by:
             self._leave()
+
+    @property
+    def goodbye(self) -> Leaving:
+        """What to tell the others in the end."""
+        return Leaving(position=self.log.position, holds=self._held is not None)
 
     def _leave(self) -> None:
         if self.state is State.TRAINING:

@@ -46,7 +46,7 @@ from peers.events import (
 from peers.heartbeat import Heartbeat
 from peers.leases import Lease, sample_count
 from peers.log import Header
-from peers.messages import Leaving, pack_message, unpack_message
+from peers.messages import pack_message, unpack_message
 from peers.peer import Peer
 from peers.settings import RunSettings, Timing
 from peers.states import SHOWN_AS, State
@@ -224,7 +224,7 @@ class Swarm:
                 simulated.training += 1
             case Stop():
                 for other in self.living:
-                    farewell = Leaving(position=simulated.peer.log.position)
+                    farewell = simulated.peer.goodbye
                     self._send(simulated, other.peer.me, pack_message(self.settings.run, farewell))
             case OpenRound(attempt=attempt):
                 if buffers.open(effect):

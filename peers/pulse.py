@@ -1,0 +1,90 @@
+"""A peer's heartbeat: what it says of itself, and what it hears from the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine
+from typing import Protocol
+
+from peers import metrics
+from peers.heartbeat import Heartbeat
+from peers.identity import Identity
+from peers.peer import Peer
+from peers.states import SHOWN_AS
+
+
+class PulseTransport(Protocol):
+    addresses: tuple[str, ...]
+
+    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool: ...
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
+
+
+class Pulse:
+    """Makes, signs and publishes one peer's heartbeats, and collects everybody's."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        identity: Identity,
+        transport: PulseTransport,
+        start: Callable[[Coroutine[None, None, None]], object],
+    ) -> None:
+        """`start` runs something beside us: connecting to a peer that is gone takes long, and a beat must not wait."""
+        self._peer = peer
+        self._identity = identity
+        self._transport = transport
+        self._start = start
+        self._sequence = 0
+        self._connected: set[str] = set()
+
+    async def beat(self) -> tuple[Heartbeat, ...]:
+        """Publish ours; returns the newest of every peer, and begins to connect to those that are new."""
+        await self.publish()
+        heartbeats = await self._transport.heartbeats(self._peer.settings.run)
+        for stranger in heartbeats:
+            if stranger.peer not in self._connected | {self._peer.me}:
+                self._connected.add(stranger.peer)
+                self._start(self._connect(stranger))
+        self._measure()
+        return tuple(heartbeats)
+
+    async def publish(self) -> None:
+        await self._transport.publish(self.signed_heartbeat(), self._peer.settings.run)
+
+    def heartbeat(self) -> Heartbeat:
+        """What there is to say about this peer now. Never the same twice: the sequence grows."""
+        self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
+        peer, progress = self._peer, self._peer.progress
+        return Heartbeat(
+            run=peer.settings.run,
+            peer=peer.me,
+            sequence=self._sequence,
+            lifetime=peer.settings.timing.heartbeat_expiry * 2,
+            state=SHOWN_AS[peer.state],
+            index=peer.log.position.index,
+            head=peer.log.position.head,
+            state_digest=peer.state_digest,
+            lineage_tokens=peer.log.lineage_tokens,
+            inner_step=progress.inner_step if progress else 0,
+            tokens_per_second=progress.tokens_per_second if progress else 0.0,
+            loss=progress.loss if progress else None,
+            evaluation_loss=None,
+            addresses=self._transport.addresses,
+            roster_size=len(peer.log.roster),
+        )
+
+    def signed_heartbeat(self) -> bytes:
+        return self.heartbeat().sign(self._identity)
+
+    async def _connect(self, stranger: Heartbeat) -> None:
+        if not await self._transport.connect(stranger.peer, stranger.addresses):
+            self._connected.discard(stranger.peer)
+
+    def _measure(self) -> None:
+        metrics.OUTER_STEP.set(self._peer.log.position.index)
+        metrics.LIVE_PEERS.set(len(self._peer.membership.live(time.monotonic())))
+        if self._peer.progress:
+            metrics.TOKENS_PER_SECOND.set(self._peer.progress.tokens_per_second)
+            metrics.LOSS.set(self._peer.progress.loss)

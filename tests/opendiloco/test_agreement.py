@@ -1,0 +1,72 @@
+"""Agreement and the table's rows, both from heartbeats alone."""
+
+from __future__ import annotations
+
+from opendiloco.agreement import Agreement
+from opendiloco.config import RunConfig
+from opendiloco.screen import peers_table, plain_line, row_of, short_name
+from peers.heartbeat import Heartbeat, PeerState
+
+
+def beat(peer: str, index: int, digest: int = 0, state: PeerState = PeerState.TRAINING) -> Heartbeat:
+    return Heartbeat(
+        run="small-x",
+        peer=peer,
+        sequence=1,
+        state=state,
+        index=index,
+        head=bytes([index]) * 32,
+        state_digest=bytes([digest]) * 32,
+        lineage_tokens=0,
+        inner_step=3,
+        tokens_per_second=1234.5,
+        loss=None if index == 0 else 2.5,
+        evaluation_loss=None,
+        addresses=(),
+        roster_size=0,
+    )
+
+
+def test_peers_at_different_places_say_nothing_about_each_other() -> None:
+    agreement = Agreement()
+    agreement.observe([beat("a", 1, 7), beat("b", 2, 8)])
+    assert agreement.compared == 0
+    assert "nothing to compare" in str(agreement)
+
+
+def test_peers_at_one_place_are_compared_whenever_they_were_there() -> None:
+    agreement = Agreement()
+    agreement.observe([beat("a", 1, 7), beat("b", 2, 8)])
+    agreement.observe([beat("a", 2, 8)])
+    assert (agreement.compared, agreement.disagreements) == (1, ())
+    assert str(agreement) == "all log and state digests agree (1 outer step compared)"
+    agreement.observe([beat("c", 1, 9)])
+    assert agreement.disagreements == (1,)
+    assert "DISAGREE at outer step 1" in str(agreement)
+
+
+def test_a_disagreement_is_not_forgotten() -> None:
+    """A peer that forked and took the others' state later has forked all the same."""
+    agreement = Agreement()
+    agreement.observe([beat("a", 1, 7), beat("b", 1, 8)])
+    agreement.observe([beat("b", 1, 7)])
+    assert agreement.disagreements == (1,)
+
+
+def test_a_peer_in_the_middle_of_an_outer_step_is_asked_later() -> None:
+    agreement = Agreement()
+    agreement.observe([beat("a", 1, 7), beat("b", 1, 6, PeerState.AVERAGING)])
+    assert (agreement.compared, agreement.disagreements) == (0, ())
+    agreement.observe([beat("b", 1, 7)])
+    assert (agreement.compared, agreement.disagreements) == (1, ())
+
+
+def test_rows(small_config: RunConfig) -> None:
+    name = short_name("12D3KooWabcdefgh")
+    assert name == "…abcdefgh"
+    row = row_of(beat("12D3KooWabcdefgh", 2), small_config)
+    assert (row.name, row.cells) == (name, ("training", "3/4", "1,234", "2.500", "2/7", "02020202"))
+    assert plain_line(row).startswith("…abcdefgh: state training, inner step 3/4, tokens/s 1,234")
+    assert row_of(beat("a", 7), small_config, "me").cells[0] == "finished"
+    assert row_of(beat("a", 7, state=PeerState.READY), small_config).cells[0] == "ready"
+    assert peers_table([row], "title").row_count == 1

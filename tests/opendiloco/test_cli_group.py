@@ -1,0 +1,93 @@
+"""The command line's frame: quick help, one line for each error, one table of exit codes."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import opendiloco
+import peers
+from opendiloco.cli import group
+from opendiloco.cli.exit_codes import EXIT_CODES
+from opendiloco.errors import DataError
+from peers.errors import DilocoPeerError
+
+SLOW = {"torch", "hivemind", "transformers", "datasets", "pydantic", "numpy", "rich", "cryptography", "asyncio"}
+COMMANDS = [[], ["demo"], ["bootstrap"], ["run"], ["run", "create"], ["run", "show"], ["join"], ["status"], ["export"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_imports_nothing_slow(command: list[str]) -> None:
+    code = f"import sys; from opendiloco.cli import main; main({[*command, '--help']}, standalone_mode=False)"
+    code += "; print('modules', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    help_text, _, modules = done.stdout.rpartition("modules ")
+    assert "Usage: " in help_text, done.stderr
+    assert not SLOW & set(modules.split())
+
+
+def test_help_shows_the_exit_codes() -> None:
+    out = CliRunner().invoke(group.main, ["--help"]).output
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code}  {meaning}" in out
+
+
+def error_classes(base: type[DilocoPeerError] = DilocoPeerError) -> Iterator[type[DilocoPeerError]]:
+    yield base
+    for derived in base.__subclasses__():
+        yield from error_classes(derived)
+
+
+def test_every_error_has_a_documented_exit_code() -> None:
+    for package in (opendiloco, peers):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if module.name.endswith("errors"):
+                import_module(module.name)
+    codes = {error.exit_code for error in error_classes() if error.__module__.split(".")[0] in ("opendiloco", "peers")}
+    assert codes <= set(EXIT_CODES)
+    assert {0, 2, 130} <= set(EXIT_CODES) - codes  # these are no errors of ours
+
+
+def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
+    """Run a command that raises."""
+
+    @click.command()
+    def command() -> None:
+        raise error
+
+    monkeypatch.setattr(group.Commands, "get_command", lambda self, context, name: command)
+    return CliRunner().invoke(group.main, [*options, "join"])
+
+
+def test_an_expected_error_is_its_message_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fail_with(DataError("No text.", "Write some."), monkeypatch)
+    assert result.exit_code == 7
+    assert result.stderr == "error: No text. Write some.\n"
+    assert result.stdout == ""
+
+
+def test_an_unexpected_error_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ExceptionGroup("tasks", [ZeroDivisionError("division\nby zero")])
+    result = fail_with(error, monkeypatch)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: unexpected ZeroDivisionError: division by zero. This is a bug: ")
+    assert result.stderr.count("\n") == 1
+    assert "--debug" in result.stderr
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fail_with(DataError("No text."), monkeypatch, "--debug")
+    assert result.exit_code == 7
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.endswith("error: No text.\n")
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fail_with(KeyboardInterrupt(), monkeypatch).exit_code == 130

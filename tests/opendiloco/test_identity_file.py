@@ -1,0 +1,45 @@
+"""The identity file: made on first use, held by one process at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opendiloco.identity_file import default_identity_path, hold_identity
+from peers.errors import LocalNetworkError
+
+
+def test_the_same_peer_at_every_start(tmp_path: Path) -> None:
+    with hold_identity(tmp_path / "key.pem") as first:
+        pass
+    with hold_identity(tmp_path / "key.pem") as second:
+        assert second.peer_id == first.peer_id
+    assert [path.name for path in tmp_path.iterdir()] == ["key.pem"]
+
+
+def test_only_one_at_a_time(tmp_path: Path) -> None:
+    with hold_identity(tmp_path / "key.pem"):
+        with (
+            pytest.raises(LocalNetworkError, match=r"in use .* --identity other.pem"),
+            hold_identity(tmp_path / "key.pem"),
+        ):
+            pass
+        with hold_identity(tmp_path / "other.pem"):
+            pass
+
+
+def test_the_default_is_in_the_users_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    path = tmp_path / "config" / "diloco-peer" / "identity.pem"
+    assert default_identity_path() == path
+    with hold_identity(None):
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_configuration_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    with pytest.raises(LocalNetworkError, match="Name another file with --identity"), hold_identity(None):
+        pass

@@ -1,0 +1,47 @@
+"""A run's two sides come from one manifest."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from opendiloco.config import RunConfig
+from opendiloco.run import Run, find_run
+from peers.errors import ManifestError, SwarmUnreachableError
+from peers.identity import Identity
+from peers.manifest import SignedManifest
+
+
+class Network:
+    def __init__(self, manifest: SignedManifest | None) -> None:
+        self._manifest = manifest
+
+    async def find_manifest(self, run_id: str) -> SignedManifest | None:
+        return self._manifest
+
+
+def test_what_the_protocol_gets(small_config: RunConfig) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    settings = run.settings
+    assert settings.run == run.run_id
+    assert settings.manifest_digest == run.manifest.digest
+    assert (settings.inner_steps, settings.samples_per_lease) == (4, 8)
+    assert settings.timing.heartbeat == small_config.rounds.heartbeat_seconds
+    assert settings.timing.partition_grace == small_config.rounds.partition_grace_seconds
+
+
+def test_the_network_gives_it_back(small_config: RunConfig) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    assert asyncio.run(find_run(Network(run.manifest), run.run_id)) == run
+
+
+def test_an_unknown_run() -> None:
+    with pytest.raises(SwarmUnreachableError, match="knows the run small-x"):
+        asyncio.run(find_run(Network(None), "small-x"))
+
+
+def test_a_manifest_that_is_no_run() -> None:
+    manifest = SignedManifest.create(Identity.generate(), "small", {"name": "small"})
+    with pytest.raises(ManifestError, match="training: is missing"):
+        asyncio.run(find_run(Network(manifest), manifest.run_id))

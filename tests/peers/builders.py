@@ -1,0 +1,191 @@
+"""Values and peers that the protocol's tests are built from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peers.election import take_order
+from peers.events import Applied, Effect, Event, HeartbeatsSeen, Received, Send, Tick, TrainingDone
+from peers.heartbeat import Heartbeat, PeerState
+from peers.leases import Lease, SampleRange, sample_count
+from peers.log import Header, LogState, Member
+from peers.messages import Attempt, Begin, Commit, Held, LeaseGrant, Message, Ready
+from peers.peer import Peer
+from peers.settings import RunSettings, Timing
+from peers.states import State
+from peers.wire import digest_of
+from peers.workload import Trained
+
+RUN = "tiny"
+MANIFEST = digest_of(b"manifest")
+STATE = digest_of(b"state")
+PAYLOAD = digest_of(b"payload")
+TIMING = Timing(grace=30.0, round_timeout=20.0, partition_grace=100.0)
+SETTINGS = RunSettings(RUN, MANIFEST, inner_steps=10, samples_per_lease=20, minimum_peers=3, timing=TIMING)
+TOKENS = 100
+LOG = LogState(RUN, MANIFEST, 20)
+
+
+def member(peer: str, start: int, stop: int, tokens: int = TOKENS) -> Member:
+    return Member(peer=peer, tokens=tokens, samples=(SampleRange(start, stop),))
+
+
+def first_log() -> LogState:
+    """a, b and c have made the first entry; each has a lease of 20 samples, from 60, 80 and 100 on."""
+    roster = [member(peer, 20 * place, 20 * place + 20) for place, peer in enumerate("abc")]
+    return LOG.append(LOG.next_header(roster, PAYLOAD))
+
+
+def beat(peer: str, log: LogState, state: PeerState = PeerState.TRAINING, sequence: int = 1, **more: Any) -> Heartbeat:
+    fields: dict[str, Any] = {
+        "run": RUN,
+        "peer": peer,
+        "sequence": sequence,
+        "state": state,
+        "index": log.position.index,
+        "head": log.position.head,
+        "state_digest": STATE,
+        "lineage_tokens": log.lineage_tokens,
+        "inner_step": 0,
+        "tokens_per_second": 0.0,
+        "loss": None,
+        "evaluation_loss": None,
+        "addresses": (),
+        "roster_size": 0,
+    }
+    return Heartbeat(**(fields | more))
+
+
+def beats(log: LogState, names: str, state: PeerState = PeerState.TRAINING) -> dict[str, Heartbeat]:
+    return {name: beat(name, log, state) for name in names}
+
+
+def attempt(log: LogState, number: int = 1, leader: str = "a") -> Attempt:
+    return Attempt(position=log.position, number=number, leader=leader)
+
+
+def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any) -> Ready:
+    """A peer's Ready with its whole lease trained."""
+    samples = log.leases.get(peer, ()) if samples is None else samples
+    fields: dict[str, Any] = {
+        "position": log.position,
+        "state_digest": STATE,
+        "tokens": TOKENS,
+        "samples": samples,
+        "incumbent": True,
+        "last_attempt": 0,
+        "held": None,
+    }
+    return Ready(**(fields | changes))
+
+
+def trained(lease: Lease) -> Trained:
+    return Trained(lease, TOKENS, 1.0)
+
+
+def sends(effects: list[Effect], kind: type[Message]) -> list[tuple[str, Any]]:
+    """Receivers and messages of one kind."""
+    return [
+        (effect.to, effect.message) for effect in effects if isinstance(effect, Send) and type(effect.message) is kind
+    ]
+
+
+def of(effects: list[Effect], kind: type[Any]) -> list[Any]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+class Rig:
+    """One peer with a clock, among others that are only heartbeats."""
+
+    def __init__(self, me: str = "b", others: str = "ac", settings: RunSettings = SETTINGS) -> None:
+        self.now = 0.0
+        self.peer = Peer(me, settings, STATE, 0.0)
+        self.others = others
+        self.sequence = 0
+        self.effects: list[Effect] = []
+
+    def do(self, event: Event, after: float = 0.0) -> list[Effect]:
+        self.now += after
+        self.effects = self.peer.handle(event, self.now)
+        return self.effects
+
+    def tick(self, after: float = 1.0) -> list[Effect]:
+        return self.do(Tick(), after)
+
+    def hear(self, sender: str, message: Message, after: float = 0.0) -> list[Effect]:
+        return self.do(Received(sender, message), after)
+
+    def see(
+        self, log: LogState | None = None, others: str | None = None, state: PeerState = PeerState.TRAINING
+    ) -> list[Effect]:
+        """Fresh heartbeats of the others, at `log` (by default where this peer is)."""
+        self.sequence += 1
+        names = self.others if others is None else others
+        return self.do(HeartbeatsSeen(tuple(beat(name, log or self.peer.log, state, self.sequence) for name in names)))
+
+    # Into each state, the short way ---------------------------------------------------------------------------
+    def joined(self) -> Rig:
+        """Training the first lease, as the leader a granted it."""
+        self.see(state=PeerState.JOINING)
+        self.tick(5.0)
+        self.hear("a", LeaseGrant(position=LOG.position, samples=(SampleRange(20, 40),), steps=10))
+        assert self.peer.state is State.TRAINING
+        self.see()
+        return self
+
+    def trained(self) -> Rig:
+        self.do(TrainingDone(trained(self.lease)))
+        assert self.peer.state is State.READY
+        return self
+
+    @property
+    def lease(self) -> Lease:
+        return self.peer.log.leases.get(self.peer.me, (SampleRange(20, 40),))
+
+    def roster(self) -> tuple[Member, ...]:
+        log = self.peer.log
+        offers = {name: log.leases.get(name) for name in "abc"} if log.last else {}
+        first = {"a": (SampleRange(0, 20),), "b": (SampleRange(20, 40),), "c": (SampleRange(40, 60),)}
+        return tuple(
+            Member(peer=name, tokens=TOKENS, samples=offers.get(name) or first[name])
+            for name in take_order(log.roster, "abc")
+        )
+
+    def begin(self, number: int = 1, leader: str = "a", adopted: Held | None = None, holders: str = "") -> Begin:
+        return Begin(
+            attempt=attempt(self.peer.log, number, leader),
+            roster=self.roster(),
+            adopted=adopted,
+            holders=tuple(holders),
+        )
+
+    def averaging(self) -> Rig:
+        self.hear("a", self.begin())
+        assert self.peer.state is State.AVERAGING
+        return self
+
+    def next_header(self, payload: bytes = PAYLOAD) -> Header:
+        return self.peer.log.next_header(self.roster(), payload)
+
+    def holding(self, number: int = 1, payload: bytes = PAYLOAD) -> Rig:
+        """All of the present attempt's payload is here."""
+        from peers.events import PayloadDigested
+
+        self.do(PayloadDigested(attempt(self.peer.log, number), payload))
+        return self
+
+    def applying(self) -> Rig:
+        self.hear("a", Commit(header=self.next_header()))
+        assert self.peer.state is State.APPLYING
+        return self
+
+    def applied(self) -> Rig:
+        last = self.peer.log.last
+        assert last is not None
+        self.do(Applied(last, STATE))
+        self.see()
+        return self
+
+
+def size(lease: Lease) -> int:
+    return sample_count(lease)
