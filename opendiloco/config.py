@@ -144,7 +144,7 @@ class RoundsSection(Section):
 class RunConfig(Section):
     """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,47}$")]
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     outer_steps: Positive | None = None
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()

@@ -565,7 +565,7 @@ def test_a_goodbye_ends_the_attempt_that_we_lead() -> None:
     for place, name in enumerate("bc", 1):
         rig.hear(name, ready(LOG, name, samples=(SampleRange(20 * place, 20 * place + 20),)))
     rig.tick()
-    effects = rig.hear("c", Leaving(position=LOG.position))
+    effects = rig.hear("c", Leaving(position=LOG.position, holds=False))
     assert [to for to, _ in sends(effects, Abort)] == ["b", "c"]
     assert rig.peer.state is State.READY
 
@@ -608,7 +608,7 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
             Refuse(position=position, reason="x"),
             Inquire(position=position),
             Elsewhere(position=position),
-            Leaving(position=position),
+            Leaving(position=position, holds=draw.choice([True, False])),
         ]
     )
 
