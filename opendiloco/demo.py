@@ -25,6 +25,7 @@ from peers.heartbeat import Heartbeat, PeerState
 from peers.hivemind_daemon import sweep_sockets
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
+from peers.membership import PARTICIPATING
 
 DEFAULT_RUN = Path(__file__).with_name("demo.toml")
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -63,6 +64,7 @@ class _Volunteer:
     name: str
     child: Child
     heartbeat: Heartbeat | None = None
+    trains: bool = False
     fate: str | None = None
 
 
@@ -95,8 +97,7 @@ class _Swarm:
         for beat in heartbeats:
             volunteer = self.volunteers.get(beat.peer)
             if volunteer is not None and volunteer.fate is None:
-                if volunteer.heartbeat is None:
-                    self.screen.event(f"{volunteer.name} is there")
+                self._tell_of_progress(volunteer, beat)
                 volunteer.heartbeat = beat
         for volunteer in self.live():
             if volunteer.child.exit_code is not None:
@@ -104,6 +105,16 @@ class _Swarm:
                 self.problems.append(f"{volunteer.name} {volunteer.fate}: {volunteer.child.last_words()}")
                 self.screen.event(self.problems[-1])
         self.screen.show([self._row(volunteer) for volunteer in self.volunteers.values()])
+
+    def _tell_of_progress(self, volunteer: _Volunteer, beat: Heartbeat) -> None:
+        if volunteer.heartbeat is None:
+            self.screen.event(f"{volunteer.name} is there")
+        if not volunteer.trains and beat.state in PARTICIPATING:
+            volunteer.trains = True
+            if beat.index > 0:
+                self.screen.event(
+                    f"{volunteer.name} has taken over the state after outer step {beat.index}, and trains"
+                )
 
     def live(self) -> list[_Volunteer]:
         return [volunteer for volunteer in self.volunteers.values() if volunteer.fate is None]

@@ -18,24 +18,36 @@ def default_identity_path() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "diloco-peer" / "identity.pem"
 
 
+def usable_path(path: Path | None) -> Path:
+    """`path`, or the default one, whose folder is made if need be. Raises: LocalNetworkError when it cannot be."""
+    if path is not None:
+        return path
+    path = default_identity_path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocalNetworkError(
+            f"cannot make the folder {path.parent} for the identity file: {error.strerror}.",
+            "Name another file with --identity.",
+        ) from error
+    return path
+
+
+def load_identity(path: Path | None) -> Identity:
+    """The identity in `path`, made if there is none, to sign with. Raises: LocalNetworkError."""
+    return Identity.load_or_create(usable_path(path))
+
+
 @contextmanager
 def hold_identity(path: Path | None) -> Iterator[Identity]:
-    """The identity in `path`, made if there is none; without a path, the default one, whose folder is made, too.
+    """The identity in `path`, made if there is none, to be a peer with.
 
     Two peers with one identity would answer for each other, so the file is locked meanwhile.
 
     Raises: LocalNetworkError when another process holds it, or the file cannot be read or made.
     """
-    if path is None:
-        path = default_identity_path()
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise LocalNetworkError(
-                f"cannot make the folder {path.parent} for the identity file: {error.strerror}.",
-                "Name another file with --identity.",
-            ) from error
-    identity = Identity.load_or_create(path)
+    path = usable_path(path)
+    identity = load_identity(path)
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

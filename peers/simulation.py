@@ -283,6 +283,8 @@ class Swarm:
         data = read(push.attempt, push.part)
 
         def arrive() -> None:
+            if not sender.alive:
+                return  # it died with the upload under way
             failed = PushFailed(push.attempt, push.to, reduced, refused=False)
             if not self._reachable(sender.peer.me, push.to) or self.random.random() < self.faults.push_failure:
                 self._soon(sender, failed)
@@ -364,10 +366,11 @@ def agreed(swarm: Swarm) -> bool:
     return len(heads) == 1 and swarm.longest > 0
 
 
-def schedule(seed: int) -> Swarm:
+def schedule(seed: int, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swarm:
     """One random life of a swarm: 2 to 7 peers, a bad network, a minority that dies, leaves or is cut off; then peace.
 
-    Raises: InvariantError, also when peace does not bring progress and agreement.
+    `watch` gets the swarm before anything happens. Raises: InvariantError, also when peace does not bring progress and
+    agreement.
     """
     draw = random.Random(seed)
     names = [f"peer{number}" for number in range(draw.randint(2, 7))]
@@ -381,6 +384,7 @@ def schedule(seed: int) -> Swarm:
         suspicion=draw.choice([0, 0.01, 0.1]),
     )
     swarm = Swarm(seed, settings, faults)
+    watch(swarm)
     for name in names:
         swarm.start(name)
     swarm.run(200.0, until=lambda: swarm.longest >= 1)

@@ -32,7 +32,7 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
     import asyncio
 
     from opendiloco.config import RunConfig
-    from opendiloco.identity_file import hold_identity
+    from opendiloco.identity_file import load_identity
     from opendiloco.run import Run
     from peers.manifest import Invite
 
@@ -40,8 +40,7 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
     if not initial_peers:
         raise click.UsageError("a run needs a bootstrap node that remembers it: add --initial-peer.")
     config = RunConfig.from_toml(run_toml)
-    with hold_identity(identity) as organiser:
-        run = Run.sign(config, organiser)
+    run = Run.sign(config, load_identity(identity))
     kept = asyncio.run(announce(run, initial_peers))
     path = save(run, out)
     invite = Invite(run.run_id, kept)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.identity_file import default_identity_path, hold_identity
+from opendiloco.identity_file import default_identity_path, hold_identity, load_identity
 from peers.errors import LocalNetworkError
 
 
@@ -27,6 +27,7 @@ def test_only_one_at_a_time(tmp_path: Path) -> None:
             pass
         with hold_identity(tmp_path / "other.pem"):
             pass
+        load_identity(tmp_path / "key.pem")  # signing is no matter of being there
 
 
 def test_the_default_is_in_the_users_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

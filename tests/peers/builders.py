@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from peers.election import take_order
-from peers.events import Applied, Effect, Event, HeartbeatsSeen, Received, Send, Tick, TrainingDone
+from peers.events import Applied, Effect, Event, HeartbeatsSeen, PayloadDigested, Received, Send, Tick, TrainingDone
 from peers.heartbeat import Heartbeat, PeerState
-from peers.leases import Lease, SampleRange, sample_count
+from peers.leases import Lease, SampleRange
 from peers.log import Header, LogState, Member
 from peers.messages import Attempt, Begin, Commit, Held, LeaseGrant, Message, Ready
 from peers.peer import Peer
@@ -123,6 +123,9 @@ class Rig:
         names = self.others if others is None else others
         return self.do(HeartbeatsSeen(tuple(beat(name, log or self.peer.log, state, self.sequence) for name in names)))
 
+    def is_in(self, state: State) -> bool:
+        return self.peer.state is state
+
     # Into each state, the short way ---------------------------------------------------------------------------
     def joined(self) -> Rig:
         """Training the first lease, as the leader a granted it."""
@@ -144,11 +147,10 @@ class Rig:
 
     def roster(self) -> tuple[Member, ...]:
         log = self.peer.log
-        offers = {name: log.leases.get(name) for name in "abc"} if log.last else {}
         first = {"a": (SampleRange(0, 20),), "b": (SampleRange(20, 40),), "c": (SampleRange(40, 60),)}
+        offers = log.leases if log.last else first
         return tuple(
-            Member(peer=name, tokens=TOKENS, samples=offers.get(name) or first[name])
-            for name in take_order(log.roster, "abc")
+            Member(peer=name, tokens=TOKENS, samples=offers.get(name, ())) for name in take_order(log.roster, "abc")
         )
 
     def begin(self, number: int = 1, leader: str = "a", adopted: Held | None = None, holders: str = "") -> Begin:
@@ -169,8 +171,6 @@ class Rig:
 
     def holding(self, number: int = 1, payload: bytes = PAYLOAD) -> Rig:
         """All of the present attempt's payload is here."""
-        from peers.events import PayloadDigested
-
         self.do(PayloadDigested(attempt(self.peer.log, number), payload))
         return self
 
@@ -185,7 +185,3 @@ class Rig:
         self.do(Applied(last, STATE))
         self.see()
         return self
-
-
-def size(lease: Lease) -> int:
-    return sample_count(lease)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ class Lead:
         self.leader = Leader("a", log, STATE, SETTINGS)
         self.now = 0.0
 
-    def ready(self, names: str, **changes: object) -> list[Effect]:
+    def ready(self, names: str, **changes: Any) -> list[Effect]:
         return [
             effect
             for name in names

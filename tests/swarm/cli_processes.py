@@ -53,8 +53,12 @@ learning_rate = 0.01
 
 [schedule]
 warmup_steps = 2
-stable_steps = 20
-decay_steps = 4
+stable_steps = 1000000
+decay_steps = 0
+
+[outer_optimizer]
+learning_rate = 0.7
+momentum = 0.0
 
 [rounds]
 heartbeat_seconds = 0.5

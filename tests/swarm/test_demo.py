@@ -28,7 +28,7 @@ def test_from_start_to_end(site: Site) -> None:
     shown = site.run("demo", "--plain", "--peers", "2", "--minutes", "1", "--run", "run.toml", "--out", "demo")
     assert shown.code == 0, shown.out + shown.err
     assert "was killed (SIGKILL)" in shown.out
-    assert "volunteer 3 is there" in shown.out
+    assert "volunteer 3 has taken over the state after outer step" in shown.out
     assert re.search(r"all log and state digests agree \(\d+ outer steps? compared\)", shown.out)
     before, after = re.findall(r"[\d.]+(?= before| after)", shown.out)[-2:]
     assert float(after) < float(before)
