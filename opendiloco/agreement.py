@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from peers.heartbeat import Heartbeat, PeerState
+from peers.heartbeat import Heartbeat
 
 
 class Agreement:
@@ -17,8 +17,6 @@ class Agreement:
 
     def observe(self, heartbeats: Iterable[Heartbeat]) -> None:
         for beat in heartbeats:
-            if beat.state is PeerState.AVERAGING:
-                continue  # it may be at work on the outer step: in the log already, in its state not yet
             self._peers[beat.index].add(beat.peer)
             self._digests[beat.index].add((beat.head, beat.state_digest))
 

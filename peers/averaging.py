@@ -193,7 +193,7 @@ class Averaging(Joining):
 
     def _applied(self, header: Header, state_digest: bytes) -> None:
         self._require(State.APPLYING)
-        self.state_digest = state_digest
+        self._settle(state_digest)
         self._emit(Note("info", f"outer step {header.index + 1} applied, {len(header.roster)} peers"))
         lease = self.log.leases.get(self.me)
         if self._leave_by is not None:

@@ -47,7 +47,7 @@ from peers.events import (
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.log import Header
-from peers.messages import Message, pack_message, unpack_message
+from peers.messages import Attempt, Message, pack_message, unpack_message
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.settings import RunSettings
@@ -92,6 +92,7 @@ class Driver:
         self._bulk = Bulk(self.peer, transport, workload, self)
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[None] | None = None
+        self._worker = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
 
@@ -101,9 +102,10 @@ class Driver:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._transport.on_call(CALL, self._receive)
                 await self._bulk.serve()
-                self._start(self._tick())
-                self._start(self._keep_pulse())
+                clocks = [self._start(self._tick()), self._start(self._keep_pulse())]
                 await self._stopped.wait()
+                for clock in clocks:  # nothing after the last words
+                    clock.cancel()
                 await self._farewell()
                 for task in self._running:
                     task.cancel()
@@ -162,13 +164,13 @@ class Driver:
                 if self._training:
                     self._training.cancel()
             case Train():
-                self._training = self._start(self._train(effect, self._training))
+                self._training = self._start(self._train(effect))
             case Send(to, message):
                 self._start(self._send(to, message))
             case PushContribution() | PushReduced():
                 self._start(self._push(effect))
             case OpenRound():
-                self._start(self._open_round(effect))
+                self._open_round(effect)
             case ReducePart():
                 self._start(self._reduce(effect))
             case DigestPayload(attempt):
@@ -215,9 +217,9 @@ class Driver:
             self.handle(Pushed(push.attempt, push.to, reduced))
 
     async def _fetch(self, donor: str) -> None:
-        await self._training_ended()
         try:
-            header, state_digest = await self._bulk.fetch_snapshot(donor)
+            async with self._worker:
+                header, state_digest = await self._bulk.fetch_snapshot(donor)
         except (PeerUnreachableError, RemoteProtocolError, SnapshotError) as error:
             self.handle(SnapshotFailed(donor, str(error)))
         else:
@@ -246,28 +248,27 @@ class Driver:
         return self._pulse.signed_heartbeat()
 
     # The training side ----------------------------------------------------------------------------------------
-    async def _train(self, train: Train, previous: asyncio.Task[None] | None) -> None:
-        if previous is not None:
-            await asyncio.wait([previous])
-        trained = await self._workload.train(train.index, train.lease, train.steps, self._progress)
+    async def _train(self, train: Train) -> None:
+        async with self._worker:  # a training that was stopped needs a moment to end
+            trained = await self._workload.train(train.index, train.lease, train.steps, self._progress)
         self.handle(TrainingDone(trained))
 
     def _progress(self, progress: Progress) -> None:
         self.handle(TrainingProgress(progress))
 
-    async def _training_ended(self) -> None:
-        if self._training is not None:
-            await asyncio.wait([self._training])
-
-    async def _open_round(self, opened: OpenRound) -> None:
+    def _open_round(self, opened: OpenRound) -> None:
         metrics.ATTEMPTS.inc()
         if self._bulk.buffers.open(opened):
             self.handle(ReducedArrived(opened.attempt, 0))
         elif opened.adopted is None:
+            self._start(self._contribute(opened.attempt))
+
+    async def _contribute(self, attempt: Attempt) -> None:
+        async with self._bulk.state_lock:
             own = await self._workload.contribution()
-            if current := self._bulk.buffers.current(opened.attempt):
-                current.own = own
-                self.handle(Quantized(opened.attempt))
+        if current := self._bulk.buffers.current(attempt):
+            current.own = own
+            self.handle(Quantized(attempt))
 
     async def _reduce(self, reduce: ReducePart) -> None:
         buffers, attempt, part = self._bulk.buffers, reduce.attempt, reduce.part

@@ -56,8 +56,8 @@ class SignedHeartbeat(Value):
 class Heartbeat(Value):
     """One peer of one run at one moment.
 
-    `index` and `head` are its position in the log, `state_digest` that of theta and momentum there. `evaluation_loss`
-    is the last one measured, `loss` that of the inner steps under way; None: not known.
+    `index` and `head` are its position in the log, `state_digest` that of theta and momentum there. `loss`
+    is that of the inner step under way; None: not known.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -73,7 +73,6 @@ class Heartbeat(Value):
     inner_step: Count
     tokens_per_second: Rate
     loss: Loss | None
-    evaluation_loss: Loss | None
     addresses: tuple[Address, ...] = Field(max_length=8)
     roster_size: Count
 

@@ -69,7 +69,7 @@ class Joining(PeerCore):
         self._require(State.FETCHING)
         self.log = self.log.at(header)
         self._joined_at = self.log.position.head
-        self.state_digest = state_digest
+        self._settle(state_digest)
         self._recent.clear()
         self._emit(Note("info", f"state at {self.log.position} fetched from {donor}"))
         self._enter(State.JOINING)

@@ -238,8 +238,8 @@ def unpack_message(run: str, data: bytes) -> Message:
     if not isinstance(envelope, list) or len(envelope) != 4:
         raise WireError("not a message envelope")
     version, named_run, kind, body = envelope
-    if version != PROTOCOL_VERSION:
-        raise WireError(f"protocol version {version!r}; this is version {PROTOCOL_VERSION}")
+    if type(version) is not int or version != PROTOCOL_VERSION:
+        raise WireError(f"protocol version {version!r:.20}; this is version {PROTOCOL_VERSION}")
     if named_run != run:
         raise WireError("a message of another run")
     if not isinstance(kind, str) or kind not in KINDS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import Counter, Gauge, start_http_server
 
 from peers.errors import LocalNetworkError
@@ -16,11 +18,21 @@ TOKENS_PER_SECOND = Gauge("diloco_peer_tokens_per_second", "This machine's train
 LOSS = Gauge("diloco_peer_loss", "Training loss of the last inner step, nats per token")
 
 
-def serve_metrics(port: int) -> None:
-    """Answer GET /metrics on this port from a thread. Raises: LocalNetworkError when the port is in use."""
+def serve_metrics(port: int, host: str = "0.0.0.0") -> Callable[[], None]:
+    """Answer GET /metrics on this port from a thread, until what is returned is called.
+
+    Raises: LocalNetworkError when the port is in use.
+    """
     try:
-        start_http_server(port)
+        server, thread = start_http_server(port, host)
     except OSError as error:
         raise LocalNetworkError(
             f"metrics cannot be served on port {port}: {error.strerror}.", "Choose another --metrics-port."
         ) from error
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop

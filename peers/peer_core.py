@@ -35,6 +35,7 @@ class PeerCore:
         self.me = me
         self.settings = settings
         self.log = LogState(settings.run, settings.manifest_digest, settings.samples_per_lease)
+        self.settled = self.log
         self.state = State.JOINING
         self.state_digest = state_digest
         self.membership = Membership(me, settings.timing.heartbeat_expiry)
@@ -76,6 +77,11 @@ class PeerCore:
         """Our own driver reports only what this state asked for."""
         if self.state is not state:
             raise LocalProtocolError(f"an event of a peer that is {state}, while we are {self.state}")
+
+    def _settle(self, state_digest: bytes) -> None:
+        """theta and momentum are where the log is; until an outer step is done, heartbeats name the place before."""
+        self.state_digest = state_digest
+        self.settled = self.log
 
     def _due(self) -> bool:
         """Whether it is time to say again what has not been answered."""

@@ -56,23 +56,22 @@ class Pulse:
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now. Never the same twice: the sequence grows."""
         self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
-        peer, progress = self._peer, self._peer.progress
+        peer, progress, log = self._peer, self._peer.progress, self._peer.settled
         return Heartbeat(
             run=peer.settings.run,
             peer=peer.me,
             sequence=self._sequence,
             lifetime=peer.settings.timing.heartbeat_expiry * 2,
             state=SHOWN_AS[peer.state],
-            index=peer.log.position.index,
-            head=peer.log.position.head,
+            index=log.position.index,
+            head=log.position.head,
             state_digest=peer.state_digest,
-            lineage_tokens=peer.log.lineage_tokens,
+            lineage_tokens=log.lineage_tokens,
             inner_step=progress.inner_step if progress else 0,
             tokens_per_second=progress.tokens_per_second if progress else 0.0,
             loss=progress.loss if progress else None,
-            evaluation_loss=None,
             addresses=self._transport.addresses,
-            roster_size=len(peer.log.roster),
+            roster_size=len(log.roster),
         )
 
     def signed_heartbeat(self) -> bytes:

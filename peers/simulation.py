@@ -44,11 +44,11 @@ from peers.events import (
     Undelivered,
 )
 from peers.heartbeat import Heartbeat
+from peers.history import History
 from peers.leases import Lease, sample_count
-from peers.log import Header
 from peers.messages import pack_message, unpack_message
 from peers.peer import Peer
-from peers.settings import RunSettings, Timing
+from peers.settings import RunSettings
 from peers.states import SHOWN_AS, State
 from peers.wire import digest_of
 from peers.workload import Trained
@@ -66,10 +66,6 @@ class Faults:
     longest_delay: float = 0.05
     suspicion: float = 0.0
     """That a peer takes another one for dead, until it hears from it again."""
-
-
-class InvariantError(AssertionError):
-    """What must never happen has happened; the message names it, the trace leads there."""
 
 
 class SimulatedWorkload:
@@ -125,11 +121,7 @@ class Swarm:
         self.random = random.Random(self.seed)
         self.peers: dict[str, SimulatedPeer] = {}
         self.side: dict[str, int] = defaultdict(int)  # which side of a partition a peer is on
-        self.states: dict[bytes, bytes] = {}
-        self.children: dict[bytes, bytes] = {}
-        self.trained: dict[bytes, set[int]] = {}
-        self.longest = 0
-        self.smallest_roster = 0
+        self.history = History(self.one_child)
         self._sequence = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -162,6 +154,11 @@ class Swarm:
 
     def _note(self, *what: object) -> None:
         self.trace.append((round(self.now, 2), *what))
+
+    @property
+    def longest(self) -> int:
+        """Entries in the longest lineage so far."""
+        return self.history.longest
 
     @property
     def living(self) -> list[SimulatedPeer]:
@@ -202,7 +199,8 @@ class Swarm:
             return
         for effect in simulated.peer.handle(event, self.now):
             self._carry_out(simulated, effect)
-        self._check(simulated)
+        if simulated.peer.state not in (State.APPLYING, State.FETCHING):
+            self.history.check(simulated.peer.me, simulated.peer.log.position, simulated.workload.state)
 
     def _soon(self, simulated: SimulatedPeer, event: Event) -> None:
         self.at(self._delay(), lambda: self._handle(simulated, event))
@@ -243,7 +241,7 @@ class Swarm:
                     self._handle(simulated, PayloadDigested(attempt, buffers.hold(attempt)))
             case Apply(header):
                 state = workload.apply(buffers.held(header.payload))
-                self._record(header)
+                self.history.record(header)
                 self._soon(simulated, Applied(header, state))
             case FetchSnapshot(donor):
                 self._note(me, "fetches the state of", donor)
@@ -330,76 +328,8 @@ class Swarm:
             peer=peer.me,
             sequence=simulated.sequence,
             state=SHOWN_AS[peer.state],
-            index=peer.log.position.index,
-            head=peer.log.position.head,
+            index=peer.settled.position.index,
+            head=peer.settled.position.head,
             state_digest=peer.state_digest,
-            lineage_tokens=peer.log.lineage_tokens,
+            lineage_tokens=peer.settled.lineage_tokens,
         )
-
-    # Invariants -----------------------------------------------------------------------------------------------
-    def _record(self, header: Header) -> None:
-        """One child per position, and no sample twice in a lineage."""
-        known = self.children.setdefault(header.previous, header.digest)
-        if self.one_child and known != header.digest:
-            raise InvariantError(f"two entries at index {header.index}: {known.hex()[:8]}, {header.digest.hex()[:8]}")
-        before = self.trained.get(header.previous, set())
-        samples = [n for member in header.roster for piece in member.samples for n in range(piece.start, piece.stop)]
-        if len(set(samples)) != len(samples) or before & set(samples):
-            raise InvariantError(f"entry {header.index} trains a sample twice")
-        self.trained[header.digest] = before | set(samples)
-        self.longest = max(self.longest, header.index + 1)
-        self.smallest_roster = min(self.smallest_roster or len(header.roster), len(header.roster))
-
-    def _check(self, simulated: SimulatedPeer) -> None:
-        """One state per position."""
-        if simulated.peer.state in (State.APPLYING, State.FETCHING):
-            return
-        head = simulated.peer.log.position.head
-        known = self.states.setdefault(head, simulated.workload.state)
-        if known != simulated.workload.state:
-            raise InvariantError(f"{simulated.peer.me} has another state at {simulated.peer.log.position}")
-
-
-def agreed(swarm: Swarm) -> bool:
-    """Whether all living peers are at one position and working on the next entry."""
-    heads = {simulated.peer.log.position.head for simulated in swarm.living}
-    return len(heads) == 1 and swarm.longest > 0
-
-
-def schedule(seed: int, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swarm:
-    """One random life of a swarm: 2 to 7 peers, a bad network, a minority that dies, leaves or is cut off; then peace.
-
-    `watch` gets the swarm before anything happens. Raises: InvariantError, also when peace does not bring progress and
-    agreement.
-    """
-    draw = random.Random(seed)
-    names = [f"peer{number}" for number in range(draw.randint(2, 7))]
-    timing = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
-    settings = RunSettings("simulated", digest_of(b"manifest"), 10, 20, len(names) // 2 + 1, timing)
-    faults = Faults(
-        loss=draw.choice([0, 0.02, 0.2]),
-        duplication=draw.choice([0, 0.1]),
-        push_failure=draw.choice([0, 0.1]),
-        longest_delay=draw.choice([0.05, 1.5]),
-        suspicion=draw.choice([0, 0.01, 0.1]),
-    )
-    swarm = Swarm(seed, settings, faults)
-    watch(swarm)
-    for name in names:
-        swarm.start(name)
-    swarm.run(200.0, until=lambda: swarm.longest >= 1)
-    victims = names[: (swarm.smallest_roster - 1) // 2]
-    for name in victims:
-        fault = draw.choice([swarm.kill, swarm.leave, swarm.cut_off])
-        fault(name)
-        swarm.run(draw.uniform(0.1, 30.0))
-    swarm.heal()
-    for name in victims:
-        if swarm.peers[name] not in swarm.living:
-            swarm.start(name)
-            swarm.run(draw.uniform(0.1, 20.0))
-    swarm.faults = Faults()
-    goal = swarm.longest + 3
-    if not swarm.run(1000.0, until=lambda: swarm.longest >= goal and agreed(swarm)):
-        raise InvariantError(f"no progress: longest {swarm.longest}, wanted {goal}")
-    return swarm

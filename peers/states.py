@@ -24,7 +24,7 @@ class State(StrEnum):
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.JOINING: frozenset({State.FETCHING, State.TRAINING, State.LEFT}),
-    State.FETCHING: frozenset({State.JOINING, State.TRAINING, State.LEFT}),
+    State.FETCHING: frozenset({State.JOINING, State.LEFT}),
     State.TRAINING: frozenset({State.READY, State.FETCHING, State.LEFT}),
     State.READY: frozenset({State.AVERAGING, State.APPLYING, State.FETCHING, State.LEFT}),
     State.AVERAGING: frozenset({State.READY, State.APPLYING, State.FETCHING, State.LEFT}),

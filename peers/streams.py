@@ -21,7 +21,7 @@ from typing import TypeAlias
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.wire import DIGEST_BYTES
+from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Accept: TypeAlias = Callable[[str, bytes, int], bytearray | memoryview | str]
@@ -34,7 +34,7 @@ Serve: TypeAlias = Callable[[str, bytes], Awaitable[tuple[bytes, Buffer]]]
 MAGIC = b"DLCP"
 VERSION = 1
 PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
-HEADER_LIMIT = 64 * 1024  # bytes
+HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's last one
 CHUNK = 1 << 20  # bytes written or read at once
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")

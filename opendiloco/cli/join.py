@@ -33,6 +33,7 @@ THIS_MACHINE = "this machine"
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads for training.")
 @click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
+@click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve metrics for Prometheus on this port.")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live screen.")
 @click.pass_obj
 def command(
@@ -45,6 +46,7 @@ def command(
     device: str,
     threads: int,
     journal: Path | None,
+    metrics_port: int | None,
     plain: bool,
 ) -> None:
     """Train in a run with this machine until Ctrl-C."""
@@ -53,11 +55,14 @@ def command(
     from opendiloco.journal import Journal
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected, volunteering
+    from peers.metrics import serve_metrics
 
     console = None if plain or not sys.stdout.isatty() else start_console(log)
     if console is None:
         log.start("info")
     invite = parse_run(run, initial_peers)
+    if metrics_port is not None:
+        serve_metrics(metrics_port)
 
     async def main(interrupts: Interrupts) -> None:
         async with connected(key, invite.addresses, listen, announce) as transport:

@@ -113,7 +113,6 @@ def plain(beat: Heartbeat) -> dict[str, object]:
         "inner_step": beat.inner_step,
         "tokens_per_second": beat.tokens_per_second,
         "loss": beat.loss,
-        "evaluation_loss": beat.evaluation_loss,
         "lineage_tokens": beat.lineage_tokens,
         "roster_size": beat.roster_size,
         "log_digest": beat.head.hex(),

@@ -21,7 +21,6 @@ def beat(peer: str, index: int, digest: int = 0, state: PeerState = PeerState.TR
         inner_step=3,
         tokens_per_second=1234.5,
         loss=None if index == 0 else 2.5,
-        evaluation_loss=None,
         addresses=(),
         roster_size=0,
     )
@@ -51,14 +50,6 @@ def test_a_disagreement_is_not_forgotten() -> None:
     agreement.observe([beat("a", 1, 7), beat("b", 1, 8)])
     agreement.observe([beat("b", 1, 7)])
     assert agreement.disagreements == (1,)
-
-
-def test_a_peer_in_the_middle_of_an_outer_step_is_asked_later() -> None:
-    agreement = Agreement()
-    agreement.observe([beat("a", 1, 7), beat("b", 1, 6, PeerState.AVERAGING)])
-    assert (agreement.compared, agreement.disagreements) == (0, ())
-    agreement.observe([beat("b", 1, 7)])
-    assert (agreement.compared, agreement.disagreements) == (1, ())
 
 
 def test_rows(small_config: RunConfig) -> None:

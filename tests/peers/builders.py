@@ -49,7 +49,6 @@ def beat(peer: str, log: LogState, state: PeerState = PeerState.TRAINING, sequen
         "inner_step": 0,
         "tokens_per_second": 0.0,
         "loss": None,
-        "evaluation_loss": None,
         "addresses": (),
         "roster_size": 0,
     }

@@ -34,7 +34,6 @@ def heartbeat(**changes: Any) -> Heartbeat:
         "inner_step": 7,
         "tokens_per_second": 5000.0,
         "loss": 2.5,
-        "evaluation_loss": None,
         "addresses": (f"/ip4/127.0.0.1/tcp/4001/p2p/{IDENTITY.peer_id}",),
         "roster_size": 3,
     }
@@ -54,7 +53,7 @@ def test_lifetime_is_part_of_what_is_signed() -> None:
 def test_largest_heartbeat_fits() -> None:
     most = 2**62 - 1
     counts = dict.fromkeys(("sequence", "index", "lineage_tokens", "inner_step", "roster_size"), most)
-    largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, evaluation_loss=1.0, **counts)
+    largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, **counts)
     signed = largest.sign(IDENTITY)
     assert len(signed) <= SIZE_LIMIT
     assert Heartbeat.verify(signed) == largest

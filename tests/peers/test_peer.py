@@ -333,6 +333,13 @@ def test_only_the_attempts_leader_aborts_it() -> None:
 
 
 # Commit --------------------------------------------------------------------------------------------------------
+def test_place_and_state_are_named_together_only_once_the_outer_step_is_done() -> None:
+    rig = Rig().joined().trained().averaging().holding().applying()
+    assert (rig.peer.log.position.index, rig.peer.settled.position.index) == (1, 0)
+    rig.applied()
+    assert rig.peer.settled is rig.peer.log
+
+
 def test_only_what_we_hold_is_applied() -> None:
     rig = at_second().trained().averaging()
     assert not of(rig.hear("a", Commit(header=rig.next_header())), Apply)

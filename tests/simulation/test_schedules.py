@@ -13,10 +13,12 @@ import pytest
 
 from peers.averaging import Averaging
 from peers.events import Apply, Effect, PushContribution, PushReduced, Send
+from peers.history import InvariantError
 from peers.leader import Leader
 from peers.messages import Commit, Complete, Message, unpack_message
+from peers.schedules import agreed, schedule
 from peers.settings import RunSettings, Timing
-from peers.simulation import Faults, InvariantError, SimulatedPeer, Swarm, agreed, schedule
+from peers.simulation import Faults, SimulatedPeer, Swarm
 from peers.states import State
 from peers.wire import digest_of
 
@@ -200,8 +202,8 @@ def test_two_lineages_become_the_heavier_one() -> None:
 
 def ancestors(swarm: Swarm, head: bytes) -> set[bytes]:
     """Everything that a lineage has passed, told by the samples trained: a lineage's only grow."""
-    samples = swarm.trained[head]
-    return {digest for digest, before in swarm.trained.items() if before <= samples}
+    samples = swarm.history.trained[head]
+    return {digest for digest, before in swarm.history.trained.items() if before <= samples}
 
 
 def test_suspicion_alone_costs_attempts_and_no_more() -> None:

@@ -89,7 +89,6 @@ def heartbeat(identity: Identity, sequence: int, **changes: object) -> Heartbeat
         "inner_step": 0,
         "tokens_per_second": 0.0,
         "loss": None,
-        "evaluation_loss": None,
         "addresses": (),
         "roster_size": 0,
     }
