@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_it_runs_and_reports_both() -> None:
+    script, run = str(EXAMPLES / "alone_or_together.py"), str(EXAMPLES / "tiny.toml")
+    command = [sys.executable, script, run, "--outer-steps", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert [int(count) for count in re.findall(r"replicas (\d) .*held-out loss \d\.\d+", ran.stdout)] == [1, 3]
