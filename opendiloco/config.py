@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from opendiloco.config_errors import explain_toml_error, explain_validation_error
-from opendiloco.tokenizer import BYTE_TOKENIZER_SIZE
 from peers.errors import ManifestError
 
 Positive = Annotated[int, Field(ge=1)]
@@ -24,6 +23,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+BYTE_TOKENIZER_SIZE = 259
+"""Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
 
 
 class Section(BaseModel):

@@ -6,18 +6,15 @@ The byte tokenizer also exists as a real `tokenizers` object with the same ids, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from opendiloco.config import BYTE_TOKENIZER_SIZE, TokenizerSection
 from opendiloco.errors import DataError
 
-if TYPE_CHECKING:
-    from opendiloco.config import TokenizerSection
-
 BEGIN, END, PADDING = 256, 257, 258
-BYTE_TOKENIZER_SIZE = 259
 SPECIAL_TOKENS = {"<|begin|>": BEGIN, "<|end|>": END, "<|padding|>": PADDING}
 
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
