@@ -9,7 +9,7 @@ DOCKERFILES = $(wildcard docker/*Dockerfile*)
 # make demo PEERS=4 MINUTES=5 RUN=run.toml, and whatever else in DEMO_ARGS
 DEMO_FLAGS = $(if $(PEERS),--peers $(PEERS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RUN),--run $(RUN)) $(DEMO_ARGS)
 
-.PHONY: help venv demo test lint clean
+.PHONY: help venv demo test neon lint clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -24,6 +24,9 @@ test: $(READY) ## all tests: C, then Python (TEST_ARGS go to pytest)
 	$(MAKE) --no-print-directory -C native check
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
+neon: ## the C tests for 64-bit ARM, emulated (needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user)
+	$(MAKE) --no-print-directory -C native check-neon
+
 lint: $(READY) ## ruff, mypy, hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,7 +38,7 @@ clean: ## remove what was built, the virtual environment and the caches
 	rm -rf $(VENV) build dist *.egg-info opendiloco/_kernels*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find opendiloco peers native tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
-$(READY): setup.cfg setup.py pyproject.toml constraints.txt native/kernels.c native/kernels.h native/build_kernels.py
+$(READY): setup.cfg setup.py pyproject.toml constraints.txt native/build_kernels.py $(wildcard native/*.c native/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@

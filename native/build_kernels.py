@@ -10,10 +10,12 @@ from pathlib import Path
 
 from cffi import FFI
 
-HEADER = Path("native/kernels.h")
+NATIVE = Path("native")
+HEADER = NATIVE / "kernels.h"
 
-# The results must not depend on the machine that compiled: no fast-math, no fused multiply-add, no -march.
-COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
+# The results must not depend on the machine that compiled: no fast-math, no fused multiply-add, no -march. Files
+# that need an instruction set switch it on for themselves.
+COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 ERRORS = ["-Werror=incompatible-pointer-types", "-Werror=implicit-function-declaration"]
 
 
@@ -28,9 +30,10 @@ ffibuilder.cdef(declarations(HEADER.read_text(encoding="utf-8")))
 ffibuilder.set_source(
     "opendiloco._kernels",
     '#include "kernels.h"',
-    sources=["native/kernels.c"],
-    depends=["native/kernels.h"],
+    sources=sorted(str(path) for path in NATIVE.glob("*.c")),
+    depends=sorted(str(path) for path in NATIVE.glob("*.h")),
     include_dirs=["native"],
     extra_compile_args=COMPILE_ARGS + ERRORS,
+    extra_link_args=["-pthread"],
     py_limited_api=True,
 )

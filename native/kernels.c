@@ -1,222 +1,320 @@
-/* Plain C11, written so that a compiler vectorizes the loops over a block. No float sum is ever reordered, and no
- * multiplication is fused with an addition (-ffp-contract=off): each operation rounds once, as IEEE 754 says. */
+/* The operations, tile by tile: a source of floats, an encoder; or a decoder, and what becomes of its floats. */
 #include "kernels.h"
 
-#include <float.h>
-#include <math.h>
-#include <string.h>
+#include <stddef.h>
 
-#if FLT_EVAL_METHOD != 0
-#error "float expressions must be evaluated in float"
-#endif
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "payloads are little-endian"
-#endif
-#ifdef __FAST_MATH__
-#error "fast-math changes results"
-#endif
+#include "dispatch.h"
+#include "parallel.h"
+#include "stream.h"
 
-enum { BLOCK = 1024, SCALE_BYTES = sizeof(float), BLOCK_BYTES = SCALE_BYTES + BLOCK };
+/* Above this many values a result is written past the caches, which it would only sweep. */
+enum { STREAMED_VALUES = 1 << 20 };
 
-static const float LARGEST_CODE = 127.0f;
-static const uint8_t FORBIDDEN_CODE = 0x80; /* -128: without it the codes are symmetric */
-
-/* Adding 1.5 * 2^23 to a float of magnitude below 2^22 rounds it to the nearest integer, ties to even, and leaves that
- * integer in two's complement in the low bits of the sum. */
-static const float ROUNDER = 12582912.0f;
-
-static inline uint32_t bits_of(float value)
+static inline int64_t tiles_of(int64_t count)
 {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
+    return count / TILE + (count % TILE != 0);
 }
 
-static inline float float_of(uint32_t bits)
+static inline int64_t tile_length(int64_t count, int64_t tile)
 {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    return count - tile * TILE < TILE ? count - tile * TILE : TILE;
 }
 
-static inline int64_t block_length(int64_t count, int64_t block)
+/* Only the last tile can be short, and the scalar set takes any length. */
+static inline const struct tile_kernels *kernels_for(const struct tile_kernels *chosen, int64_t length)
 {
-    int64_t rest = count - block * BLOCK;
-    return rest < BLOCK ? rest : BLOCK;
+    return length == TILE ? chosen : &diloco_scalar;
 }
 
-static inline int64_t block_count(int64_t count)
+static inline int64_t blocks_in_tile(int32_t format)
 {
-    return (count + BLOCK - 1) / BLOCK;
+    return TILE / diloco_formats[format].values;
 }
 
-/* Whether every code times this scale is finite. False for NaN, too. */
-static inline int scale_is_sound(float scale)
+static inline int64_t bytes_of_tile(int32_t format)
 {
-    return !signbit(scale) && LARGEST_CODE * scale <= FLT_MAX;
+    return bytes_of_values(&diloco_formats[format], TILE);
 }
 
-/* As integers, magnitudes sort as the floats do, infinity and NaN above all others: one integer maximum, which may be
- * taken in any order, finds the largest magnitude and everything that isn't finite. */
-static float largest_magnitude(const float *values, int64_t length)
+static inline void add_ahead(struct ahead *ahead, const void *array, int64_t tile, int64_t bytes)
 {
-    int32_t largest = 0;
-    for (int64_t i = 0; i < length; i++) {
-        int32_t magnitude = (int32_t)(bits_of(values[i]) & 0x7fffffffu);
-        largest = magnitude > largest ? magnitude : largest;
+    ahead->tiles[ahead->arrays++] = (const uint8_t *)((uintptr_t)array + (uintptr_t)((tile + 1) * bytes));
+}
+
+static int64_t block_of(int32_t format, int64_t tile, int64_t refused_in_tile)
+{
+    return tile * blocks_in_tile(format) + refused_in_tile;
+}
+
+struct encoding {
+    const struct tile_kernels *chosen;
+    /* Floats of a tile: either where they lie, or in `room`. */
+    const float *(*source)(const struct encoding *encoding, const struct tile_kernels *kernels, int64_t tile,
+                           int64_t length, float *room);
+    int32_t format;
+    struct rounding rounding;
+    const float *values; /* or theta, or accumulator */
+    const void *local;   /* and the next two: only of a difference */
+    int32_t local_is_bfloat16;
+    float *residual;
+    float divisor;
+    int64_t count;
+    uint8_t *payload;
+};
+
+static const float *plain_values(const struct encoding *e, const struct tile_kernels *kernels, int64_t tile,
+                                 int64_t length, float *room)
+{
+    (void)kernels, (void)length, (void)room;
+    return e->values + tile * TILE;
+}
+
+static const float *difference(const struct encoding *e, const struct tile_kernels *kernels, int64_t tile,
+                               int64_t length, float *room)
+{
+    const float *theta = e->values + tile * TILE;
+    if (e->local_is_bfloat16) {
+        kernels->widen((const uint16_t *)e->local + tile * TILE, length, room);
+        kernels->subtract(theta, room, length, room);
+    } else {
+        kernels->subtract(theta, (const float *)e->local + tile * TILE, length, room);
     }
-    return float_of((uint32_t)largest);
+    if (e->residual != NULL)
+        kernels->add(e->residual + tile * TILE, length, room);
+    return room;
 }
 
-/* scale = absmax / 127, code = round(value * (127 / absmax)): at most 127 in magnitude, so nothing is clamped. A block
- * whose scale would be subnormal (absmax below 1.5e-36) is encoded as zeros: its inverse could overflow, and
- * processors set to flush subnormals would decode something else. */
-static int encode_block(const float *restrict values, int64_t length, uint8_t *restrict out)
+static const float *average(const struct encoding *e, const struct tile_kernels *kernels, int64_t tile, int64_t length,
+                            float *room)
 {
-    float absmax = largest_magnitude(values, length);
-    float scale = absmax / LARGEST_CODE;
-    if (!scale_is_sound(scale))
-        return 0;
-    if (scale < FLT_MIN)
-        scale = 0.0f;
-    float inverse = scale > 0.0f ? LARGEST_CODE / absmax : 0.0f;
-    memcpy(out, &scale, SCALE_BYTES);
-    uint8_t *restrict codes = out + SCALE_BYTES;
-    for (int64_t i = 0; i < length; i++)
-        codes[i] = (uint8_t)bits_of(values[i] * inverse + ROUNDER);
-    return 1;
+    kernels->divide(e->values + tile * TILE, e->divisor, length, room);
+    return room;
 }
 
-int64_t diloco_quantize(uintptr_t values, int64_t count, uintptr_t out)
+static struct ahead ahead_of_encoding(const struct encoding *e, int64_t tile)
 {
-    const float *source = (const float *)values;
-    uint8_t *payload = (uint8_t *)out;
-    for (int64_t block = 0; block < block_count(count); block++)
-        if (!encode_block(source + block * BLOCK, block_length(count, block), payload + block * BLOCK_BYTES))
-            return 1 + block;
-    return 0;
+    struct ahead ahead = {0};
+    add_ahead(&ahead, e->values, tile, TILE * sizeof(float));
+    if (e->local != NULL)
+        add_ahead(&ahead, e->local, tile, TILE * (e->local_is_bfloat16 ? sizeof(uint16_t) : sizeof(float)));
+    if (e->residual != NULL)
+        add_ahead(&ahead, e->residual, tile, TILE * sizeof(float));
+    return ahead;
 }
 
-int64_t diloco_quantize_difference(uintptr_t theta, uintptr_t local, int64_t count, uintptr_t out)
+static int64_t encode_tile(const struct encoding *e, int64_t tile, struct stream *stream)
 {
-    uint8_t *payload = (uint8_t *)out;
-    float difference[BLOCK]; /* 4 KiB, stays in the first-level cache */
-    for (int64_t block = 0; block < block_count(count); block++) {
-        const float *from = (const float *)theta + block * BLOCK;
-        const float *subtracted = (const float *)local + block * BLOCK;
-        int64_t length = block_length(count, block);
-        for (int64_t i = 0; i < length; i++)
-            difference[i] = from[i] - subtracted[i];
-        if (!encode_block(difference, length, payload + block * BLOCK_BYTES))
-            return 1 + block;
-    }
-    return 0;
-}
-
-int64_t diloco_finish_average(uintptr_t accumulator, float total_weight, int64_t count, uintptr_t out)
-{
-    uint8_t *payload = (uint8_t *)out;
-    float average[BLOCK];
-    for (int64_t block = 0; block < block_count(count); block++) {
-        const float *sum = (const float *)accumulator + block * BLOCK;
-        int64_t length = block_length(count, block);
-        for (int64_t i = 0; i < length; i++)
-            average[i] = sum[i] / total_weight;
-        if (!encode_block(average, length, payload + block * BLOCK_BYTES))
-            return 1 + block;
-    }
-    return 0;
-}
-
-static inline float scale_of(const uint8_t *block)
-{
-    float scale;
-    memcpy(&scale, block, SCALE_BYTES);
-    return scale;
-}
-
-static inline const int8_t *codes_of(const uint8_t *block)
-{
-    return (const int8_t *)(block + SCALE_BYTES);
-}
-
-static int block_is_sound(const uint8_t *block, int64_t length, float weight)
-{
-    float scale = scale_of(block);
-    if (!scale_is_sound(scale) || !scale_is_sound(weight * scale))
-        return 0;
-    uint8_t forbidden = 0;
-    for (int64_t i = 0; i < length; i++)
-        forbidden |= block[SCALE_BYTES + i] == FORBIDDEN_CODE;
-    return !forbidden;
-}
-
-static int64_t check_weighted(const uint8_t *payload, int64_t count, float weight)
-{
-    for (int64_t block = 0; block < block_count(count); block++)
-        if (!block_is_sound(payload + block * BLOCK_BYTES, block_length(count, block), weight))
-            return 1 + block;
-    return 0;
-}
-
-int64_t diloco_check_payload(uintptr_t payload, int64_t count)
-{
-    return check_weighted((const uint8_t *)payload, count, 1.0f);
-}
-
-int64_t diloco_dequantize(uintptr_t payload, int64_t count, uintptr_t out)
-{
-    int64_t refused = diloco_check_payload(payload, count);
+    float room[TILE], decoded[TILE];
+    int64_t length = tile_length(e->count, tile);
+    const struct tile_kernels *kernels = kernels_for(e->chosen, length);
+    const struct ahead ahead = ahead_of_encoding(e, tile), nothing = {0};
+    struct rounding rounding = e->rounding;
+    rounding.first_block += tile * blocks_in_tile(e->format);
+    const float *values = e->source(e, kernels, tile, length, room);
+    uint8_t *encoded = room_in_stream(stream);
+    int64_t refused = kernels->encode(e->format, values, length, rounding, &ahead, encoded);
     if (refused)
-        return refused;
-    for (int64_t block = 0; block < block_count(count); block++) {
-        const uint8_t *bytes = (const uint8_t *)payload + block * BLOCK_BYTES;
-        const int8_t *codes = codes_of(bytes);
-        float scale = scale_of(bytes);
-        float *restrict values = (float *)out + block * BLOCK;
-        int64_t length = block_length(count, block);
-        for (int64_t i = 0; i < length; i++)
-            values[i] = scale * (float)codes[i];
+        return block_of(e->format, tile, refused);
+    if (e->residual != NULL) {
+        kernels->decode(e->format, encoded, length, &nothing, decoded);
+        kernels->subtract(values, decoded, length, e->residual + tile * TILE);
     }
+    advance_stream(stream, bytes_of_values(&diloco_formats[e->format], length));
     return 0;
 }
 
-int64_t diloco_accumulate(uintptr_t payload, float weight, int64_t count, uintptr_t accumulator)
+static int64_t encode_tiles(const void *operation, int64_t first, int64_t last)
 {
-    int64_t refused = check_weighted((const uint8_t *)payload, count, weight);
-    if (refused)
-        return refused;
-    for (int64_t block = 0; block < block_count(count); block++) {
-        const uint8_t *bytes = (const uint8_t *)payload + block * BLOCK_BYTES;
-        const int8_t *codes = codes_of(bytes);
-        float weighted_scale = weight * scale_of(bytes);
-        float *restrict sum = (float *)accumulator + block * BLOCK;
-        int64_t length = block_length(count, block);
-        for (int64_t i = 0; i < length; i++)
-            sum[i] += weighted_scale * (float)codes[i];
+    const struct encoding *e = operation;
+    struct stream stream;
+    start_stream(&stream, e->payload + first * bytes_of_tile(e->format), e->count >= STREAMED_VALUES);
+    for (int64_t tile = first; tile < last; tile++) {
+        int64_t refused = encode_tile(e, tile, &stream);
+        if (refused)
+            return refused;
     }
+    finish_stream(&stream);
     return 0;
 }
 
-int64_t diloco_outer_step(uintptr_t payload, uintptr_t theta, uintptr_t momentum, int64_t count, float learning_rate,
-                          float mu)
+static int64_t run_encoding(struct encoding *encoding, int32_t threads)
 {
-    int64_t refused = diloco_check_payload(payload, count);
-    if (refused)
-        return refused;
-    for (int64_t block = 0; block < block_count(count); block++) {
-        const uint8_t *bytes = (const uint8_t *)payload + block * BLOCK_BYTES;
-        const int8_t *codes = codes_of(bytes);
-        float scale = scale_of(bytes);
-        float *restrict parameters = (float *)theta + block * BLOCK;
-        float *restrict velocity = (float *)momentum + block * BLOCK;
-        int64_t length = block_length(count, block);
-        for (int64_t i = 0; i < length; i++) {
-            float gradient = scale * (float)codes[i];
-            float updated = mu * velocity[i] + gradient;
-            velocity[i] = updated;
-            parameters[i] -= learning_rate * (gradient + mu * updated);
-        }
+    int32_t format = encoding->format;
+    if (format < 0 || format >= FORMATS)
+        return -1;
+    if (encoding->rounding.is_stochastic && !diloco_formats[format].is_stochastic)
+        return -1;
+    encoding->chosen = diloco_chosen_kernels();
+    return diloco_run_tiles(encode_tiles, encoding, tiles_of(encoding->count), threads);
+}
+
+int64_t diloco_quantize(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block, uintptr_t values,
+                        int64_t count, uintptr_t payload, int32_t threads)
+{
+    struct encoding encoding = {
+        .source = plain_values,
+        .format = format,
+        .rounding = {is_stochastic, seed, first_block},
+        .values = (const float *)values,
+        .count = count,
+        .payload = (uint8_t *)payload,
+    };
+    return run_encoding(&encoding, threads);
+}
+
+int64_t diloco_quantize_difference(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block,
+                                   uintptr_t theta, uintptr_t local, int32_t local_is_bfloat16, uintptr_t residual,
+                                   int64_t count, uintptr_t payload, int32_t threads)
+{
+    struct encoding encoding = {
+        .source = difference,
+        .format = format,
+        .rounding = {is_stochastic, seed, first_block},
+        .values = (const float *)theta,
+        .local = (const void *)local,
+        .local_is_bfloat16 = local_is_bfloat16,
+        .residual = (float *)residual,
+        .count = count,
+        .payload = (uint8_t *)payload,
+    };
+    return run_encoding(&encoding, threads);
+}
+
+int64_t diloco_finish_average(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block,
+                              uintptr_t accumulator, float total_weight, int64_t count, uintptr_t payload,
+                              int32_t threads)
+{
+    struct encoding encoding = {
+        .source = average,
+        .format = format,
+        .rounding = {is_stochastic, seed, first_block},
+        .values = (const float *)accumulator,
+        .divisor = total_weight,
+        .count = count,
+        .payload = (uint8_t *)payload,
+    };
+    return run_encoding(&encoding, threads);
+}
+
+struct decoding {
+    const struct tile_kernels *chosen;
+    /* What becomes of a tile's blocks, once they are checked. NULL: nothing. */
+    void (*sink)(const struct decoding *decoding, const struct tile_kernels *kernels, const uint8_t *payload,
+                 int64_t tile, int64_t length, const struct ahead *ahead);
+    int32_t format;
+    const uint8_t *payload;
+    int64_t count;
+    float *values; /* or accumulator, or theta */
+    float *momentum;
+    float weight, learning_rate, mu;
+};
+
+static void store(const struct decoding *d, const struct tile_kernels *kernels, const uint8_t *payload, int64_t tile,
+                  int64_t length, const struct ahead *ahead)
+{
+    float room[TILE], *to = d->values + tile * TILE;
+    if (d->count < STREAMED_VALUES) {
+        kernels->decode(d->format, payload, length, ahead, to);
+    } else {
+        kernels->decode(d->format, payload, length, ahead, room);
+        write_past_caches(to, room, length * (int64_t)sizeof *room);
     }
+}
+
+static void add_weighted(const struct decoding *d, const struct tile_kernels *kernels, const uint8_t *payload,
+                         int64_t tile, int64_t length, const struct ahead *ahead)
+{
+    kernels->accumulate(d->format, payload, d->weight, length, ahead, d->values + tile * TILE);
+}
+
+static void step(const struct decoding *d, const struct tile_kernels *kernels, const uint8_t *payload, int64_t tile,
+                 int64_t length, const struct ahead *ahead)
+{
+    kernels->outer_step(d->format, payload, d->learning_rate, d->mu, length, ahead, d->values + tile * TILE,
+                        d->momentum + tile * TILE);
+}
+
+static struct ahead ahead_of_decoding(const struct decoding *d, int64_t tile)
+{
+    struct ahead ahead = {0};
+    if (d->values != NULL && d->sink != store)
+        add_ahead(&ahead, d->values, tile, TILE * sizeof(float));
+    if (d->momentum != NULL)
+        add_ahead(&ahead, d->momentum, tile, TILE * sizeof(float));
+    return ahead;
+}
+
+static int64_t decode_tiles(const void *operation, int64_t first, int64_t last)
+{
+    const struct decoding *d = operation;
+    int64_t bytes = bytes_of_tile(d->format);
+    for (int64_t tile = first; tile < last; tile++) {
+        const uint8_t *payload = d->payload + tile * bytes;
+        int64_t length = tile_length(d->count, tile);
+        const struct tile_kernels *kernels = kernels_for(d->chosen, length);
+        const struct ahead ahead = ahead_of_decoding(d, tile);
+        int64_t refused = kernels->check(d->format, payload, length);
+        if (refused)
+            return block_of(d->format, tile, refused);
+        if (d->sink != NULL)
+            d->sink(d, kernels, payload, tile, length, &ahead);
+    }
+    end_writing_past_caches();
     return 0;
+}
+
+static int64_t run_decoding(struct decoding *decoding, int32_t threads)
+{
+    if (decoding->format < 0 || decoding->format >= FORMATS)
+        return -1;
+    decoding->chosen = diloco_chosen_kernels();
+    return diloco_run_tiles(decode_tiles, decoding, tiles_of(decoding->count), threads);
+}
+
+int64_t diloco_check_payload(int32_t format, uintptr_t payload, int64_t count, int32_t threads)
+{
+    struct decoding decoding = {.format = format, .payload = (const uint8_t *)payload, .count = count};
+    return run_decoding(&decoding, threads);
+}
+
+int64_t diloco_dequantize(int32_t format, uintptr_t payload, int64_t count, uintptr_t values, int32_t threads)
+{
+    struct decoding decoding = {
+        .sink = store,
+        .format = format,
+        .payload = (const uint8_t *)payload,
+        .count = count,
+        .values = (float *)values,
+    };
+    return run_decoding(&decoding, threads);
+}
+
+int64_t diloco_accumulate(int32_t format, uintptr_t payload, float weight, int64_t count, uintptr_t accumulator,
+                          int32_t threads)
+{
+    struct decoding decoding = {
+        .sink = add_weighted,
+        .format = format,
+        .payload = (const uint8_t *)payload,
+        .count = count,
+        .values = (float *)accumulator,
+        .weight = weight,
+    };
+    return run_decoding(&decoding, threads);
+}
+
+int64_t diloco_outer_step(int32_t format, uintptr_t payload, uintptr_t theta, uintptr_t momentum, int64_t count,
+                          float learning_rate, float mu, int32_t threads)
+{
+    struct decoding decoding = {
+        .sink = step,
+        .format = format,
+        .payload = (const uint8_t *)payload,
+        .count = count,
+        .values = (float *)theta,
+        .momentum = (float *)momentum,
+        .learning_rate = learning_rate,
+        .mu = mu,
+    };
+    return run_decoding(&decoding, threads);
 }

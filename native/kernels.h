@@ -1,42 +1,63 @@
-/* The arithmetic of pseudo-gradients, the same bit for bit on every machine.
+/* The arithmetic of pseudo-gradients, the same bit for bit on every machine and with every instruction set.
  *
- * A payload is n values in blocks of 1024 consecutive ones (the last block may be shorter). A block's bytes are its
- * scale (fp32, little-endian, at any alignment) and then one int8 code a value: block i starts at byte 1028 * i, and
- * a payload takes n + 4 * ceil(n / 1024) bytes. A value is decoded as scale * code.
+ * formats.h defines the payloads. Addresses are uintptr_t, which a Python caller hands over without building a pointer
+ * object; floats must be aligned to 4 bytes, bfloat16 to 2, payloads to nothing. Arguments must not overlap. Nothing
+ * here allocates or keeps state, but for the choice of instruction set. `count` values may be none, or more than 2^31.
  *
- * Addresses are passed as uintptr_t, which a Python caller can hand over without building a pointer object. Floats
- * must be aligned to 4 bytes; arguments must not overlap. Nothing here allocates, keeps state or takes locks.
+ * A function that takes a range of blocks gets the addresses of its first value and its first block. Work is split
+ * over up to `threads` threads, which end with the call; the caller's own is one of them.
  *
- * Every function returns 0, or 1 + the index of the first block that it refuses.
+ * `is_stochastic` rounds by chance instead of to nearest; the bits depend on `seed` and on a block's index, which is
+ * `first_block` for the first block of the range. `format` is an index into the table in formats.h.
+ *
+ * Functions return 0, or 1 + the index in the range of the first block that they refuse (formats.h says which), or -1
+ * for a format or a rounding that doesn't exist. After a refusal, what was to be written is undefined.
  */
 #ifndef DILOCO_KERNELS_H
 #define DILOCO_KERNELS_H
 
 #include <stdint.h>
 
-/* Encode `count` floats. Refuses a block with a NaN, an infinity or a value too large to be decoded as a finite one;
- * the blocks of `out` from that one on are left as they were. */
-int64_t diloco_quantize(uintptr_t values, int64_t count, uintptr_t out);
+/* The facts of formats.h; NULL or 0 for an index beyond the last format. */
+const char *diloco_format_name(int32_t format);
+int32_t diloco_block_values(int32_t format);
+int32_t diloco_block_bytes(int32_t format);
+int32_t diloco_format_is_stochastic(int32_t format);
+int64_t diloco_payload_size(int32_t format, int64_t count);
 
-/* The same for theta - local, without storing the difference. */
-int64_t diloco_quantize_difference(uintptr_t theta, uintptr_t local, int64_t count, uintptr_t out);
+/* "scalar", "avx2", "avx512" or "neon" for all calls from now on, "" for the fastest one. Returns 0, or 1 and changes
+ * nothing if this build or processor doesn't have it. */
+int32_t diloco_choose_kernels(const char *name);
+int32_t diloco_kernels_are_supported(const char *name);
+const char *diloco_kernels_name(void);
 
-/* The same for accumulator / total_weight. */
-int64_t diloco_finish_average(uintptr_t accumulator, float total_weight, int64_t count, uintptr_t out);
+/* Encode `count` floats. */
+int64_t diloco_quantize(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block, uintptr_t values,
+                        int64_t count, uintptr_t payload, int32_t threads);
 
-/* Refuse a block whose scale is negative (-0 too), not finite or too large, or that holds the code -128. */
-int64_t diloco_check_payload(uintptr_t payload, int64_t count);
+/* Encode d = theta - local, with local as floats or bfloat16. If `residual` is not 0, it is the address of floats of
+ * earlier calls' rounding errors (error feedback): d = (theta - local) + residual, and residual = d - decoded. */
+int64_t diloco_quantize_difference(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block,
+                                   uintptr_t theta, uintptr_t local, int32_t local_is_bfloat16, uintptr_t residual,
+                                   int64_t count, uintptr_t payload, int32_t threads);
 
-/* The three below check the whole payload first and change nothing if a block is refused. */
+/* Encode accumulator / total_weight. */
+int64_t diloco_finish_average(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block,
+                              uintptr_t accumulator, float total_weight, int64_t count, uintptr_t payload,
+                              int32_t threads);
 
-/* out = decoded values. */
-int64_t diloco_dequantize(uintptr_t payload, int64_t count, uintptr_t out);
+/* Refuse what no encoder makes. The three below it do so, too, block by block as they go. */
+int64_t diloco_check_payload(int32_t format, uintptr_t payload, int64_t count, int32_t threads);
 
-/* accumulator += (weight * scale) * code. Also refuses a block for which weight * scale is too large. */
-int64_t diloco_accumulate(uintptr_t payload, float weight, int64_t count, uintptr_t accumulator);
+/* values = decoded payload. */
+int64_t diloco_dequantize(int32_t format, uintptr_t payload, int64_t count, uintptr_t values, int32_t threads);
 
-/* g = decoded values; momentum = mu * momentum + g; theta -= learning_rate * (g + mu * momentum). */
-int64_t diloco_outer_step(uintptr_t payload, uintptr_t theta, uintptr_t momentum, int64_t count, float learning_rate,
-                          float mu);
+/* accumulator += weight * decoded payload. */
+int64_t diloco_accumulate(int32_t format, uintptr_t payload, float weight, int64_t count, uintptr_t accumulator,
+                          int32_t threads);
+
+/* g = decoded payload; momentum = mu * momentum + g; theta -= learning_rate * (g + mu * momentum). */
+int64_t diloco_outer_step(int32_t format, uintptr_t payload, uintptr_t theta, uintptr_t momentum, int64_t count,
+                          float learning_rate, float mu, int32_t threads);
 
 #endif

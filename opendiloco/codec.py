@@ -8,54 +8,60 @@ from dataclasses import dataclass
 import numpy as np
 
 from opendiloco import kernels
+from opendiloco.kernels import Format, Payload
 from opendiloco.shared_memory import Vector
 from peers.workload import BadBlocksError
 
 
 @dataclass(frozen=True)
-class Int8Codec:
-    """Payloads of `values` fp32 values, in blocks of 1024 that share a scale."""
+class BlockCodec:
+    """Payloads of `values` fp32 values in a format, rounded to nearest, with up to `threads` threads a call."""
 
+    format: Format
     values: int
+    threads: int = 1
 
     @property
     def block_count(self) -> int:
-        return kernels.block_count(self.values)
-
-    @property
-    def payload_size(self) -> int:
-        return kernels.payload_size(self.values)
+        return self.format.block_count(self.values)
 
     def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
         """Byte offsets [start, stop) of blocks [first_block, last_block); the payload's last block may be short."""
-        size = self.payload_size
-        return min(first_block * kernels.BLOCK_BYTES, size), min(last_block * kernels.BLOCK_BYTES, size)
+        return self.format.byte_range(first_block, last_block, self.values)
 
     def encode_difference(self, theta: Vector, local: Vector) -> bytes:
         """The payload of theta - local, both of shape (values,). Raises: NonFiniteError."""
-        payload = bytearray(self.payload_size)
-        kernels.quantize_difference(theta, local, payload)
+        payload = Payload(self.format, self.values)
+        kernels.quantize_difference(theta, local, payload, threads=self.threads)
         return bytes(payload)
 
     def check(self, blocks: bytes, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""
         try:
-            kernels.check_payload(blocks, self._value_count(blocks, first_block))
+            kernels.check_payload(self._payload(blocks, first_block), self.threads)
         except kernels.CorruptPayloadError as error:
             raise BadBlocksError(error.message) from error
 
+    def checked(self, payload: bytes) -> Payload:
+        """A whole payload. Raises: BadBlocksError unless it is one that an encoder makes."""
+        self.check(payload, 0)
+        if len(payload) != self.format.payload_size(self.values):
+            raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.values} values")
+        return Payload(self.format, self.values, payload)
+
     def average(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
         """The mean of checked blocks from `first_block` on: fp32, in this order, weighted by tokens; quantized once."""
-        size = len(contributions[0][0])
-        accumulator = np.zeros(self._value_count(contributions[0][0], first_block), np.float32)
+        average = Payload(self.format, self._value_count(contributions[0][0], first_block))
+        accumulator = np.zeros(average.values, np.float32)
         for blocks, tokens in contributions:
-            kernels.accumulate(blocks, tokens, accumulator)
-        average = bytearray(size)
-        kernels.finish_average(accumulator, sum(tokens for _, tokens in contributions), average)
+            kernels.accumulate(self._payload(blocks, first_block), tokens, accumulator, self.threads)
+        kernels.finish_average(accumulator, sum(tokens for _, tokens in contributions), average, threads=self.threads)
         return bytes(average)
 
+    def _payload(self, blocks: bytes, first_block: int) -> Payload:
+        return Payload(self.format, self._value_count(blocks, first_block), blocks)
+
     def _value_count(self, blocks: bytes, first_block: int) -> int:
-        """How many values these blocks hold if they are whole ones of ours."""
-        count = kernels.block_count(len(blocks) * kernels.BLOCK // kernels.BLOCK_BYTES)
-        available = max(0, self.values - first_block * kernels.BLOCK)
-        return min(count * kernels.BLOCK, available)
+        """How many values these bytes hold if they are whole blocks of ours."""
+        whole = -(-len(blocks) // self.format.block_bytes) * self.format.block_values
+        return min(whole, max(0, self.values - first_block * self.format.block_values))

@@ -118,9 +118,9 @@ class OuterOptimizerSection(Section):
 
 
 class CodecSection(Section):
-    """How payloads are encoded on the wire."""
+    """How payloads are encoded on the wire: a name of `opendiloco.kernels.FORMATS`; docs/codecs.md helps to choose."""
 
-    kind: Literal["int8"] = "int8"
+    kind: Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16"] = "int8"
 
 
 class RoundsSection(Section):

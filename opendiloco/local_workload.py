@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from opendiloco import kernels
-from opendiloco.codec import Int8Codec
+from opendiloco.codec import BlockCodec
 from opendiloco.config import RunConfig
 from opendiloco.control import Evaluated, RunFacts
 from opendiloco.errors import WorkerError
@@ -15,7 +15,7 @@ from opendiloco.outer import OuterState, digest_of_state
 from opendiloco.snapshot import SNAPSHOT_OVERHEAD, decode_snapshot, encode_snapshot
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
-from peers.workload import BadBlocksError, Progress, SnapshotError, Trained
+from peers.workload import Progress, SnapshotError, Trained
 
 
 class LocalWorkload:
@@ -24,7 +24,7 @@ class LocalWorkload:
     def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
         self.worker = worker
         self._state = OuterState(worker.vectors.theta, config.outer_optimizer)
-        self._codec = Int8Codec(self._state.theta.size)
+        self._codec = BlockCodec(kernels.FORMATS[config.codec.kind], self._state.theta.size)
 
     @classmethod
     async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> LocalWorkload:
@@ -95,12 +95,7 @@ class LocalWorkload:
         await self.worker.close()
 
     def _apply(self, payload: bytes) -> bytes:
-        if len(payload) != self._codec.payload_size:
-            raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.parameter_count} values")
-        try:
-            self._state.apply(payload)
-        except kernels.CorruptPayloadError as error:
-            raise BadBlocksError(error.message) from error
+        self._state.apply(self._codec.checked(payload))
         return self._state.digest()
 
     def _restore(self, snapshot: bytes, state_digest: bytes) -> None:

@@ -25,9 +25,11 @@ class OuterState:
         self.momentum: Vector = np.zeros_like(theta)
         self._optimizer = optimizer
 
-    def apply(self, payload: bytes) -> None:
-        """One outer step with an average's payload. Raises: CorruptPayloadError, and changes nothing."""
-        kernels.outer_step(payload, self.theta, self.momentum, self._optimizer.learning_rate, self._optimizer.momentum)
+    def apply(self, payload: kernels.Payload, threads: int = 1) -> None:
+        """One outer step with an average. Raises: CorruptPayloadError, and changes nothing."""
+        kernels.check_payload(payload, threads)
+        rate, coefficient = self._optimizer.learning_rate, self._optimizer.momentum
+        kernels.outer_step(payload, self.theta, self.momentum, rate, coefficient, threads)
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
         """Take over another peer's state."""

@@ -50,7 +50,7 @@ class Reference:
         """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest."""
         theta = self.state.theta
         accumulator, local = np.zeros_like(theta), np.empty_like(theta)
-        payload = bytearray(kernels.payload_size(theta.size))
+        payload = kernels.Payload(kernels.FORMATS[self._config.codec.kind], theta.size)
         total_tokens = 0
         for work in roster:
             if work.replica not in self._replicas:
@@ -62,7 +62,7 @@ class Reference:
             kernels.accumulate(payload, trained.tokens, accumulator)
             total_tokens += trained.tokens
         kernels.finish_average(accumulator, total_tokens, payload)
-        self.state.apply(bytes(payload))
+        self.state.apply(payload)
         self.index += 1
         return self.state.digest()
 

@@ -3,14 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opendiloco.codec import Int8Codec
+from opendiloco.codec import BlockCodec
+from opendiloco.kernels import FORMATS, INT8, Format
 from peers.buffers import part_blocks
 from peers.workload import BadBlocksError
 
 VALUES = 5000  # four whole blocks and a short one
 
 
-def contributions(codec: Int8Codec, count: int) -> list[bytes]:
+def contributions(codec: BlockCodec, count: int) -> list[bytes]:
     random = np.random.default_rng(0)
     theta = random.standard_normal(VALUES).astype(np.float32)
     return [
@@ -18,9 +19,10 @@ def contributions(codec: Int8Codec, count: int) -> list[bytes]:
     ]
 
 
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("owners", [1, 2, 3, 7])
-def test_parts_averaged_apart_are_the_whole_averaged_at_once(owners: int) -> None:
-    codec = Int8Codec(VALUES)
+def test_parts_averaged_apart_are_the_whole_averaged_at_once(owners: int, format: Format) -> None:
+    codec = BlockCodec(format, VALUES)
     payloads = contributions(codec, 3)
     tokens = [100, 250, 7]
     whole = codec.average(list(zip(payloads, tokens, strict=True)), 0)
@@ -33,7 +35,7 @@ def test_parts_averaged_apart_are_the_whole_averaged_at_once(owners: int) -> Non
 
 
 def test_blocks_of_a_part_are_checked_with_its_own_length() -> None:
-    codec = Int8Codec(VALUES)
+    codec = BlockCodec(INT8, VALUES)
     [payload] = contributions(codec, 1)
     start, stop = codec.byte_range(3, 5)
     codec.check(payload[start:stop], 3)
@@ -41,3 +43,13 @@ def test_blocks_of_a_part_are_checked_with_its_own_length() -> None:
         codec.check(payload[start : stop - 1], 3)
     with pytest.raises(BadBlocksError):
         codec.check(b"\xff" * (stop - start), 3)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_a_payload_is_checked_whole(format: Format) -> None:
+    codec = BlockCodec(format, VALUES)
+    [payload] = contributions(codec, 1)
+    assert bytes(codec.checked(payload)) == payload
+    for wrong in (payload[:-1], payload + b"\0", payload[: codec.format.block_bytes], b"", b"\xff" * len(payload)):
+        with pytest.raises(BadBlocksError):
+            codec.checked(wrong)

@@ -47,7 +47,11 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         ("inner_optimizer.betas", [0.9, 1.0], "inner_optimizer.betas.1 = 1.0: too large. Use a number below 1"),
         ("schedule.warmup_steps", -1, "schedule.warmup_steps = -1: too small. Use 0 or more."),
         ("outer_optimizer.kind", "adam", "outer_optimizer.kind = 'adam': not known here. Use 'nesterov'."),
-        ("codec", {"kind": "fp4"}, "codec.kind = 'fp4': not known here. Use 'int8'."),
+        (
+            "codec",
+            {"kind": "fp4"},
+            "codec.kind = 'fp4': not known here. Use 'int8', ",
+        ),
         ("rounds", {"minimum_peers": 0}, "rounds.minimum_peers = 0: too small. Use 1 or more."),
         ("rounds", {"heartbeat_seconds": 5.0}, "rounds: heartbeat_expiry_seconds = 10 would bury a peer"),
         ("name", "Big Run", "name = 'Big Run': not usable. Use 1 to 48 lower-case letters, digits and dashes."),

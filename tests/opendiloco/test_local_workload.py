@@ -76,7 +76,7 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_config: Run
 
 async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload) -> None:
     snapshot = await donor.snapshot()
-    zero = bytearray(kernels.payload_size(joiner.parameter_count))
+    zero = bytearray(kernels.INT8.payload_size(joiner.parameter_count))
     assert await joiner.apply(bytes(zero)) != await donor.state_digest()  # momentum alone moves theta
     before, wanted = await joiner.state_digest(), await donor.state_digest()
     assert len(snapshot) <= joiner.snapshot_limit
@@ -117,7 +117,7 @@ def test_it_is_a_workload_of_whole_and_ragged_blocks(workload: LocalWorkload) ->
     as_seen_by_peers: Workload = workload
     assert as_seen_by_peers.block_count == 3
     assert workload.byte_range(0, 1) == (0, 1028)
-    assert workload.byte_range(1, 3) == (1028, kernels.payload_size(2500))
+    assert workload.byte_range(1, 3) == (1028, kernels.INT8.payload_size(2500))
 
 
 @pytest.mark.parametrize("first_block", [0, 1, 2])
@@ -148,7 +148,7 @@ def test_a_payload_is_applied_whole_or_not_at_all(workload: LocalWorkload, small
                 await workload.apply(wrong)
         assert await workload.state_digest() == before
         alone = OuterState(np.ones(2500, np.float32), small_config.outer_optimizer)
-        alone.apply(payload)
+        alone.apply(kernels.Payload(kernels.INT8, 2500, payload))
         assert await workload.apply(payload) == alone.digest() != before
 
     asyncio.run(story())

@@ -16,11 +16,11 @@ def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
     state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.9))
     for _ in range(4):
-        payload = bytearray(kernels.payload_size(3000))
+        payload = kernels.Payload(kernels.INT8, 3000)
         kernels.quantize(source.standard_normal(3000).astype(np.float32), payload)
         decoded = np.empty(3000, np.float32)
         kernels.dequantize(payload, decoded)
-        state.apply(bytes(payload))
+        state.apply(payload)
         parameter.grad = torch.from_numpy(decoded)
         optimizer.step()
     np.testing.assert_allclose(state.theta, parameter.detach().numpy(), rtol=1e-5, atol=1e-5)

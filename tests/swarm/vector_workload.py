@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from opendiloco.codec import Int8Codec
+from opendiloco.codec import BlockCodec
 from opendiloco.config import OuterOptimizerSection
+from opendiloco.kernels import INT8
 from opendiloco.outer import OuterState, digest_of_state
 from opendiloco.snapshot import decode_snapshot, encode_snapshot
 from peers.leases import SampleRange, sample_count
@@ -20,7 +21,7 @@ VALUES = 5000
 class VectorWorkload:
     """Real kernels, a real outer step, and inner steps that take no time unless `may_train` is cleared."""
 
-    codec = Int8Codec(VALUES)
+    codec = BlockCodec(INT8, VALUES)
     block_count = codec.block_count
     snapshot_limit = 8 * VALUES + 4096
 
@@ -53,7 +54,7 @@ class VectorWorkload:
         self.codec.check(blocks, first_block)
 
     async def apply(self, payload: bytes) -> bytes:
-        self.state.apply(payload)
+        self.state.apply(self.codec.checked(payload))
         return self.state.digest()
 
     async def state_digest(self) -> bytes:

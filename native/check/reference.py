@@ -1,0 +1,123 @@
+"""The formats of native/formats.h in numpy, written from their definition: levels, and the points half way between.
+
+It shares nothing with the C code, so that golden.txt and the tests that use it would show a mistake in either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+
+BLOCK = {"int8": 1024, "uint4": 256, "e2m1-block32": 32, "e2m1": 1024, "e3m0": 1024, "fp16": 1024}
+LEVELS = {"e2m1": np.array([0, 1, 2, 3, 4, 6, 8, 12]), "e3m0": np.array([0, 1, 2, 4, 8, 16, 32, 64])}
+SMALLEST_UNIT = np.finfo(np.float32).tiny
+
+
+def random_bits(count: int, seed: int, block: int) -> Integers:
+    """The 16 random bits of a block's values (native/random.h)."""
+    mask = (1 << 64) - 1
+    state = (seed + (block + 1) * 0x9E3779B97F4A7C15) & mask
+    state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ state >> 27) * 0x94D049BB133111EB) & mask
+    state ^= state >> 31
+    value = np.arange(count, dtype=np.uint32)
+    word: npt.NDArray[Any] = value // 32 * 16 + value % 16 + np.uint32(state & 0xFFFFFFFF)
+    word = (word ^ word >> 16) * np.uint32(0x21F0AAAD) ^ np.uint32(state >> 32)
+    word = (word ^ word >> 15) * np.uint32(0x735A2D97)
+    word = word ^ word >> 15
+    bits: Integers = np.where(value % 32 < 16, word & 0xFFFF, word >> 16).astype(np.int64)
+    return bits
+
+
+def _linear(v: Floats, random: Integers | None) -> Integers:
+    if random is None:
+        return np.asarray(np.rint(v), np.int64)
+    fixed_point = np.asarray(np.rint(v * np.float32(65536)), np.int64)
+    return (fixed_point + random) // 65536
+
+
+def _exponential(w: Floats, levels: Integers, random: Integers | None) -> Integers:
+    """Codes on the scale t = |w| + max(|w|, 2), where level L lies at the t of the w that it stands for."""
+    magnitude = np.abs(w)
+    t = (magnitude + np.maximum(magnitude, np.float32(2))).astype(np.float64)
+    places = (levels + np.maximum(levels, 2)).astype(np.float64)
+    below = np.clip(np.searchsorted(places, t, side="right") - 1, 0, 6)
+    fraction = (t - places[below]) / (places[below + 1] - places[below])
+    if random is None:
+        goes_up = (fraction > 0.5) | ((fraction == 0.5) & (below % 2 == 1))
+    else:
+        goes_up = np.floor(fraction * 65536).astype(np.int64) + random >= 65536
+    level = below + goes_up
+    return np.asarray(np.where((w < 0) & (level > 0), level + 8, level), np.int64)
+
+
+def _half_bytes(codes: Integers) -> bytes:
+    even = np.append(codes, np.zeros(codes.size % 2, codes.dtype)).astype(np.uint8)
+    return bytes(even[0::2] | even[1::2] << 4)
+
+
+def _unit(span: np.float32, largest: int) -> tuple[np.float32, np.float32]:
+    unit = span / np.float32(largest)
+    return (unit, np.float32(largest) / span) if unit >= SMALLEST_UNIT else (np.float32(0), np.float32(0))
+
+
+def encode_block(name: str, values: Floats, random: Integers | None) -> bytes:
+    """One block. `random`: the values' random bits, or None to round to nearest."""
+    absmax = np.abs(values).max()
+    if name == "fp16":
+        return values.astype(np.float16).tobytes()
+    if name == "int8":
+        unit, inverse = _unit(absmax, 127)
+        return unit.tobytes() + _linear(values * inverse, random).astype(np.int8).tobytes()
+    if name == "uint4":
+        minimum = values.min() + np.float32(0)
+        unit, inverse = _unit(values.max() - minimum, 15)
+        header = np.array([unit, minimum], np.float32).tobytes()
+        return header + _half_bytes(_linear((values - minimum) * inverse, random))
+    levels = LEVELS[name[:4]]
+    unit, inverse = _unit(absmax, int(levels[-1]))
+    # On e3m0's scale the first level lies at w = 2, so that t has one binade for each level.
+    factor = 2 if name == "e3m0" else 1
+    return unit.tobytes() + _half_bytes(_exponential(values * (factor * inverse), levels * factor, random))
+
+
+def decode_block(name: str, block: bytes, count: int) -> Floats:
+    """The values of one block that an encoder made."""
+    if name == "fp16":
+        return np.frombuffer(block, "<f2").astype(np.float32)
+    unit = np.frombuffer(block[:4], np.float32)
+    if name == "int8":
+        return unit * np.frombuffer(block[4:], np.int8).astype(np.float32)
+    pairs = np.frombuffer(block[8 if name == "uint4" else 4 :], np.uint8)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:count]
+    if name == "uint4":
+        return np.frombuffer(block[4:8], np.float32) + unit * codes.astype(np.float32)
+    levels = LEVELS[name[:4]].astype(np.float32)
+    return np.asarray(np.where(codes < 8, unit, -unit) * levels[codes % 8], np.float32)
+
+
+def encode(name: str, values: Floats, seed: int | None = None, first_block: int = 0) -> bytes:
+    """The payload of finite values, rounded to nearest, or by chance if there is a seed."""
+    payload = b""
+    for index, start in enumerate(range(0, values.size, BLOCK[name])):
+        block = values[start : start + BLOCK[name]]
+        random = None if seed is None else random_bits(block.size, seed, first_block + index)
+        payload += encode_block(name, block, random)
+    return payload
+
+
+def decode(name: str, payload: bytes, count: int) -> Floats:
+    """The values of a payload that an encoder made."""
+    values = []
+    for start in range(0, count, BLOCK[name]):
+        length = min(BLOCK[name], count - start)
+        bits = {"int8": 8, "fp16": 16}.get(name, 4)
+        size = {"uint4": 8, "fp16": 0}.get(name, 4) + (length * bits + 7) // 8
+        values.append(decode_block(name, payload[:size], length))
+        payload = payload[size:]
+    return np.concatenate([np.zeros(0, np.float32), *values])

@@ -1,0 +1,147 @@
+/* What can't be encoded and what no encoder makes is refused, and the block is named. */
+#include "check.h"
+
+#include <math.h>
+
+enum { COUNT = 3 * 1024 + 100 };
+
+static void check_bad_values(const char *set, int32_t format)
+{
+    const float bad[] = {NAN, -NAN, INFINITY, -INFINITY, 0x1.000002p63f, -0x1p127f};
+    const int64_t places[] = {0, 1, 31, 32, 700, 1023, 1024, 2047, 3072, COUNT - 1};
+    int64_t block = diloco_block_values(format);
+    uint8_t *payload = new_bytes(diloco_payload_size(format, COUNT));
+    for (int k = 0; k < 6; k++)
+        for (int p = 0; p < 10; p++) {
+            float *values = random_floats(COUNT, 1.0f, 1), *zeros = new_floats(COUNT);
+            memset(zeros, 0, sizeof(float) * COUNT);
+            values[places[p]] = bad[k];
+            int64_t refused = 1 + places[p] / block;
+            uintptr_t from = ADDRESS(values), none = ADDRESS(zeros), to = ADDRESS(payload);
+            expect(diloco_quantize(format, 0, 0, 0, from, COUNT, to, 2) == refused,
+                   "%s %s: %g at %lld is encoded", set, diloco_format_name(format), bad[k], (long long)places[p]);
+            expect(diloco_quantize_difference(format, 0, 0, 0, from, none, 0, 0, COUNT, to, 1) == refused,
+                   "%s %s: a difference of %g is encoded", set, diloco_format_name(format), bad[k]);
+            expect(diloco_finish_average(format, 0, 0, 0, from, 1.0f, COUNT, to, 1) == refused,
+                   "%s %s: an average of %g is encoded", set, diloco_format_name(format), bad[k]);
+            free(values), free(zeros);
+        }
+    free(payload);
+}
+
+static int64_t check_of(int32_t format, const uint8_t *payload)
+{
+    return diloco_check_payload(format, ADDRESS(payload), COUNT, 1);
+}
+
+/* A copy of a sound payload with some bytes changed is refused at its second block. */
+static void expect_refused(const char *set, int32_t format, const uint8_t *sound, int64_t place, const void *bytes,
+                           int64_t size, const char *what)
+{
+    uint8_t *payload = copy_of_bytes(sound, diloco_payload_size(format, COUNT));
+    float *values = new_floats(COUNT);
+    memcpy(payload + diloco_block_bytes(format) + place, bytes, (size_t)size);
+    expect(check_of(format, payload) == 2, "%s %s: %s is not refused", set, diloco_format_name(format), what);
+    expect(diloco_dequantize(format, ADDRESS(payload), COUNT, ADDRESS(values), 1) == 2, "%s %s: %s is decoded", set,
+           diloco_format_name(format), what);
+    expect(diloco_accumulate(format, ADDRESS(payload), 1.0f, COUNT, ADDRESS(values), 1) == 2, "%s %s: %s is added", set,
+           diloco_format_name(format), what);
+    free(payload), free(values);
+}
+
+static void check_bad_payloads(const char *set, int32_t format)
+{
+    float *values = random_floats(COUNT, 1.0f, 1);
+    uint8_t *sound = new_bytes(diloco_payload_size(format, COUNT));
+    diloco_quantize(format, 0, 0, 0, ADDRESS(values), COUNT, ADDRESS(sound), 1);
+    expect(check_of(format, sound) == 0, "%s %s: a sound payload is refused", set, diloco_format_name(format));
+#define REFUSE(place, value, what)                                                                                     \
+    do {                                                                                                               \
+        __typeof__(value) changed = value;                                                                             \
+        expect_refused(set, format, sound, place, &changed, sizeof changed, what);                                     \
+    } while (0)
+    if (strcmp(diloco_format_name(format), "fp16") == 0) {
+        REFUSE(10, (uint16_t)0x7c00, "an infinite half");
+        REFUSE(20, (uint16_t)0xfe01, "a half that is NaN");
+    } else {
+        REFUSE(0, -1.0f, "a negative unit");
+        REFUSE(0, -0.0f, "a unit of minus zero");
+        REFUSE(0, 0.0f, "a nonzero code with unit zero");
+        REFUSE(0, 0x1p-127f, "a subnormal unit");
+        REFUSE(0, NAN, "a unit that is NaN");
+        REFUSE(0, INFINITY, "an infinite unit");
+        REFUSE(0, 0x1p63f, "a unit beyond all encoders'");
+    }
+    if (strcmp(diloco_format_name(format), "int8") == 0)
+        REFUSE(4 + 1000, (uint8_t)0x80, "the code -128");
+    if (strcmp(diloco_format_name(format), "uint4") == 0) {
+        REFUSE(4, -0.0f, "a minimum of minus zero");
+        REFUSE(4, NAN, "a minimum that is NaN");
+        REFUSE(4, -INFINITY, "an infinite minimum");
+        REFUSE(4, 0x1p65f, "a minimum beyond all encoders'");
+    }
+    if (strncmp(diloco_format_name(format), "e", 1) == 0) {
+        REFUSE(4 + 3, (uint8_t)0x18, "minus zero in a low half");
+        REFUSE(4 + 3, (uint8_t)0x81, "minus zero in a high half");
+    }
+#undef REFUSE
+    free(values), free(sound);
+}
+
+/* Whatever the bytes are, nothing outside is touched (the sanitizer sees to it), what passes is finite, and all sets
+ * agree on what passes. */
+static void check_arbitrary_bytes(const char *set, int32_t format)
+{
+    uint64_t seed = 17;
+    int64_t size = diloco_payload_size(format, COUNT);
+    for (int round = 0; round < 200; round++) {
+        uint8_t *payload = new_bytes(size);
+        float *values = new_floats(COUNT);
+        int32_t block_bytes = diloco_block_bytes(format);
+        for (int64_t i = 0; i < size; i++)
+            payload[i] = (uint8_t)(next_random(&seed) >> (round % 8));
+        for (int64_t i = 3; round % 2 && i < size; i += block_bytes)
+            payload[i] = 0x3b; /* a sound exponent, so that the codes are looked at */
+        int64_t refused = check_of(format, payload);
+        diloco_choose_kernels("scalar");
+        expect(check_of(format, payload) == refused, "%s %s: another block is refused", set, diloco_format_name(format));
+        diloco_choose_kernels(set);
+        expect(diloco_dequantize(format, ADDRESS(payload), COUNT, ADDRESS(values), 2) == refused,
+               "%s %s: decoding refuses something else", set, diloco_format_name(format));
+        int64_t finite = refused ? (refused - 1) * diloco_block_values(format) : COUNT, first = 0;
+        while (refused == 0 && first < finite && isfinite(values[first]))
+            first++;
+        expect(refused || first == COUNT, "%s %s: value %lld isn't finite", set, diloco_format_name(format),
+               (long long)first);
+        free(payload), free(values);
+    }
+}
+
+static void check_unknown_formats(void)
+{
+    float value = 1.0f;
+    uint8_t payload[8];
+    for (int32_t format = -1; format <= FORMATS; format += FORMATS + 1) {
+        expect(diloco_format_name(format) == NULL && diloco_block_values(format) == 0, "format %d has a name", format);
+        expect(diloco_quantize(format, 0, 0, 0, ADDRESS(&value), 1, ADDRESS(payload), 1) == -1, "format %d", format);
+        expect(diloco_check_payload(format, ADDRESS(payload), 1, 1) == -1, "format %d is checked", format);
+    }
+    expect(diloco_quantize(5, 1, 0, 0, ADDRESS(&value), 1, ADDRESS(payload), 1) == -1, "fp16 is rounded by chance");
+}
+
+void check_refusals(void)
+{
+    const char *const sets[] = {"scalar", set_names[0], set_names[1], set_names[2]};
+    for (int i = 0; i < 4; i++) {
+        if (diloco_choose_kernels(sets[i]) != 0)
+            continue;
+        for (int32_t format = 0; format < FORMATS; format++) {
+            check_bad_values(sets[i], format);
+            check_bad_payloads(sets[i], format);
+            check_arbitrary_bytes(sets[i], format);
+        }
+    }
+    check_unknown_formats();
+    expect(diloco_choose_kernels("mmx") == 1, "an unknown set can be chosen");
+    diloco_choose_kernels("");
+}

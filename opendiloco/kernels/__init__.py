@@ -1,0 +1,66 @@
+"""The arithmetic of pseudo-gradients: floats to payloads and back, the same bits on every machine.
+
+The one door to the C library in native/, whose formats.h describes every format to the byte. Three kinds of names:
+
+- `Format`s (`INT8` is the default; `FORMATS` by name), and `Payload`: so many values in a format, and their bytes;
+- operations on numpy arrays and payloads: `quantize`, `accumulate`, `outer_step`, …; they release the interpreter's
+  lock, and take a number of threads;
+- `choose_kernels` and `DILOCO_KERNELS`, which force an instruction set. All give the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+
+from opendiloco.kernels.arrays import BFloat16s, FloatArray, Floats, FloatView, Payload, PayloadBytes
+from opendiloco.kernels.errors import CorruptPayloadError, KernelError, NonFiniteError
+from opendiloco.kernels.formats import E2M1, E2M1_BLOCK32, E3M0, FORMATS, FP16, INT8, UINT4, Format
+from opendiloco.kernels.operations import (
+    NEAREST,
+    Rounding,
+    accumulate,
+    check_payload,
+    dequantize,
+    finish_average,
+    outer_step,
+    quantize,
+    quantize_difference,
+    stochastic,
+)
+from opendiloco.kernels.sets import ENVIRONMENT_VARIABLE, KERNEL_SETS, choose_kernels, chosen_kernels, supported_kernels
+
+__all__ = [
+    "E2M1",
+    "E2M1_BLOCK32",
+    "E3M0",
+    "FORMATS",
+    "FP16",
+    "INT8",
+    "KERNEL_SETS",
+    "NEAREST",
+    "UINT4",
+    "BFloat16s",
+    "CorruptPayloadError",
+    "FloatArray",
+    "FloatView",
+    "Floats",
+    "Format",
+    "KernelError",
+    "NonFiniteError",
+    "Payload",
+    "PayloadBytes",
+    "Rounding",
+    "accumulate",
+    "check_payload",
+    "choose_kernels",
+    "chosen_kernels",
+    "dequantize",
+    "finish_average",
+    "outer_step",
+    "quantize",
+    "quantize_difference",
+    "stochastic",
+    "supported_kernels",
+]
+
+choose_kernels(os.environ.get(ENVIRONMENT_VARIABLE, ""))

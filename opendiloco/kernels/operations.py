@@ -1,0 +1,220 @@
+"""The operations: from floats to payloads, and from payloads to floats.
+
+They work on any range of blocks: slice the arrays at multiples of the format's `block_values`, its payload at multiples
+of `block_bytes`. Arguments must not overlap; arguments of the wrong kind or length raise ValueError. `threads` is the
+most that a call uses, its own included; they end with it. After an error, what was to be written is undefined.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from opendiloco._kernels import lib
+from opendiloco.kernels.arrays import BFloat16s, Floats, FloatView, Payload, view_floats
+from opendiloco.kernels.errors import CorruptPayloadError, NonFiniteError
+
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+LARGEST_WEIGHT = 2.0**63
+"""Of all weights of an average together: so no sum of sound payloads overflows."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """To the nearest code, or by chance to one of the two around (`stochastic`).
+
+    The chance is a function of `seed`, of the block's index (that of the first is `first_block`) and of the value's
+    place in its block, so that a payload can be made again, block by block.
+    """
+
+    is_stochastic: bool
+    seed: int = 0
+    first_block: int = 0
+
+
+NEAREST = Rounding(is_stochastic=False)
+
+
+def stochastic(seed: int, first_block: int = 0) -> Rounding:
+    """Round by chance. `seed` is taken modulo 2^64."""
+    return Rounding(True, seed % 2**64, first_block)
+
+
+def quantize(values: Floats, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1) -> None:
+    """Encode `values`. Raises: NonFiniteError for the first block that can't be encoded."""
+    source = view_floats("values", values)
+    _check_target(payload, source, rounding)
+    refused = lib.diloco_quantize(
+        payload.format.index,
+        rounding.is_stochastic,
+        rounding.seed,
+        rounding.first_block,
+        source.address,
+        source.size,
+        payload.address,
+        threads,
+    )
+    if refused:
+        raise NonFiniteError(refused - 1, payload.format.block_values)
+
+
+def quantize_difference(
+    theta: Floats,
+    local: Floats | BFloat16s,
+    payload: Payload,
+    rounding: Rounding = NEAREST,
+    residual: Floats | None = None,
+    threads: int = 1,
+) -> None:
+    """Encode the pseudo-gradient `theta - local`, without a temporary array; `local` may be bfloat16 (uint16).
+
+    With error feedback, `residual` is what earlier payloads left out: it is added to the difference, and becomes what
+    this payload leaves out. Raises: NonFiniteError, as `quantize` does, also where only the difference overflows.
+    """
+    minuend = view_floats("theta", theta)
+    subtrahend = local if type(local) is FloatView else FloatView(local, "local")  # type: ignore[arg-type]
+    _check_length("local", subtrahend, minuend)
+    _check_target(payload, minuend, rounding)
+    left_out = 0
+    if residual is not None:
+        remainder = view_floats("residual", residual, writable=True)
+        _check_length("residual", remainder, minuend)
+        left_out = remainder.address
+    refused = lib.diloco_quantize_difference(
+        payload.format.index,
+        rounding.is_stochastic,
+        rounding.seed,
+        rounding.first_block,
+        minuend.address,
+        subtrahend.address,
+        subtrahend.is_bfloat16,
+        left_out,
+        minuend.size,
+        payload.address,
+        threads,
+    )
+    if refused:
+        raise NonFiniteError(refused - 1, payload.format.block_values)
+
+
+def finish_average(
+    accumulator: Floats, total_weight: float, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1
+) -> None:
+    """Encode the weighted average `accumulator / total_weight`.
+
+    `total_weight` is the sum of the weights that were accumulated and must be positive. Raises: NonFiniteError, as
+    `quantize` does.
+    """
+    divisor = _scalar("total_weight", total_weight)
+    if divisor <= 0:
+        raise ValueError(f"total_weight is {total_weight}; it must be positive")
+    source = view_floats("accumulator", accumulator)
+    _check_target(payload, source, rounding)
+    refused = lib.diloco_finish_average(
+        payload.format.index,
+        rounding.is_stochastic,
+        rounding.seed,
+        rounding.first_block,
+        source.address,
+        divisor,
+        source.size,
+        payload.address,
+        threads,
+    )
+    if refused:
+        raise NonFiniteError(refused - 1, payload.format.block_values)
+
+
+def check_payload(payload: Payload, threads: int = 1) -> None:
+    """Raises: CorruptPayloadError for the first block that no encoder makes; what passes decodes to finite values."""
+    _raise_corrupt(lib.diloco_check_payload(payload.format.index, payload.address, payload.values, threads))
+
+
+def dequantize(payload: Payload, values: Floats, threads: int = 1) -> None:
+    """Decode into `values`. Raises: CorruptPayloadError, as `check_payload` does."""
+    target = view_floats("values", values, writable=True)
+    _check_source(payload, "values", target)
+    _raise_corrupt(lib.diloco_dequantize(payload.format.index, payload.address, target.size, target.address, threads))
+
+
+def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: int = 1) -> None:
+    """Add the decoded payload times `weight` (tokens, rounded to fp32): `accumulator += weight * decoded`.
+
+    Raises: CorruptPayloadError, as `check_payload` does; the blocks before the corrupt one may have been added.
+    """
+    factor = _scalar("weight", weight)
+    if not 0 <= factor <= LARGEST_WEIGHT:
+        raise ValueError(f"weight is {weight}; it must be between 0 and 2^63")
+    target = view_floats("accumulator", accumulator, writable=True)
+    _check_source(payload, "accumulator", target)
+    _raise_corrupt(
+        lib.diloco_accumulate(payload.format.index, payload.address, factor, target.size, target.address, threads)
+    )
+
+
+def outer_step(
+    payload: Payload,
+    theta: Floats,
+    momentum: Floats,
+    learning_rate: float,
+    momentum_coefficient: float,
+    threads: int = 1,
+) -> None:
+    """The outer optimizer of DiLoCo (Algorithm 1, line 14): Nesterov SGD on the decoded pseudo-gradient g, in place.
+
+        momentum = momentum_coefficient * momentum + g
+        theta    = theta - learning_rate * (g + momentum_coefficient * momentum)
+
+    This is torch.optim.SGD(nesterov=True) with a momentum that starts at zero. Raises: CorruptPayloadError, as
+    `check_payload` does; a step that must be all or nothing is checked before.
+    """
+    rate = _scalar("learning_rate", learning_rate)
+    coefficient = _scalar("momentum_coefficient", momentum_coefficient)
+    parameters, velocity = view_floats("theta", theta, writable=True), view_floats("momentum", momentum, writable=True)
+    _check_source(payload, "theta", parameters)
+    _check_length("momentum", velocity, parameters)
+    _raise_corrupt(
+        lib.diloco_outer_step(
+            payload.format.index,
+            payload.address,
+            parameters.address,
+            velocity.address,
+            parameters.size,
+            rate,
+            coefficient,
+            threads,
+        )
+    )
+
+
+def _check_target(payload: Payload, source: FloatView, rounding: Rounding) -> None:
+    if payload.values != source.size:
+        raise ValueError(f"the payload is for {payload.values} values, not for {source.size}")
+    if not payload.is_writable:
+        raise ValueError("the payload is written to, but its bytes are read-only")
+    if rounding.is_stochastic and not payload.format.is_stochastic:
+        raise ValueError(f"{payload.format.name} has no stochastic rounding; use NEAREST")
+
+
+def _check_source(payload: Payload, name: str, target: FloatView) -> None:
+    if payload.values != target.size:
+        raise ValueError(f"{name} has {target.size} values, the payload {payload.values}")
+
+
+def _check_length(name: str, view: FloatView, theta: FloatView) -> None:
+    if view.size != theta.size:
+        raise ValueError(f"{name} has {view.size} values, theta has {theta.size}")
+
+
+def _scalar(name: str, value: float) -> float:
+    """The value, which must be a finite fp32 number, rounded to fp32."""
+    if not (math.isfinite(value) and abs(value) <= _LARGEST_FLOAT):
+        raise ValueError(f"{name} is {value}; it must be a finite fp32 number")
+    return float(np.float32(value))
+
+
+def _raise_corrupt(refused: int) -> None:
+    if refused:
+        raise CorruptPayloadError(refused - 1, "its header or a code is one that no encoder makes")
