@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # What git wouldn't track, and tests: neither goes into a source distribution.
 NOT_SOURCE = shutil.ignore_patterns(
-    ".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "kernels-check", "tests"
+    ".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "kernels-check*", "tests"
 )
 
 
@@ -57,7 +57,8 @@ def test_source_distribution_has_what_the_build_needs(built: Path) -> None:
     with tarfile.open(built / "diloco_peer-0.1.0.tar.gz") as archive:
         names = {name.removeprefix("diloco_peer-0.1.0/") for name in archive.getnames()}
     needed = {"setup.py", "setup.cfg", "pyproject.toml", "LICENSE"}
-    needed |= {f"native/{name}" for name in ("kernels.c", "kernels.h", "check.c", "build_kernels.py", "Makefile")}
+    needed |= {str(path.relative_to(ROOT)) for path in (ROOT / "native").rglob("*.[ch]")}
+    needed |= {"native/build_kernels.py", "native/Makefile", "native/check/golden.txt"}
     assert needed <= names
 
 
@@ -80,7 +81,7 @@ def test_wheel_installs_only_our_two_packages(wheel_names: list[str]) -> None:
 def test_wheel_runs_from_its_archive_folder(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    code = "import opendiloco, opendiloco.kernels as k; print(opendiloco.__file__, k.payload_size(1025))"
+    code = "import opendiloco, opendiloco.kernels as k; print(opendiloco.__file__, k.INT8.payload_size(1025))"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.split() == [str(tmp_path / "opendiloco" / "__init__.py"), "1033"], done.stderr

@@ -7,7 +7,6 @@ most that a call uses, its own included; they end with it. After an error, what 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ from opendiloco._kernels import lib
 from opendiloco.kernels.arrays import BFloat16s, Floats, FloatView, Payload, view_floats
 from opendiloco.kernels.errors import CorruptPayloadError, NonFiniteError
 
-_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+_LARGEST_FLOAT, _SMALLEST_FLOAT = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 LARGEST_WEIGHT = 2.0**63
 """Of all weights of an average together: so no sum of sound payloads overflows."""
 
@@ -107,9 +106,8 @@ def finish_average(
     `total_weight` is the sum of the weights that were accumulated and must be positive. Raises: NonFiniteError, as
     `quantize` does.
     """
-    divisor = _scalar("total_weight", total_weight)
-    if divisor <= 0:
-        raise ValueError(f"total_weight is {total_weight}; it must be positive")
+    if not _SMALLEST_FLOAT <= total_weight <= LARGEST_WEIGHT:
+        raise ValueError(f"total_weight is {total_weight}; it must be positive, and at most 2^63")
     source = view_floats("accumulator", accumulator)
     _check_target(payload, source, rounding)
     refused = lib.diloco_finish_average(
@@ -118,7 +116,7 @@ def finish_average(
         rounding.seed,
         rounding.first_block,
         source.address,
-        divisor,
+        total_weight,
         source.size,
         payload.address,
         threads,
@@ -144,13 +142,12 @@ def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: in
 
     Raises: CorruptPayloadError, as `check_payload` does; the blocks before the corrupt one may have been added.
     """
-    factor = _scalar("weight", weight)
-    if not 0 <= factor <= LARGEST_WEIGHT:
+    if not 0 <= weight <= LARGEST_WEIGHT:
         raise ValueError(f"weight is {weight}; it must be between 0 and 2^63")
     target = view_floats("accumulator", accumulator, writable=True)
     _check_source(payload, "accumulator", target)
     _raise_corrupt(
-        lib.diloco_accumulate(payload.format.index, payload.address, factor, target.size, target.address, threads)
+        lib.diloco_accumulate(payload.format.index, payload.address, weight, target.size, target.address, threads)
     )
 
 
@@ -170,8 +167,8 @@ def outer_step(
     This is torch.optim.SGD(nesterov=True) with a momentum that starts at zero. Raises: CorruptPayloadError, as
     `check_payload` does; a step that must be all or nothing is checked before.
     """
-    rate = _scalar("learning_rate", learning_rate)
-    coefficient = _scalar("momentum_coefficient", momentum_coefficient)
+    _check_scalar("learning_rate", learning_rate)
+    _check_scalar("momentum_coefficient", momentum_coefficient)
     parameters, velocity = view_floats("theta", theta, writable=True), view_floats("momentum", momentum, writable=True)
     _check_source(payload, "theta", parameters)
     _check_length("momentum", velocity, parameters)
@@ -182,8 +179,8 @@ def outer_step(
             parameters.address,
             velocity.address,
             parameters.size,
-            rate,
-            coefficient,
+            learning_rate,
+            momentum_coefficient,
             threads,
         )
     )
@@ -208,11 +205,9 @@ def _check_length(name: str, view: FloatView, theta: FloatView) -> None:
         raise ValueError(f"{name} has {view.size} values, theta has {theta.size}")
 
 
-def _scalar(name: str, value: float) -> float:
-    """The value, which must be a finite fp32 number, rounded to fp32."""
-    if not (math.isfinite(value) and abs(value) <= _LARGEST_FLOAT):
+def _check_scalar(name: str, value: float) -> None:
+    if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # not so for NaN, either
         raise ValueError(f"{name} is {value}; it must be a finite fp32 number")
-    return float(np.float32(value))
 
 
 def _raise_corrupt(refused: int) -> None:

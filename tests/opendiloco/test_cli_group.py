@@ -20,7 +20,18 @@ from opendiloco.errors import DataError
 from peers.errors import DilocoPeerError
 
 SLOW = {"torch", "hivemind", "transformers", "datasets", "pydantic", "numpy", "rich", "cryptography", "asyncio"}
-COMMANDS = [[], ["demo"], ["bootstrap"], ["run"], ["run", "create"], ["run", "show"], ["join"], ["status"], ["export"]]
+COMMANDS = [
+    [],
+    ["demo"],
+    ["bootstrap"],
+    ["run"],
+    ["run", "create"],
+    ["run", "show"],
+    ["join"],
+    ["status"],
+    ["export"],
+    ["kernels"],
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -1,0 +1,85 @@
+"""What all benchmarks share: interleaved timing, bars, the table, and `--json`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A ratio that must be at least `at_least`; its verdict is a line at the end of the report."""
+
+    name: str
+    ratio: float
+    at_least: float
+
+    @property
+    def is_met(self) -> bool:
+        return self.ratio >= self.at_least
+
+    def __str__(self) -> str:
+        verdict = "met" if self.is_met else "MISSED"
+        return f"{self.name}: {self.ratio:.2f}, bar {self.at_least:g}: {verdict}"
+
+
+def time_interleaved(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, seconds_at_most: float = 20.0
+) -> dict[str, list[float]]:
+    """Seconds of each call: all contenders once, then all again, so that a noisy moment hits all alike.
+
+    The first round only warms up. A contender that has taken more than `seconds_at_most` in all sits out.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, call in contenders.items():
+            if len(seconds[name]) > 1 and sum(seconds[name]) > seconds_at_most:
+                continue
+            start = time.perf_counter()
+            call()
+            elapsed = time.perf_counter() - start
+            if turn > 0:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def speed_ratio(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str) -> float:
+    """How many times faster `ours` is: the median over rounds in which both ran of theirs / ours."""
+    pairs = zip(seconds[ours], seconds[theirs], strict=False)
+    return statistics.median(other / own for own, other in pairs)
+
+
+def report(title: str, rows: Sequence[Mapping[str, Any]], bars: Sequence[Bar], json_file: Path | None) -> None:
+    """Print one table, the bars below it, and the verdict as the last line; write the same to a file if asked."""
+    table = Table(title=title, title_justify="left")
+    columns = list(rows[0])
+    for column in columns:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[column]) for column in columns))
+    console = Console(width=160)
+    console.print(table)
+    missed = [bar for bar in bars if not bar.is_met]
+    for bar in bars:
+        console.print(str(bar), highlight=False)
+    summary = "all bars met" if not missed else f"{len(missed)} of {len(bars)} bars MISSED"
+    verdict = "; ".join(str(bar) for bar in missed) or "no bar was missed"
+    if bars:
+        console.print(f"verdict: {summary}: {verdict}", highlight=False, soft_wrap=True)
+    if json_file:
+        content = {"title": title, "rows": list(rows), "bars": [{**asdict(b), "is_met": b.is_met} for b in bars]}
+        json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
