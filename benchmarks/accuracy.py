@@ -79,7 +79,8 @@ def hivemind(name: str) -> Codec:
 
     def code(values: FloatArray, seed: int) -> FloatArray:
         indices, codebook = codec.quantize(torch.from_numpy(values.copy()))
-        return np.asarray(codebook, np.float32)[np.asarray(indices)]
+        decoded: FloatArray = np.asarray(codebook, np.float32)[np.asarray(indices)]
+        return decoded
 
     return code
 
