@@ -8,6 +8,7 @@ from peers.events import (
     Apply,
     BadBlocks,
     ContributionArrived,
+    Dropped,
     Event,
     Note,
     PayloadDigested,
@@ -101,7 +102,7 @@ class Averaging(Joining):
         if sender != begin.attempt.leader or begin.attempt.number != self._last_attempt + 1 or not self._offered(begin):
             return
         if not self._possible(begin):
-            self._emit(Note("warning", f"{sender} began an attempt that can lead to no entry"))
+            self._emit(Dropped(sender, "begin", "its attempt can lead to no entry"))
             return
         if self._held and (begin.adopted is None or begin.adopted.attempt.order < self._held.attempt.order):
             return
@@ -181,7 +182,7 @@ class Averaging(Joining):
         try:
             log = self.log.append(header)
         except LogError as error:
-            self._emit(Note("warning", f"{sender} committed an impossible entry: {error}"))
+            self._emit(Dropped(sender, "commit", str(error)))
             return
         self._enter(State.APPLYING)
         self._recent[header.previous] = header

@@ -17,6 +17,7 @@ from peers.events import (
     Applied,
     Apply,
     DigestPayload,
+    Dropped,
     Effect,
     Event,
     FetchSnapshot,
@@ -158,6 +159,9 @@ class Driver:
         match effect:
             case Note(level, text):
                 logger.log(logging.getLevelNamesMapping()[level.upper()], text)
+            case Dropped(peer, what, reason):
+                metrics.DROPPED.labels(what).inc()
+                logger.warning("dropped a %s of %s: %s", what, peer, reason)
             case Stop():
                 self._stopped.set()
             case StopTraining():
