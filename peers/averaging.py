@@ -151,6 +151,7 @@ class Averaging(Joining):
         if isinstance(event, PayloadDigested):
             self._hold(event.digest)
         elif isinstance(event, BadBlocks) and self._pledged_to is not None:
+            self._emit(Dropped(event.sender, "contribution", event.reason))
             accuse = Accuse(attempt=event.attempt, accused=event.sender, reason=event.reason[:500])
             self._emit(Send(self._pledged_to, accuse))
 

@@ -37,6 +37,7 @@ CallHandler: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 """(sender, payload) -> answer; RefusalError refuses."""
 
 PROTOCOL_PREFIX = "/diloco-peer/1"
+CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream; nobody reads a byte a minute for ever
 ANSWER, REFUSAL = b"\x01", b"\x00"
 
 
@@ -138,7 +139,8 @@ class HivemindTransport(HivemindNode):
             self._serving.add(task)
             channel = Channel(str(info.peer_id), reader, writer)
             try:
-                await conversation(channel)
+                async with asyncio.timeout(CONVERSATION_TIMEOUT):
+                    await conversation(channel)
             except asyncio.CancelledError:  # by close(); asyncio 3.11 logs a traceback for cancelled stream handlers
                 logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
             except RemoteProtocolError as error:

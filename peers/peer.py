@@ -125,7 +125,7 @@ class Peer(Averaging):
                 self._refused(sender, reason)
             case LeaseGrant() if self.state is State.JOINING and sender == self._elect():
                 self._granted(sender, message)
-            case LeaseRequest() | Ready() if busy or (sender != self.me and sender not in self._live()):
+            case LeaseRequest() | Ready() if busy or not (sender == self.me or self.is_live(sender)):
                 pass  # a stranger: if it is one of us, its heartbeat comes before it asks again
             case LeaseRequest() if self._may_start():
                 step = self.progress.inner_step if self.progress and self.state is State.TRAINING else 0

@@ -93,6 +93,10 @@ class PeerCore:
     def _live(self) -> dict[str, Heartbeat]:
         return self.membership.live(self._now)
 
+    def is_live(self, peer: str) -> bool:
+        """Whether its heartbeats say so, as of the last event."""
+        return peer in self._live()
+
     def _elect(self) -> str | None:
         live = self._live()
         able = {

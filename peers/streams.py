@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import TypeAlias
 
 from blake3 import blake3
@@ -28,8 +28,8 @@ Accept: TypeAlias = Callable[[str, bytes, int], bytearray | memoryview | str]
 """(sender, header, data length) -> where to put the data, or the reason why not."""
 Arrived: TypeAlias = Callable[[str, bytes, bytearray | memoryview], None]
 """(sender, header, the accepted buffer, now filled); returning confirms to the sender, RefusalError refuses."""
-Serve: TypeAlias = Callable[[str, bytes], Awaitable[tuple[bytes, Buffer]]]
-"""(sender, header) -> header and data of the answer; RefusalError refuses."""
+Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
+"""(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
 
 MAGIC = b"DLCP"
 VERSION = 1
@@ -211,11 +211,12 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
     header, length = await channel.read_prelude()
     if length != 0:
         raise RemoteProtocolError(channel.peer, f"it announced {length} bytes of data with a request")
-    try:
-        answer, data = await serve(channel.peer, header)
-    except RefusalError as refusal:
-        await channel.refuse(str(refusal))
-        return
-    await channel.accept()
-    await channel.send_prelude(answer, memoryview(data).nbytes)
-    await channel.read_digest(await channel.send_data(data))
+    async with AsyncExitStack() as stack:
+        try:
+            answer, data = await stack.enter_async_context(serve(channel.peer, header))
+        except RefusalError as refusal:
+            await channel.refuse(str(refusal))
+            return
+        await channel.accept()
+        await channel.send_prelude(answer, memoryview(data).nbytes)
+        await channel.read_digest(await channel.send_data(data))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -109,10 +110,11 @@ def test_push_confirmed_with_other_bytes_fails() -> None:
     assert isinstance(sender, RemoteProtocolError)
 
 
-async def serve(sender: str, header: bytes) -> tuple[bytes, Buffer]:
+@asynccontextmanager
+async def serve(sender: str, header: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
     if header == b"secret":
         raise RefusalError("no")
-    return b"answer to " + header, bytes(range(256)) * 10_000
+    yield b"answer to " + header, bytes(range(256)) * 10_000
 
 
 def test_pull_arrives_whole() -> None:

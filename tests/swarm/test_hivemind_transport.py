@@ -254,10 +254,11 @@ def test_pushes_in_both_directions_at_once() -> None:
 def test_pulls() -> None:
     snapshot = os.urandom(3_000_000)
 
-    async def serve(sender: str, header: bytes) -> tuple[bytes, Buffer]:
+    @asynccontextmanager
+    async def serve(sender: str, header: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         if header != b"latest":
             raise RefusalError("no such snapshot")
-        return b"position", snapshot
+        yield b"position", snapshot
 
     async def main() -> None:
         async with swarm(2) as (donor, joiner):
