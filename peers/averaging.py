@@ -31,6 +31,7 @@ from peers.messages import (
     Waiting,
 )
 from peers.states import State
+from peers.wire import printable
 from peers.workload import Trained
 
 RECENT_ENTRIES = 64
@@ -152,7 +153,7 @@ class Averaging(Joining):
             self._hold(event.digest)
         elif isinstance(event, BadBlocks) and self._pledged_to is not None:
             self._emit(Dropped(event.sender, "contribution", event.reason))
-            accuse = Accuse(attempt=event.attempt, accused=event.sender, reason=event.reason[:500])
+            accuse = Accuse(attempt=event.attempt, accused=event.sender, reason=printable(event.reason))
             self._emit(Send(self._pledged_to, accuse))
 
     def _hold(self, payload: bytes) -> None:

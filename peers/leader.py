@@ -31,6 +31,7 @@ from peers.messages import (
     Waiting,
 )
 from peers.settings import RunSettings
+from peers.wire import printable
 
 OVERTAKING_LIMIT = 8
 """How often one peer may make the others at a position say Ready again."""
@@ -218,7 +219,7 @@ class Leader:
 
     def _abort(self, reason: str) -> list[Effect]:
         assert self._running is not None
-        abort = Abort(attempt=self._running.attempt, reason=reason[:500])
+        abort = Abort(attempt=self._running.attempt, reason=printable(reason))
         members = self._members()
         self._running = None
         self._ready.clear()  # everyone says Ready again, with what it holds by then
@@ -258,4 +259,4 @@ class Leader:
         return theirs is not None and theirs.header == held.header
 
     def _refuse(self, peer: str, reason: str) -> Effect:
-        return Send(peer, Refuse(position=self._log.position, reason=reason[:500]))
+        return Send(peer, Refuse(position=self._log.position, reason=printable(reason)))

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT
+from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Accept: TypeAlias = Callable[[str, bytes, int], bytearray | memoryview | str]
@@ -38,7 +38,7 @@ HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's las
 CHUNK = 1 << 20  # bytes written or read at once
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
-REASON_LIMIT = 500  # bytes
+REASON_BYTES = 500
 STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts as gone
 CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
 
@@ -93,7 +93,7 @@ class Channel:
 
     async def refuse(self, reason: str) -> None:
         """Say no. The last bytes that we send."""
-        text = reason.encode(errors="replace")[:REASON_LIMIT]
+        text = reason.encode(errors="replace")[:REASON_BYTES]
         self._writer.write(REFUSED + REASON_LENGTH.pack(len(text)) + text)
         await self._flush()
         await self.wait_closed()
@@ -106,8 +106,8 @@ class Channel:
         if verdict != REFUSED:
             raise RemoteProtocolError(self.peer, "its verdict is neither yes nor no")
         (length,) = REASON_LENGTH.unpack(await self._read(REASON_LENGTH.size))
-        text = await self._read(min(length, REASON_LIMIT))
-        raise PeerRefusedError(self.peer, text.decode(errors="replace"))
+        text = await self._read(min(length, REASON_BYTES))
+        raise PeerRefusedError(self.peer, printable(text.decode(errors="replace")))
 
     async def send_data(self, data: Buffer) -> bytes:
         """Write all of it; returns its digest."""

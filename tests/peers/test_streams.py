@@ -79,6 +79,18 @@ def test_refused_push_moves_no_data() -> None:
     assert receiver is None
 
 
+def test_a_reason_cannot_draw_on_the_terminal() -> None:
+    """Regression: peers' words reached terminals and logs as they were."""
+
+    async def refuse(channel: Channel) -> None:
+        await channel.read_prelude()
+        await channel.refuse("no\x1b[2J\r\nINFO all is well\u202e")
+
+    refused, _ = converse(lambda channel: streams.push(channel, b"", b"data"), refuse)
+    assert isinstance(refused, PeerRefusedError)
+    assert refused.reason == "no [2J  INFO all is well "
+
+
 def test_push_refused_on_arrival() -> None:
     inbox = Inbox()
     refused, receiver = converse(lambda channel: streams.push(channel, b"unwelcome", b"data"), inbox.receive)
