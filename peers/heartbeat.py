@@ -36,7 +36,8 @@ Address = Annotated[str, Field(strict=True, min_length=1, max_length=ADDRESS_LEN
 
 
 class PeerState(StrEnum):
-    """What a peer is doing, as others see it."""
+    """What a peer is doing, as others see it. Nobody publishes STARTING: there is no state to name before the worker
+    has one; it is for whoever shows peers that they started themselves."""
 
     STARTING = "starting"
     JOINING = "joining"
