@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from opendiloco.config_errors import explain_toml_error, explain_validation_error
 from peers.errors import ManifestError
+from peers.settings import Timing
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -126,11 +127,11 @@ class CodecSection(Section):
 class RoundsSection(Section):
     """Timing of membership and rounds, in seconds."""
 
-    heartbeat_seconds: PositiveFloat = 2.0
-    heartbeat_expiry_seconds: PositiveFloat = 10.0
-    grace_seconds: PositiveFloat = 10.0
-    round_timeout_seconds: PositiveFloat = 120.0
-    partition_grace_seconds: PositiveFloat = 60.0
+    heartbeat_seconds: PositiveFloat = Timing.heartbeat
+    heartbeat_expiry_seconds: PositiveFloat = Timing.heartbeat_expiry
+    grace_seconds: PositiveFloat = Timing.grace
+    round_timeout_seconds: PositiveFloat = Timing.round_timeout
+    partition_grace_seconds: PositiveFloat = Timing.partition_grace
     minimum_peers: Positive = 1
 
     @model_validator(mode="after")

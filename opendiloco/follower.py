@@ -13,7 +13,7 @@ from peers.bulk import pull_snapshot
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
-from peers.log import Header, LogState
+from peers.log import Header
 from peers.manifest import Invite
 from peers.membership import PARTICIPATING
 from peers.streams import PeerUnreachableError
@@ -65,7 +65,7 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
 
     Raises: SwarmUnreachableError when no peer gives a state that holds up.
     """
-    log = LogState(run.run_id, run.manifest.digest, run.settings.samples_per_lease)
+    log = run.settings.empty_log
     reasons = []
     for donor in await donors(transport, run):
         try:

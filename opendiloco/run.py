@@ -40,6 +40,7 @@ class Run:
             manifest_digest=self.manifest.digest,
             inner_steps=training.inner_steps,
             samples_per_lease=training.inner_steps * training.batch_size,
+            tokens_per_sample=training.sequence_length,
             minimum_peers=rounds.minimum_peers,
             timing=Timing(
                 heartbeat=rounds.heartbeat_seconds,

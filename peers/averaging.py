@@ -8,6 +8,7 @@ from peers.events import (
     Apply,
     BadBlocks,
     ContributionArrived,
+    Dropped,
     Event,
     Note,
     PayloadDigested,
@@ -30,6 +31,7 @@ from peers.messages import (
     Waiting,
 )
 from peers.states import State
+from peers.wire import printable
 from peers.workload import Trained
 
 RECENT_ENTRIES = 64
@@ -101,7 +103,7 @@ class Averaging(Joining):
         if sender != begin.attempt.leader or begin.attempt.number != self._last_attempt + 1 or not self._offered(begin):
             return
         if not self._possible(begin):
-            self._emit(Note("warning", f"{sender} began an attempt that can lead to no entry"))
+            self._emit(Dropped(sender, "begin", "its attempt can lead to no entry"))
             return
         if self._held and (begin.adopted is None or begin.adopted.attempt.order < self._held.attempt.order):
             return
@@ -150,7 +152,8 @@ class Averaging(Joining):
         if isinstance(event, PayloadDigested):
             self._hold(event.digest)
         elif isinstance(event, BadBlocks) and self._pledged_to is not None:
-            accuse = Accuse(attempt=event.attempt, accused=event.sender, reason=event.reason[:500])
+            self._emit(Dropped(event.sender, "contribution", event.reason))
+            accuse = Accuse(attempt=event.attempt, accused=event.sender, reason=printable(event.reason))
             self._emit(Send(self._pledged_to, accuse))
 
     def _hold(self, payload: bytes) -> None:
@@ -181,7 +184,7 @@ class Averaging(Joining):
         try:
             log = self.log.append(header)
         except LogError as error:
-            self._emit(Note("warning", f"{sender} committed an impossible entry: {error}"))
+            self._emit(Dropped(sender, "commit", str(error)))
             return
         self._enter(State.APPLYING)
         self._recent[header.previous] = header

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from peers.errors import LocalNetworkError, ManifestError
+from peers.hivemind_daemon import peer_id_of
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.manifest import SignedManifest
@@ -25,6 +28,7 @@ ANNOUNCE_MANIFEST = "announce-manifest"  # name of the call; payload: a packed S
 MANIFEST_LIFETIME = 3600.0  # seconds that the DHT keeps a manifest
 REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
 MANIFEST_LIMIT = 1000  # runs that one node remembers: 64 MB at most
+QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another's sake
 SUFFIX = ".manifest"
 
 
@@ -50,9 +54,9 @@ class ManifestStore:
     def add(self, manifest: SignedManifest) -> None:
         """Write its file, whole or not at all. Raises: RefusalError when there is no room; LocalNetworkError."""
         path = self._directory / f"{manifest.run_id}{SUFFIX}"
-        if not path.exists() and sum(1 for _ in self._directory.glob(f"*{SUFFIX}")) >= MANIFEST_LIMIT:
-            raise RefusalError("this node remembers as many runs as it can")
         try:
+            if not path.exists():
+                self._make_room()
             partial = path.with_suffix(".partial")
             with partial.open("wb") as file:
                 file.write(manifest.pack())
@@ -61,6 +65,23 @@ class ManifestStore:
             partial.replace(path)
         except OSError as error:
             raise self._unusable(error) from error
+
+    def touch(self, run_id: str) -> None:
+        """The run is in use: it is not forgotten for another while."""
+        with suppress(OSError):
+            os.utime(self._directory / f"{run_id}{SUFFIX}")
+
+    def _make_room(self) -> None:
+        """Forget runs that nobody has announced or trained in for long, if their place is needed.
+
+        Raises: RefusalError when there are none, OSError.
+        """
+        by_age = sorted((path.stat().st_mtime, path) for path in self._directory.glob(f"*{SUFFIX}"))
+        for used, path in by_age[: len(by_age) - MANIFEST_LIMIT + 1]:
+            if time.time() - used < QUIET_LIMIT:
+                raise RefusalError("this node remembers as many runs as it can; ask again tomorrow")
+            path.unlink()
+            logger.info("forgot the run %s: nobody uses it", path.name.removesuffix(SUFFIX))
 
     def _unusable(self, error: OSError) -> LocalNetworkError:
         return LocalNetworkError(
@@ -92,7 +113,11 @@ async def run_bootstrap(
                 manifest = SignedManifest.unpack(payload)
             except ManifestError as error:
                 raise RefusalError(error.message) from error
-            store.add(manifest)
+            try:
+                store.add(manifest)
+            except LocalNetworkError as error:
+                logger.error("run %s is not kept: %s", manifest.run_id, error)
+                raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
             await transport.store_manifest(manifest, MANIFEST_LIFETIME)
             logger.info("run %s was announced by %s", manifest.run_id, sender)
             return manifest.run_id.encode()
@@ -112,9 +137,8 @@ async def announce_manifest(
     await transport.store_manifest(manifest, MANIFEST_LIFETIME)
     kept = []
     for address in bootstrap_addresses:
-        peer_id = address.rpartition("/")[2]
         try:
-            answer = await transport.call(peer_id, ANNOUNCE_MANIFEST, manifest.pack(), timeout)
+            answer = await transport.call(peer_id_of(address), ANNOUNCE_MANIFEST, manifest.pack(), timeout)
             if answer == manifest.run_id.encode():
                 kept.append(address)
         except PeerUnreachableError as error:
@@ -123,8 +147,11 @@ async def announce_manifest(
 
 
 async def _publish(transport: HivemindTransport, store: ManifestStore) -> None:
+    """Put every manifest into the DHT again, and see which of the runs are in use."""
     for manifest in store:
         await transport.store_manifest(manifest, MANIFEST_LIFETIME)
+        if await transport.heartbeats(manifest.run_id):
+            store.touch(manifest.run_id)
 
 
 async def _until_stopped(transport: HivemindTransport, store: ManifestStore, stop: asyncio.Event) -> None:

@@ -1,6 +1,7 @@
 """Where the blocks of a round lie while they come and go: memory only, used by every driver.
 
-At most three payloads: our own contribution, everybody's blocks of our part, and the averaged payload.
+At most four payloads: our own contribution, everybody's blocks of our part, the averaged payload, and the one held from
+before; while blocks are under way, room for one more copy of those that come in.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ class Round:
     own: bytes = b""
     contributions: dict[str, bytes] = field(default_factory=dict)
     parts: dict[int, bytes] = field(default_factory=dict)
+    arriving: dict[tuple[str, int, bool], bytearray] = field(default_factory=dict)  # by sender, part, reduced
+
+    def room_for(self, sender: str, part: int, reduced: bool, length: int) -> bytearray:
+        """Where blocks are received: the same bytes for every push of them, however many are under way at once."""
+        key = sender, part, reduced
+        if key not in self.arriving:
+            self.arriving[key] = bytearray(length)
+        return self.arriving[key]
 
     def blocks(self, block_count: int, part: int) -> tuple[int, int]:
         return part_blocks(block_count, len(self.opened.owners), part)

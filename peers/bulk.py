@@ -6,10 +6,12 @@ Nothing is accepted that the protocol does not wait for at that moment, and noth
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakValueDictionary
 
-from peers import metrics
 from peers.buffers import RoundBuffers
 from peers.errors import RemoteProtocolError
 from peers.events import BadBlocks, ContributionArrived, Event, PushContribution, PushReduced, ReducedArrived
@@ -26,7 +28,9 @@ from peers.workload import BadBlocksError, SnapshotError, Workload
 BLOCKS, SNAPSHOT = "blocks", "snapshot"
 ALREADY_HERE = "already here"
 BULK_TIMEOUT = 3600.0  # seconds for one transfer; a stalled one ends much earlier, in the stream
-SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for the donor to finish an outer step
+SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for a place, or for the donor to finish an outer step
+READERS = 4  # peers of the run that fetch our state at once; a slow one may hold 8 bytes a parameter of ours
+STRANGERS = 2  # besides, others: who exports the model has no heartbeat, nor has who only wants to keep us busy
 
 
 class BlocksHeader(Value):
@@ -42,6 +46,13 @@ class SnapshotHeader(Value):
 
     last: Header | None
     heartbeat: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Packed theta and momentum; gone when nobody is sending it any more."""
+
+    data: bytes
 
 
 class BulkTransport(Protocol):
@@ -91,6 +102,10 @@ class Bulk:
         self._host = host
         self.buffers = RoundBuffers(workload)
         self.state_lock = asyncio.Lock()
+        self._snapshots: WeakValueDictionary[bytes, Snapshot] = WeakValueDictionary()  # by head of the log
+        self._readers: set[str] = set()
+        self._places = asyncio.Semaphore(READERS)
+        self._places_for_strangers = asyncio.Semaphore(STRANGERS)
 
     async def serve(self) -> None:
         await self._transport.on_push(BLOCKS, self._accept_blocks, self._blocks_arrived)
@@ -108,12 +123,15 @@ class Bulk:
     def _accept_blocks(self, sender: str, packed: bytes, length: int) -> bytearray | str:
         header = self._blocks_header(sender, packed)
         exchange = self._peer.exchange
-        if exchange is None or exchange.attempt != header.attempt or not self.buffers.current(header.attempt):
+        current = self.buffers.current(header.attempt)
+        if exchange is None or exchange.attempt != header.attempt or current is None:
             return f"not in attempt {header.attempt}"
         if not _wanted(exchange, sender, header):
             return ALREADY_HERE
         start, stop = self.buffers.part_bytes(header.attempt, header.part)
-        return bytearray(length) if length == stop - start else f"{length} bytes, expected {stop - start}"
+        if length != stop - start:
+            return f"{length} bytes, expected {stop - start}"
+        return current.room_for(sender, header.part, header.reduced, length)
 
     def _blocks_arrived(self, sender: str, packed: bytes, buffer: bytearray | memoryview) -> None:
         header = self._blocks_header(sender, packed)
@@ -123,10 +141,10 @@ class Bulk:
         if not _wanted(exchange, sender, header):
             raise RefusalError(ALREADY_HERE)  # it was pushed twice at once
         data = bytes(buffer)
+        current.arriving.pop((sender, header.part, header.reduced), None)
         try:
             self._workload.check(data, self.buffers.first_block(header.attempt, header.part))
         except BadBlocksError as error:
-            metrics.DROPPED.labels("blocks").inc()
             self._host.handle(BadBlocks(header.attempt, sender, str(error)))
             raise RefusalError(str(error)) from error
         if header.reduced:
@@ -155,8 +173,25 @@ class Bulk:
             await self._workload.restore(snapshot, state_digest)
         return header, state_digest
 
-    async def _serve_snapshot(self, sender: str, request: bytes) -> tuple[bytes, bytes]:
-        """Our state and where in the log it stands, once no outer step is under way."""
+    @asynccontextmanager
+    async def _serve_snapshot(self, sender: str, request: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
+        """Our state and where in the log it stands. Its memory is held until the context ends."""
+        if sender in self._readers:
+            raise RefusalError("another copy is on its way to you")
+        places = self._places if self._peer.is_live(sender) else self._places_for_strangers
+        async with AsyncExitStack() as stack:
+            self._readers.add(sender)
+            stack.callback(self._readers.discard, sender)
+            try:
+                async with asyncio.timeout(SETTLE_TIMEOUT):
+                    await stack.enter_async_context(places)
+            except TimeoutError:
+                raise RefusalError("too many fetch this state now") from None
+            header, snapshot = await self._settled_snapshot()
+            yield header, snapshot.data
+
+    async def _settled_snapshot(self) -> tuple[bytes, Snapshot]:
+        """Once no outer step is under way. Whoever fetches the state at one position shares one copy."""
         while True:
             try:
                 async with asyncio.timeout(SETTLE_TIMEOUT):
@@ -166,7 +201,10 @@ class Bulk:
             async with self.state_lock:
                 if _settled(self._peer):  # an outer step may have begun while we waited for the lock
                     header = SnapshotHeader(last=self._peer.log.last, heartbeat=self._host.signed_heartbeat())
-                    return pack(header), await self._workload.snapshot()
+                    head = self._peer.log.position.head
+                    snapshot = self._snapshots.get(head) or Snapshot(await self._workload.snapshot())
+                    self._snapshots[head] = snapshot
+                    return pack(header), snapshot
 
 
 def _wanted(exchange: Exchange, sender: str, header: BlocksHeader) -> bool:

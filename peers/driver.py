@@ -12,11 +12,13 @@ from typing import Protocol
 
 from peers import metrics
 from peers.bulk import ALREADY_HERE, Bulk, BulkTransport
-from peers.errors import DilocoPeerError, RemoteProtocolError
+from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.events import (
     Applied,
     Apply,
+    BadBlocks,
     DigestPayload,
+    Dropped,
     Effect,
     Event,
     FetchSnapshot,
@@ -51,9 +53,10 @@ from peers.messages import Attempt, Message, pack_message, unpack_message
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.settings import RunSettings
+from peers.spoiler import find_spoiler
 from peers.streams import PeerRefusedError, PeerUnreachableError
 from peers.wire import WireError
-from peers.workload import Progress, SnapshotError, Workload
+from peers.workload import BadBlocksError, Progress, SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class Driver:
         self._training: asyncio.Task[None] | None = None
         self._worker = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
+        self._pushes: dict[asyncio.Task[None], Attempt] = {}
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
@@ -142,6 +146,7 @@ class Driver:
         """Let the protocol take in an event, and start on what it wants done."""
         for effect in self.peer.handle(event, time.monotonic()):
             self._carry_out(effect)
+        self._cancel_old_pushes()
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
             if not waiter.done():
@@ -158,6 +163,9 @@ class Driver:
         match effect:
             case Note(level, text):
                 logger.log(logging.getLevelNamesMapping()[level.upper()], text)
+            case Dropped(peer, what, reason):
+                metrics.DROPPED.labels(what).inc()
+                logger.warning("dropped a %s of %s: %s", what, peer, reason)
             case Stop():
                 self._stopped.set()
             case StopTraining():
@@ -168,7 +176,7 @@ class Driver:
             case Send(to, message):
                 self._start(self._send(to, message))
             case PushContribution() | PushReduced():
-                self._start(self._push(effect))
+                self._pushes[self._start(self._push(effect))] = effect.attempt
             case OpenRound():
                 self._open_round(effect)
             case ReducePart():
@@ -181,6 +189,15 @@ class Driver:
             case FetchSnapshot(donor):
                 self._start(self._fetch(donor))
 
+    def _cancel_old_pushes(self) -> None:
+        """Nobody waits any more for what an attempt that is over had to say, and a new one needs the bandwidth."""
+        present = self.peer.exchange.attempt if self.peer.exchange else None
+        for push, attempt in list(self._pushes.items()):
+            if attempt != present and not push.done():
+                push.cancel()
+            if attempt != present or push.done():
+                del self._pushes[push]
+
     # Network --------------------------------------------------------------------------------------------------
     async def _send(self, to: str, message: Message) -> None:
         try:
@@ -190,6 +207,8 @@ class Driver:
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self.handle(Undelivered(to))
+        except LocalProtocolError as error:  # too large: what others sent us may have made it so
+            logger.error("cannot tell %s: %s", to, error)
 
     async def _receive(self, sender: str, data: bytes) -> bytes:
         try:
@@ -272,12 +291,19 @@ class Driver:
 
     async def _reduce(self, reduce: ReducePart) -> None:
         buffers, attempt, part = self._bulk.buffers, reduce.attempt, reduce.part
-        with suppress(KeyError):  # the attempt is over: nobody waits for this part any more
-            contributions = buffers.ordered_contributions(attempt, part)
-            averaged = await self._workload.reduce(contributions, buffers.first_block(attempt, part))
-            if current := buffers.current(attempt):
-                current.parts[part] = averaged
-                self.handle(ReducedArrived(attempt, part))
+        current = buffers.current(attempt)
+        if current is None:
+            return  # the attempt is over: nobody waits for this part any more
+        contributions, first_block = buffers.ordered_contributions(attempt, part), buffers.first_block(attempt, part)
+        try:
+            current.parts[part] = await self._workload.reduce(contributions, first_block)
+        except (BadBlocksError, DilocoPeerError) as error:
+            spoiler = current.opened.roster[await find_spoiler(self._workload, contributions, first_block)].peer
+            if spoiler == self.peer.me:
+                raise
+            self.handle(BadBlocks(attempt, spoiler, str(error)))
+        else:
+            self.handle(ReducedArrived(attempt, part))
 
     async def _apply(self, apply: Apply) -> None:
         async with self._bulk.state_lock:

@@ -244,6 +244,15 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """What a peer sent breaks the rules and was dropped: to be logged, with the peer's name, and counted by `what`."""
+
+    peer: str
+    what: str
+    reason: str
+
+
 Effect = (
     Send
     | Train
@@ -257,4 +266,5 @@ Effect = (
     | FetchSnapshot
     | Stop
     | Note
+    | Dropped
 )

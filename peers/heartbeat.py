@@ -25,17 +25,19 @@ from peers.wire import (
 )
 
 SIZE_LIMIT = 2048  # bytes, signature included
+ADDRESS_LENGTH = 200  # characters
 DEFAULT_LIFETIME = 30.0  # seconds
 SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # a signature made for anything else is worth nothing here
 UNKNOWN_PEER = "unknown"
 
 Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Loss = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Address = Annotated[str, Field(strict=True, min_length=1, max_length=200, pattern=r"^/[!-~]+$")]
+Address = Annotated[str, Field(strict=True, min_length=1, max_length=ADDRESS_LENGTH, pattern=r"^/[!-~]+$")]
 
 
 class PeerState(StrEnum):
-    """What a peer is doing, as others see it."""
+    """What a peer is doing, as others see it. Nobody publishes STARTING: there is no state to name before the worker
+    has one; it is for whoever shows peers that they started themselves."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -43,7 +45,6 @@ class PeerState(StrEnum):
     READY = "ready"
     AVERAGING = "averaging"
     LEAVING = "leaving"
-    FOLLOWING = "following"
 
 
 class SignedHeartbeat(Value):

@@ -63,6 +63,11 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
     return parsed
 
 
+def peer_id_of(address: str) -> str:
+    """The peer at the end of a multiaddress that `parse_addresses` has accepted; it may end in a slash."""
+    return address.rstrip("/").rpartition("/")[2]
+
+
 async def start_daemon(
     identity: Identity,
     initial_peers: Sequence[str],

@@ -14,16 +14,18 @@ from typing import Any, Self
 
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, RemoteProtocolError
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.hivemind_daemon import (
     HIVEMIND,
     Daemon,
     is_loopback,
     parse_addresses,
+    peer_id_of,
     start_daemon,
     stop_daemon,
     unreachable,
 )
+from peers.hivemind_storage import bounded
 from peers.identity import Identity, is_peer_id
 from peers.manifest import SignedManifest
 from peers.records import CLOCK_TOLERANCE, heartbeats_key, manifest_key, record_is_valid
@@ -94,6 +96,7 @@ class HivemindNode:
                 record_validator=RecordValidator(),
                 **DHT_OPTIONS,
             )
+            node.protocol.storage, node.protocol.cache = bounded(node.protocol.storage), bounded(node.protocol.cache)
             transport = cls(daemon, node, await _visible_addresses(daemon))
         except BaseException as error:
             await stop_daemon(daemon)
@@ -124,13 +127,15 @@ class HivemindNode:
         return LocalNetworkError(f"libp2p's daemon ended unexpectedly (status {status}).", "Start the peer again.")
 
     async def refresh_addresses(self) -> tuple[str, ...]:
-        """Ask the daemon where others can reach us now (relays and port mappings come with time)."""
-        self.addresses = await _visible_addresses(self._daemon)
-        return self.addresses
+        """Ask the daemon where others can reach us now (relays and port mappings come with time).
 
-    async def known_peers(self) -> tuple[str, ...]:
-        """Peer ids of those with whom we have a connection."""
-        return tuple(str(info.peer_id) for info in await self._daemon.list_peers())
+        When it does not say, we keep to what it said before.
+        """
+        try:
+            self.addresses = await _visible_addresses(self._daemon)
+        except (*NETWORK_ERRORS, LocalNetworkError) as error:
+            logger.debug("addresses not refreshed: %r", error)
+        return self.addresses
 
     async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
         """Connect to a peer at one of its addresses. Best effort: False when it is malformed or nobody answers."""
@@ -150,18 +155,19 @@ class HivemindNode:
         The DHT forgets a node at its first failure; a bootstrap node that restarts would stay alone with the newcomers
         that it welcomes.
         """
+        lost = [(to_peer_id(peer_id_of(address)), address) for address in initial_peers]
         while True:
             await asyncio.sleep(REJOIN_INTERVAL)
-            for address in initial_peers:
-                peer_id = to_peer_id(address.rpartition("/")[2])
+            for peer_id, address in lost:
                 if peer_id not in self._node.protocol.routing_table and await self.connect(str(peer_id), [address]):
                     await self._node.protocol.call_ping(peer_id)
 
     async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
         """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
         key, expiration = manifest_key(manifest.run_id), time.time() + ttl
-        packed = self._node.protocol.serializer.dumps(manifest.pack())
-        self._node.protocol.storage.store(HIVEMIND.protocol.DHTID.generate(key), packed, expiration)
+        packed, place = self._node.protocol.serializer.dumps(manifest.pack()), HIVEMIND.protocol.DHTID.generate(key)
+        self._node.protocol.storage.favour(place)
+        self._node.protocol.storage.store(place, packed, expiration)
         await self._node.store(key, manifest.pack(), expiration)
 
     async def find_manifest(self, run_id: str) -> SignedManifest | None:
@@ -184,7 +190,9 @@ class HivemindNode:
         if seen.sequence <= self._published:
             raise LocalProtocolError(f"heartbeat {seen.sequence} does not follow {self._published}")
         self._published = seen.sequence
-        stored: bool = await self._node.store(heartbeats_key(run_id), heartbeat, seen.expires, subkey=seen.peer)
+        key = heartbeats_key(run_id)
+        self._node.protocol.storage.favour(HIVEMIND.protocol.DHTID.generate(key))
+        stored: bool = await self._node.store(key, heartbeat, seen.expires, subkey=seen.peer)
         return stored
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
@@ -230,7 +238,8 @@ async def _visible_addresses(daemon: Daemon) -> tuple[str, ...]:
         raise LocalNetworkError(
             "libp2p's daemon listens nowhere.", "Check the listening addresses and the firewall."
         ) from error
-    return tuple(sorted(visible, key=is_loopback)[:ADDRESS_LIMIT])
+    speakable = [address for address in visible if len(address) <= ADDRESS_LENGTH]  # a relay's may be too long
+    return tuple(sorted(speakable, key=is_loopback)[:ADDRESS_LIMIT])
 
 
 def _not_admitted(reason: str) -> DilocoPeerError:

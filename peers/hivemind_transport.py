@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
-from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.hivemind_daemon import Daemon
 from peers.hivemind_node import NETWORK_ERRORS, HivemindNode, to_peer_id
 from peers.streams import (
@@ -29,7 +29,7 @@ from peers.streams import (
     receive_push,
     serve_pull,
 )
-from peers.wire import MESSAGE_LIMIT
+from peers.wire import MESSAGE_LIMIT, printable
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ CallHandler: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 """(sender, payload) -> answer; RefusalError refuses."""
 
 PROTOCOL_PREFIX = "/diloco-peer/1"
+CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream; nobody reads a byte a minute for ever
 ANSWER, REFUSAL = b"\x01", b"\x00"
 
 
@@ -67,7 +68,7 @@ class HivemindTransport(HivemindNode):
                 )
         verdict, content = answer[:1], answer[1:]
         if verdict == REFUSAL:
-            raise PeerRefusedError(peer_id, content[:500].decode(errors="replace"))
+            raise PeerRefusedError(peer_id, printable(content.decode(errors="replace")))
         if verdict != ANSWER or len(content) > MESSAGE_LIMIT:
             raise PeerUnreachableError(peer_id, "its answer is malformed")
         return content
@@ -86,6 +87,9 @@ class HivemindTransport(HivemindNode):
             except RemoteProtocolError as error:
                 logger.warning("dropped a %s message: %s", name, error)
                 return REFUSAL + error.message.encode(errors="replace")
+            except DilocoPeerError as error:
+                logger.error("cannot answer a %s message of %s: %s", name, sender, error)
+                return REFUSAL + b"internal error"
             except Exception:
                 logger.exception("the handler of %s failed", name)
                 return REFUSAL + b"internal error"
@@ -138,7 +142,8 @@ class HivemindTransport(HivemindNode):
             self._serving.add(task)
             channel = Channel(str(info.peer_id), reader, writer)
             try:
-                await conversation(channel)
+                async with asyncio.timeout(CONVERSATION_TIMEOUT):
+                    await conversation(channel)
             except asyncio.CancelledError:  # by close(); asyncio 3.11 logs a traceback for cancelled stream handlers
                 logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
             except RemoteProtocolError as error:

@@ -52,10 +52,7 @@ class Identity:
         try:
             key = load_pem_private_key(path.read_bytes(), password=None)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise LocalNetworkError(
-                f"cannot read the identity file {path}: {reason}.", "Check the path and its permissions."
-            ) from error
+            raise _unreadable(path, error) from error
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key is encrypted
             raise _not_a_key(path) from error
         if not isinstance(key, Ed25519PrivateKey):
@@ -65,7 +62,11 @@ class Identity:
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
         """The identity in `path`; if there is no such file, a new one is saved there. Raises: LocalNetworkError."""
-        if not path.exists():
+        try:
+            missing = not path.exists()
+        except OSError as error:  # such as a name that is too long
+            raise _unreadable(path, error) from error
+        if missing:
             with suppress(FileExistsError):  # another process was faster: its key is the identity
                 cls.generate().save(path)
         return cls.load(path)
@@ -140,6 +141,11 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         return Ed25519PublicKey.from_public_bytes(key)
     except ValueError:
         return None
+
+
+def _unreadable(path: Path, error: OSError) -> LocalNetworkError:
+    reason = error.strerror or str(error)
+    return LocalNetworkError(f"cannot read the identity file {path}: {reason}.", "Check the path and its permissions.")
 
 
 def _not_a_key(path: Path) -> LocalNetworkError:

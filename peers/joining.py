@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from peers.events import (
+    Dropped,
     Note,
     Send,
 )
-from peers.leases import sample_count
-from peers.log import Header
+from peers.log import Header, LogError
 from peers.membership import PARTICIPATING
 from peers.messages import (
     Inquire,
@@ -39,9 +39,13 @@ class Joining(PeerCore):
                 self._emit(Send(leader, request))
 
     def _granted(self, leader: str, grant: LeaseGrant) -> None:
-        """Train what the leader gave us, unless it is more than anybody may be given."""
-        if sample_count(grant.samples) > self.settings.samples_per_lease or grant.steps > self.settings.inner_steps:
-            self._emit(Note("warning", f"{leader} granted more than a lease"))
+        """Train what the leader gave us, if it is a lease that others will accept from us."""
+        try:
+            self.log.lease_of(self.me, grant.samples)
+            if grant.steps > self.settings.inner_steps:
+                raise LogError(f"{grant.steps} inner steps are too many")
+        except LogError as error:
+            self._emit(Dropped(leader, "lease", str(error)))
             self._distrust(leader)
         else:
             self._train(grant.samples, grant.steps)

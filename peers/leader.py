@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from peers.election import ATTEMPT_LEAP, culprits, quorum, take_order
-from peers.events import Effect, Note, Send
+from peers.events import Dropped, Effect, Note, Send
 from peers.heartbeat import Heartbeat
-from peers.leases import Lease, sample_count
+from peers.leases import Lease
 from peers.log import MEMBER_LIMIT, Header, LogError, LogState, Member
 from peers.membership import PARTICIPATING
 from peers.messages import (
@@ -31,6 +31,10 @@ from peers.messages import (
     Waiting,
 )
 from peers.settings import RunSettings
+from peers.wire import printable
+
+OVERTAKING_LIMIT = 8
+"""How often one peer may make the others at a position say Ready again."""
 
 
 class Leader:
@@ -41,11 +45,11 @@ class Leader:
         self._log = log
         self._state_digest = state_digest
         self._settings = settings
-        self._pool = log.pool
         self._granted: dict[str, Lease] = {}
         self._ready: dict[str, Ready] = {}
         self._barred_until: dict[str, float] = {}
         self._strikes: Counter[str] = Counter()
+        self._overtaken: Counter[str] = Counter()
         self._first_ready_at: float | None = None
         self._last_number = 0
         self._running: Begin | None = None
@@ -62,13 +66,15 @@ class Leader:
         """Grant samples; fewer inner steps the further we are ourselves, so that the joiner finishes with us."""
         if request.state_digest != self._state_digest:
             return [self._refuse(sender, "its state at this position is not ours")]
-        if sender not in self._granted:
-            lease = self._log.leases.get(sender)
+        lease = self._log.leases.get(sender) or self._granted.get(sender)
+        if lease is None:
+            given = set(self._granted.values())
+            lease = next((grant for grant in self._log.grants if grant not in given), None)
             if lease is None:
-                lease, self._pool = self._pool.take(self._settings.samples_per_lease)
-            self._granted[sender] = lease
+                return []  # as many joiners as one entry can take
+        self._granted[sender] = lease
         steps = max(1, self._settings.inner_steps - inner_step)
-        return [Send(sender, LeaseGrant(position=self._log.position, samples=self._granted[sender], steps=steps))]
+        return [Send(sender, LeaseGrant(position=self._log.position, samples=lease, steps=steps))]
 
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
@@ -78,25 +84,48 @@ class Leader:
             return self._abort(f"{sender} has left the attempt") + self.on_ready(sender, ready, now)
         if now < self._barred_until.get(sender, now):
             return []  # it held an attempt up; the others may go on without it meanwhile
+        if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:
+            return []  # as many as one entry can take
         if ready.state_digest != self._state_digest:
             return [self._refuse(sender, "its state at this position is not ours")]
-        if not 0 <= ready.last_attempt - self._last_number <= ATTEMPT_LEAP:
+        if ready.last_attempt < self._last_number:
             return [self._ask_again(sender)]
-        others = [member for peer, member in self._offers().items() if peer != sender]
         try:
-            if sample_count(ready.samples) > self._settings.samples_per_lease:
-                raise LogError(f"{sample_count(ready.samples)} samples are more than a lease")
-            self._log.pool_after([*others, _member(sender, ready)])
-        except ValueError as error:
-            return [self._refuse(sender, str(error))]
-        outdated = list(self._ready) if ready.last_attempt > self._last_number else []
+            self._admit(sender, ready)
+        except LogError as error:
+            return [Dropped(sender, "ready", str(error)), self._refuse(sender, str(error))]
+        overtaken = [peer for peer in self._ready if peer != sender] if ready.last_attempt > self._last_number else []
+        if overtaken and not self._may_overtake(sender, now):
+            return [Dropped(sender, "ready", "it names a higher attempt again and again")]
         self._last_number = ready.last_attempt
-        for peer in outdated:
+        for peer in overtaken:
             del self._ready[peer]
         self._ready[sender] = ready
         if self._first_ready_at is None:
             self._first_ready_at = now
-        return [self._ask_again(peer) for peer in outdated if peer != sender]
+        return [self._ask_again(peer) for peer in overtaken]
+
+    def _admit(self, sender: str, ready: Ready) -> None:
+        """Raises: LogError unless this Ready and the others can be in one entry.
+
+        What a leader before us granted is good, too, unless we have granted it to somebody else.
+        """
+        if ready.last_attempt - self._last_number > ATTEMPT_LEAP:
+            raise LogError("its attempt number is out of reach")
+        lease = self._log.lease_of(sender, ready.samples)
+        if any(grant == lease for peer, grant in self._granted.items() if peer != sender):
+            raise LogError("its samples were given to another joiner")
+        others = [member for peer, member in self._offers().items() if peer != sender]
+        self._log.check([*others, Member(peer=sender, tokens=ready.tokens, samples=ready.samples)])
+        if lease and sender not in self._log.leases:
+            self._granted[sender] = lease
+
+    def _may_overtake(self, sender: str, now: float) -> bool:
+        """Whether the others must say Ready again for this peer's higher number; each peer may ask that a few times."""
+        self._overtaken[sender] += 1
+        if self._overtaken[sender] > OVERTAKING_LIMIT:
+            self._bar(sender, now)
+        return self._overtaken[sender] <= OVERTAKING_LIMIT
 
     def _ask_again(self, peer: str) -> Effect:
         """Every Ready of an attempt must name the number before it: then nobody in it can meanwhile complete an earlier
@@ -141,7 +170,7 @@ class Leader:
     # Attempts -------------------------------------------------------------------------------------------------
     def _begin(self, now: float) -> list[Effect]:
         offers = self._offers()
-        roster = tuple(offers[peer] for peer in take_order(self._log.roster, offers)[:MEMBER_LIMIT])
+        roster = tuple(offers[peer] for peer in take_order(self._log.roster, offers))
         held = self._latest_held()
         holders = tuple(member.peer for member in roster if held and self._holds(member.peer, held))
         self._last_number += 1
@@ -190,7 +219,7 @@ class Leader:
 
     def _abort(self, reason: str) -> list[Effect]:
         assert self._running is not None
-        abort = Abort(attempt=self._running.attempt, reason=reason[:500])
+        abort = Abort(attempt=self._running.attempt, reason=printable(reason))
         members = self._members()
         self._running = None
         self._ready.clear()  # everyone says Ready again, with what it holds by then
@@ -200,6 +229,7 @@ class Leader:
         """Leave a peer out for a while, longer each time; never ourselves."""
         if peer != self._me:
             self._strikes[peer] += 1
+            self._ready.pop(peer, None)
             self._barred_until[peer] = now + self._strikes[peer] * self._settings.timing.round_timeout
 
     def _is_running(self, attempt: Attempt) -> bool:
@@ -209,7 +239,9 @@ class Leader:
         return tuple(member.peer for member in self._running.roster) if self._running else ()
 
     def _offers(self) -> dict[str, Member]:
-        return {peer: _member(peer, ready) for peer, ready in self._ready.items()}
+        return {
+            peer: Member(peer=peer, tokens=ready.tokens, samples=ready.samples) for peer, ready in self._ready.items()
+        }
 
     def _latest_held(self) -> Held | None:
         held = [ready.held for ready in self._ready.values() if ready.held and self._follows(ready.held.header)]
@@ -227,8 +259,4 @@ class Leader:
         return theirs is not None and theirs.header == held.header
 
     def _refuse(self, peer: str, reason: str) -> Effect:
-        return Send(peer, Refuse(position=self._log.position, reason=reason[:500]))
-
-
-def _member(peer: str, ready: Ready) -> Member:
-    return Member(peer=peer, tokens=ready.tokens, samples=ready.samples)
+        return Send(peer, Refuse(position=self._log.position, reason=printable(reason)))

@@ -6,6 +6,7 @@ handed out again before anything fresh, so that a dead peer's samples are traine
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,26 +24,16 @@ class SampleRange(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
-    def contains(self, other: SampleRange) -> bool:
-        return self.start <= other.start and other.stop <= self.stop
-
 
 Lease = tuple[SampleRange, ...]
 """Ranges given to one peer for one outer step, trained in this order."""
 
+PIECE_LIMIT = 16
+"""Ranges in one lease; where free samples lie more scattered, the rest is fresh. Keeps headers small."""
+
 
 def sample_count(ranges: Iterable[SampleRange]) -> int:
     return sum(piece.size for piece in ranges)
-
-
-def subtract(ranges: Iterable[SampleRange], taken: SampleRange) -> Lease:
-    """The parts of `ranges` outside `taken`, in order, without empty ranges."""
-    left: list[SampleRange] = []
-    for piece in ranges:
-        before = SampleRange(piece.start, min(piece.stop, taken.start))
-        after = SampleRange(max(piece.start, taken.stop), piece.stop)
-        left += [part for part in (before, after) if part.size > 0]
-    return tuple(left)
 
 
 def merge(ranges: Iterable[SampleRange]) -> Lease:
@@ -76,28 +67,45 @@ class SamplePool:
 
     def take(self, count: int) -> tuple[Lease, SamplePool]:
         """Exactly `count` samples: free ones first, the rest fresh."""
-        taken = prefix(self.free, count)
-        left: Lease = self.free
-        for piece in taken:
-            left = subtract(left, piece)
-        missing = count - sample_count(taken)
-        if missing > 0:
-            taken = (*taken, SampleRange(self.cursor, self.cursor + missing))
-        return merge(taken), SamplePool(self.cursor + max(0, missing), left)
+        (lease,), pool = self.deal(count, 1)
+        return lease, pool
+
+    def deal(self, count: int, leases: int) -> tuple[list[Lease], SamplePool]:
+        """As many leases of exactly `count` samples, one after another, in at most PIECE_LIMIT ranges each."""
+        free, cursor = list(reversed(self.free)), self.cursor
+        dealt: list[Lease] = []
+        for _ in range(leases):
+            pieces, missing = list[SampleRange](), count
+            while free and missing > 0 and len(pieces) < PIECE_LIMIT - 1:
+                whole = free.pop()
+                piece = SampleRange(whole.start, min(whole.stop, whole.start + missing))
+                if piece.stop < whole.stop:
+                    free.append(SampleRange(piece.stop, whole.stop))
+                pieces.append(piece)
+                missing -= piece.size
+            pieces.append(SampleRange(cursor, cursor + missing))
+            cursor += missing
+            dealt.append(merge(pieces))
+        return dealt, SamplePool(cursor, tuple(reversed(free)))
 
     def claim(self, lease: Iterable[SampleRange]) -> SamplePool:
-        """Remove ranges that a peer holds; samples skipped over on the way become free.
+        """Remove ranges that peers hold; samples skipped over on the way become free.
 
-        Raises: ValueError when any of it is not in the pool (somebody trained or holds it).
+        Raises: ValueError when any of it is not in the pool (somebody trained or holds it), or is claimed twice.
         """
-        pool = self
-        for piece in lease:
-            cursor = max(pool.cursor, piece.stop)
-            available = merge((*pool.free, SampleRange(pool.cursor, cursor)))
-            if piece.size <= 0 or not any(whole.contains(piece) for whole in available):
-                raise ValueError(f"samples {piece.start}..{piece.stop} are trained or leased already")
-            pool = SamplePool(cursor, subtract(available, piece))
-        return pool
+        wanted = deque(sorted(lease))
+        cursor = max([self.cursor, *(piece.stop for piece in wanted)])
+        left: list[SampleRange] = []
+        for whole in merge((*self.free, SampleRange(self.cursor, cursor))):
+            start = whole.start
+            while wanted and start <= wanted[0].start < wanted[0].stop <= whole.stop:
+                piece = wanted.popleft()
+                left.append(SampleRange(start, piece.start))
+                start = piece.stop
+            left.append(SampleRange(start, whole.stop))
+        if wanted:
+            raise ValueError(f"samples {wanted[0].start}..{wanted[0].stop} are trained or leased already")
+        return SamplePool(cursor, merge(left))
 
     def release(self, returned: Iterable[SampleRange]) -> SamplePool:
         """Put ranges back; they will be handed out again."""

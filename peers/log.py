@@ -8,12 +8,13 @@ go on; and it says nothing about how the round went, so that whoever finishes a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from peers.leases import Lease, SamplePool
+from peers.leases import PIECE_LIMIT, Lease, SamplePool, SampleRange, prefix, sample_count
 from peers.wire import Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
 
 MEMBER_LIMIT = 1000
@@ -25,14 +26,14 @@ class Member(Value):
 
     peer: PeerId
     tokens: Count
-    samples: tuple[Samples, ...] = Field(max_length=1000)
+    samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
 
 
 class Assignment(Value):
     """The samples that a peer of the roster trains on next."""
 
     peer: PeerId
-    samples: tuple[Samples, ...] = Field(max_length=1000)
+    samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
 
 
 class Header(Value):
@@ -42,8 +43,8 @@ class Header(Value):
     index: Count
     fragment: Count
     previous: Digest
-    roster: tuple[Member, ...] = Field(min_length=1, max_length=MEMBER_LIMIT)
-    leases: tuple[Assignment, ...]
+    roster: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+    leases: Annotated[tuple[Assignment, ...], Field(max_length=MEMBER_LIMIT)]
     cursor: Count
     free: tuple[Samples, ...]
     lineage_tokens: Count
@@ -79,6 +80,7 @@ class LogState:
     run: str
     manifest_digest: bytes
     samples_per_lease: int
+    tokens_per_sample: int
     last: Header | None = None
 
     @cached_property
@@ -100,36 +102,64 @@ class LogState:
     def pool(self) -> SamplePool:
         return SamplePool(self.last.cursor, self.last.free) if self.last else SamplePool()
 
-    @property
+    @cached_property
     def leases(self) -> dict[str, Lease]:
         return {lease.peer: lease.samples for lease in self.last.leases} if self.last else {}
+
+    @cached_property
+    def grants(self) -> tuple[Lease, ...]:
+        """The leases that peers without one may be given at this position: whole, disjoint, in this order."""
+        return tuple(self.pool.deal(self.samples_per_lease, MEMBER_LIMIT)[0])
+
+    def lease_of(self, peer: str, samples: Lease) -> Lease:
+        """What `peer` may train if it names these samples: its own lease, or the grant that they begin.
+
+        Raises: LogError when it is neither's beginning: scattered samples would cost everybody, for ever.
+        """
+        lease = self.leases.get(peer)
+        if lease is None:
+            lease = self._grant_from.get(samples[0].start, ()) if samples else ()
+        if samples != prefix(lease, sample_count(samples)):
+            raise LogError(f"{peer}: samples {samples[0].start}..{samples[-1].stop} do not begin a lease of its own")
+        return lease
+
+    @cached_property
+    def _grant_from(self) -> dict[int, Lease]:
+        return {grant[0].start: grant for grant in self.grants}
 
     def pool_after(self, roster: Sequence[Member]) -> SamplePool:
         """The pool once `roster` has trained what it says, the rest of all leases having been given back.
 
-        Raises: LogError when two members trained the same sample or one trained another's.
+        Raises: LogError when a member trained what was not for it, or states more tokens than its samples have.
         """
-        pool, leases = self.pool, self.leases
+        trained: list[SampleRange] = []
         for member in roster:
-            try:
-                pool = pool.release(leases.pop(member.peer, ())).claim(member.samples)
-            except ValueError as error:
-                raise LogError(f"{member.peer}: {error}") from error
-        return pool.release(piece for lease in leases.values() for piece in lease)
+            self.lease_of(member.peer, member.samples)
+            tokens = sample_count(member.samples) * self.tokens_per_sample
+            if member.tokens > tokens:
+                raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
+            trained += member.samples
+        leased = [piece for lease in self.leases.values() for piece in lease]
+        try:
+            return self.pool.release(leased).claim(trained)
+        except ValueError as error:
+            raise LogError(str(error)) from error
+
+    def check(self, roster: Sequence[Member]) -> None:
+        """Raises: LogError unless an entry with this roster may follow, as soon as anybody in it has trained."""
+        self._header(roster, payload=self.position.head)  # any digest will do
 
     def next_header(self, roster: Sequence[Member], payload: bytes) -> Header:
         """The only header that may follow, given who took part and what came out. Raises: LogError."""
+        if not any(member.tokens for member in roster):
+            raise LogError("nobody in the roster has trained anything")
+        return self._header(roster, payload)
+
+    def _header(self, roster: Sequence[Member], payload: bytes) -> Header:
         peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
-        tokens = sum(member.tokens for member in roster)
-        if tokens == 0:
-            raise LogError("nobody in the roster has trained anything")
-        pool = self.pool_after(roster)
-        leases: list[tuple[str, Lease]] = []
-        for peer in peers:
-            lease, pool = pool.take(self.samples_per_lease)
-            leases.append((peer, lease))
+        leases, pool = self.pool_after(roster).deal(self.samples_per_lease, len(peers))
         try:
             return Header(
                 run=self.run,
@@ -137,10 +167,10 @@ class LogState:
                 fragment=0,
                 previous=self.position.head,
                 roster=tuple(roster),
-                leases=tuple(Assignment(peer=peer, samples=lease) for peer, lease in leases),
+                leases=tuple(Assignment(peer=peer, samples=lease) for peer, lease in zip(peers, leases, strict=True)),
                 cursor=pool.cursor,
                 free=pool.free,
-                lineage_tokens=self.lineage_tokens + tokens,
+                lineage_tokens=self.lineage_tokens + sum(member.tokens for member in roster),
                 payload=payload,
             )
         except ValidationError as error:
@@ -156,4 +186,4 @@ class LogState:
 
     def at(self, header: Header | None) -> LogState:
         """The state after `header`, taken on trust (from a snapshot whose digest peers vouch for)."""
-        return LogState(self.run, self.manifest_digest, self.samples_per_lease, header)
+        return replace(self, last=header)

@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal
 import msgpack
 from pydantic import Field
 
-from peers.log import Header, Member, Position
+from peers.leases import PIECE_LIMIT
+from peers.log import MEMBER_LIMIT, Header, Member, Position
 from peers.wire import (
     PROTOCOL_VERSION,
     Count,
@@ -62,7 +63,7 @@ class LeaseGrant(Value):
 
     kind: ClassVar[Literal["lease-grant"]] = "lease-grant"
     position: Position
-    samples: tuple[Samples, ...] = Field(min_length=1)
+    samples: Annotated[tuple[Samples, ...], Field(min_length=1, max_length=PIECE_LIMIT)]
     steps: Count
 
 
@@ -77,7 +78,7 @@ class Ready(Value):
     position: Position
     state_digest: Digest
     tokens: Count
-    samples: tuple[Samples, ...]
+    samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
     incumbent: Annotated[bool, Field(strict=True)]
     last_attempt: Count
     held: Held | None
@@ -89,9 +90,9 @@ class Begin(Value):
 
     kind: ClassVar[Literal["begin"]] = "begin"
     attempt: Attempt
-    roster: tuple[Member, ...] = Field(min_length=1)
+    roster: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
     adopted: Held | None
-    holders: tuple[PeerId, ...]
+    holders: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
 
     @property
     def position(self) -> Position:
@@ -103,7 +104,7 @@ class Waiting(Value):
 
     kind: ClassVar[Literal["waiting"]] = "waiting"
     attempt: Attempt
-    missing: tuple[PeerId, ...]
+    missing: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
 
     @property
     def position(self) -> Position:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from prometheus_client import Counter, Gauge, start_http_server
 
 from peers.errors import LocalNetworkError
@@ -15,24 +13,15 @@ DROPPED = Counter("diloco_peer_dropped", "What peers sent and the door refused",
 OUTER_STEP = Gauge("diloco_peer_outer_step", "Entries in this peer's log")
 LIVE_PEERS = Gauge("diloco_peer_live_peers", "Other peers of the run that are alive")
 TOKENS_PER_SECOND = Gauge("diloco_peer_tokens_per_second", "This machine's training speed")
-LOSS = Gauge("diloco_peer_loss", "Training loss of the last inner step, nats per token")
+LOSS = Gauge("diloco_peer_loss", "Training loss of the last inner step, nats per token; NaN: not training")
 
 
-def serve_metrics(port: int, host: str = "0.0.0.0") -> Callable[[], None]:
-    """Answer GET /metrics on this port from a thread, until what is returned is called.
-
-    Raises: LocalNetworkError when the port is in use.
-    """
+def serve_metrics(port: int, host: str = "127.0.0.1") -> None:
+    """Answer GET /metrics on this port, from a thread, for as long as the process lives; by default to this machine
+    alone. Raises: LocalNetworkError when the port is in use."""
     try:
-        server, thread = start_http_server(port, host)
+        start_http_server(port, host)
     except OSError as error:
         raise LocalNetworkError(
             f"metrics cannot be served on port {port}: {error.strerror}.", "Choose another --metrics-port."
         ) from error
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return stop

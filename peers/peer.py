@@ -125,11 +125,13 @@ class Peer(Averaging):
                 self._refused(sender, reason)
             case LeaseGrant() if self.state is State.JOINING and sender == self._elect():
                 self._granted(sender, message)
-            case LeaseRequest() if not busy and self._may_start() and (sender == self.me or sender in self._live()):
+            case LeaseRequest() | Ready() if busy or not (sender == self.me or self.is_live(sender)):
+                pass  # a stranger: if it is one of us, its heartbeat comes before it asks again
+            case LeaseRequest() if self._may_start():
                 step = self.progress.inner_step if self.progress and self.state is State.TRAINING else 0
                 step = self.settings.inner_steps if self.state in (State.READY, State.AVERAGING) else step
                 self._emit_all(self._lead().on_lease_request(sender, message, step))
-            case Ready() if not busy:
+            case Ready():
                 self._emit_all(self._lead().on_ready(sender, message, self._now))
             case Waiting() if self._leader:
                 self._emit_all(self._leader.on_waiting(sender, message))

@@ -20,7 +20,7 @@ from peers.exchange import Exchange
 from peers.heartbeat import Heartbeat
 from peers.leader import Leader
 from peers.leases import Lease
-from peers.log import Header, LogState
+from peers.log import Header
 from peers.membership import PARTICIPATING, Membership
 from peers.messages import Held, Leaving
 from peers.settings import RunSettings
@@ -34,7 +34,7 @@ class PeerCore:
     def __init__(self, me: str, settings: RunSettings, state_digest: bytes, now: float) -> None:
         self.me = me
         self.settings = settings
-        self.log = LogState(settings.run, settings.manifest_digest, settings.samples_per_lease)
+        self.log = settings.empty_log
         self.settled = self.log
         self.state = State.JOINING
         self.state_digest = state_digest
@@ -93,6 +93,10 @@ class PeerCore:
     def _live(self) -> dict[str, Heartbeat]:
         return self.membership.live(self._now)
 
+    def is_live(self, peer: str) -> bool:
+        """Whether its heartbeats say so, as of the last event."""
+        return peer in self._live()
+
     def _elect(self) -> str | None:
         live = self._live()
         able = {
@@ -111,7 +115,8 @@ class PeerCore:
         return frozenset(peer for peer, until in self._distrusted_until.items() if self._now < until)
 
     def _distrust(self, peer: str) -> None:
-        self._distrusted_until[peer] = self._now + 2 * self.settings.timing.round_timeout
+        still = {other: until for other, until in self._distrusted_until.items() if self._now < until}
+        self._distrusted_until = still | {peer: self._now + 2 * self.settings.timing.round_timeout}
 
     def _lead(self) -> Leader:
         if self._leader is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Coroutine
 from typing import Protocol
@@ -12,10 +13,13 @@ from peers.identity import Identity
 from peers.peer import Peer
 from peers.states import SHOWN_AS
 
+REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
+
 
 class PulseTransport(Protocol):
     addresses: tuple[str, ...]
 
+    async def refresh_addresses(self) -> tuple[str, ...]: ...
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     async def publish(self, heartbeat: bytes, run_id: str) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
@@ -37,12 +41,17 @@ class Pulse:
         self._transport = transport
         self._start = start
         self._sequence = 0
+        self._beats = 0
         self._connected: set[str] = set()
 
     async def beat(self) -> tuple[Heartbeat, ...]:
         """Publish ours; returns the newest of every peer, and begins to connect to those that are new."""
+        if self._beats % REFRESH_BEATS == 0:
+            await self._transport.refresh_addresses()
+        self._beats += 1
         await self.publish()
         heartbeats = await self._transport.heartbeats(self._peer.settings.run)
+        self._connected &= {heartbeat.peer for heartbeat in heartbeats}
         for stranger in heartbeats:
             if stranger.peer not in self._connected | {self._peer.me}:
                 self._connected.add(stranger.peer)
@@ -84,6 +93,6 @@ class Pulse:
     def _measure(self) -> None:
         metrics.OUTER_STEP.set(self._peer.log.position.index)
         metrics.LIVE_PEERS.set(len(self._peer.membership.live(time.monotonic())))
-        if self._peer.progress:
-            metrics.TOKENS_PER_SECOND.set(self._peer.progress.tokens_per_second)
-            metrics.LOSS.set(self._peer.progress.loss)
+        progress = self._peer.progress
+        metrics.TOKENS_PER_SECOND.set(progress.tokens_per_second if progress else 0)
+        metrics.LOSS.set(progress.loss if progress else math.nan)

@@ -29,7 +29,7 @@ def schedule(seed: int, watch: Callable[[Swarm], None] = lambda swarm: None) -> 
     draw = random.Random(seed)
     names = [f"peer{number}" for number in range(draw.randint(2, 7))]
     timing = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
-    settings = RunSettings("simulated", digest_of(b"manifest"), 10, 20, len(names) // 2 + 1, timing)
+    settings = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, len(names) // 2 + 1, timing)
     faults = Faults(
         loss=draw.choice([0, 0.02, 0.2]),
         duplication=draw.choice([0, 0.1]),

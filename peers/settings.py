@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peers.log import LogState
+
 
 @dataclass(frozen=True)
 class Timing:
-    """All in seconds on each peer's own monotonic clock; clocks of different peers are never compared."""
+    """All in seconds on each peer's own monotonic clock; clocks of different peers are never compared.
+
+    The defaults are those of `run.toml`'s section `rounds`, too.
+    """
 
     heartbeat: float = 2.0
     heartbeat_expiry: float = 10.0
-    grace: float = 60.0
+    grace: float = 10.0
     """How long a leader that is ready waits for live peers that are still training."""
-    round_timeout: float = 60.0
+    round_timeout: float = 120.0
     """How long one attempt may take before the members that hold it up are left out."""
-    partition_grace: float = 120.0
+    partition_grace: float = 60.0
     """How long a minority of the last roster waits for the rest before it goes on alone."""
     resend: float = 1.0
     """Pause before an unanswered message is sent again."""
@@ -31,5 +36,11 @@ class RunSettings:
     manifest_digest: bytes
     inner_steps: int
     samples_per_lease: int
+    tokens_per_sample: int
     minimum_peers: int = 1
     timing: Timing = Timing()
+
+    @property
+    def empty_log(self) -> LogState:
+        """The log before its first entry."""
+        return LogState(self.run, self.manifest_digest, self.samples_per_lease, self.tokens_per_sample)

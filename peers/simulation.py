@@ -252,7 +252,7 @@ class Swarm:
     def _train(self, simulated: SimulatedPeer, training: int, lease: Lease, steps: int) -> None:
         def done() -> None:
             if simulated.training == training:
-                tokens = 10 * sample_count(lease)
+                tokens = self.settings.tokens_per_sample * sample_count(lease)
                 simulated.trained = Trained(lease, tokens, 1.0)
                 self._handle(simulated, TrainingDone(simulated.trained))
 

@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import TypeAlias
 
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT
+from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Accept: TypeAlias = Callable[[str, bytes, int], bytearray | memoryview | str]
 """(sender, header, data length) -> where to put the data, or the reason why not."""
 Arrived: TypeAlias = Callable[[str, bytes, bytearray | memoryview], None]
 """(sender, header, the accepted buffer, now filled); returning confirms to the sender, RefusalError refuses."""
-Serve: TypeAlias = Callable[[str, bytes], Awaitable[tuple[bytes, Buffer]]]
-"""(sender, header) -> header and data of the answer; RefusalError refuses."""
+Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
+"""(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
 
 MAGIC = b"DLCP"
 VERSION = 1
@@ -38,7 +38,7 @@ HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's las
 CHUNK = 1 << 20  # bytes written or read at once
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
-REASON_LIMIT = 500  # bytes
+REASON_BYTES = 500
 STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts as gone
 CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
 
@@ -93,7 +93,7 @@ class Channel:
 
     async def refuse(self, reason: str) -> None:
         """Say no. The last bytes that we send."""
-        text = reason.encode(errors="replace")[:REASON_LIMIT]
+        text = reason.encode(errors="replace")[:REASON_BYTES]
         self._writer.write(REFUSED + REASON_LENGTH.pack(len(text)) + text)
         await self._flush()
         await self.wait_closed()
@@ -106,8 +106,8 @@ class Channel:
         if verdict != REFUSED:
             raise RemoteProtocolError(self.peer, "its verdict is neither yes nor no")
         (length,) = REASON_LENGTH.unpack(await self._read(REASON_LENGTH.size))
-        text = await self._read(min(length, REASON_LIMIT))
-        raise PeerRefusedError(self.peer, text.decode(errors="replace"))
+        text = await self._read(min(length, REASON_BYTES))
+        raise PeerRefusedError(self.peer, printable(text.decode(errors="replace")))
 
     async def send_data(self, data: Buffer) -> bytes:
         """Write all of it; returns its digest."""
@@ -211,11 +211,12 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
     header, length = await channel.read_prelude()
     if length != 0:
         raise RemoteProtocolError(channel.peer, f"it announced {length} bytes of data with a request")
-    try:
-        answer, data = await serve(channel.peer, header)
-    except RefusalError as refusal:
-        await channel.refuse(str(refusal))
-        return
-    await channel.accept()
-    await channel.send_prelude(answer, memoryview(data).nbytes)
-    await channel.read_digest(await channel.send_data(data))
+    async with AsyncExitStack() as stack:
+        try:
+            answer, data = await stack.enter_async_context(serve(channel.peer, header))
+        except RefusalError as refusal:
+            await channel.refuse(str(refusal))
+            return
+        await channel.accept()
+        await channel.send_prelude(answer, memoryview(data).nbytes)
+        await channel.read_digest(await channel.send_data(data))

@@ -16,6 +16,7 @@ from peers.leases import SampleRange
 
 PROTOCOL_VERSION = 1
 DIGEST_BYTES = 32
+REASON_LIMIT = 500  # characters
 MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
 
 
@@ -25,12 +26,17 @@ def _ordered(value: SampleRange) -> SampleRange:
     return value
 
 
+def printable(text: str) -> str:
+    """A peer's words as they may reach a terminal or a log: on one line, without control characters, not too long."""
+    return "".join(character if character.isprintable() else " " for character in text[:REASON_LIMIT])
+
+
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**62)]
 Digest = Annotated[bytes, Field(strict=True, min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 PeerId = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9]+$")]
-RunId = Annotated[str, Field(strict=True, min_length=1, max_length=128)]
+RunId = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Samples = Annotated[SampleRange, AfterValidator(_ordered)]
-Reason = Annotated[str, Field(strict=True, max_length=500)]
+Reason = Annotated[str, Field(strict=True, max_length=REASON_LIMIT), AfterValidator(printable)]
 
 
 class Value(BaseModel):

@@ -30,8 +30,8 @@ class Trained:
 class Workload(Protocol):
     """The state machine that the log drives: theta, momentum and the worker behind them.
 
-    A payload is a sequence of `block_count` independently decodable blocks. Calls are never concurrent, except that
-    `snapshot` may be called while `train` runs.
+    A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
+    momentum and may run beside anything, `snapshot` beside `train` and `reduce`; other calls are never concurrent.
     """
 
     @property
@@ -51,7 +51,10 @@ class Workload(Protocol):
         """The quantized pseudo-gradient theta - local, a whole payload."""
 
     async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
-        """Average checked blocks from `first_block` on: in fp32, in this order, weighted by tokens; quantized once."""
+        """Average checked blocks from `first_block` on: in fp32, in this order, weighted by tokens; quantized once.
+
+        Raises: BadBlocksError or DilocoPeerError when there is no such average; if so, it does for more of them, too.
+        """
 
     def check(self, blocks: bytes, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from opendiloco.config import RunConfig
+from opendiloco.config import RoundsSection, RunConfig
 from peers.errors import ManifestError
+from peers.settings import Timing
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -108,3 +109,13 @@ def test_numbers_that_json_cannot_carry_are_refused(small_content: dict[str, Any
     content["model"]["config"]["rope_theta"] = float("inf")
     with pytest.raises(ManifestError, match="model"):
         RunConfig.from_manifest_content(content)
+
+
+def test_the_timing_has_one_set_of_defaults() -> None:
+    """Regression: the file's and the protocol's were different."""
+    rounds, timing = RoundsSection(), Timing()
+    assert rounds.heartbeat_seconds == timing.heartbeat
+    assert rounds.heartbeat_expiry_seconds == timing.heartbeat_expiry
+    assert rounds.grace_seconds == timing.grace
+    assert rounds.round_timeout_seconds == timing.round_timeout
+    assert rounds.partition_grace_seconds == timing.partition_grace

@@ -13,7 +13,7 @@ from peers.wire import digest_of
 
 def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
-    log = LogState("run", digest_of(b"manifest"), samples_per_lease=8)
+    log = LogState("run", digest_of(b"manifest"), samples_per_lease=8, tokens_per_sample=10)
     first = log.next_header([Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))], digest_of(b"payload 0"))
     second = log.append(first).next_header(
         [Member(peer="A", tokens=80, samples=(SampleRange(8, 16),))], digest_of(b"payload 1")
@@ -24,7 +24,7 @@ def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
-    log = LogState("run", digest_of(b"manifest"), samples_per_lease=8)
+    log = LogState("run", digest_of(b"manifest"), samples_per_lease=8, tokens_per_sample=10)
     header = log.next_header([Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))], digest_of(b"payload"))
     with pytest.raises(MachineError, match="journal"):
         Journal(tmp_path / "no such folder" / "journal.jsonl").append(header, digest_of(b"state"))

@@ -21,9 +21,11 @@ MANIFEST = digest_of(b"manifest")
 STATE = digest_of(b"state")
 PAYLOAD = digest_of(b"payload")
 TIMING = Timing(grace=30.0, round_timeout=20.0, partition_grace=100.0)
-SETTINGS = RunSettings(RUN, MANIFEST, inner_steps=10, samples_per_lease=20, minimum_peers=3, timing=TIMING)
+SETTINGS = RunSettings(
+    RUN, MANIFEST, inner_steps=10, samples_per_lease=20, tokens_per_sample=100, minimum_peers=3, timing=TIMING
+)
 TOKENS = 100
-LOG = LogState(RUN, MANIFEST, 20)
+LOG = SETTINGS.empty_log
 
 
 def member(peer: str, start: int, stop: int, tokens: int = TOKENS) -> Member:
@@ -149,7 +151,8 @@ class Rig:
         first = {"a": (SampleRange(0, 20),), "b": (SampleRange(20, 40),), "c": (SampleRange(40, 60),)}
         offers = log.leases if log.last else first
         return tuple(
-            Member(peer=name, tokens=TOKENS, samples=offers.get(name, ())) for name in take_order(log.roster, "abc")
+            Member(peer=name, tokens=TOKENS * (name in offers), samples=offers.get(name, ()))
+            for name in take_order(log.roster, "abc")
         )
 
     def begin(self, number: int = 1, leader: str = "a", adopted: Held | None = None, holders: str = "") -> Begin:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from peers import bulk as bulk_module
-from peers.bulk import ALREADY_HERE, BLOCKS, SNAPSHOT, BlocksHeader, Bulk, SnapshotHeader, pull_snapshot
+from peers.bulk import ALREADY_HERE, BLOCKS, SNAPSHOT, STRANGERS, BlocksHeader, Bulk, SnapshotHeader, pull_snapshot
 from peers.errors import RemoteProtocolError
 from peers.events import Applied, BadBlocks, Event, OpenRound, PushContribution, PushReduced, Quantized
 from peers.identity import Identity
@@ -54,6 +55,11 @@ class FakeTransport:
     async def on_pull(self, name: str, serve: Serve) -> None:
         assert name == SNAPSHOT
         self.serve = serve
+
+    async def give(self, sender: str) -> tuple[bytes, Buffer]:
+        """What a peer that pulls gets, once all of it is sent."""
+        async with self.serve(sender, b"") as answer:
+            return answer
 
 
 class FakeWorkload:
@@ -214,6 +220,22 @@ def test_garbage_is_dropped_and_its_sender_named() -> None:
     asyncio.run(scenario())
 
 
+def test_pushes_of_the_same_blocks_share_their_memory() -> None:
+    """Regression: a member that pushed one part a thousand times at once took a thousand times its memory."""
+
+    async def scenario() -> None:
+        host = await Host.create()
+        wanted = header(host.rig, 1)
+        buffers = [host.transport.accept("a", wanted, 16) for _ in range(3)]
+        assert buffers[0] is buffers[1] is buffers[2]
+        assert host.transport.accept("c", wanted, 16) is not buffers[0]
+        with pytest.raises(RefusalError, match="code -128"):
+            host.transport.arrived("a", wanted, bytearray(GARBAGE))
+        assert host.transport.accept("a", wanted, 16) is not buffers[0]
+
+    asyncio.run(scenario())
+
+
 def test_a_header_that_is_none_is_the_senders_mistake() -> None:
     async def scenario() -> None:
         host = await Host.create()
@@ -313,7 +335,7 @@ def test_bytes_that_are_not_the_state_change_nothing() -> None:
 def test_a_donor_in_an_outer_step_finishes_it_first() -> None:
     async def scenario() -> None:
         host = await Host.create(at_second().trained().averaging().holding().applying())
-        serving = asyncio.ensure_future(host.transport.serve("z", b""))
+        serving = asyncio.ensure_future(host.transport.give("z"))
         await asyncio.sleep(0)
         assert not serving.done()
         finish_applying(host)
@@ -331,7 +353,7 @@ def test_an_outer_step_that_began_while_we_waited_for_the_lock_is_finished_first
         rig = at_second().trained().averaging().holding()
         host = await Host.create(rig)
         async with host.bulk.state_lock:
-            serving = asyncio.ensure_future(host.transport.serve("z", b""))
+            serving = asyncio.ensure_future(host.transport.give("z"))
             for _ in range(3):
                 await asyncio.sleep(0)
             rig.hear("a", Commit(header=rig.next_header()))
@@ -349,13 +371,44 @@ def test_an_outer_step_that_began_while_we_waited_for_the_lock_is_finished_first
     asyncio.run(scenario())
 
 
+def test_those_who_fetch_at_once_share_one_copy() -> None:
+    """Regression: each of any number of strangers got a copy of its own."""
+
+    async def scenario() -> None:
+        host = await Host.create(at_second())
+        async with host.transport.serve("a", b"") as (_, first), host.transport.serve("c", b"") as (_, second):
+            assert first is second
+            with pytest.raises(RefusalError, match="another copy"):
+                await host.transport.give("a")
+        host.workload.state = b"new"
+        assert (await host.transport.give("a"))[1] == b"new", "nobody held the old copy any more"
+
+    asyncio.run(scenario())
+
+
+def test_strangers_do_not_keep_joiners_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk_module, "SETTLE_TIMEOUT", 0.01)
+
+    async def scenario() -> None:
+        host = await Host.create(at_second())
+        async with AsyncExitStack() as stack:
+            for number in range(STRANGERS):
+                await stack.enter_async_context(host.transport.serve(f"stranger{number}", b""))
+            with pytest.raises(RefusalError, match="too many"):
+                await host.transport.give("one more")
+            assert await host.transport.give("a")
+        assert await host.transport.give("one more")
+
+    asyncio.run(scenario())
+
+
 def test_a_donor_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_module, "SETTLE_TIMEOUT", 0.01)
 
     async def scenario() -> None:
         host = await Host.create(at_second().trained().averaging().holding().applying())
         with pytest.raises(RefusalError, match="no settled state"):
-            await host.transport.serve("z", b"")
+            await host.transport.give("z")
 
     asyncio.run(scenario())
 

@@ -99,3 +99,9 @@ def test_only_one_spelling_of_a_peer_id_counts() -> None:
 @given(st.text(max_size=80), st.binary(max_size=80), st.binary(max_size=80))
 def test_verify_takes_anything(peer_id: str, data: bytes, signature: bytes) -> None:
     assert not verify(peer_id, data, signature)
+
+
+def test_a_name_that_no_file_can_have_is_a_clear_error(tmp_path: Path) -> None:
+    """Regression: this was taken for a bug of ours."""
+    with pytest.raises(LocalNetworkError, match="File name too long"):
+        Identity.load_or_create(tmp_path / ("x" * 300))

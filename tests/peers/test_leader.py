@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from peers.election import ATTEMPT_LEAP
-from peers.events import Effect
-from peers.leader import Leader
+from peers.events import Dropped, Effect
+from peers.leader import OVERTAKING_LIMIT, Leader
 from peers.leases import SampleRange
-from peers.log import LogState
+from peers.log import MEMBER_LIMIT, LogState
 from peers.messages import (
     Abort,
     Accuse,
@@ -26,7 +26,7 @@ from peers.messages import (
 )
 from peers.wire import digest_of
 from tests.peers.builders import LOG as EMPTY
-from tests.peers.builders import PAYLOAD, SETTINGS, STATE, TIMING, attempt, beats, first_log, member, ready, sends
+from tests.peers.builders import PAYLOAD, SETTINGS, STATE, TIMING, attempt, beats, first_log, member, of, ready, sends
 
 LOG = first_log()
 OTHER = digest_of(b"another payload")
@@ -245,16 +245,46 @@ def test_overlapping_samples_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "samples",
+    "changes",
     [
-        (SampleRange(120, 141),),
-        tuple(SampleRange(120 + 2 * n, 121 + 2 * n) for n in range(1001)),
+        {"samples": (SampleRange(120, 141),)},
+        {"samples": (SampleRange(120, 121), SampleRange(122, 123))},
+        {"samples": (SampleRange(120, 140),), "tokens": 2001},
+        {"samples": (SampleRange(120, 140),), "tokens": 2**62 - 1},
+        {"samples": (), "tokens": 1},
     ],
-    ids=["more than a lease", "more ranges than a header takes"],
+    ids=["more than a lease", "scattered", "more tokens than samples", "all the tokens", "tokens of nothing"],
 )
-def test_more_than_a_lease_is_refused(samples: tuple[SampleRange, ...]) -> None:
-    """Regression: 1,001 ranges in one Ready raised pydantic's error out of the protocol."""
-    assert sends(Lead().ready("z", samples=samples), Refuse)
+def test_what_no_lease_gives_is_refused_and_its_sender_named(changes: dict[str, Any]) -> None:
+    """Regression: 2^62 - 1 tokens of one Ready made every attempt impossible; scattered samples froze everybody."""
+    lead = Lead()
+    lead.ready("ab")
+    effects = lead.ready("z", **changes)
+    assert [(dropped.peer, dropped.what) for dropped in of(effects, Dropped)] == [("z", "ready")]
+    assert sends(effects, Refuse)
+    lead.ready("c")
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert [member.peer for member in begin.roster] == ["a", "b", "c"]
+
+
+def test_what_an_earlier_leader_granted_is_good() -> None:
+    lead = Lead()
+    assert not sends(lead.ready("z", samples=(SampleRange(140, 160),)), Refuse)
+    request = LeaseRequest(position=LOG.position, state_digest=STATE)
+    grants = [sends(lead.leader.on_lease_request(peer, request, 0), LeaseGrant)[0][1] for peer in "xy"]
+    assert [grant.samples for grant in grants] == [(SampleRange(120, 140),), (SampleRange(160, 180),)]
+    assert sends(lead.ready("w", samples=(SampleRange(160, 180),)), Refuse), "that is y's"
+
+
+def test_no_more_joiners_than_an_entry_takes() -> None:
+    leader = Leader("a", LOG, STATE, SETTINGS)
+    request = LeaseRequest(position=LOG.position, state_digest=STATE)
+    for number in range(MEMBER_LIMIT):
+        assert leader.on_lease_request(f"joiner{number}", request, 0)
+    assert leader.on_lease_request("late", request, 0) == []
+    for number, grant in enumerate(LOG.grants):
+        leader.on_ready(f"joiner{number}", ready(LOG, "z", samples=grant[:0], tokens=0), 0.0)
+    assert leader.on_ready("late", ready(LOG, "z", samples=(), tokens=0), 0.0) == []
 
 
 def test_an_attempt_needs_somebody_who_has_trained() -> None:
@@ -262,7 +292,7 @@ def test_an_attempt_needs_somebody_who_has_trained() -> None:
     lead = Lead()
     lead.ready("abc", samples=(), tokens=0)
     assert lead.tick() == []
-    lead.ready("c", tokens=1)
+    lead.ready("c")
     assert sends(lead.tick(), Begin)
 
 
@@ -343,11 +373,23 @@ class TestPromises:
         """Regression: a Ready with the last possible number raised pydantic's error at the next attempt."""
         lead = Lead()
         lead.ready("ab")
-        lead.ready("c", last_attempt=2**62 - 1)
-        lead.ready("c", last_attempt=ATTEMPT_LEAP + 1)
+        for beyond in (2**62 - 1, ATTEMPT_LEAP + 1):
+            effects = lead.ready("c", last_attempt=beyond)
+            assert sends(effects, Refuse), "c starts again from our state, and from the number 0"
+            assert of(effects, Dropped)
         assert lead.tick() == []
         lead.ready("c")
         assert sends(lead.tick(), Begin)
+
+    def test_nobody_makes_the_others_say_ready_for_ever(self) -> None:
+        """Regression: a peer whose every Ready named a higher number kept everybody from beginning."""
+        lead = Lead()
+        for number in range(1, OVERTAKING_LIMIT + 2):
+            lead.ready("ab", last_attempt=number - 1)
+            effects = lead.ready("c", last_attempt=number)
+        assert [dropped.peer for dropped in of(effects, Dropped)] == ["c"]
+        assert lead.ready("c", last_attempt=OVERTAKING_LIMIT + 2) == []
+        assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
 
 
 def test_readies_of_peers_without_heartbeat_are_dropped() -> None:

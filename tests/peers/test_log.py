@@ -110,28 +110,26 @@ def test_a_joiner_may_bring_samples_beyond_the_cursor() -> None:
     ids=["the same", "overlapping", "trained in an earlier entry", "another's lease"],
 )
 def test_samples_of_others_are_refused(roster: list[Member]) -> None:
-    with pytest.raises(LogError, match="trained or leased"):
+    with pytest.raises(LogError, match="do not begin a lease of its own"):
         first_log().next_header(roster, PAYLOAD)
 
 
 @pytest.mark.parametrize("thief", ["b", "z"])
 def test_another_peers_lease_cannot_be_claimed_by_being_first(thief: str) -> None:
     """Regression: a peer that claimed a's lease first had a's own Ready refused, in every round."""
-    with pytest.raises(LogError, match=f"^{thief}: samples 60"):
+    with pytest.raises(LogError, match=f"^{thief}: samples 60.* do not begin"):
         first_log().pool_after([member(thief, 60, 80), member("a", 60, 80)])
 
 
 def test_rosters_that_lead_nowhere_are_refused() -> None:
     with pytest.raises(LogError, match="twice"):
-        LOG.next_header([member("a", 0, 1), member("a", 1, 2)], PAYLOAD)
+        LOG.next_header([member("a", 0, 1), member("a", 20, 21)], PAYLOAD)
     with pytest.raises(LogError, match="trained anything"):
         LOG.next_header([Member(peer="a", tokens=0, samples=())], PAYLOAD)
 
 
 def test_numbers_beyond_all_bounds_are_refused() -> None:
     """Regression: these raised pydantic's error out of the protocol."""
-    with pytest.raises(LogError, match="no header"):
-        LOG.next_header([member("a", 0, 1, 2**62 - 1), member("b", 1, 2, 2**62 - 1)], PAYLOAD)
     log = LOG.at(
         Header(
             run="tiny",
@@ -148,3 +146,41 @@ def test_numbers_beyond_all_bounds_are_refused() -> None:
     )
     with pytest.raises(LogError, match="no header"):
         log.next_header([member("a", 1, 2)], PAYLOAD)
+
+
+@pytest.mark.parametrize("tokens", [2001, 2**62 - 1])
+def test_more_tokens_than_the_samples_have_are_refused(tokens: int) -> None:
+    """Regression: one peer that stated 2^62 - 1 tokens stopped the run for good."""
+    with pytest.raises(LogError, match=f"^b: {tokens} tokens are more than the 2000 in its samples"):
+        LOG.check([member("a", 0, 20), member("b", 20, 40, tokens)])
+    LOG.check([member("a", 0, 20), member("b", 20, 40, 2000)])
+
+
+@pytest.mark.parametrize(
+    ("peer", "samples"),
+    [
+        ("a", ((60, 61), (62, 63))),
+        ("a", ((61, 80),)),
+        ("z", ((120, 121), (122, 123))),
+        ("z", ((121, 140),)),
+        ("z", ((120, 141),)),
+        ("z", ((10**15, 10**15 + 1),)),
+    ],
+    ids=["holes", "not from the start", "a joiner's holes", "between two grants", "more than a grant", "far away"],
+)
+def test_only_the_beginning_of_a_lease_may_be_trained(peer: str, samples: tuple[tuple[int, int], ...]) -> None:
+    """Regression: 800 ranges of one sample each froze every peer for seconds, and the log grew with them for ever."""
+    scattered = Member(peer=peer, tokens=1, samples=tuple(SampleRange(*piece) for piece in samples))
+    with pytest.raises(LogError, match=f"^{peer}: samples .* do not begin a lease of its own"):
+        first_log().next_header([scattered], PAYLOAD)
+
+
+def test_two_joiners_cannot_have_one_grant() -> None:
+    with pytest.raises(LogError, match="trained or leased already"):
+        first_log().check([member("y", 120, 140), member("z", 120, 130)])
+
+
+def test_who_has_trained_nothing_may_wait_for_those_who_have() -> None:
+    idle = Member(peer="a", tokens=0, samples=())
+    first_log().check([idle])
+    assert first_log().next_header([idle, member("b", 80, 100)], PAYLOAD).lineage_tokens == 400

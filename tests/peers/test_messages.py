@@ -133,3 +133,10 @@ def test_a_flag_is_a_boolean(incumbent: object) -> None:
     body[4] = incumbent
     with pytest.raises(WireError, match=r"Ready\.incumbent"):
         unpack_message(RUN, msgpack.packb([PROTOCOL_VERSION, RUN, "ready", body]))
+
+
+def test_reasons_are_one_printable_line() -> None:
+    refuse = Refuse.model_construct(position=LOG.position, reason="no\x1b[2J\nINFO all is well")
+    understood = unpack_message(RUN, pack_message(RUN, refuse))
+    assert isinstance(understood, Refuse)
+    assert understood.reason == "no [2J INFO all is well"

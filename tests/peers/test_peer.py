@@ -29,7 +29,7 @@ from peers.events import (
     Undelivered,
 )
 from peers.heartbeat import PeerState
-from peers.leases import SampleRange
+from peers.leases import PIECE_LIMIT, SampleRange
 from peers.log import Header, LogState
 from peers.messages import (
     Abort,
@@ -443,8 +443,13 @@ def test_who_has_fetched_counts_in_no_quorum_at_that_position(how: str) -> None:
 # Leases --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("sender", "samples", "steps"),
-    [("c", SampleRange(0, 20), 10), ("a", SampleRange(0, 21), 10), ("a", SampleRange(0, 20), 11)],
-    ids=["not the leader", "too many samples", "too many steps"],
+    [
+        ("c", SampleRange(0, 20), 10),
+        ("a", SampleRange(0, 21), 10),
+        ("a", SampleRange(5, 25), 10),
+        ("a", SampleRange(0, 20), 11),
+    ],
+    ids=["not the leader", "too many samples", "no lease of the log", "too many steps"],
 )
 def test_only_a_proper_lease_of_the_leader_is_trained(sender: str, samples: SampleRange, steps: int) -> None:
     """Regression: anybody could keep a joiner busy with 2**61 samples."""
@@ -461,6 +466,15 @@ def test_strangers_get_no_lease() -> None:
     request = LeaseRequest(position=rig.peer.log.position, state_digest=STATE)
     assert rig.hear("stranger", request) == []
     assert sends(rig.hear("c", request), LeaseGrant)
+
+
+def test_strangers_are_not_ready() -> None:
+    """Regression: anybody's Ready was taken, and with a higher number it threw out everybody else's."""
+    rig = at_second()
+    log = rig.peer.log
+    rig.hear("c", ready(log, "c"))
+    assert rig.hear("stranger", ready(log, "stranger", samples=(), tokens=0, last_attempt=5)) == []
+    assert [to for to, _ in sends(rig.hear("a", ready(log, "a", last_attempt=5)), Abort)] == ["c"]
 
 
 # Trouble -------------------------------------------------------------------------------------------------------
@@ -585,7 +599,7 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
             *here.leases.values(),
             (SampleRange(0, 2**62 - 1),),
             (SampleRange(2**62 - 2, 2**62 - 1),),
-            tuple(SampleRange(200 + 2 * n, 201 + 2 * n) for n in range(draw.choice([5, 1001]))),
+            tuple(SampleRange(200 + 2 * n, 201 + 2 * n) for n in range(draw.choice([5, PIECE_LIMIT]))),
         ]
     )
     tokens = draw.choice([0, 1, 100, 2**62 - 1])

@@ -13,6 +13,8 @@ from peers.manifest import SignedManifest
 from peers.records import (
     CLOCK_TOLERANCE,
     MANIFEST_LIFETIME_LIMIT,
+    RECORD_OVERHEAD,
+    RecordBudget,
     heartbeats_key,
     key_digest,
     manifest_key,
@@ -78,3 +80,31 @@ def test_arbitrary_values_are_refused(subkey: bytes, value: bytes, place: bytes)
 @given(st.binary(max_size=100))
 def test_arbitrary_subkeys_are_refused(subkey: bytes) -> None:
     assert not record_is_valid(HEARTBEATS_PLACE, subkey, SIGNED, EXPIRES, NOW)
+
+
+class TestBudget:
+    SIZE = 500
+    COST = SIZE + RECORD_OVERHEAD
+
+    def test_only_so_much_is_kept_until_it_expires(self) -> None:
+        """Regression: heartbeats of made-up runs filled the memory of every node."""
+        budget = RecordBudget(2 * self.COST)
+        assert budget.admit("a", self.SIZE, 10.0, 0.0)
+        assert budget.admit("b", self.SIZE, 20.0, 0.0)
+        assert not budget.admit("c", self.SIZE, 20.0, 10.0)
+        assert budget.admit("c", self.SIZE, 20.0, 10.1), "a has expired"
+
+    def test_what_is_kept_can_be_renewed(self) -> None:
+        budget = RecordBudget(self.COST)
+        for second in range(5):
+            assert budget.admit("a", self.SIZE, second + 10.0, second)
+            assert not budget.admit("a", self.SIZE, second + 10.0, second), "nothing new"
+        assert not budget.admit("a", self.SIZE + 1, 20.0, 5.0)
+        assert not budget.admit("b", self.SIZE, 20.0, 5.0)
+        assert budget.admit("b", self.SIZE, 20.0, 15.0)
+
+    def test_the_expired_and_the_empty_take_no_room(self) -> None:
+        budget = RecordBudget(self.COST)
+        assert not budget.admit("a", self.SIZE, 5.0, 5.0)
+        assert budget.admit("b", 0, 6.0, 5.0)
+        assert not budget.admit("c", 0, 6.0, 5.0), "no record is free"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -78,6 +79,18 @@ def test_refused_push_moves_no_data() -> None:
     assert receiver is None
 
 
+def test_a_reason_cannot_draw_on_the_terminal() -> None:
+    """Regression: peers' words reached terminals and logs as they were."""
+
+    async def refuse(channel: Channel) -> None:
+        await channel.read_prelude()
+        await channel.refuse("no\x1b[2J\r\nINFO all is well\u202e")
+
+    refused, _ = converse(lambda channel: streams.push(channel, b"", b"data"), refuse)
+    assert isinstance(refused, PeerRefusedError)
+    assert refused.reason == "no [2J  INFO all is well "
+
+
 def test_push_refused_on_arrival() -> None:
     inbox = Inbox()
     refused, receiver = converse(lambda channel: streams.push(channel, b"unwelcome", b"data"), inbox.receive)
@@ -109,10 +122,11 @@ def test_push_confirmed_with_other_bytes_fails() -> None:
     assert isinstance(sender, RemoteProtocolError)
 
 
-async def serve(sender: str, header: bytes) -> tuple[bytes, Buffer]:
+@asynccontextmanager
+async def serve(sender: str, header: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
     if header == b"secret":
         raise RefusalError("no")
-    return b"answer to " + header, bytes(range(256)) * 10_000
+    yield b"answer to " + header, bytes(range(256)) * 10_000
 
 
 def test_pull_arrives_whole() -> None:

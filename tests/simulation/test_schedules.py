@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import pytest
 
 from peers.averaging import Averaging
-from peers.events import Apply, Effect, PushContribution, PushReduced, Send
+from peers.events import Apply, Dropped, Effect, PushContribution, PushReduced, Send
 from peers.history import InvariantError
 from peers.leader import Leader
-from peers.messages import Commit, Complete, Message, unpack_message
+from peers.leases import SampleRange
+from peers.messages import Commit, Complete, Message, Ready, pack_message, unpack_message
 from peers.schedules import agreed, schedule
 from peers.settings import RunSettings, Timing
 from peers.simulation import Faults, SimulatedPeer, Swarm
@@ -23,7 +25,7 @@ from peers.states import State
 from peers.wire import digest_of
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
-SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 3, TIMING)
+SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING)
 BATCH = 15
 
 
@@ -50,12 +52,14 @@ class Watched(Swarm):
     """A swarm in which somebody watches what goes over the wire, and may let it be lost."""
 
     on_message: Callable[[str, str, Message], bool] = field(default=lambda sender, to, message: True)
+    rewrite: Callable[[str, Message], Message] = field(default=lambda sender, message: message)
     on_push: Callable[[str, PushContribution | PushReduced], bool] = field(default=lambda sender, push: True)
     on_apply: Callable[[str], None] = field(default=lambda peer: None)
 
     def _send(self, sender: SimulatedPeer, to: str, data: bytes) -> None:
-        if self.on_message(sender.peer.me, to, unpack_message(self.settings.run, data)):
-            super()._send(sender, to, data)
+        message = self.rewrite(sender.peer.me, unpack_message(self.settings.run, data))
+        if self.on_message(sender.peer.me, to, message):
+            super()._send(sender, to, pack_message(self.settings.run, message))
 
     def _push(self, sender: SimulatedPeer, push: PushContribution | PushReduced) -> None:
         if self.on_push(sender.peer.me, push):
@@ -212,6 +216,38 @@ def test_suspicion_alone_costs_attempts_and_no_more() -> None:
     swarm.run(300.0)
     swarm.faults = Faults()
     goes_on(swarm)
+
+
+def too_many_tokens(ready: Ready) -> Ready:
+    return ready.model_copy(update={"tokens": 2**62 - 1})
+
+
+def scattered_samples(ready: Ready) -> Ready:
+    first = ready.samples[0].start
+    return ready.model_copy(update={"samples": tuple(SampleRange(first + 2 * n, first + 2 * n + 1) for n in range(9))})
+
+
+NUMBERS = count(1000, 1000)
+
+
+def ever_higher_numbers(ready: Ready) -> Ready:
+    return ready.model_copy(update={"last_attempt": next(NUMBERS)})
+
+
+@pytest.mark.parametrize("lie", [too_many_tokens, scattered_samples, ever_higher_numbers])
+def test_a_liar_stops_nobody(lie: Callable[[Ready], Ready]) -> None:
+    swarm = swarm_of(5)
+    liar = swarm.peers["peer2"]
+
+    def rewrite(sender: str, message: Message) -> Message:
+        return lie(message) if sender == liar.peer.me and isinstance(message, Ready) and message.samples else message
+
+    swarm.rewrite = rewrite
+    goal = swarm.longest + 5
+    honest = [simulated for simulated in swarm.living if simulated is not liar]
+    assert swarm.run(1000.0, until=lambda: min(one.peer.log.position.index for one in honest) >= goal)
+    assert len(swarm.living) == 5
+    assert any(isinstance(what, Dropped) and what.peer == "peer2" for line in swarm.trace for what in line)
 
 
 # Planted faults ------------------------------------------------------------------------------------------------

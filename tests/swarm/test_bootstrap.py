@@ -119,6 +119,35 @@ def test_full_node_refuses_further_runs(tmp_path: Path, monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
+def test_disk_trouble_is_said_on_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the node showed a traceback, and the organiser was told of an internal error."""
+    directory = tmp_path / "manifests"
+
+    async def main() -> None:
+        async with bootstrap_node(Identity.generate(), directory) as addresses, visitor(addresses) as organiser:
+            directory.rmdir()
+            node = addresses[0].rpartition("/")[2]
+            with pytest.raises(PeerRefusedError, match="disk takes no manifest"):
+                await organiser.call(node, ANNOUNCE_MANIFEST, MANIFEST.pack(), TIMEOUT)
+
+    asyncio.run(main())
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert str(directory) in record.getMessage()
+    assert record.exc_info is None
+
+
+def test_a_slash_at_the_end_of_an_address_is_no_matter(tmp_path: Path) -> None:
+    """Regression: the peer id of such an address was taken to be empty."""
+
+    async def main() -> None:
+        async with bootstrap_node(Identity.generate(), tmp_path) as (address, *_):
+            slashed = (f"{address}/",)
+            async with visitor(slashed) as organiser:
+                assert await announce_manifest(organiser, MANIFEST, slashed) == slashed
+
+    asyncio.run(main())
+
+
 def test_spoiled_files_are_skipped(tmp_path: Path) -> None:
     (tmp_path / f"{MANIFEST.run_id}.manifest").write_bytes(MANIFEST.pack()[:-1])
     (tmp_path / "unrelated.txt").write_text("hello")

@@ -22,7 +22,7 @@ DEADLINE = 60.0
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=5.0, round_timeout=10.0, partition_grace=20.0, resend=0.2, leave=5.0
 )
-SETTINGS = RunSettings("driver-test", digest_of(b"manifest"), 4, 8, minimum_peers=3, timing=TIMING)
+SETTINGS = RunSettings("driver-test", digest_of(b"manifest"), 4, 8, 8, minimum_peers=3, timing=TIMING)
 
 
 @dataclass
