@@ -7,13 +7,13 @@
  * 8-bit codes are one byte each. 4-bit codes lie two in a byte: code 2j in the low half, code 2j + 1 in the high half;
  * if their number is odd, the last high half is 0. 16-bit codes are little-endian.
  *
- *   name          block  header          code             decoded value        source
- *   int8           1024  unit            -127 … 127       unit * code          symmetric absmax: PRIME, arXiv 2412.01152
- *   uint4           256  unit, minimum   0 … 15           minimum + unit*code  min/max (asymmetric) quantization
- *   e2m1-block32     32  unit            sign, 3 bits     ± unit * level       the 4-bit float of OCP MX 1.0, fp32 scale
- *   e2m1           1024  unit            sign, 3 bits     ± unit * level       the same, with one scale for a long block
- *   e3m0           1024  unit            sign, 3 bits     ± unit * level       Streaming DiLoCo, arXiv 2501.18512, 4.3
- *   fp16           1024  none            IEEE binary16    the code's value     IEEE 754-2019
+ *   name          block  header         code         decoded value        source
+ *   int8           1024  unit           -127 … 127   unit * code          symmetric absmax: PRIME, arXiv 2412.01152
+ *   uint4           256  unit, minimum  0 … 15       minimum + unit*code  min/max (asymmetric) quantization
+ *   e2m1-block32     32  unit           sign+3 bits  ± unit * level       the 4-bit float of OCP MX 1.0, fp32 scale
+ *   e2m1           1024  unit           sign+3 bits  ± unit * level       the same, one scale for a long block
+ *   e3m0           1024  unit           sign+3 bits  ± unit * level       Streaming DiLoCo, arXiv 2501.18512
+ *   fp16           1024  none           binary16     the code's value     IEEE 754-2019
  *
  * Levels by the low three bits of a code: e2m1 0 1 2 3 4 6 8 12, e3m0 0 1 2 4 8 16 32 64; the fourth bit is the sign.
  *

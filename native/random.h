@@ -1,8 +1,8 @@
 /* Random bits for stochastic rounding, from a counter: value i of block b under seed s always gets the same 16 bits,
  * whoever computes them, in whatever order.
  *
- * A block's 64-bit key is splitmix64's output number b + 1 for the seed (Steele, Lea, Flood 2014). Word w of a block is a bijective
- * 32-bit mix of w and both halves of the key, with the multipliers of hash-prospector's best two-round hash
+ * A block's 64-bit key is splitmix64's output number b + 1 for the seed (Steele, Lea, Flood 2014). Word w of a block is a
+ * bijective 32-bit mix of w and both halves of the key, with the multipliers of hash-prospector's best two-round hash
  * (bias 0.107, C. Wellons and T. Ettinger). Values come in groups of 32, which share 16 words: value 32 g + j takes
  * the low half of word 16 g + j for j < 16, and the high half of word 16 g + j - 16 for the others.
  */

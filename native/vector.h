@@ -97,7 +97,8 @@ INLINE void random_group(struct key key, int start, unsigned_words random[GROUP]
 }
 
 /* Codes for v = (value - offset) * inverse, to the nearest integer or a random neighbour. */
-INLINE bytes round_linear(const float *values, float offset, float inverse, int is_stochastic, struct key key, int start)
+INLINE bytes round_linear(const float *values, float offset, float inverse, int is_stochastic, struct key key,
+                          int start)
 {
     words codes[GROUP];
     if (is_stochastic) {

@@ -1,4 +1,4 @@
-/* What the tests share. Buffers are heap blocks of the exact size, so that the address sanitizer sees one byte too many. */
+/* What the tests share. Buffers are heap blocks of the exact size: the address sanitizer sees one byte too many. */
 #ifndef DILOCO_CHECK_H
 #define DILOCO_CHECK_H
 

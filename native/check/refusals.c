@@ -104,7 +104,8 @@ static void check_arbitrary_bytes(const char *set, int32_t format)
             payload[i] = 0x3b; /* a sound exponent, so that the codes are looked at */
         int64_t refused = check_of(format, payload);
         diloco_choose_kernels("scalar");
-        expect(check_of(format, payload) == refused, "%s %s: another block is refused", set, diloco_format_name(format));
+        expect(check_of(format, payload) == refused, "%s %s: another block is refused", set,
+               diloco_format_name(format));
         diloco_choose_kernels(set);
         expect(diloco_dequantize(format, ADDRESS(payload), COUNT, ADDRESS(values), 2) == refused,
                "%s %s: decoding refuses something else", set, diloco_format_name(format));

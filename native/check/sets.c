@@ -64,7 +64,8 @@ static void compare(const char *set, int32_t format, int is_stochastic, const fl
     diloco_choose_kernels(set);
     struct results b = results_of(format, is_stochastic, values, other, count);
 #define EXPECT_SAME(what, field, bytes)                                                                                \
-    expect(same_bytes(a.field, b.field, bytes), "%s %s %s, %lld values: %s differs", set, name, how, (long long)count, what)
+    expect(same_bytes(a.field, b.field, bytes), "%s %s %s, %lld values: %s differs", set, name, how, (long long)count, \
+           what)
     EXPECT_SAME("what is refused", refused, (int64_t)sizeof a.refused);
     if (a.refused[0] == 0) {
         EXPECT_SAME("quantize", payload, size + 1);
