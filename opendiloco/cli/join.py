@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,15 +95,17 @@ def start_console(log: LogOptions) -> Console:
 
 
 def say(text: str, console: Console | None) -> None:
-    if console is None:
-        click.echo(text)
-    else:
-        console.print(text, highlight=False, soft_wrap=True)
+    """To a terminal that has been closed nothing is said, and what we were about to do is done all the same."""
+    with suppress(OSError):
+        if console is None:
+            click.echo(text)
+        else:
+            console.print(text, highlight=False, soft_wrap=True)
 
 
 def leave(volunteer: Volunteer, console: Console | None) -> None:
-    say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)", console)
     volunteer.leave()
+    say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)", console)
 
 
 async def train_in_view(volunteer: Volunteer, console: Console | None) -> None:
