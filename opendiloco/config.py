@@ -17,11 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 from opendiloco.config_errors import explain_toml_error, explain_validation_error
 from peers.errors import ManifestError
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+# The upper bounds are far beyond what makes sense, and keep every number that is made of these within what the wire,
+# fp32 and the clocks can carry.
+Positive = Annotated[int, Field(ge=1, le=1_000_000)]
+StepCount = Annotated[int, Field(ge=0, le=10**12)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NotNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
+NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 BYTE_TOKENIZER_SIZE = 259
@@ -82,7 +85,7 @@ class TrainingSection(Section):
 
     inner_steps: Positive
     batch_size: Positive
-    sequence_length: Annotated[int, Field(ge=2)]
+    sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
     gradient_clip: PositiveFloat = 1.0
 
 
@@ -99,9 +102,9 @@ class InnerOptimizerSection(Section):
 class ScheduleSection(Section):
     """Warmup, stable, decay: the inner learning rate's shape, in inner steps of the whole run."""
 
-    warmup_steps: NotNegative
-    stable_steps: NotNegative
-    decay_steps: NotNegative
+    warmup_steps: StepCount
+    stable_steps: StepCount
+    decay_steps: StepCount
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     @property
@@ -113,7 +116,7 @@ class OuterOptimizerSection(Section):
     """Nesterov SGD on pseudo-gradients (DiLoCo's best outer optimizer, section 3.2 of arXiv 2311.08105)."""
 
     kind: Literal["nesterov"] = "nesterov"
-    learning_rate: PositiveFloat = 0.7
+    learning_rate: Annotated[float, Field(gt=0, le=100)] = 0.7
     momentum: Fraction = 0.9
 
 
@@ -126,11 +129,11 @@ class CodecSection(Section):
 class RoundsSection(Section):
     """Timing of membership and rounds, in seconds."""
 
-    heartbeat_seconds: PositiveFloat = 2.0
-    heartbeat_expiry_seconds: PositiveFloat = 10.0
-    grace_seconds: PositiveFloat = 10.0
-    round_timeout_seconds: PositiveFloat = 120.0
-    partition_grace_seconds: PositiveFloat = 60.0
+    heartbeat_seconds: Seconds = 2.0
+    heartbeat_expiry_seconds: Annotated[float, Field(gt=0, le=300)] = 10.0
+    grace_seconds: Seconds = 10.0
+    round_timeout_seconds: Seconds = 120.0
+    partition_grace_seconds: Seconds = 60.0
     minimum_peers: Positive = 1
 
     @model_validator(mode="after")
