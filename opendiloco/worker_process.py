@@ -178,7 +178,7 @@ class WorkerProcess:
         return task
 
     def _forget(self, request: asyncio.Task[Any]) -> None:
-        """Of requests that nobody waits for any more, asyncio would print the error that the worker's end gives them."""
+        """asyncio would print the errors of requests that nobody waits for any more."""
         self._requests.discard(request)
         if not request.cancelled():
             request.exception()

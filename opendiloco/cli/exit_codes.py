@@ -13,7 +13,7 @@ EXIT_CODES: dict[int, str] = {
     7: "the corpus is missing, unreadable or too small",
     8: "training failed: the worker died, or a loss or weight is not finite",
     70: "the protocol was broken: a bug, ours or a peer's",
-    130: "left at once, after a second Ctrl-C",
+    130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
 }
 UNEXPECTED, INTERRUPTED = 1, 130
 

@@ -43,7 +43,7 @@ class Terminal:
         self.close()
 
     def wait_for(self, text: bytes, why: str) -> None:
-        """Read what is written on the screen up to `text`; `why` and all of it are shown if it does not come in time."""
+        """Read the screen up to `text`; `why` and all that it shows are reported if that does not come in time."""
         deadline = time.monotonic() + SECONDS
         while text not in self.shown:
             readable, _, _ = select.select([self._screen], [], [], max(0.0, deadline - time.monotonic()))
