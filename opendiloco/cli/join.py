@@ -31,8 +31,14 @@ THIS_MACHINE = "this machine"
 @click.option("--identity", type=FILE, help="Key file; made if it does not exist.  [default: this user's own]")
 @listen_option("/ip4/0.0.0.0/tcp/0")
 @announce_option
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, or cuda:1 and so on.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads for training.")
+@click.option(
+    "--data",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Train on the text in this folder. Must be given when the run's data.source is a local folder.",
+)
 @click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
 @click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve metrics for Prometheus on this port.")
 @click.option("--plain", is_flag=True, help="Log lines instead of a live screen.")
@@ -46,6 +52,7 @@ def command(
     announce: tuple[str, ...],
     device: str,
     threads: int,
+    data: Path | None,
     journal: Path | None,
     metrics_port: int | None,
     plain: bool,
@@ -62,17 +69,18 @@ def command(
     if console is None:
         log.start("info")
     invite = parse_run(run, initial_peers)
+    record = None if journal is None else Journal.open(journal)
     if metrics_port is not None:
         serve_metrics(metrics_port)
 
     async def main(interrupts: Interrupts) -> None:
         async with connected(key, invite.addresses, listen, announce) as transport:
-            found = await find_run(transport, invite.run_id)
+            found = (await find_run(transport, invite.run_id)).with_data(data)
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             async with volunteering(found, key, transport, device, threads) as volunteer:
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)
-                if journal is not None:
-                    volunteer.record(Journal(journal))
+                if record is not None:
+                    volunteer.record(record)
                 interrupts.polite = lambda: leave(volunteer, console)
                 await train_in_view(volunteer, console)
         say("left the run", console)

@@ -32,7 +32,11 @@ def invite(site: Site) -> Iterator[str]:
 
 
 def join(site: Site, invite: str, identity: str) -> Command:
-    return site.start("join", "--run", invite, "--identity", identity, "--device", "cpu", *LOOPBACK)
+    return site.start(*arguments(invite, identity))
+
+
+def arguments(invite: str, identity: str) -> tuple[str, ...]:
+    return ("join", "--run", invite, "--identity", identity, "--device", "cpu", "--data", "corpus", *LOOPBACK)
 
 
 def test_the_others_go_on(site: Site, invite: str) -> None:
@@ -81,8 +85,7 @@ def test_all_its_processes_are_asked_at_once(site: Site, invite: str) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--plain"]], ids=["screen", "plain"])
 def test_its_terminal_is_closed(site: Site, invite: str, options: list[str]) -> None:
-    arguments = ["join", "--run", invite, "--identity", "one.pem", "--device", "cpu", *LOOPBACK, *options]
-    with Terminal(site, *arguments) as terminal:
+    with Terminal(site, *arguments(invite, "one.pem"), *options) as terminal:
         terminal.wait_for(b"outer step" if options else b"this machine", "it does not train")
         terminal.close()
         assert terminal.finish() == 0
