@@ -18,11 +18,14 @@ from opendiloco.config_errors import explain_toml_error, explain_validation_erro
 from peers.errors import ManifestError
 from peers.settings import Timing
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+# The upper bounds are far beyond what makes sense, and keep every number that is made of these within what the wire,
+# fp32 and the clocks can carry.
+Positive = Annotated[int, Field(ge=1, le=1_000_000)]
+StepCount = Annotated[int, Field(ge=0, le=10**12)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NotNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
+NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 BYTE_TOKENIZER_SIZE = 259
@@ -83,7 +86,7 @@ class TrainingSection(Section):
 
     inner_steps: Positive
     batch_size: Positive
-    sequence_length: Annotated[int, Field(ge=2)]
+    sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
     gradient_clip: PositiveFloat = 1.0
 
 
@@ -100,9 +103,9 @@ class InnerOptimizerSection(Section):
 class ScheduleSection(Section):
     """Warmup, stable, decay: the inner learning rate's shape, in inner steps of the whole run."""
 
-    warmup_steps: NotNegative
-    stable_steps: NotNegative
-    decay_steps: NotNegative
+    warmup_steps: StepCount
+    stable_steps: StepCount
+    decay_steps: StepCount
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     @property
@@ -114,7 +117,7 @@ class OuterOptimizerSection(Section):
     """Nesterov SGD on pseudo-gradients (DiLoCo's best outer optimizer, section 3.2 of arXiv 2311.08105)."""
 
     kind: Literal["nesterov"] = "nesterov"
-    learning_rate: PositiveFloat = 0.7
+    learning_rate: Annotated[float, Field(gt=0, le=100)] = 0.7
     momentum: Fraction = 0.9
 
 
@@ -127,11 +130,11 @@ class CodecSection(Section):
 class RoundsSection(Section):
     """Timing of membership and rounds, in seconds."""
 
-    heartbeat_seconds: PositiveFloat = Timing.heartbeat
-    heartbeat_expiry_seconds: PositiveFloat = Timing.heartbeat_expiry
-    grace_seconds: PositiveFloat = Timing.grace
-    round_timeout_seconds: PositiveFloat = Timing.round_timeout
-    partition_grace_seconds: PositiveFloat = Timing.partition_grace
+    heartbeat_seconds: Seconds = Timing.heartbeat
+    heartbeat_expiry_seconds: Annotated[float, Field(gt=0, le=300)] = Timing.heartbeat_expiry
+    grace_seconds: Seconds = Timing.grace
+    round_timeout_seconds: Seconds = Timing.round_timeout
+    partition_grace_seconds: Seconds = Timing.partition_grace
     minimum_peers: Positive = 1
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ def _line(problem: Any, model: type[BaseModel]) -> str:
     given = f"{path} = {_shown(problem['input'])}"
     if kind == "extra_forbidden":
         return f"{given}: unknown key. {_nearest(str(problem['loc'][-1]), _known_keys(model, problem['loc'][:-1]))}"
-    return f"{given}: {_remedy(kind, context, problem['msg'])}"
+    return f"{given}: {_remedy(kind, context | {'path': path}, problem['msg'])}"
 
 
 def _remedy(kind: str, context: dict[str, Any], message: str) -> str:
@@ -50,7 +50,10 @@ def _remedy(kind: str, context: dict[str, Any], message: str) -> str:
         "string_type": "not a text. Put it in quotes.",
         "string_too_short": "empty. Give a name or path.",
         "literal_error": "not known here. Use {expected}.",
-        "string_pattern_mismatch": "not usable. Use 1 to 48 lower-case letters, digits and dashes.",
+        "string_pattern_mismatch": "not usable. Use 1 to 40 lower-case letters, digits and dashes.",
+        "model_type": "not a table. Write its keys below a line [{path}].",
+        "dict_type": "not a table. Write its keys below a line [{path}].",
+        "tuple_type": "not a list. Write its values between square brackets.",
     }
     template = remedies.get(kind)
     return template.format(**context) if template else f"{message}. Correct it."

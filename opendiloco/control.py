@@ -70,7 +70,7 @@ class Generate(Message):
 
 
 class RunFacts(Message):
-    """What the model card says about the run that made the model."""
+    """What the model card says about the run that made the model. `peers`: how many took the last outer step."""
 
     run_id: str
     manifest_digest: str

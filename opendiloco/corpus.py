@@ -8,16 +8,18 @@ only says where to read, and peers exchange what they learned, never what they r
 from __future__ import annotations
 
 import hashlib
+import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from opendiloco.config import DataSection
-from opendiloco.errors import DataError
+from opendiloco.errors import DataError, first_line
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,29 @@ class Document:
 
     text: bytes
     held_out: bool
+
+
+def volunteered(section: DataSection, folder: Path | None) -> DataSection:
+    """The section as a volunteer's machine may read it: with `folder` for a source, if one is given.
+
+    A manifest's author, a stranger, must not choose which of a volunteer's files are read: what a model was trained on
+    can be got out of it again.
+
+    Raises: DataError when the source is local and no folder is given.
+    """
+    if folder is not None:
+        return section.model_copy(update={"source": str(folder.absolute())})
+    if is_local(section.source):
+        raise DataError(
+            f"data.source = {section.source!r} is a place on this machine; what you have not named is not read.",
+            "Name the folder with the run's text, or with text of yours to train on: --data FOLDER.",
+        )
+    return section
+
+
+def is_local(source: str) -> bool:
+    """Whether a source is, or could be, a file or folder of this machine's instead of a data set on the hub."""
+    return source != "stdlib" and (HUB_NAME.fullmatch(source) is None or Path(source).exists())
 
 
 def read_documents(section: DataSection) -> Iterator[Document]:
@@ -62,9 +87,8 @@ def _from_datasets(section: DataSection) -> Iterator[Document]:
     try:
         rows = datasets.load_dataset(section.source, split=section.split)
     except Exception as error:  # datasets raises many unrelated classes for what is not there
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {first_line}",
+            f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {first_line(error)}",
             'Give a folder with text or dataset files, a dataset\'s hub name, or "stdlib".',
         ) from error
     if section.column not in rows.column_names:

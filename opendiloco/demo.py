@@ -12,10 +12,11 @@ from pathlib import Path
 from opendiloco.agreement import Agreement
 from opendiloco.config import RunConfig
 from opendiloco.control import RunFacts
+from opendiloco.corpus import is_local
 from opendiloco.demo_processes import Child
 from opendiloco.demo_screen import DemoScreen
 from opendiloco.errors import DemoError, MachineError
-from opendiloco.follower import HELD_OUT_WINDOWS, export_state, fetch_state, require_empty
+from opendiloco.follower import HELD_OUT_WINDOWS, export_state, fetch_state, make_folder
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run
 from opendiloco.screen import Row, is_finished, row_of
@@ -87,6 +88,8 @@ class _Swarm:
         identity.save(key_file)
         arguments = ["join", "--plain", "--run", self.run.run_id, "--initial-peer", self.address]
         arguments += ["--identity", str(key_file), "--listen", LOOPBACK]
+        if is_local(source := self.run.config.data.source):
+            arguments += ["--data", source]
         child = await start_child(name, arguments, self.folder, self.children)
         self.volunteers[identity.peer_id] = _Volunteer(name, child)
         return self.volunteers[identity.peer_id]
@@ -251,7 +254,7 @@ async def end_all(children: list[Child]) -> None:
 def prepare_folder(out: Path | None) -> Path:
     """Raises: MachineError."""
     if out is not None:
-        require_empty(out)
+        make_folder(out)
     try:
         folder = Path(tempfile.mkdtemp(prefix="diloco-demo-")) if out is None else out.absolute()
         (folder / "logs").mkdir(parents=True)

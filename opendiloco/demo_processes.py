@@ -18,7 +18,7 @@ STOP_SECONDS = 20.0  # a polite leave may finish a round first
 
 
 class Child:
-    """One command; its output goes to a file. Made by `start`; `stop` or `kill` ends it."""
+    """One command; its output goes to a file. Made by `start`; `ask_to_stop` or `kill`, then `ended`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name

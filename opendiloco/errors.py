@@ -5,6 +5,12 @@ from __future__ import annotations
 from peers.errors import DilocoPeerError
 
 
+def first_line(error: Exception) -> str:
+    """What a library says, as the end of a sentence of ours: its first line, or the error's name, with a full stop."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return said if said.endswith((".", "!", "?")) else f"{said}."
+
+
 class MachineError(DilocoPeerError):
     """This machine does not fit the run: memory, disk, torch, or a device that is not there."""
 
@@ -12,7 +18,7 @@ class MachineError(DilocoPeerError):
 
 
 class DataError(DilocoPeerError):
-    """The corpus is missing, unreadable or too small."""
+    """The corpus is missing, unreadable, too small, or in a place of the machine that its owner has not named."""
 
     exit_code = 7
 

@@ -47,7 +47,7 @@ A language model trained by volunteers over the internet with [DiLoCo](https://a
 | --- | --- |
 | run | `{facts.run_id}` |
 | manifest digest (BLAKE3) | `{facts.manifest_digest}` |
-| peers that trained it | {facts.peers} |
+| peers in the last outer step | {facts.peers} |
 | outer steps, each of up to {config.training.inner_steps} inner steps a peer | {facts.outer_steps} |
 | tokens trained | {facts.tokens:,} |
 | training text | {source} |

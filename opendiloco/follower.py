@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from opendiloco.control import RunFacts
@@ -28,23 +31,43 @@ async def export_run(invite: Invite, folder: Path) -> RunFacts:
     Raises: MachineError when the folder is not new, SwarmUnreachableError when no peer gives a state, and what starting
     a worker raises.
     """
-    require_empty(folder)
-    async with connected(Identity.generate(), invite.addresses) as transport:
-        run = await find_run(transport, invite.run_id)
-        await donors(transport, run)  # a run that nobody trains in should not cost the start of a worker
-        async with working(run) as workload:
-            last = await fetch_state(run, transport, workload)
-            return await export_state(run, last, workload, folder)
+    with new_folder(folder):
+        async with connected(Identity.generate(), invite.addresses) as transport:
+            run = await find_run(transport, invite.run_id)
+            await donors(transport, run)  # a run that nobody trains in should not cost the start of a worker
+            async with working(run) as workload:
+                last = await fetch_state(run, transport, workload)
+                return await export_state(run, last, workload, folder)
 
 
-def require_empty(folder: Path) -> None:
-    """Raises: MachineError. Said before minutes of work, and checked again by who writes."""
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Made now and found to be usable, before minutes of work; gone again if those fail and leave it empty.
+
+    Raises: see `make_folder`.
+    """
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    make_folder(folder)
     try:
-        used = folder.exists() and any(folder.iterdir())
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for one in missing:  # from the innermost
+                one.rmdir()
+        raise
+
+
+def make_folder(folder: Path) -> None:
+    """Raises: MachineError when it cannot be made or written to, or has something in it."""
+    remedy = "Give a new folder with --out."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise MachineError(f"{folder} is not empty.", remedy)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise MachineError(f"{folder} cannot be used: {error.strerror}.", "Give a new folder with --out.") from error
-    if used:
-        raise MachineError(f"{folder} is not empty.", "Give a new folder with --out.")
+        raise MachineError(f"{folder} cannot be used: {error.strerror}.", remedy) from error
 
 
 async def donors(transport: HivemindTransport, run: Run) -> list[str]:

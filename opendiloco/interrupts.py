@@ -1,10 +1,11 @@
-"""Ctrl-C and SIGTERM: the first asks politely, the second insists."""
+"""Ctrl-C and SIGTERM: the first asks politely, the second insists. A terminal that hangs up asks, and never insists."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,7 +17,8 @@ class Interrupts:
     """What the signals of this process do to its main task.
 
     The first one calls `polite`, or cancels the task while there is nothing to be polite about; the second cancels it.
-    Later ones change nothing, so that what the task tidies up is tidied up.
+    Later ones change nothing, so that what the task tidies up is tidied up. Nor does a hang-up after another signal:
+    a closing terminal sends SIGHUP twice (once through its shell), and systemd may send it after SIGTERM.
     """
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
@@ -24,12 +26,24 @@ class Interrupts:
         self.count = 0
         self._task = task
 
-    def __call__(self) -> None:
+    def __call__(self, number: signal.Signals) -> None:
+        if number == signal.SIGHUP and self.count > 0:
+            return
         self.count += 1
         if self.count == 1 and self.polite is not None:
             self.polite()
         elif self.count <= 2:
             self._task.cancel()
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """A process that is started meanwhile never gets the signals; this one gets them afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T | None:
@@ -45,7 +59,7 @@ def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T
         assert task is not None
         interrupts = Interrupts(task)
         for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, interrupts)
+            asyncio.get_running_loop().add_signal_handler(number, interrupts, number)
         return await main(interrupts)
 
     try:

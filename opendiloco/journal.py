@@ -31,16 +31,26 @@ class Journal:
 
     path: Path
 
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """To append to. The file is made now, so that a wrong name is not found out later. Raises: MachineError."""
+        journal = cls(path)
+        journal._write("")
+        return journal
+
     def append(self, header: Header, state_digest: bytes) -> None:
         """Raises: MachineError when the disk does not take it."""
         line = JournalLine(index=header.index, header=pack(header).hex(), state_digest=state_digest.hex())
+        self._write(line.model_dump_json() + "\n")
+
+    def _write(self, text: str) -> None:
         try:
             with self.path.open("a") as file:
-                file.write(line.model_dump_json() + "\n")
+                file.write(text)
         except OSError as error:
             raise MachineError(
                 f"cannot write to the journal {self.path}: {error.strerror}.",
-                "Free some space, or leave out --journal.",
+                "Name a file on a disk with space, or leave out --journal.",
             ) from error
 
     def __iter__(self) -> Iterator[tuple[Header, bytes]]:

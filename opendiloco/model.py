@@ -7,6 +7,7 @@ not (its vectorised path, taken on CPUs with AVX2, rounds differently), hence `P
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any
 
 import torch
@@ -14,11 +15,22 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config import RunConfig, misfit
-from opendiloco.errors import MachineError
+from opendiloco.errors import MachineError, first_line
 from opendiloco.layout import Layout
 from opendiloco.shared_memory import Vector
 from opendiloco.tokenizer import Tokenizer
 from peers.errors import ManifestError
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+
+def check_model(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Whether `build_model` can build the inline model, found out without the memory or time that its weights take.
+
+    Raises: ManifestError as `build_model` would.
+    """
+    with torch.device("meta"):
+        _check_size(_from_config(config, tokenizer), config, tokenizer)
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
@@ -27,22 +39,24 @@ def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
     Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens.
     """
     model = _from_path(config.model.path) if config.model.path else _from_config(config, tokenizer)
-    model = model.float()
+    _check_size(model, config, tokenizer)
+    return model.float()
+
+
+def _check_size(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
     settings = model.config
     positions = getattr(settings, "max_position_embeddings", None)
     problem = misfit(positions, settings.vocab_size, config, tokenizer.size)
     if problem:
         raise ManifestError(f"{problem}.")
-    return model
 
 
 def _from_path(path: str) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(path)
     except (OSError, ValueError) as error:
-        first_line = str(error).splitlines()[0]
         raise ManifestError(
-            f"model.path = {path!r} cannot be loaded: {first_line}",
+            f"model.path = {path!r} cannot be loaded: {first_line(error)}",
             "Give a model's folder or hub name; on a machine without internet, a folder.",
         ) from error
 
@@ -56,8 +70,8 @@ def _from_config(config: RunConfig, tokenizer: Tokenizer) -> Any:
         with PortableNormal():
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **tokenizer.special, **values))
     except Exception as error:  # each architecture has its own ways to object
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ManifestError(f"model.config: transformers refuses it: {first_line}", "Correct that value.") from error
+        cause = f"model.config: transformers refuses it: {first_line(error)}"
+        raise ManifestError(cause, "Correct that value.") from error
 
 
 def _refuse_unknown_keys(model_type: str, values: dict[str, Any]) -> None:
@@ -128,17 +142,18 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def choose_device(wanted: str) -> torch.device:
     """The device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
 
-    Raises: MachineError when torch cannot use it.
+    Raises: MachineError when it is none of these, or torch cannot use it.
     """
+    if not DEVICE.fullmatch(wanted):
+        raise MachineError(f"--device {wanted} is nothing to train on.", "Use auto, cpu, cuda, or cuda:1 and so on.")
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(wanted)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        first_line = str(error).splitlines()[0]
         raise MachineError(
-            f"device {wanted!r} cannot be used by torch {torch.__version__}: {first_line}",
-            'Use "cpu", or install a torch that supports this GPU.',
+            f"--device {wanted} cannot be used by torch {torch.__version__}: {first_line(error)}",
+            "Use --device cpu, or install a torch that supports this GPU.",
         ) from error
     return device

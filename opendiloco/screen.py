@@ -11,7 +11,9 @@ from opendiloco.config import RunConfig
 from peers.heartbeat import Heartbeat, PeerState
 
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest")
-NUMBERS = frozenset(COLUMNS[2:6])
+HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest")
+"""The same in the table, which has to fit 80 columns."""
+NUMBERS = frozenset(HEADINGS[2:6])
 STYLES = {
     PeerState.TRAINING: "green",
     PeerState.READY: "cyan",
@@ -38,7 +40,7 @@ def short_name(peer: str) -> str:
 def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
     """A peer's row from its heartbeat."""
     cells = (
-        FINISHED if is_finished(beat, config) else str(beat.state),
+        shown_state(beat, config),
         f"{beat.inner_step}/{config.training.inner_steps}",
         f"{beat.tokens_per_second:,.0f}",
         "-" if beat.loss is None else f"{beat.loss:.3f}",
@@ -48,15 +50,20 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
     return Row(name or short_name(beat.peer), cells, STYLES.get(beat.state, "dim"))
 
 
+def shown_state(beat: Heartbeat, config: RunConfig) -> str:
+    """What a peer is doing, in one word."""
+    return FINISHED if is_finished(beat, config) else str(beat.state)
+
+
 def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
     """Whether the peer has been through the whole run, and is there to hand out its result."""
     return beat.state is PeerState.TRAINING and beat.index >= config.total_outer_steps
 
 
 def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in COLUMNS:
-        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=True)
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in NUMBERS else "left", no_wrap=True)
     for row in rows:
         table.add_row(row.name, *row.cells, style=row.style)
     return table

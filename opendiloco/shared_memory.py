@@ -17,6 +17,7 @@ from opendiloco.errors import MachineError
 
 Vector = NDArray[np.float32]
 VALUE_BYTES = 4
+CGROUP = Path("/sys/fs/cgroup")
 
 
 class SharedVectors:
@@ -57,12 +58,17 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def available_memory() -> int:
-    """Bytes this process can still take: the kernel's estimate, or what the container's limit leaves."""
+    """Bytes this process can still take: the kernel's estimate, or what the container's limit leaves.
+
+    What a container used last for files it has read counts against its limit, but is given back when it is needed.
+    """
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
     available = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable"))
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
     except OSError:
         return available
-    return available if limit == "max" else min(available, int(limit) - used)
+    cached = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))
+    return available if limit == "max" else min(available, int(limit) - used + cached)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opendiloco.config import BYTE_TOKENIZER_SIZE, TokenizerSection
-from opendiloco.errors import DataError
+from opendiloco.errors import DataError, first_line
 
 BEGIN, END, PADDING = 256, 257, 258
 SPECIAL_TOKENS = {"<|begin|>": BEGIN, "<|end|>": END, "<|padding|>": PADDING}
@@ -91,9 +91,8 @@ class PretrainedTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
-            first_line = str(error).splitlines()[0]
             raise DataError(
-                f"tokenizer.path = {path!r} cannot be loaded: {first_line}",
+                f"tokenizer.path = {path!r} cannot be loaded: {first_line(error)}",
                 "Give a tokenizer's folder or hub name; on a machine without internet, a folder.",
             ) from error
         if self._tokenizer.eos_token_id is None:

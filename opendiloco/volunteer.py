@@ -9,6 +9,7 @@ async with connected(identity, addresses) as transport:
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +25,8 @@ from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.leases import SampleRange
 from peers.workload import Progress, Trained
+
+logger = logging.getLogger(__name__)
 
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
@@ -51,6 +54,7 @@ class Volunteer:
         self._driver = driver
         self._transport = transport
         self._workload = workload
+        self._leaving = False
 
     @property
     def device(self) -> str:
@@ -74,7 +78,9 @@ class Volunteer:
                 self._driver.leave(at_once=True)  # the others need not find out by waiting
             await driving
             for error in broken:
-                raise error
+                if not self._leaving:
+                    raise error
+                logger.debug("while leaving: %s", error)  # systemd, for one, ends a service's processes all at once
         finally:
             for task in (driving, *failures):
                 task.cancel()
@@ -82,6 +88,7 @@ class Volunteer:
 
     def leave(self) -> None:
         """Leave politely: a round under way is finished, then the others are told, and `train` returns."""
+        self._leaving = True
         self._driver.leave()
 
     def heartbeats(self) -> list[Heartbeat]:

@@ -1,7 +1,8 @@
 """The worker process: trains, evaluates and exports on command. Started as `python -m opendiloco.worker`.
 
 It lives exactly as long as the control channel: when the peer process dies, however it dies, the channel closes and
-the worker exits at once. Ctrl-C is the peer process's business alone.
+the worker exits at once. Ctrl-C and other requests to end are the peer process's business alone: they reach the worker
+blocked.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import queue
-import signal
 import socket
 import threading
 import time
@@ -187,7 +187,6 @@ def describe_failure(error: Exception) -> Failed:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser(description="Started by diloco-peer; not for use by hand.")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory file")

@@ -40,6 +40,7 @@ from opendiloco.control import (
     parse_reply,
 )
 from opendiloco.errors import DataError, MachineError, WorkerError
+from opendiloco.interrupts import signals_held_back
 from opendiloco.shared_memory import SharedVectors, create_memory_file
 from peers.errors import DilocoPeerError, ManifestError
 from peers.leases import SampleRange
@@ -92,10 +93,6 @@ class WorkerProcess:
             raise
         return worker
 
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
-
     async def train(
         self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
     ) -> Trained:
@@ -139,16 +136,15 @@ class WorkerProcess:
         return await asyncio.shield(self._death)
 
     async def close(self) -> None:
-        """End the worker: by closing its channel, else with SIGTERM, else with SIGKILL. Leaves no process behind."""
+        """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind."""
         if self._tasks:
             self._writer.close()
-        for insist in (None, self._process.terminate, self._process.kill):
-            if insist is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    insist()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
-                break
+        try:
+            await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
         if self._tasks:
             _, unfinished = await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
             for task in unfinished:
@@ -178,8 +174,14 @@ class WorkerProcess:
         """A request goes on to its reply even when nobody waits for it any more, so that no reply goes astray."""
         task = asyncio.create_task(self._exchange(command, answer, on_progress))
         self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
+        task.add_done_callback(self._forget)
         return task
+
+    def _forget(self, request: asyncio.Task[Any]) -> None:
+        """asyncio would print the errors of requests that nobody waits for any more."""
+        self._requests.discard(request)
+        if not request.cancelled():
+            request.exception()
 
     async def _exchange(
         self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None]
@@ -241,15 +243,16 @@ async def _spawn(control: int, memory: int, threads: int) -> asyncio.subprocess.
     """The worker sees the same modules as we do, whatever folder we were started in, and prints to a pipe of ours."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(threads)}
     command = ["-P", "-m", "opendiloco.worker", "--control", str(control), "--memory", str(memory)]
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *command,
-        pass_fds=(control, memory),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=environment,
-    )
+    with signals_held_back():  # it would be gone before a polite leave could finish the round under way
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            pass_fds=(control, memory),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+        )
 
 
 def _rebuild(failure: Failed) -> DilocoPeerError:

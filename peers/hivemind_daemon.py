@@ -14,6 +14,7 @@ import re
 import signal
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,12 +35,20 @@ STOP_TIMEOUT = 5.0  # seconds
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
 LOOPBACK = re.compile(r"/(ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
+NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format error")
+IN_OWN_SESSION = (sys.executable, "-ISc", "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])")
+"""p2pd takes no notice of signals that are blocked or ignored when it starts. In a session of its own it gets neither
+the Ctrl-C nor the hang-up of our terminal, which would end it before we can tell anybody that we leave."""
 
 
 class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
-    """hivemind's P2P with sockets whose names tell that they are ours."""
+    """hivemind's P2P in a session of its own, with sockets whose names tell that they are ours."""
 
     _UNIX_SOCKET_PREFIX = f"/unix{SOCKET_PREFIX}"
+
+    @staticmethod
+    def _make_process_args(*args: object, **options: object) -> list[str]:
+        return [*IN_OWN_SESSION, *P2P._make_process_args(*args, **options)]
 
 
 def is_loopback(address: str) -> bool:
@@ -86,7 +95,7 @@ async def start_daemon(
     for address in listen:
         _require_free_port(address)
     sweep_sockets()
-    with _key_file(identity) as key_path, _ctrl_c_held_back():
+    with _key_file(identity) as key_path, _signals_held_back():
         starting = asyncio.ensure_future(
             Daemon.create(
                 initial_peers=list(initial_peers),
@@ -152,12 +161,9 @@ def _is_deserted(path: Path) -> bool:
 
 
 @contextmanager
-def _ctrl_c_held_back() -> Iterator[None]:
-    """A terminal sends Ctrl-C to us and to our children alike; p2pd, started meanwhile, never sees it, and we do later.
-
-    It would end at once, before we can tell anybody that we leave.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _signals_held_back() -> Iterator[None]:
+    """What asks us to leave is sent to our children, too. Until p2pd has its own session, it waits, for both of us."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:
@@ -207,7 +213,7 @@ def _start_error(message: str, initial_peers: Sequence[str]) -> DilocoPeerError:
         return _port_in_use(port, host)
     if "failed to connect to bootstrap peers" in message:
         return unreachable(initial_peers)
-    if "binary" in message or "No such file" in message:
+    if NOT_RUNNABLE.search(message):
         return LocalNetworkError(f"libp2p's daemon cannot be run: {message}", "Reinstall hivemind for this platform.")
     return LocalNetworkError(f"libp2p's daemon did not start: {message}.", "Run again with --debug to see more.")
 

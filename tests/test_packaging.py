@@ -94,6 +94,7 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["License-File"] == "LICENSE"
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {line.split(">=")[0] for line in required} >= {"torch", "hivemind", "transformers", "datasets", "cffi"}
+    assert "tokenizers" in {line.split(">=")[0] for line in required}  # imported by name, whatever transformers needs
 
 
 def test_console_script(wheel: Path) -> None:

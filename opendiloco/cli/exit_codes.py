@@ -10,10 +10,10 @@ EXIT_CODES: dict[int, str] = {
     4: "the swarm is out of reach: no bootstrap node answers, the run is unknown, or nobody is there",
     5: "this machine's side of the network: a port in use, an identity file, libp2p's daemon",
     6: "this machine does not fit: memory, disk, torch, or a device that is not there",
-    7: "the corpus is missing, unreadable or too small",
+    7: "the corpus is missing, unreadable, too small, or a local folder not named with --data",
     8: "training failed: the worker died, or a loss or weight is not finite",
     70: "the protocol was broken: a bug, ours or a peer's",
-    130: "left at once, after a second Ctrl-C",
+    130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
 }
 UNEXPECTED, INTERRUPTED = 1, 130
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,21 @@ THIS_MACHINE = "this machine"
 @click.option("--identity", type=FILE, help="Key file; made if it does not exist.  [default: this user's own]")
 @listen_option("/ip4/0.0.0.0/tcp/0")
 @announce_option
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, or cuda:1 and so on.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads for training.")
+@click.option(
+    "--data",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Train on the text in this folder. Must be given when the run's data.source is a local folder.",
+)
 @click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
-@click.option("--metrics-port", type=click.IntRange(1, 65535), help="Serve metrics for Prometheus on this port.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    help="Serve metrics for Prometheus on 127.0.0.1, port N.",
+    metavar="N",
+)
 @click.option("--plain", is_flag=True, help="Log lines instead of a live screen.")
 @click.pass_obj
 def command(
@@ -45,6 +57,7 @@ def command(
     announce: tuple[str, ...],
     device: str,
     threads: int,
+    data: Path | None,
     journal: Path | None,
     metrics_port: int | None,
     plain: bool,
@@ -61,17 +74,18 @@ def command(
     if console is None:
         log.start("info")
     invite = parse_run(run, initial_peers)
+    record = None if journal is None else Journal.open(journal)
     if metrics_port is not None:
         serve_metrics(metrics_port)
 
     async def main(interrupts: Interrupts) -> None:
         async with connected(key, invite.addresses, listen, announce) as transport:
-            found = await find_run(transport, invite.run_id)
+            found = (await find_run(transport, invite.run_id)).with_data(data)
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             async with volunteering(found, key, transport, device, threads) as volunteer:
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)
-                if journal is not None:
-                    volunteer.record(Journal(journal))
+                if record is not None:
+                    volunteer.record(record)
                 interrupts.polite = lambda: leave(volunteer, console)
                 await train_in_view(volunteer, console)
         say("left the run", console)
@@ -94,15 +108,17 @@ def start_console(log: LogOptions) -> Console:
 
 
 def say(text: str, console: Console | None) -> None:
-    if console is None:
-        click.echo(text)
-    else:
-        console.print(text, highlight=False, soft_wrap=True)
+    """To a terminal that has been closed nothing is said, and what we were about to do is done all the same."""
+    with suppress(OSError):
+        if console is None:
+            click.echo(text)
+        else:
+            console.print(text, highlight=False, soft_wrap=True)
 
 
 def leave(volunteer: Volunteer, console: Console | None) -> None:
-    say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)", console)
     volunteer.leave()
+    say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)", console)
 
 
 async def train_in_view(volunteer: Volunteer, console: Console | None) -> None:

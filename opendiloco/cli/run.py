@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,10 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, initial_peers_option
 
 if TYPE_CHECKING:
+    from opendiloco.config import RunConfig
     from opendiloco.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 @click.group()
@@ -40,9 +44,10 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
     if not initial_peers:
         raise click.UsageError("a run needs a bootstrap node that remembers it: add --initial-peer.")
     config = RunConfig.from_toml(run_toml)
+    check(config)
     run = Run.sign(config, load_identity(identity))
-    kept = asyncio.run(announce(run, initial_peers))
     path = save(run, out)
+    kept = asyncio.run(announce(run, initial_peers))
     invite = Invite(run.run_id, kept)
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}\nTo train in it, type on any machine:")
     click.echo(f"  diloco-peer join --run {invite}")
@@ -68,6 +73,29 @@ def show(log: LogOptions, manifest: Path) -> None:
     run = Run.from_manifest(SignedManifest.unpack(packed))
     click.echo(f"run id:     {run.run_id}\norganiser:  {run.manifest.organiser}")
     click.echo(json.dumps(run.manifest.values, indent=2))
+
+
+def check(config: RunConfig) -> None:
+    """Whether others can train in it, as far as this machine can tell. Takes seconds, mostly to import transformers.
+
+    Raises: ManifestError when the model cannot be built. What only others need to have is worth no more than a warning.
+    """
+    from opendiloco.corpus import is_local
+    from opendiloco.errors import DataError
+    from opendiloco.model import check_model
+    from opendiloco.tokenizer import build_tokenizer
+
+    source = config.data.source
+    if is_local(source) and not Path(source).exists():
+        logger.warning("data.source = %r is not on this machine; each volunteer names a folder with --data", source)
+    if config.model.path is not None:
+        return
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
+    except DataError as error:
+        logger.warning("the model is not checked: %s", error)
+        return
+    check_model(config, tokenizer)
 
 
 async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:

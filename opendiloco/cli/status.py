@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from opendiloco.agreement import Agreement
+    from opendiloco.config import RunConfig
     from opendiloco.run import Run
     from peers.heartbeat import Heartbeat
     from peers.hivemind_transport import HivemindTransport
@@ -60,7 +61,7 @@ async def show_status(invite: Invite, as_json: bool) -> None:
         heartbeats = await live_heartbeats(transport, run)
     agreement.observe(heartbeats)
     if as_json:
-        peers = [plain(beat) for beat in heartbeats]
+        peers = [plain(beat, run.config) for beat in heartbeats]
         click.echo(json.dumps({"run": run.run_id, "agree": not agreement.disagreements, "peers": peers}, indent=2))
     else:
         Console().print(picture(run, heartbeats, agreement))
@@ -104,11 +105,13 @@ def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement) -> Grou
     return Group(peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id), str(agreement))
 
 
-def plain(beat: Heartbeat) -> dict[str, object]:
+def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     """A heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on the peer's clock."""
+    from opendiloco.screen import shown_state
+
     return {
         "peer": beat.peer,
-        "state": str(beat.state),
+        "state": shown_state(beat, config),
         "outer_step": beat.index,
         "inner_step": beat.inner_step,
         "tokens_per_second": beat.tokens_per_second,

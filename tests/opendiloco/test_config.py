@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from opendiloco.config import RoundsSection, RunConfig
+from opendiloco.run import Run
 from peers.errors import ManifestError
+from peers.heartbeat import Heartbeat
+from peers.identity import Identity
 from peers.settings import Timing
 
 REPOSITORY = Path(__file__).parents[2]
@@ -55,7 +58,19 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         ),
         ("rounds", {"minimum_peers": 0}, "rounds.minimum_peers = 0: too small. Use 1 or more."),
         ("rounds", {"heartbeat_seconds": 5.0}, "rounds: heartbeat_expiry_seconds = 10 would bury a peer"),
-        ("name", "Big Run", "name = 'Big Run': not usable. Use 1 to 48 lower-case letters, digits and dashes."),
+        ("name", "Big Run", "name = 'Big Run': not usable. Use 1 to 40 lower-case letters, digits and dashes."),
+        ("name", "a" * 41, f"name = '{'a' * 41}': not usable. Use 1 to 40 lower-case"),
+        ("training", 3, "training = 3: not a table. Write its keys below a line [training]."),
+        ("model.config", "llama", "model.config = 'llama': not a table. Write its keys below a line [model.config]."),
+        ("inner_optimizer.betas", 0.9, "inner_optimizer.betas = 0.9: not a list. Write its values between square"),
+        ("training.inner_steps", 10**18, "training.inner_steps = 1000000000000000000: too large. Use 1000000 or less."),
+        ("training.batch_size", 10**30, "training.batch_size = 1000000000000000000000000000000: too large."),
+        ("training.sequence_length", 10**7, "training.sequence_length = 10000000: too large."),
+        ("schedule.stable_steps", 10**15, "schedule.stable_steps = 1000000000000000: too large."),
+        ("outer_optimizer.learning_rate", 1e39, "outer_optimizer.learning_rate = 1e+39: too large. Use 100.0 or less."),
+        ("inner_optimizer.learning_rate", 1e39, "inner_optimizer.learning_rate = 1e+39: too large."),
+        ("rounds", {"heartbeat_expiry_seconds": 301.0}, "rounds.heartbeat_expiry_seconds = 301.0: too large. Use 300"),
+        ("rounds", {"grace_seconds": 1e300}, "rounds.grace_seconds = 1e+300: too large. Use 86400"),
         ("extra", 1, "extra = 1: unknown key."),
     ],
 )
@@ -73,6 +88,14 @@ def test_a_wrong_value_is_named_with_its_remedy(
     assert str(caught.value).startswith(f"manifest: {said}")
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 3
+
+
+def test_the_longest_expiry_fits_a_heartbeat(small_content: dict[str, Any]) -> None:
+    """And the longest name is one of 40 characters."""
+    content = small_content | {"name": "a" * 40, "rounds": {"heartbeat_expiry_seconds": 300.0}}
+    timing = Run.sign(RunConfig.from_manifest_content(content), Identity.generate()).settings.timing
+    [lifetime] = [part.le for part in Heartbeat.model_fields["lifetime"].metadata if hasattr(part, "le")]
+    assert 2 * timing.heartbeat_expiry <= lifetime  # what `Pulse.heartbeat` says of itself
 
 
 def test_several_problems_get_a_line_each(tmp_path: Path) -> None:

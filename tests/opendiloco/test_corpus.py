@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.config import DataSection
-from opendiloco.corpus import is_held_out, read_documents
+from opendiloco.corpus import is_held_out, is_local, read_documents, volunteered
 from opendiloco.errors import DataError
 
 
@@ -55,6 +55,44 @@ def test_a_source_that_is_nowhere_is_named_with_a_remedy(tmp_path: Path) -> None
         list(read_documents(DataSection(source=str(tmp_path / "empty"))))
     assert caught.value.exit_code == 7
     assert "stdlib" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("source", "local"),
+    [
+        ("stdlib", False),
+        ("wikitext", False),
+        ("allenai/c4", False),
+        ("/home/volunteer/letters", True),
+        ("~/letters", True),
+        ("../letters", True),
+        (".ssh", True),
+        ("home/volunteer/letters", True),
+        ("file:///home", True),
+        ("letters", True),  # there is such a folder
+    ],
+)
+def test_what_could_be_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, local: bool
+) -> None:
+    (tmp_path / "letters").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert is_local(source) is local
+
+
+def test_a_volunteer_names_what_may_be_read(tmp_path: Path) -> None:
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public" / "a.txt").write_bytes(b"for all")
+    (tmp_path / "secret.txt").write_bytes(b"for nobody")
+    theirs = DataSection(source=str(tmp_path), held_out=0.2)
+    with pytest.raises(DataError, match="what you have not named is not read") as caught:
+        volunteered(theirs, None)
+    assert caught.value.exit_code == 7
+    assert "--data FOLDER" in caught.value.remedy
+    section = volunteered(theirs, tmp_path / "public")
+    assert section.held_out == 0.2
+    assert [document.text for document in read_documents(section)] == [b"for all"]
+    assert volunteered(DataSection(), None) == DataSection()
 
 
 def test_held_out_is_a_fixed_draw_with_the_given_probability() -> None:

@@ -42,7 +42,15 @@ def test_an_exported_folder_loads_with_transformers_alone(small_config: RunConfi
 def test_the_model_card_states_the_runs_facts(small_config: RunConfig, tmp_path: Path) -> None:
     export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, FACTS)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    for fact in ("small-abc", "cd" * 32, "| 12 |", "345,678", "| 3 |", "2.1562 nats", "# license:"):
+    for fact in (
+        "small-abc",
+        "cd" * 32,
+        "| 12 |",
+        "345,678",
+        "| peers in the last outer step | 3 |",
+        "2.1562 nats",
+        "# license:",
+    ):
         assert fact in card
 
 

@@ -60,6 +60,19 @@ def test_the_second_insists_and_what_must_be_tidied_up_is() -> None:
     assert tidied == ["up"]
 
 
+def test_a_hang_up_does_not_insist() -> None:
+    """A closing terminal sends it twice."""
+
+    async def main(interrupts: Interrupts) -> str:
+        interrupts.polite = lambda: None
+        interrupts(signal.SIGHUP)
+        interrupts(signal.SIGHUP)
+        await asyncio.sleep(0)  # a task that was cancelled would not get beyond this
+        return "polite"
+
+    assert run_interruptible(main) == "polite"
+
+
 def test_errors_pass_through() -> None:
     async def main(interrupts: Interrupts) -> None:
         raise ZeroDivisionError

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -14,7 +15,15 @@ import torch
 
 from opendiloco.config import RunConfig
 from opendiloco.errors import MachineError
-from opendiloco.model import PortableNormal, build_model, choose_device, layout_of, load_weights, store_weights
+from opendiloco.model import (
+    PortableNormal,
+    build_model,
+    check_model,
+    choose_device,
+    layout_of,
+    load_weights,
+    store_weights,
+)
 from opendiloco.tokenizer import ByteTokenizer
 from peers.errors import ManifestError
 
@@ -84,17 +93,27 @@ def test_models_that_transformers_does_not_know(
 ) -> None:
     content = copy.deepcopy(small_content)
     content["model"]["config"].update(changes)
-    with pytest.raises(ManifestError) as caught:
-        build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
-    assert str(caught.value).startswith(said)
+    for refuse in (build_model, check_model):
+        with pytest.raises(ManifestError) as caught:
+            refuse(RunConfig.from_manifest_content(content), ByteTokenizer())
+        assert str(caught.value).startswith(said)
+        assert re.search(r"[.!?]( [A-Z][^.!?]*[.!?])*$", caught.value.message)
+
+
+def test_a_model_that_would_not_fit_here_can_be_checked(small_content: dict[str, Any]) -> None:
+    """Without its weights: these would take 4 TB."""
+    content = copy.deepcopy(small_content)
+    content["model"]["config"].update(hidden_size=2**18, intermediate_size=2**20)
+    check_model(RunConfig.from_manifest_content(content), ByteTokenizer())
 
 
 def test_a_size_left_to_transformers_is_checked_too(small_content: dict[str, Any]) -> None:
     content = copy.deepcopy(small_content)
     del content["model"]["config"]["max_position_embeddings"]
     content["training"]["sequence_length"] = 4096
-    with pytest.raises(ManifestError, match="sequence_length = 4096 is longer than"):
-        build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
+    for refuse in (build_model, check_model):
+        with pytest.raises(ManifestError, match="sequence_length = 4096 is longer than"):
+            refuse(RunConfig.from_manifest_content(content), ByteTokenizer())
 
 
 def test_a_saved_model_can_be_where_a_run_starts(small_content: dict[str, Any], tmp_path: Any) -> None:
@@ -108,12 +127,19 @@ def test_a_saved_model_can_be_where_a_run_starts(small_content: dict[str, Any], 
         build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
 
 
-@pytest.mark.parametrize("wanted", ["cuda:63", "abacus"])
-def test_a_device_that_is_not_there(wanted: str) -> None:
-    with pytest.raises(MachineError, match=f"device '{wanted}' cannot be used by torch") as caught:
-        choose_device(wanted)
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(MachineError, match=r"--device cuda:63 cannot be used by torch .*\.$") as caught:
+        choose_device("cuda:63")
     assert caught.value.exit_code == 6
     assert "cpu" in caught.value.remedy
+    assert caught.value.message.endswith(".")
+
+
+@pytest.mark.parametrize("wanted", ["abacus", "meta", "cpu:0", "cuda:", "mps", ""])
+def test_a_device_that_is_none_of_ours(wanted: str) -> None:
+    with pytest.raises(MachineError, match=f"--device {wanted} is nothing to train on") as caught:
+        choose_device(wanted)
+    assert caught.value.exit_code == 6
 
 
 def test_the_processor_can_always_be_had() -> None:

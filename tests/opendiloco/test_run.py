@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from opendiloco.config import RunConfig
+from opendiloco.errors import DataError
 from opendiloco.run import Run, find_run
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.identity import Identity
@@ -30,6 +32,16 @@ def test_what_the_protocol_gets(small_config: RunConfig) -> None:
     assert settings.tokens_per_sample == small_config.training.sequence_length
     assert settings.timing.heartbeat == small_config.rounds.heartbeat_seconds
     assert settings.timing.partition_grace == small_config.rounds.partition_grace_seconds
+
+
+def test_a_volunteers_folder_changes_what_is_read_and_nothing_else(small_config: RunConfig, tmp_path: Path) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    here = run.with_data(tmp_path)
+    assert here.config.data == small_config.data.model_copy(update={"source": str(tmp_path)})
+    assert here.config.training == small_config.training
+    assert (here.manifest, here.settings) == (run.manifest, run.settings)
+    with pytest.raises(DataError, match=r"data\.source"):
+        run.with_data(None)  # its source is a folder
 
 
 def test_the_network_gives_it_back(small_config: RunConfig) -> None:

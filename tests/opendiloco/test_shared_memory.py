@@ -57,5 +57,17 @@ def test_a_system_that_refuses_is_quoted() -> None:
         os.close(read_only)
 
 
+@pytest.mark.parametrize(("limit", "free"), [("4194304", 2621440), ("max", None)])
+def test_a_containers_page_cache_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, free: int | None
+) -> None:
+    """Of 4 MiB, 3.5 are in use, 2 of them for files."""
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("3670016\n")
+    (tmp_path / "memory.stat").write_text("anon 1572864\nfile 2097152\nactive_file 524288\ninactive_file 1572864\n")
+    monkeypatch.setattr(shared_memory, "CGROUP", tmp_path)
+    assert available_memory() == free if free else available_memory() > 2**23
+
+
 def test_available_memory_is_plausible() -> None:
     assert 2**20 < available_memory() < 2**50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import select
@@ -16,6 +17,7 @@ import pytest
 
 from opendiloco.config import RunConfig
 from opendiloco.errors import DataError, MachineError, WorkerError
+from opendiloco.interrupts import SIGNALS
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
 from peers.workload import Progress
@@ -24,7 +26,7 @@ PROMPT_SECONDS = 20.0  # for what takes milliseconds, on a machine that is doing
 ENDLESS = (SampleRange(0, 10**6),)
 
 ABANDONED = """
-import asyncio, json, sys
+import asyncio, json, os, sys
 from opendiloco.config import RunConfig
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
@@ -32,7 +34,9 @@ from peers.leases import SampleRange
 async def main():
     config = RunConfig.from_manifest_content(json.loads(sys.argv[1]))
     worker = await WorkerProcess.start(config, "cpu")
-    await worker.train(0, (SampleRange(0, 10**6),), 10**6, lambda progress: print(worker.process_id, flush=True))
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        child = file.read()
+    await worker.train(0, (SampleRange(0, 10**6),), 10**6, lambda progress: print(child, flush=True))
 
 asyncio.run(main())
 """
@@ -46,13 +50,16 @@ def wait_until_gone(pidfd: int) -> None:
 
 def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: RunConfig) -> None:
     async def story() -> None:
+        before = children()
         worker = await WorkerProcess.start(small_config, "cpu")
+        [process] = map(int, children() - before)
         theta = worker.vectors.theta.copy()
         await stops_within_a_step_when_cancelled(worker)
-        await ignores_ctrl_c(worker)
+        await is_not_asked_to_end(worker, process)
         assert (worker.vectors.theta == theta).all()
         assert (worker.vectors.local != theta).any()
-        await says_how_it_died(worker)
+        await takes_no_reply_for_another(worker)
+        await says_how_it_died_to_those_who_wait(worker, process)
         await worker.close()
         await worker.close()
 
@@ -80,29 +87,45 @@ async def stops_within_a_step_when_cancelled(worker: WorkerProcess) -> None:
             await asyncio.wait_for(stopped, PROMPT_SECONDS)
 
 
-async def ignores_ctrl_c(worker: WorkerProcess) -> None:
+async def is_not_asked_to_end(worker: WorkerProcess, process: int) -> None:
+    """Its peer is, and decides what the worker still has to do."""
+
     def interrupt(progress: Progress) -> None:
-        os.kill(worker.process_id, signal.SIGINT)
+        for number in SIGNALS:
+            os.kill(process, number)
 
     trained = await worker.train(0, (SampleRange(0, 7),), 4, interrupt)
     assert trained.samples == (SampleRange(0, 7),)
 
 
-async def says_how_it_died(worker: WorkerProcess) -> None:
-    def kill(progress: Progress) -> None:
-        os.kill(worker.process_id, signal.SIGKILL)
-
+async def takes_no_reply_for_another(worker: WorkerProcess) -> None:
     given_up = asyncio.create_task(worker.evaluate(4))
     asyncio.get_running_loop().call_soon(given_up.cancel)
     with pytest.raises(asyncio.CancelledError):
         await given_up
     assert (await worker.evaluate(8)).tokens == 8 * 16  # a reply that nobody waited for is not taken for this one
+
+
+async def says_how_it_died_to_those_who_wait(worker: WorkerProcess, process: int) -> None:
+    """A request that was given up fails like the others, and asyncio prints no traceback of it."""
+    printed: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
+
+    def kill(progress: Progress) -> None:
+        given_up.cancel()
+        os.kill(process, signal.SIGKILL)
+
+    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, kill))
+    given_up = asyncio.create_task(worker.evaluate(1))  # its turn comes after the training
     with pytest.raises(WorkerError, match="the worker was killed by SIGKILL") as caught:
-        await asyncio.wait_for(worker.train(0, ENDLESS, 10**6, kill), PROMPT_SECONDS)
+        await asyncio.wait_for(training, PROMPT_SECONDS)
     assert caught.value.exit_code == 8
     with pytest.raises(WorkerError, match="SIGKILL"):
         await asyncio.wait_for(worker.evaluate(1), PROMPT_SECONDS)
     assert "SIGKILL" in str(await asyncio.wait_for(worker.wait_for_death(), PROMPT_SECONDS))
+    assert given_up.cancelled()
+    gc.collect()
+    assert not printed
 
 
 def test_a_worker_does_not_outlive_the_process_that_started_it(small_content: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ def everybody_finishes_with_the_same_digests(site: Site, invite: str) -> None:
 
     eventually(finished, "the run does not come to its end")
     first, second = read_status(site, invite)["peers"]
+    assert first["state"] == second["state"] == "finished"
     assert first["log_digest"] == second["log_digest"]
     assert first["state_digest"] == second["state_digest"]
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Command, Site, bootstrap, create_run
+from tests.swarm.terminals import Terminal
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
@@ -31,7 +32,11 @@ def invite(site: Site) -> Iterator[str]:
 
 
 def join(site: Site, invite: str, identity: str) -> Command:
-    return site.start("join", "--run", invite, "--identity", identity, "--device", "cpu", *LOOPBACK)
+    return site.start(*arguments(invite, identity))
+
+
+def arguments(invite: str, identity: str) -> tuple[str, ...]:
+    return ("join", "--run", invite, "--identity", identity, "--device", "cpu", "--data", "corpus", *LOOPBACK)
 
 
 def test_the_others_go_on(site: Site, invite: str) -> None:
@@ -61,7 +66,30 @@ def test_before_it_has_begun(site: Site, invite: str) -> None:
     with join(site, invite, "one.pem") as volunteer:
         volunteer.line("starting a worker", "it does not find the run")
         volunteer.signal(signal.SIGINT)
-        assert volunteer.finish().code == 0
+        left = volunteer.finish()
+        assert left.code == 0
+        assert "ERROR" not in left.err
+
+
+def test_all_its_processes_are_asked_at_once(site: Site, invite: str) -> None:
+    """As systemd stops a service. libp2p's daemon does as it is told; that is no error when we are leaving anyway."""
+    with join(site, invite, "one.pem") as volunteer:
+        volunteer.line("outer step", "it does not train")
+        for process in (volunteer.pid, *volunteer.children().values()):
+            os.kill(process, signal.SIGTERM)
+        left = volunteer.finish()
+        assert left.code == 0, left.err
+        assert "left the run" in left.out
+        assert "Traceback" not in left.err
+
+
+@pytest.mark.parametrize("options", [[], ["--plain"]], ids=["screen", "plain"])
+def test_its_terminal_is_closed(site: Site, invite: str, options: list[str]) -> None:
+    with Terminal(site, *arguments(invite, "one.pem"), *options) as terminal:
+        terminal.wait_for(b"outer step" if options else b"this machine", "it does not train")
+        terminal.close()
+        assert terminal.finish() == 0
+    assert "no live peers" in site.run("status", "--run", invite).out  # it has said goodbye
 
 
 def test_killed(site: Site, invite: str) -> None:

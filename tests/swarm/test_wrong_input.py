@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def test_unknown_run(place: Place) -> None:
         (("inner_steps = 20", "inner_steps = 0"), "training.inner_steps = 0: too small"),
         (("inner_steps = 20", "inner_step = 20"), "Did you mean inner_steps?"),
         (("[data]", "[data"), "not valid TOML"),
+        (("num_attention_heads", "num_atention_heads"), "Did you mean num_attention_heads?"),
     ],
 )
 def test_bad_run_toml(place: Place, change: tuple[str, str], cause: str) -> None:
@@ -86,7 +88,7 @@ def test_tampered_invite(place: Place) -> None:
 
 
 def test_tampered_manifest(place: Place) -> None:
-    [path] = place.site.folder.glob("*.manifest")
+    [path] = place.site.folder.glob(f"{place.invite.partition('@')[0].removeprefix('diloco:')}.manifest")
     assert place.site.run("run", "show", path.name).code == 0
     (place.site.folder / "tampered").write_bytes(path.read_bytes().replace(b"0.01", b"9.99"))
     assert "signature is not that of its organiser" in place.refuses(3, "run", "show", "tampered")
@@ -109,20 +111,39 @@ def test_identity_file(place: Place) -> None:
 
 
 def test_no_corpus(place: Place, tmp_path: Path) -> None:
-    invite = create_run(place.site, Site(tmp_path).write_run("/nowhere/at/all"), place.address)
-    assert "data.source = '/nowhere/at/all'" in place.refuses(7, "join", "--run", invite, *LOOPBACK)
+    run = Site(tmp_path).write_run("/nowhere/at/all")
+    created = place.site.run("run", "create", str(run), "--initial-peer", place.address)
+    assert created.code == 0
+    assert "data.source = '/nowhere/at/all' is not on this machine" in created.err
+    [invite] = re.findall(r"^invite: +(\S+)$", created.out, re.MULTILINE)
+    join = ("join", "--run", invite, *LOOPBACK)
+    assert "data.source = '/nowhere/at/all'" in place.refuses(7, *join)
+    (place.site.folder / "empty").mkdir()
+    assert "empty', split" in place.refuses(7, *join, "--data", "empty")
+
+
+def test_files_that_a_volunteer_has_not_named(place: Place) -> None:
+    line = place.refuses(7, "join", "--run", place.invite, *LOOPBACK)
+    assert f"data.source = '{place.site.folder / 'corpus'}'" in line
+    assert "--data FOLDER" in line
 
 
 def test_no_gpu(place: Place) -> None:
     place.site.environment["CUDA_VISIBLE_DEVICES"] = ""
-    assert "cuda" in place.refuses(6, "join", "--run", place.invite, "--device", "cuda", *LOOPBACK)
+    join = ("join", "--run", place.invite, "--data", "corpus", *LOOPBACK, "--device")
+    assert "--device cuda cannot be used" in place.refuses(6, *join, "cuda")
+    assert "--device meta is nothing" in place.refuses(6, *join, "meta")
 
 
 def test_nowhere_to_write(place: Place) -> None:
     assert "not empty" in place.refuses(6, "export", "--run", place.invite, "--out", ".")
     assert "cannot log" in place.refuses(6, "--log-file", "nowhere/log", "status", "--run", place.invite)
-    create = ("run", "create", "run.toml", "--initial-peer", place.address)
-    assert "/dev/null" in place.refuses(6, *create, "--out", "/dev/null/folder")
+    create = ("run", "create", "run.toml", "--initial-peer")
+    for address in (place.address, STRANGER):  # the second would be out of reach, if it came to that
+        assert "/dev/null" in place.refuses(6, *create, address, "--out", "/dev/null/folder")
+    out_of_reach = ("--run", place.invite.partition("@")[0].removeprefix("diloco:"), "--initial-peer", STRANGER)
+    assert "/proc/model" in place.refuses(6, "export", *out_of_reach, "--out", "/proc/model")
+    assert "nowhere/log" in place.refuses(6, "join", *out_of_reach, "--journal", "nowhere/log", "--identity", "new.pem")
 
 
 @pytest.mark.parametrize(

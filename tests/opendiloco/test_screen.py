@@ -1,0 +1,62 @@
+"""The table of peers on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from opendiloco.config import RunConfig
+from opendiloco.screen import Row, peers_table, plain_line, row_of, shown_state
+from peers.heartbeat import Heartbeat, PeerState
+from peers.identity import Identity
+
+PEER = Identity.generate().peer_id
+
+
+def beat(state: PeerState, index: int) -> Heartbeat:
+    return Heartbeat(
+        run="small-abc",
+        peer=PEER,
+        sequence=1,
+        state=state,
+        index=index,
+        head=b"\xab" * 32,
+        state_digest=bytes(32),
+        lineage_tokens=0,
+        inner_step=3,
+        tokens_per_second=11795.4,
+        loss=2.34567,
+        addresses=(),
+        roster_size=2,
+    )
+
+
+def test_wide_rows_fit_80_columns() -> None:
+    rows = [
+        Row("this machine", ("averaging", "1000/1000", "1,234,567", "11.234", "12345/12345", "abcdefab")),
+        Row("volunteer 12", ("ended with -9",)),
+    ]
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(peers_table(rows, "small-abc"))
+    shown = capture.get()
+    assert "…" not in shown
+    for text in ("inner", "outer", "digest", *rows[0].cells, *rows[1].cells):
+        assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("state", "index", "shown"),
+    [(PeerState.TRAINING, 6, "training"), (PeerState.TRAINING, 7, "finished"), (PeerState.LEAVING, 7, "leaving")],
+)
+def test_a_peer_beyond_the_last_outer_step_has_finished(
+    small_config: RunConfig, state: PeerState, index: int, shown: str
+) -> None:
+    assert shown_state(beat(state, index), small_config) == shown
+
+
+def test_a_log_line_names_everything_in_full(small_config: RunConfig) -> None:
+    line = plain_line(row_of(beat(PeerState.TRAINING, 2), small_config, "this machine"))
+    assert line == (
+        "this machine: state training, inner step 3/4, tokens/s 11,795, loss 2.346, outer step 2/7, log digest abababab"
+    )
