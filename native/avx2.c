@@ -4,17 +4,20 @@
 
 #include "tile.h"
 
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
 #pragma GCC target("avx2")
+#endif
 #define VECTOR_BYTES 32
 #define PRIMITIVES "avx2.h"
 #include "vector.h"
 
-static int is_supported(void)
-{
-    return __builtin_cpu_supports("avx2");
-}
-
 const struct tile_kernels diloco_avx2 = {
-    "avx2", is_supported, encode, check, decode, accumulate, outer_step, widen, subtract, add, divide,
+    "avx2", encode, check, decode, accumulate, outer_step, widen, subtract, add, divide,
 };
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

@@ -4,18 +4,20 @@
 
 #include "tile.h"
 
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
 #pragma GCC target("avx2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#endif
 #define VECTOR_BYTES 64
 #define PRIMITIVES "avx512.h"
 #include "vector.h"
 
-static int is_supported(void)
-{
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-
 const struct tile_kernels diloco_avx512 = {
-    "avx512", is_supported, encode, check, decode, accumulate, outer_step, widen, subtract, add, divide,
+    "avx512", encode, check, decode, accumulate, outer_step, widen, subtract, add, divide,
 };
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif

@@ -8,12 +8,7 @@
 #define PRIMITIVES "neon.h"
 #include "vector.h"
 
-static int is_supported(void)
-{
-    return 1;
-}
-
 const struct tile_kernels diloco_neon = {
-    "neon", is_supported, encode, check, decode, accumulate, outer_step, widen, subtract, add, divide,
+    "neon", encode, check, decode, accumulate, outer_step, widen, subtract, add, divide,
 };
 #endif

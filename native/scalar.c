@@ -5,11 +5,6 @@
 
 #include "elementwise.h"
 
-static int is_supported(void)
-{
-    return 1;
-}
-
 /* As integers, magnitudes sort as the floats do, infinities and NaNs above all others. */
 static float largest_magnitude(const float *values, int64_t length)
 {
@@ -297,5 +292,5 @@ static void outer_step(int format, const uint8_t *payload, float learning_rate, 
 }
 
 const struct tile_kernels diloco_scalar = {
-    "scalar", is_supported, encode, check, decode, accumulate, outer_step, widen, subtract, add, divide,
+    "scalar", encode, check, decode, accumulate, outer_step, widen, subtract, add, divide,
 };

@@ -50,7 +50,6 @@ static inline void fetch_ahead(const struct ahead *ahead, int64_t first_value, i
 /* The functions that return int64_t return 0, or 1 + the index within the tile of the first block they refuse. */
 struct tile_kernels {
     const char *name;
-    int (*is_supported)(void);
 
     int64_t (*encode)(int format, const float *values, int64_t length, struct rounding rounding,
                       const struct ahead *ahead, uint8_t *payload);

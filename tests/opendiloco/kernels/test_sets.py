@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,17 @@ def chosen_with(name: str) -> subprocess.CompletedProcess[str]:
     code = "from opendiloco import kernels; print(kernels.chosen_kernels())"
     environment = {**os.environ, "DILOCO_KERNELS": name}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_all_that_the_processor_has_is_there() -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    expected = ["scalar"]
+    if platform.machine() == "x86_64":
+        expected += ["avx2"] if "avx2" in flags else []
+        expected += ["avx512"] if flags >= {"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl"} else []
+    elif platform.machine() == "aarch64":
+        expected += ["neon"]
+    assert kernels.supported_kernels() == tuple(expected)
 
 
 def test_the_fastest_is_the_default() -> None:
