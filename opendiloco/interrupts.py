@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from peers.signals import LEAVE_SIGNALS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+T = TypeVar("T")
 
 
 class Interrupts:
@@ -36,16 +35,6 @@ class Interrupts:
             self._task.cancel()
 
 
-@contextmanager
-def signals_held_back() -> Iterator[None]:
-    """A process that is started meanwhile never gets the signals; this one gets them afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T | None:
     """Run `main` in a new event loop; None when the first signal cancelled it.
 
@@ -58,7 +47,7 @@ def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T
         task = asyncio.current_task()
         assert task is not None
         interrupts = Interrupts(task)
-        for number in SIGNALS:
+        for number in LEAVE_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, interrupts, number)
         return await main(interrupts)
 

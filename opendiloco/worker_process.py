@@ -40,10 +40,10 @@ from opendiloco.control import (
     parse_reply,
 )
 from opendiloco.errors import DataError, MachineError, WorkerError
-from opendiloco.interrupts import signals_held_back
 from opendiloco.shared_memory import SharedVectors, create_memory_file
 from peers.errors import DilocoPeerError, ManifestError
 from peers.leases import SampleRange
+from peers.signals import signals_held_back
 from peers.workload import Progress, Trained
 
 OUTPUT_LINES_KEPT = 20

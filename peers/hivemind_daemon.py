@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import re
-import signal
 import socket
 import stat
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, SwarmUnreachableError
 from peers.hivemind_light import load_hivemind
 from peers.identity import Identity, is_peer_id
+from peers.signals import signals_held_back
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,8 @@ async def start_daemon(
     for address in listen:
         _require_free_port(address)
     sweep_sockets()
-    with _key_file(identity) as key_path, _signals_held_back():
+    # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
+    with _key_file(identity) as key_path, signals_held_back():
         starting = asyncio.ensure_future(
             Daemon.create(
                 initial_peers=list(initial_peers),
@@ -158,16 +159,6 @@ def _is_deserted(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """What asks us to leave is sent to our children, too. Until p2pd has its own session, it waits, for both of us."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

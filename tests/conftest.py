@@ -1,9 +1,12 @@
-"""Settings that all tests share."""
+"""Settings that all tests share, and what each must leave as it was."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # Several processes share the machine's cores in many tests; more threads than that make everything slower.
@@ -12,3 +15,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline for an example: the time that one takes says more about the machine's load than about our code.
 settings.register_profile("diloco-peer", deadline=None, derandomize=True, database=None)
 settings.load_profile("diloco-peer")
+
+
+@pytest.fixture(autouse=True)
+def signals_are_not_blocked() -> Iterator[None]:
+    """A blocked Ctrl-C is inherited by each process that a later test starts, and nobody could end it politely."""
+    yield
+    left = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    assert not left, f"the test has left signals blocked: {left}"

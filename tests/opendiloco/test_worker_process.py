@@ -17,9 +17,9 @@ import pytest
 
 from opendiloco.config import RunConfig
 from opendiloco.errors import DataError, MachineError, WorkerError
-from opendiloco.interrupts import SIGNALS
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
+from peers.signals import LEAVE_SIGNALS
 from peers.workload import Progress
 
 PROMPT_SECONDS = 20.0  # for what takes milliseconds, on a machine that is doing much else
@@ -91,7 +91,7 @@ async def is_not_asked_to_end(worker: WorkerProcess, process: int) -> None:
     """Its peer is, and decides what the worker still has to do."""
 
     def interrupt(progress: Progress) -> None:
-        for number in SIGNALS:
+        for number in LEAVE_SIGNALS:
             os.kill(process, number)
 
     trained = await worker.train(0, (SampleRange(0, 7),), 4, interrupt)

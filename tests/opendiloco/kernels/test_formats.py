@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from native.check import reference
@@ -66,6 +66,7 @@ def test_golden_vectors(line: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_rounding_to_nearest_is_the_reference(format: Format, data: st.DataObject) -> None:
     values = data.draw(encodable_arrays(format))
@@ -75,6 +76,7 @@ def test_rounding_to_nearest_is_the_reference(format: Format, data: st.DataObjec
 
 
 @pytest.mark.parametrize("format", STOCHASTIC_FORMATS, ids=str)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 2**64 - 1), first_block=st.integers(0, 2**40))
 def test_stochastic_rounding_is_the_reference(format: Format, data: st.DataObject, seed: int, first_block: int) -> None:
     values = data.draw(encodable_arrays(format))
@@ -132,6 +134,7 @@ def test_what_cannot_be_encoded_is_reported_with_its_block(format: Format, bad: 
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_bytes_are_refused_or_decode_to_finite_values(format: Format, data: st.DataObject) -> None:
     count = data.draw(st.sampled_from([1, 5, 33, 257, 1025]))
