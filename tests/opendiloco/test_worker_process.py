@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
 from peers.signals import LEAVE_SIGNALS
 from peers.workload import Progress
+from tests.child_processes import child_processes
 
 PROMPT_SECONDS = 20.0  # for what takes milliseconds, on a machine that is doing much else
 ENDLESS = (SampleRange(0, 10**6),)
@@ -50,9 +50,9 @@ def wait_until_gone(pidfd: int) -> None:
 
 def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: RunConfig) -> None:
     async def story() -> None:
-        before = children()
+        before = child_processes()
         worker = await WorkerProcess.start(small_config, "cpu")
-        [process] = map(int, children() - before)
+        [process] = child_processes().keys() - before.keys()
         theta = worker.vectors.theta.copy()
         await stops_within_a_step_when_cancelled(worker)
         await is_not_asked_to_end(worker, process)
@@ -165,12 +165,7 @@ def test_a_worker_that_cannot_be_configured_leaves_no_process(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = RunConfig.from_manifest_content(small_content | {"data": {"source": source}})
-    before = children()
+    before = child_processes()
     with pytest.raises(error):
         asyncio.run(asyncio.wait_for(WorkerProcess.start(config, device), 90))
-    assert children() == before
-
-
-def children() -> set[str]:
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    return {child for task in tasks for child in (task / "children").read_text().split()}
+    assert child_processes() == before

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.child_processes import child_processes
+
 ROOT = Path(__file__).parent.parent.parent
 LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0")
 SECONDS = 60.0  # for whatever a command does; on an idle machine 1 to 10
@@ -198,9 +200,7 @@ class Command:
 
     def children(self) -> dict[str, int]:
         """Process ids of the direct children by name: `p2pd`, `python3…`."""
-        tasks = Path(f"/proc/{self.pid}/task").iterdir()
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        return {Path(f"/proc/{child}/comm").read_text().strip(): child for child in children}
+        return {name: process for process, name in child_processes(self.pid).items()}
 
     def _all(self) -> list[str]:
         return self._said["out"] + self._said["err"]

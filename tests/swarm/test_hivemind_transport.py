@@ -29,6 +29,7 @@ from peers.manifest import SignedManifest
 from peers.records import heartbeats_key
 from peers.streams import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.wire import MESSAGE_LIMIT
+from tests.child_processes import child_processes
 
 pytestmark = pytest.mark.swarm
 
@@ -317,14 +318,9 @@ def test_push_to_a_peer_that_dies_fails() -> None:
     asyncio.run(main())
 
 
-def children() -> set[int]:
-    """Processes that we started and that still run."""
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
-
-
 @pytest.mark.parametrize("moment", [0.0, 0.01, 0.1, 0.2, 0.4])
 def test_start_can_be_cancelled_at_any_moment(moment: float) -> None:
-    before = children()
+    before = child_processes()
 
     async def start() -> None:
         node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
@@ -334,7 +330,7 @@ def test_start_can_be_cancelled_at_any_moment(moment: float) -> None:
     async def main() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(start(), moment)
-        assert children() <= before
+        assert child_processes().keys() <= before.keys()
 
     asyncio.run(main())
 
