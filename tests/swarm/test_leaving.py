@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,24 +24,31 @@ def site(tmp_path: Path) -> Iterator[Site]:
     site.assert_nothing_is_left()
 
 
-@pytest.fixture
-def invite(site: Site) -> Iterator[str]:
-    """To a run without end."""
-    corpus = write_corpus(site.folder / "corpus")
+class Run(NamedTuple):
+    invite: str
+    corpus: str
+
+    def join_arguments(self, identity: str) -> tuple[str, ...]:
+        here = ("--identity", identity, "--device", "cpu", "--data", self.corpus)
+        return ("join", "--run", self.invite, *here, *LOOPBACK)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run without end, which begins anew for each test: whoever comes after the last has left starts it again."""
+    site = Site(tmp_path_factory.mktemp("bootstrap"))
+    corpus = str(write_corpus(site.folder / "corpus"))
     with bootstrap(site) as address:
-        yield create_run(site, site.write_run(str(corpus)), address)
+        yield Run(create_run(site, site.write_run(corpus), address), corpus)
+    site.assert_nothing_is_left()
 
 
-def join(site: Site, invite: str, identity: str) -> Command:
-    return site.start(*arguments(invite, identity))
+def join(site: Site, run: Run, identity: str) -> Command:
+    return site.start(*run.join_arguments(identity))
 
 
-def arguments(invite: str, identity: str) -> tuple[str, ...]:
-    return ("join", "--run", invite, "--identity", identity, "--device", "cpu", "--data", "corpus", *LOOPBACK)
-
-
-def test_the_others_go_on(site: Site, invite: str) -> None:
-    with join(site, invite, "one.pem") as first, join(site, invite, "two.pem") as second:
+def test_the_others_go_on(site: Site, run: Run) -> None:
+    with join(site, run, "one.pem") as first, join(site, run, "two.pem") as second:
         second.line("outer step .* 2 peers", "the two do not train together")
         first.interrupt_terminal()
         left = first.finish()
@@ -52,8 +60,8 @@ def test_the_others_go_on(site: Site, invite: str) -> None:
         assert second.finish().code == 0
 
 
-def test_a_second_ctrl_c_does_not_wait(site: Site, invite: str) -> None:
-    with join(site, invite, "one.pem") as volunteer:
+def test_a_second_ctrl_c_does_not_wait(site: Site, run: Run) -> None:
+    with join(site, run, "one.pem") as volunteer:
         volunteer.line("outer step", "it does not train")
         os.kill(volunteer.children()["p2pd"], signal.SIGSTOP)  # so that saying goodbye takes its time
         volunteer.signal(signal.SIGINT)
@@ -62,8 +70,8 @@ def test_a_second_ctrl_c_does_not_wait(site: Site, invite: str) -> None:
         assert volunteer.finish().code == 130
 
 
-def test_before_it_has_begun(site: Site, invite: str) -> None:
-    with join(site, invite, "one.pem") as volunteer:
+def test_before_it_has_begun(site: Site, run: Run) -> None:
+    with join(site, run, "one.pem") as volunteer:
         volunteer.line("starting a worker", "it does not find the run")
         volunteer.signal(signal.SIGINT)
         left = volunteer.finish()
@@ -71,9 +79,9 @@ def test_before_it_has_begun(site: Site, invite: str) -> None:
         assert "ERROR" not in left.err
 
 
-def test_all_its_processes_are_asked_at_once(site: Site, invite: str) -> None:
+def test_all_its_processes_are_asked_at_once(site: Site, run: Run) -> None:
     """As systemd stops a service. libp2p's daemon does as it is told; that is no error when we are leaving anyway."""
-    with join(site, invite, "one.pem") as volunteer:
+    with join(site, run, "one.pem") as volunteer:
         volunteer.line("outer step", "it does not train")
         for process in (volunteer.pid, *volunteer.children().values()):
             os.kill(process, signal.SIGTERM)
@@ -84,25 +92,25 @@ def test_all_its_processes_are_asked_at_once(site: Site, invite: str) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--plain"]], ids=["screen", "plain"])
-def test_its_terminal_is_closed(site: Site, invite: str, options: list[str]) -> None:
-    with Terminal(site, *arguments(invite, "one.pem"), *options) as terminal:
+def test_its_terminal_is_closed(site: Site, run: Run, options: list[str]) -> None:
+    with Terminal(site, *run.join_arguments("one.pem"), *options) as terminal:
         terminal.wait_for(b"outer step" if options else b"this machine", "it does not train")
         terminal.close()
         assert terminal.finish() == 0
-    assert "no live peers" in site.run("status", "--run", invite).out  # it has said goodbye
+    assert "no live peers" in site.run("status", "--run", run.invite).out  # it has said goodbye
 
 
-def test_killed(site: Site, invite: str) -> None:
+def test_killed(site: Site, run: Run) -> None:
     """Worker and daemon end by themselves; the daemon's socket is swept away by whoever starts next."""
-    with join(site, invite, "one.pem") as volunteer:
+    with join(site, run, "one.pem") as volunteer:
         volunteer.line("outer step", "it does not train")
         volunteer.signal(signal.SIGKILL)
         assert volunteer.finish().code == -signal.SIGKILL
-    assert site.run("status", "--run", invite).code == 0
+    assert site.run("status", "--run", run.invite).code == 0
 
 
-def test_a_killed_worker_ends_its_peer(site: Site, invite: str) -> None:
-    with join(site, invite, "one.pem") as volunteer:
+def test_a_killed_worker_ends_its_peer(site: Site, run: Run) -> None:
+    with join(site, run, "one.pem") as volunteer:
         volunteer.line("outer step", "it does not train")
         [worker] = [process for name, process in volunteer.children().items() if name != "p2pd"]
         os.kill(worker, signal.SIGKILL)
