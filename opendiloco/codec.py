@@ -10,7 +10,7 @@ import numpy as np
 from opendiloco import kernels
 from opendiloco.kernels import Format, Payload
 from opendiloco.shared_memory import Vector
-from peers.workload import BadBlocksError
+from peers.workload import BadBlocksError, Blocks
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class BlockCodec:
         kernels.quantize_difference(theta, local, payload, threads=self.threads)
         return bytes(payload)
 
-    def check(self, blocks: bytes, first_block: int) -> None:
+    def check(self, blocks: Blocks, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""
         try:
             kernels.check_payload(self._payload(blocks, first_block), self.threads)
         except kernels.CorruptPayloadError as error:
             raise BadBlocksError(error.message) from error
 
-    def checked(self, payload: bytes) -> Payload:
+    def checked(self, payload: Blocks) -> Payload:
         """A whole payload. Raises: BadBlocksError unless it is one that an encoder makes."""
         self.check(payload, 0)
         if len(payload) != self.format.payload_size(self.values):
             raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.values} values")
         return Payload(self.format, self.values, payload)
 
-    def average(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
+    def average(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
         """The mean of checked blocks from `first_block` on: fp32, in this order, weighted by tokens; quantized once."""
         average = Payload(self.format, self._value_count(contributions[0][0], first_block))
         accumulator = np.zeros(average.values, np.float32)
@@ -58,10 +58,10 @@ class BlockCodec:
         kernels.finish_average(accumulator, sum(tokens for _, tokens in contributions), average, threads=self.threads)
         return bytes(average)
 
-    def _payload(self, blocks: bytes, first_block: int) -> Payload:
+    def _payload(self, blocks: Blocks, first_block: int) -> Payload:
         return Payload(self.format, self._value_count(blocks, first_block), blocks)
 
-    def _value_count(self, blocks: bytes, first_block: int) -> int:
+    def _value_count(self, blocks: Blocks, first_block: int) -> int:
         """How many values these bytes hold if they are whole blocks of ours."""
         whole = -(-len(blocks) // self.format.block_bytes) * self.format.block_values
         return min(whole, max(0, self.values - first_block * self.format.block_values))

@@ -12,13 +12,13 @@ from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
-from peers.bulk import pull_snapshot
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.log import Header
 from peers.manifest import Invite
 from peers.membership import PARTICIPATING
+from peers.snapshots import pull_snapshot
 from peers.streams import PeerUnreachableError
 from peers.workload import SnapshotError
 

@@ -15,7 +15,7 @@ from opendiloco.outer import OuterState, digest_of_state
 from opendiloco.snapshot import SNAPSHOT_OVERHEAD, decode_snapshot, encode_snapshot
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
-from peers.workload import Progress, SnapshotError, Trained
+from peers.workload import Blocks, Progress, SnapshotError, Trained
 
 
 class LocalWorkload:
@@ -55,13 +55,13 @@ class LocalWorkload:
         except kernels.NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
 
-    async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
+    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
         return await asyncio.to_thread(self._codec.average, contributions, first_block)
 
-    def check(self, blocks: bytes, first_block: int) -> None:
+    def check(self, blocks: Blocks, first_block: int) -> None:
         self._codec.check(blocks, first_block)
 
-    async def apply(self, payload: bytes) -> bytes:
+    async def apply(self, payload: Blocks) -> bytes:
         """Raises: BadBlocksError, and changes nothing."""
         return await asyncio.to_thread(self._apply, payload)
 
@@ -94,7 +94,7 @@ class LocalWorkload:
         """End the worker."""
         await self.worker.close()
 
-    def _apply(self, payload: bytes) -> bytes:
+    def _apply(self, payload: Blocks) -> bytes:
         self._state.apply(self._codec.checked(payload))
         return self._state.digest()
 

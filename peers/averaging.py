@@ -5,15 +5,15 @@ from __future__ import annotations
 from peers.election import ATTEMPT_LEAP
 from peers.errors import LocalProtocolError
 from peers.events import (
-    Apply,
     BadBlocks,
+    ChunkSent,
+    ChunksUnsent,
     ContributionArrived,
     Dropped,
     Event,
+    FetchPayload,
     Note,
-    PayloadDigested,
-    Pushed,
-    PushFailed,
+    PayloadAssembled,
     Quantized,
     ReducedArrived,
     Send,
@@ -21,21 +21,10 @@ from peers.events import (
 from peers.exchange import Exchange
 from peers.joining import Joining
 from peers.log import Header, LogError
-from peers.messages import (
-    Accuse,
-    Attempt,
-    Begin,
-    Complete,
-    Held,
-    Ready,
-    Waiting,
-)
+from peers.messages import Accuse, Adopt, Attempt, Begin, Complete, Held, Holding, Ready, Round, Waiting, Want
 from peers.states import State
 from peers.wire import printable
 from peers.workload import Trained
-
-RECENT_ENTRIES = 64
-"""How many of the last headers a peer can name to one that fell behind."""
 
 
 class Averaging(Joining):
@@ -69,70 +58,130 @@ class Averaging(Joining):
             incumbent=self.log.position.head != self._joined_at,
             last_attempt=self._last_attempt,
             held=self._held,
+            round=self.exchange.round if self.exchange else None,
+            rate=self._rate,
         )
         self._emit(Send(leader, ready))
+        if self.exchange:
+            self._emit_all(self.exchange.repeat())
 
     def _keep_averaging(self) -> None:
-        """Say where we are, repeat pushes that failed, and give up on a leader that is gone or does not conclude."""
-        assert self.exchange is not None
-        leader = self._pledged_to
-        if leader != self.me and leader not in self._live():
+        """Say where we are, repeat what failed, and give up on a leader that is gone or does not conclude."""
+        leader, attempt = self._pledged_to, self._attempt
+        if leader is None or attempt is None or (leader != self.me and leader not in self._live()):
             self._back_to_ready()
             return
-        if self._now - self.exchange.started_at > 2 * self.settings.timing.round_timeout:
+        if self._now - self._progress_at > 2 * self.settings.timing.round_timeout:
             self._give_up_on_leader()
             self._back_to_ready()
             return
-        if leader is not None and self._due():
-            self._emit_all(self.exchange.push_what_is_due())
-            attempt = self.exchange.attempt
+        if not self._due():
+            return
+        if self._adopting:
+            self._adopt_held(self._adopting)
+        elif self.exchange:
+            self._emit_all(self.exchange.repeat())
             if self.exchange.payload is not None:
-                self._emit(Send(leader, Complete(attempt=attempt, payload=self.exchange.payload)))
+                self._hold_round(self.exchange)
             else:
-                self._emit(Send(leader, Waiting(attempt=attempt, missing=self.exchange.missing())))
+                here, missing = self.exchange.chunks_here, self.exchange.missing()
+                self._emit(Send(leader, Waiting(attempt=attempt, missing=missing, chunks=here)))
 
     def _give_up_on_leader(self) -> None:
         self._ready_since = self._now
         if self._pledged_to is not None and self._pledged_to != self.me:
             self._distrust(self._pledged_to)
 
+    def _back_to_ready(self) -> None:
+        """The attempt is over. What has been exchanged stays: the next leader may go on with the round."""
+        self._attempt = self._adopting = None
+        self._enter(State.READY)
+        self._leave_if_possible()
+        if self.state is State.READY:
+            self._say_ready()
+
+    # Attempts -------------------------------------------------------------------------------------------------
     def _begin(self, sender: str, begin: Begin) -> None:
-        """Join the attempt that our Ready promised to the leader we are pledged to, if it respects what we hold."""
-        if self.state not in (State.READY, State.AVERAGING) or sender != self._pledged_to:
+        """Join an attempt of the leader we are pledged to, or go on with a round of which somebody was lost."""
+        if not self._takes_part(sender, begin.attempt):
             return
-        if sender != begin.attempt.leader or begin.attempt.number != self._last_attempt + 1 or not self._offered(begin):
+        going_on = self.exchange is not None and self.exchange.name == begin.round.name
+        unbroken = going_on and self.state is State.AVERAGING  # it is the only one who may have committed what we hold
+        if (self._held and not unbroken) or not self._offered(begin.round):
             return
-        if not self._possible(begin):
+        if not self._possible(begin.round):
             self._emit(Dropped(sender, "begin", "its attempt can lead to no entry"))
             return
-        if self._held and (begin.adopted is None or begin.adopted.attempt.order < self._held.attempt.order):
+        self._enter_attempt(begin.attempt)
+        if self.exchange is not None and going_on:
+            self._emit_all(self.exchange.go_on(begin.attempt, begin.round))
+            if self.exchange.payload is not None:
+                self._hold_round(self.exchange)
+        else:
+            self.exchange = Exchange(self.me, begin.attempt, begin.round)
+            self._emit_all(self.exchange.open())
+
+    def _adopt(self, sender: str, adopt: Adopt) -> None:
+        """Take over an entry that may have been committed, unless what we hold is from a later attempt."""
+        if not self._takes_part(sender, adopt.attempt):
             return
-        self._last_attempt = begin.attempt.number
+        if self._held and adopt.held.attempt.order < self._held.attempt.order:
+            return
+        try:
+            self.log.append(adopt.held.header)
+        except LogError as error:
+            self._emit(Dropped(sender, "adopt", str(error)))
+            return
+        self._enter_attempt(adopt.attempt)
+        self._adopting = adopt
+        self._adopt_held(adopt)
+
+    def _adopt_held(self, adopt: Adopt) -> None:
+        header = adopt.held.header
+        if self._held and self._held.header == header:
+            self._hold(header)
+        else:
+            donors = tuple(peer for peer in adopt.holders if peer != self.me)
+            self._emit(FetchPayload(header, donors))
+
+    def _takes_part(self, sender: str, attempt: Attempt) -> bool:
+        """Whether the attempt is one that we promised to be in, and later than all that we have been in."""
+        here = self.state in (State.READY, State.AVERAGING) and sender == self._pledged_to
+        leap = attempt.number - self._last_attempt
+        return here and sender == attempt.leader and 0 < leap <= ATTEMPT_LEAP
+
+    def _enter_attempt(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._adopting = None
+        self._last_attempt = attempt.number
+        self._progress_at = self._now
         if self.state is State.READY:
             self._enter(State.AVERAGING)
-        self.exchange = Exchange(self.me, begin, self._now)
-        self._emit_all(self.exchange.open())
 
-    def _offered(self, begin: Begin) -> bool:
+    def _offered(self, round: Round) -> bool:
         assert self._trained is not None
-        mine = [member for member in begin.roster if member.peer == self.me]
-        offer = (self._trained.tokens, self._trained.samples)
-        return [(member.tokens, member.samples) for member in mine] == [offer]
+        mine = [member for member in round.roster if member.peer == self.me]
+        offer = (self._trained.tokens, self._trained.samples, 0)
+        return [(member.tokens, member.samples, member.missed) for member in mine] == [offer] and (
+            self.me not in round.lost
+        )
 
-    def _possible(self, begin: Begin) -> bool:
+    def _possible(self, round: Round) -> bool:
+        """Whether the round can lead to an entry: its roster follows from the log, and its parts are the payload."""
         try:
-            self.log.next_header(begin.roster, begin.attempt.position.head)  # any digest will do
-            if begin.adopted:
-                self.log.append(begin.adopted.header)
+            self.log.next_header(round.roster, self.log.position.head)  # any digest will do
         except LogError:
             return False
-        return (begin.adopted is not None) == bool(begin.holders)
+        reduces = {share.member.peer for share in round.shares if share.chunks}
+        trained = {member.peer for member in round.roster if member.tokens}
+        whole = sum(share.chunks for share in round.shares) == self.payload.chunks
+        return whole and reduces <= trained and not reduces <= set(round.lost)
 
     def _aborted(self, sender: str, attempt: Attempt) -> None:
         """The leader has ended our attempt; or we said Ready for one that is too early for it."""
         if sender != attempt.leader:
             return
-        if self.state is State.AVERAGING and self.exchange and attempt == self.exchange.attempt:
+        if self.state is State.AVERAGING and attempt == self._attempt:
             self._back_to_ready()
             return
         leap = attempt.number - self._last_attempt
@@ -141,58 +190,71 @@ class Averaging(Joining):
             self._sent_at = -float("inf")
             self._say_ready()
 
+    # The exchange ---------------------------------------------------------------------------------------------
     def _exchanged(self, event: Event) -> None:
-        """Something of the present attempt's data has moved."""
-        kinds = Quantized | ContributionArrived | BadBlocks | ReducedArrived | Pushed | PushFailed | PayloadDigested
+        """Something of the round's data has moved."""
+        kinds = (
+            Quantized | ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
+        )
         if not isinstance(event, kinds):
             raise LocalProtocolError(f"no such event: {event!r}")
-        if self.state is not State.AVERAGING or self.exchange is None or event.attempt != self.exchange.attempt:
+        if self.state not in (State.READY, State.AVERAGING) or not self.exchange or event.round != self.exchange.name:
             return
+        self._progress_at = self._now
         self._emit_all(self.exchange.handle(event))
-        if isinstance(event, PayloadDigested):
-            self._hold(event.digest)
-        elif isinstance(event, BadBlocks) and self._pledged_to is not None:
-            self._emit(Dropped(event.sender, "contribution", event.reason))
-            accuse = Accuse(attempt=event.attempt, accused=event.sender, reason=printable(event.reason))
-            self._emit(Send(self._pledged_to, accuse))
+        if isinstance(event, PayloadAssembled) and self._attempt and not self._adopting:
+            self._hold_round(self.exchange)
+        elif isinstance(event, BadBlocks):
+            self._accuse(event)
 
-    def _hold(self, payload: bytes) -> None:
-        assert self.exchange is not None
-        begin = self.exchange.begin
-        header = begin.adopted.header if begin.adopted else self.log.next_header(begin.roster, payload)
-        if header.payload == payload:
-            self._held = Held(attempt=begin.attempt, header=header)
-        self._sent_at = -float("inf")
-        self._keep_averaging()
+    def _accuse(self, bad: BadBlocks) -> None:
+        self._emit(Dropped(bad.sender, "contribution", bad.reason))
+        if self._attempt:
+            accuse = Accuse(attempt=self._attempt, accused=bad.sender, reason=printable(bad.reason))
+            self._emit(Send(self._attempt.leader, accuse))
 
-    def _back_to_ready(self) -> None:
-        self.exchange = None
-        self._enter(State.READY)
-        self._leave_if_possible()
-        if self.state is State.READY:
-            self._say_ready()
+    def _talk(self, sender: str, message: Holding | Want) -> None:
+        """Members settle between them what becomes of a lost member's chunks."""
+        if self.exchange:
+            if isinstance(message, Holding):
+                self._emit_all(self.exchange.on_holding(sender, message))
+            else:
+                self._emit_all(self.exchange.on_want(sender, message))
 
+    def _fetched(self, header: Header) -> None:
+        """A payload that we asked for is here."""
+        if self.state is State.REPLAYING and header == self._replaying:
+            self._apply(header)
+        elif self._adopting and header == self._adopting.held.header:
+            self._hold(header)
+
+    def _not_fetched(self, header: Header, reason: str) -> None:
+        if self.state is State.REPLAYING and header == self._replaying:
+            self._not_replayed(header, reason)
+        else:
+            self._emit(Note("warning", f"no payload of entry {header.index}: {reason}"))
+
+    def _hold_round(self, exchange: Exchange) -> None:
+        """All chunks are here: what entry do they make?"""
+        assert exchange.payload is not None
+        missed = exchange.missed()
+        header = self.log.next_header(exchange.round.entry_roster(missed), exchange.payload)
+        self._hold(header, tuple(missed.items()))
+
+    def _hold(self, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
+        """From now on we take part only in attempts that respect this entry, until it is known what was committed."""
+        assert self._attempt is not None
+        self._held = Held(attempt=self._attempt, header=header)
+        complete = Complete(attempt=self._attempt, payload=header.payload, missed=missed)
+        self._emit(Send(self._attempt.leader, complete))
+
+    # The entry ------------------------------------------------------------------------------------------------
     def _commit(self, sender: str, header: Header) -> None:
         """Apply the entry if we hold its payload; else somebody went on without us."""
-        if self.state not in (State.READY, State.AVERAGING):
-            return
-        if self._held is None or self._held.header != header:
-            ahead = self._furthest()
-            if ahead is not None:
-                self._fetch(ahead)
-            return
-        try:
-            log = self.log.append(header)
-        except LogError as error:
-            self._emit(Dropped(sender, "commit", str(error)))
-            return
-        self._enter(State.APPLYING)
-        self._recent[header.previous] = header
-        while len(self._recent) > RECENT_ENTRIES:
-            self._recent.popitem(last=False)
-        self.log = log
-        self._forget_round()
-        self._emit(Apply(header))
+        if self._held is not None and self._held.header == header and self.state in (State.READY, State.AVERAGING):
+            self._apply(header)
+        elif self.state in (State.JOINING, State.TRAINING, State.READY, State.AVERAGING):
+            self._replay(sender, header)
 
     def _applied(self, header: Header, state_digest: bytes) -> None:
         self._require(State.APPLYING)
@@ -201,7 +263,8 @@ class Averaging(Joining):
         lease = self.log.leases.get(self.me)
         if self._leave_by is not None:
             self._leave()
-        elif lease is not None:
+        elif lease is not None and self._furthest() is None:
             self._train(lease, self.settings.inner_steps)
         else:
             self._enter(State.JOINING)
+            self._join()

@@ -1,108 +1,131 @@
-"""Where the blocks of a round lie while they come and go: memory only, used by every driver.
+"""Where payloads lie, while a round makes one and afterwards: memory only, used by every driver.
 
-At most four payloads: our own contribution, everybody's blocks of our part, the averaged payload, and the one held from
-before; while blocks are under way, room for one more copy of those that come in.
+A round of n members takes three payloads and (n - 1) / n of one: our own blocks, the average, what the others sent of
+our part, and as much again while it is on its way in. On top come the payloads that are kept for who fell behind.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peers.events import OpenRound
+from peers.chunks import Chunking, PayloadSize, payload_digest
 from peers.messages import Attempt
 from peers.wire import digest_of
 from peers.workload import Workload
 
+KEPT_AT_LEAST = 3  # the one held, the last one applied, and one more that somebody may be fetching
 
-def part_blocks(block_count: int, owners: int, part: int) -> tuple[int, int]:
-    """Blocks [first, last) of a part: an even split, in order."""
-    return block_count * part // owners, block_count * (part + 1) // owners
+
+@dataclass(frozen=True)
+class Payload:
+    """A whole payload, and the digests of its chunks."""
+
+    data: bytearray
+    chunk_digests: tuple[bytes, ...]
+
+    @property
+    def digest(self) -> bytes:
+        return payload_digest(self.chunk_digests)
+
+
+class KeptPayloads:
+    """The last payloads, within a budget in bytes, oldest dropped first."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._payloads: OrderedDict[bytes, Payload] = OrderedDict()
+
+    def keep(self, payload: Payload) -> None:
+        self._payloads[payload.digest] = payload
+        self._payloads.move_to_end(payload.digest)
+        while len(self._payloads) > KEPT_AT_LEAST and self._bytes() > self._budget:
+            self._payloads.popitem(last=False)
+
+    def get(self, digest: bytes) -> Payload | None:
+        return self._payloads.get(digest)
+
+    def _bytes(self) -> int:
+        return sum(len(payload.data) for payload in self._payloads.values())
 
 
 @dataclass
-class Round:
-    """The blocks of one attempt."""
-
-    opened: OpenRound
-    own: bytes = b""
-    contributions: dict[str, bytes] = field(default_factory=dict)
-    parts: dict[int, bytes] = field(default_factory=dict)
-    arriving: dict[tuple[str, int, bool], bytearray] = field(default_factory=dict)  # by sender, part, reduced
-
-    def room_for(self, sender: str, part: int, reduced: bool, length: int) -> bytearray:
-        """Where blocks are received: the same bytes for every push of them, however many are under way at once."""
-        key = sender, part, reduced
-        if key not in self.arriving:
-            self.arriving[key] = bytearray(length)
-        return self.arriving[key]
-
-    def blocks(self, block_count: int, part: int) -> tuple[int, int]:
-        return part_blocks(block_count, len(self.opened.owners), part)
-
-
 class RoundBuffers:
-    """The present attempt's blocks, and the payload held from the last complete one."""
+    """The blocks of one round."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._round: Round | None = None
-        self._held: tuple[bytes, bytes] | None = None  # digest, payload
+    name: Attempt
+    average: bytearray
+    digests: dict[int, bytes] = field(default_factory=dict)  # of the averaged chunks that are here
+    own: bytes = b""
+    contributions: dict[tuple[int, str], bytes | bytearray] = field(default_factory=dict)  # by chunk and sender
 
-    def open(self, opened: OpenRound) -> bool:
-        """Begin an attempt. Returns whether it hands on the payload that we hold."""
-        self._round = Round(opened)
-        if opened.adopted is not None and self._held is not None and self._held[0] == opened.adopted:
-            self._round.parts[0] = self._held[1]
-            return True
-        return False
 
-    def current(self, attempt: Attempt) -> Round | None:
-        return self._round if self._round and self._round.opened.attempt == attempt else None
+class PayloadBuffers:
+    """The present round's blocks, and the payloads that are kept."""
 
-    def contribution(self, attempt: Attempt, part: int) -> bytes:
-        """Our own blocks of a part. Raises: KeyError when the attempt is over."""
-        current = self._current_or_raise(attempt)
-        start, stop = self.part_bytes(attempt, part)
-        return current.own[start:stop]
+    def __init__(self, workload: Workload, budget: int = 0) -> None:
+        self._byte_range = workload.byte_range
+        self.chunking = Chunking(workload.block_count)
+        self.size = PayloadSize(self.chunking.count, workload.byte_range(0, workload.block_count)[1])
+        self.kept = KeptPayloads(budget)
+        self._round: RoundBuffers | None = None
 
-    def ordered_contributions(self, attempt: Attempt, part: int) -> list[tuple[bytes, int]]:
-        """Everybody's blocks of our part with their tokens, in roster order."""
-        current = self._current_or_raise(attempt)
-        start, stop = self.part_bytes(attempt, part)
-        mine = current.own[start:stop]
-        return [(current.contributions.get(member.peer, mine), member.tokens) for member in current.opened.roster]
+    def open(self, name: Attempt) -> None:
+        self._round = RoundBuffers(name, bytearray(self.size.bytes))
 
-    def part_bytes(self, attempt: Attempt, part: int) -> tuple[int, int]:
-        """Byte offsets [start, stop) of a part in the payload."""
-        first, last = self._current_or_raise(attempt).blocks(self._workload.block_count, part)
-        return self._workload.byte_range(first, last)
+    def close(self) -> None:
+        """No round is under way."""
+        self._round = None
 
-    def first_block(self, attempt: Attempt, part: int) -> int:
-        return self._current_or_raise(attempt).blocks(self._workload.block_count, part)[0]
+    def round(self, name: Attempt) -> RoundBuffers | None:
+        return self._round if self._round and self._round.name == name else None
 
-    def part(self, attempt: Attempt, part: int) -> bytes:
-        return self._current_or_raise(attempt).parts[part]
+    def chunk_bytes(self, chunk: int) -> tuple[int, int]:
+        """Byte offsets [start, stop) of a chunk in a payload."""
+        return self._byte_range(*self.chunking.blocks(chunk))
 
-    def hold(self, attempt: Attempt) -> bytes:
-        """All parts are here: keep them as the payload held, unless they are not what was to be handed on.
+    def chunks_bytes(self, first: int, last: int) -> tuple[int, int]:
+        """Byte offsets [start, stop) of chunks [first, last) in a payload."""
+        return self.chunk_bytes(first)[0], self.chunk_bytes(last - 1)[1]
 
-        Returns their digest.
-        """
-        current = self._current_or_raise(attempt)
-        payload = b"".join(current.parts[part] for part in range(len(current.opened.owners)))
-        digest = digest_of(payload)
-        if current.opened.adopted in (None, digest):
-            self._held = (digest, payload)
-        return digest
+    def contribution(self, name: Attempt, chunk: int) -> memoryview:
+        """Our own blocks of a chunk. Raises: KeyError when the round is over."""
+        start, stop = self.chunk_bytes(chunk)
+        return memoryview(self._open_round(name).own)[start:stop]
 
-    def held(self, digest: bytes) -> bytes:
-        """The payload with this digest. Raises: KeyError when it is not the one held."""
-        if self._held is None or self._held[0] != digest:
-            raise KeyError(digest.hex())
-        return self._held[1]
+    def contributions(
+        self, name: Attempt, chunk: int, me: str, members: Sequence[tuple[str, int]]
+    ) -> list[tuple[bytes | bytearray | memoryview, int]]:
+        """The blocks of a chunk with their tokens, in the order of `members`. Raises: KeyError."""
+        arrived = self._open_round(name).contributions
+        mine = self.contribution(name, chunk)
+        return [(mine if peer == me else arrived[chunk, peer], tokens) for peer, tokens in members]
 
-    def _current_or_raise(self, attempt: Attempt) -> Round:
-        current = self.current(attempt)
+    def store(self, name: Attempt, chunk: int, data: bytes | bytearray | memoryview) -> None:
+        """An averaged chunk is here; what was sent to average it is not needed any more. Raises: KeyError."""
+        current = self._open_round(name)
+        start, stop = self.chunk_bytes(chunk)
+        current.average[start:stop] = data
+        current.digests[chunk] = digest_of(data)
+        for key in [key for key in current.contributions if key[0] == chunk]:
+            del current.contributions[key]
+
+    def averaged(self, name: Attempt, chunk: int) -> memoryview:
+        """An averaged chunk. Raises: KeyError when the round is over."""
+        start, stop = self.chunk_bytes(chunk)
+        return memoryview(self._open_round(name).average)[start:stop]
+
+    def assemble(self, name: Attempt) -> bytes:
+        """All chunks of the round are here: keep the payload. Returns its digest. Raises: KeyError."""
+        current = self._open_round(name)
+        digests = tuple(current.digests[chunk] for chunk in range(self.size.chunks))
+        payload = Payload(current.average, digests)
+        self.kept.keep(payload)
+        return payload.digest
+
+    def _open_round(self, name: Attempt) -> RoundBuffers:
+        current = self.round(name)
         if current is None:
-            raise KeyError(f"attempt {attempt} is over")
+            raise KeyError(f"round {name} is over")
         return current

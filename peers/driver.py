@@ -11,31 +11,32 @@ from contextlib import suppress
 from typing import Protocol
 
 from peers import metrics
-from peers.bulk import ALREADY_HERE, Bulk, BulkTransport
+from peers.buffers import PayloadBuffers
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.events import (
     Applied,
     Apply,
+    AssemblePayload,
     BadBlocks,
-    DigestPayload,
     Dropped,
     Effect,
     Event,
+    FetchPayload,
     FetchSnapshot,
     HeartbeatsSeen,
     LeaveRequested,
     Note,
     OpenRound,
-    PayloadDigested,
-    PushContribution,
-    Pushed,
-    PushFailed,
-    PushReduced,
+    PayloadAssembled,
+    PayloadFetched,
+    PayloadNotFetched,
     Quantized,
+    RateMeasured,
     Received,
+    ReduceChunk,
     ReducedArrived,
-    ReducePart,
     Send,
+    SendChunk,
     SnapshotFailed,
     SnapshotRestored,
     Stop,
@@ -50,11 +51,15 @@ from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.log import Header
 from peers.messages import Attempt, Message, pack_message, unpack_message
+from peers.payloads import PayloadError, Payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.settings import RunSettings
+from peers.snapshots import PullTransport, Snapshots
 from peers.spoiler import find_spoiler
 from peers.streams import PeerRefusedError, PeerUnreachableError
+from peers.throttle import Caps
+from peers.traffic import StreamTransport, Traffic
 from peers.wire import WireError
 from peers.workload import BadBlocksError, Progress, SnapshotError, Workload
 
@@ -64,9 +69,12 @@ TICK = 0.25  # seconds
 CALL = "message"
 CALL_TIMEOUT = 10.0  # seconds
 FAREWELL_TIMEOUT = 3.0  # seconds
+REDUCERS = 2  # chunks averaged at once
+KEPT_BYTES = 1 << 30  # payloads kept for who fell behind
+NO_CAPS = Caps()
 
 
-class Transport(BulkTransport, PulseTransport, Protocol):
+class Transport(PullTransport, StreamTransport, PulseTransport, Protocol):
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
     async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
 
@@ -84,20 +92,25 @@ class Driver:
         workload: Workload,
         settings: RunSettings,
         state_digest: bytes,
+        caps: Caps = NO_CAPS,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        self.peer = Peer(identity.peer_id, settings, state_digest, time.monotonic())
+        self._buffers = PayloadBuffers(workload, kept_bytes)
+        self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, time.monotonic())
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
         self._transport = transport
         self._workload = workload
         self._settings = settings
         self._waiting: list[asyncio.Future[None]] = []
-        self._pulse = Pulse(self.peer, identity, transport, self._start)
-        self._bulk = Bulk(self.peer, transport, workload, self)
+        self._pulse = Pulse(self.peer, identity, transport, self.start)
+        self._traffic = Traffic(self.peer, transport, workload, self._buffers, self, caps)
+        self._payloads = Payloads(transport, self._buffers)
+        self._snapshots = Snapshots(self.peer, transport, workload, self)
+        self._reducing = asyncio.Semaphore(REDUCERS)
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[None] | None = None
         self._worker = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
-        self._pushes: dict[asyncio.Task[None], Attempt] = {}
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
@@ -105,8 +118,9 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._transport.on_call(CALL, self._receive)
-                await self._bulk.serve()
-                clocks = [self._start(self._tick()), self._start(self._keep_pulse())]
+                for service in (self._traffic, self._payloads, self._snapshots):
+                    await service.serve()
+                clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
                 await self._stopped.wait()
                 for clock in clocks:  # nothing after the last words
                     clock.cancel()
@@ -132,7 +146,7 @@ class Driver:
             async with asyncio.timeout(FAREWELL_TIMEOUT):
                 await asyncio.gather(*last_words, return_exceptions=True)
 
-    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._tasks.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -146,7 +160,10 @@ class Driver:
         """Let the protocol take in an event, and start on what it wants done."""
         for effect in self.peer.handle(event, time.monotonic()):
             self._carry_out(effect)
-        self._cancel_old_pushes()
+        exchange = self.peer.exchange
+        if exchange is None:
+            self._buffers.close()
+        self._traffic.tidy(exchange.name if exchange else None, exchange.round.remaining if exchange else ())
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
             if not waiter.done():
@@ -172,31 +189,25 @@ class Driver:
                 if self._training:
                     self._training.cancel()
             case Train():
-                self._training = self._start(self._train(effect))
+                self._training = self.start(self._train(effect))
             case Send(to, message):
-                self._start(self._send(to, message))
-            case PushContribution() | PushReduced():
-                self._pushes[self._start(self._push(effect))] = effect.attempt
+                self.start(self._send(to, message))
             case OpenRound():
                 self._open_round(effect)
-            case ReducePart():
-                self._start(self._reduce(effect))
-            case DigestPayload(attempt):
-                if self._bulk.buffers.current(attempt):
-                    self.handle(PayloadDigested(attempt, self._bulk.buffers.hold(attempt)))
+            case SendChunk():
+                self._traffic.send(effect)
+            case ReduceChunk():
+                self.start(self._reduce(effect))
+            case AssemblePayload(round):
+                if self._buffers.round(round):
+                    self.handle(RateMeasured(self._traffic.rate))
+                    self.handle(PayloadAssembled(round, self._buffers.assemble(round)))
+            case FetchPayload(header, donors):
+                self.start(self._fetch_payload(header, donors))
             case Apply():
-                self._start(self._apply(effect))
+                self.start(self._apply(effect))
             case FetchSnapshot(donor):
-                self._start(self._fetch(donor))
-
-    def _cancel_old_pushes(self) -> None:
-        """Nobody waits any more for what an attempt that is over had to say, and a new one needs the bandwidth."""
-        present = self.peer.exchange.attempt if self.peer.exchange else None
-        for push, attempt in list(self._pushes.items()):
-            if attempt != present and not push.done():
-                push.cancel()
-            if attempt != present or push.done():
-                del self._pushes[push]
+                self.start(self._fetch(donor))
 
     # Network --------------------------------------------------------------------------------------------------
     async def _send(self, to: str, message: Message) -> None:
@@ -219,26 +230,19 @@ class Driver:
         self.handle(Received(sender, message))
         return b""
 
-    async def _push(self, push: PushContribution | PushReduced) -> None:
-        reduced = isinstance(push, PushReduced)
+    async def _fetch_payload(self, header: Header, donors: tuple[str, ...]) -> None:
         try:
-            await self._bulk.push(push)
-        except PeerUnreachableError as error:
-            refused = isinstance(error, PeerRefusedError)
-            if refused and error.reason == ALREADY_HERE:
-                self.handle(Pushed(push.attempt, push.to, reduced))
-            else:
-                logger.debug("%s", error)
-                self.handle(PushFailed(push.attempt, push.to, reduced, refused))
-        except KeyError:
-            logger.debug("attempt %s ended before a push to %s", push.attempt, push.to)
+            await self._payloads.fetch(header, donors)
+        except PayloadError as error:
+            self.handle(PayloadNotFetched(header, str(error)))
         else:
-            self.handle(Pushed(push.attempt, push.to, reduced))
+            metrics.PAYLOADS_FETCHED.inc()
+            self.handle(PayloadFetched(header))
 
     async def _fetch(self, donor: str) -> None:
         try:
             async with self._worker:
-                header, state_digest = await self._bulk.fetch_snapshot(donor)
+                header, state_digest = await self._snapshots.fetch(donor)
         except (PeerUnreachableError, RemoteProtocolError, SnapshotError) as error:
             self.handle(SnapshotFailed(donor, str(error)))
         else:
@@ -276,38 +280,45 @@ class Driver:
         self.handle(TrainingProgress(progress))
 
     def _open_round(self, opened: OpenRound) -> None:
-        metrics.ATTEMPTS.inc()
-        if self._bulk.buffers.open(opened):
-            self.handle(ReducedArrived(opened.attempt, 0))
-        elif opened.adopted is None:
-            self._start(self._contribute(opened.attempt))
+        metrics.ROUNDS.inc()
+        name = opened.round.name
+        self._buffers.open(name)
+        self._traffic.begin(name)
+        if opened.contribute:
+            self.start(self._contribute(name))
 
-    async def _contribute(self, attempt: Attempt) -> None:
-        async with self._bulk.state_lock:
+    async def _contribute(self, round: Attempt) -> None:
+        async with self._snapshots.state_lock:
             own = await self._workload.contribution()
-        if current := self._bulk.buffers.current(attempt):
+        if current := self._buffers.round(round):
             current.own = own
-            self.handle(Quantized(attempt))
+            self.handle(Quantized(round))
 
-    async def _reduce(self, reduce: ReducePart) -> None:
-        buffers, attempt, part = self._bulk.buffers, reduce.attempt, reduce.part
-        current = buffers.current(attempt)
-        if current is None:
-            return  # the attempt is over: nobody waits for this part any more
-        contributions, first_block = buffers.ordered_contributions(attempt, part), buffers.first_block(attempt, part)
-        try:
-            current.parts[part] = await self._workload.reduce(contributions, first_block)
-        except (BadBlocksError, DilocoPeerError) as error:
-            spoiler = current.opened.roster[await find_spoiler(self._workload, contributions, first_block)].peer
-            if spoiler == self.peer.me:
-                raise
-            self.handle(BadBlocks(attempt, spoiler, str(error)))
-        else:
-            self.handle(ReducedArrived(attempt, part))
+    async def _reduce(self, reduce: ReduceChunk) -> None:
+        buffers, round, chunk = self._buffers, reduce.round, reduce.chunk
+        async with self._reducing:
+            if not buffers.round(round):
+                return  # the round is over: nobody waits for this chunk any more
+            contributions = buffers.contributions(round, chunk, self.peer.me, reduce.members)
+            first_block = buffers.chunking.blocks(chunk)[0]
+            try:
+                average = await self._workload.reduce(contributions, first_block)
+            except (BadBlocksError, DilocoPeerError) as error:
+                spoiler, _ = reduce.members[await find_spoiler(self._workload, contributions, first_block)]
+                if spoiler == self.peer.me:
+                    raise
+                self.handle(BadBlocks(round, spoiler, chunk, str(error)))
+                return
+        if buffers.round(round):
+            buffers.store(round, chunk, average)
+            self.handle(ReducedArrived(round, self.peer.me, chunk, reduce.absent))
 
     async def _apply(self, apply: Apply) -> None:
-        async with self._bulk.state_lock:
-            state_digest = await self._workload.apply(self._bulk.buffers.held(apply.header.payload))
+        kept = self._buffers.kept.get(apply.header.payload)
+        if kept is None:
+            raise LocalProtocolError(f"the payload of entry {apply.header.index} is to be applied and not here")
+        async with self._snapshots.state_lock:
+            state_digest = await self._workload.apply(kept.data)
         metrics.ENTRIES_APPLIED.inc()
         self.handle(Applied(apply.header, state_digest))
         self.on_entry(apply.header, state_digest)

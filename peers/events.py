@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from peers.heartbeat import Heartbeat
 from peers.leases import Lease
-from peers.log import Header, Member
-from peers.messages import Attempt, Message
+from peers.log import Header
+from peers.messages import Attempt, Message, Round
 from peers.workload import Progress, Trained
 
 
@@ -47,59 +47,89 @@ class TrainingDone:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Our contribution to `attempt` is ready to be sent."""
+    """Our contribution to the round is ready to be sent."""
 
-    attempt: Attempt
+    round: Attempt
 
 
 @dataclass(frozen=True)
 class ContributionArrived:
-    """`sender`'s blocks of our part are here."""
+    """`sender`'s own blocks of a chunk that we reduce are here."""
 
-    attempt: Attempt
+    round: Attempt
     sender: str
+    chunk: int
 
 
 @dataclass(frozen=True)
 class BadBlocks:
-    """`sender`'s blocks are not what an encoder makes; they were dropped."""
+    """`sender`'s blocks of a chunk are not what an encoder makes; they were dropped."""
 
-    attempt: Attempt
+    round: Attempt
     sender: str
+    chunk: int
     reason: str
 
 
 @dataclass(frozen=True)
 class ReducedArrived:
-    """The averaged blocks of `part` are here, from the peer that reduced it (ourselves included)."""
+    """An averaged chunk is here, from the peer that reduced it (ourselves included); blocks of `absent` are not in it.
 
-    attempt: Attempt
-    part: int
+    `sender` handed it to us.
+    """
+
+    round: Attempt
+    sender: str
+    chunk: int
+    absent: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """`peer` confirmed that it has our push."""
+class ChunkSent:
+    """`peer` confirmed that it has our chunk."""
 
-    attempt: Attempt
+    round: Attempt
     peer: str
+    chunk: int
     reduced: bool
 
 
 @dataclass(frozen=True)
-class PushFailed:
-    """The push to `peer` failed; `refused` when the peer answered that it does not want it (yet)."""
+class ChunksUnsent:
+    """The way to `peer` broke off before it had confirmed these chunks."""
 
-    attempt: Attempt
+    round: Attempt
     peer: str
+    chunks: tuple[int, ...]
     reduced: bool
-    refused: bool
 
 
 @dataclass(frozen=True)
-class PayloadDigested:
-    attempt: Attempt
+class PayloadAssembled:
+    """All chunks of the round are here; the payload has this digest and is kept."""
+
+    round: Attempt
     digest: bytes
+
+
+@dataclass(frozen=True)
+class PayloadFetched:
+    """The payload of `header` is here, as peers kept it."""
+
+    header: Header
+
+
+@dataclass(frozen=True)
+class PayloadNotFetched:
+    header: Header
+    reason: str
+
+
+@dataclass(frozen=True)
+class RateMeasured:
+    """What this machine's link was seen to carry each way, in bytes a second."""
+
+    rate: int
 
 
 @dataclass(frozen=True)
@@ -143,9 +173,12 @@ Event = (
     | ContributionArrived
     | BadBlocks
     | ReducedArrived
-    | Pushed
-    | PushFailed
-    | PayloadDigested
+    | ChunkSent
+    | ChunksUnsent
+    | PayloadAssembled
+    | PayloadFetched
+    | PayloadNotFetched
+    | RateMeasured
     | Applied
     | SnapshotRestored
     | SnapshotFailed
@@ -174,54 +207,55 @@ class StopTraining:
 
 @dataclass(frozen=True)
 class OpenRound:
-    """Make room for an attempt: one part per owner, in order. Buffers of other attempts may go, the held payload stays.
+    """Make room for a round; to `contribute`, quantize what we trained (ends in Quantized). Other rounds are over."""
 
-    To average, quantize our contribution (ends in Quantized). With `adopted`, the payload of that digest is handed on
-    whole by the only owner; if it is the one held, it has arrived already (ReducedArrived).
+    round: Round
+    contribute: bool
+
+
+@dataclass(frozen=True)
+class SendChunk:
+    """A chunk to a peer: as it was averaged (`reduced`), with the names of those whose blocks are `absent`, or our own
+    blocks of it. Ends in ChunkSent or ChunksUnsent."""
+
+    round: Attempt
+    to: str
+    chunk: int
+    reduced: bool
+    absent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReduceChunk:
+    """Average the blocks of these members, in this order, with these tokens; ends in ReducedArrived or BadBlocks."""
+
+    round: Attempt
+    chunk: int
+    members: tuple[tuple[str, int], ...]
+    absent: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AssemblePayload:
+    """All chunks are here: keep them as a payload. Ends in PayloadAssembled."""
+
+    round: Attempt
+
+
+@dataclass(frozen=True)
+class FetchPayload:
+    """Get the payload of `header` from any of these peers, which have it.
+
+    Ends in PayloadFetched or PayloadNotFetched.
     """
 
-    attempt: Attempt
-    roster: tuple[Member, ...]
-    owners: tuple[str, ...]
-    adopted: bytes | None
-
-
-@dataclass(frozen=True)
-class PushContribution:
-    """Our blocks of `part` to the peer that reduces it."""
-
-    attempt: Attempt
-    part: int
-    to: str
-
-
-@dataclass(frozen=True)
-class ReducePart:
-    """Average our part over the whole roster; ends in ReducedArrived."""
-
-    attempt: Attempt
-    part: int
-
-
-@dataclass(frozen=True)
-class PushReduced:
-    """The averaged blocks of our part to a member."""
-
-    attempt: Attempt
-    part: int
-    to: str
-
-
-@dataclass(frozen=True)
-class DigestPayload:
-    """All parts are here: digest the payload and keep it as the one held."""
-
-    attempt: Attempt
+    header: Header
+    donors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Take the outer step with the held payload, whose digest is `header.payload`."""
+    """Take the outer step with the kept payload whose digest is `header.payload`."""
 
     header: Header
 
@@ -258,10 +292,10 @@ Effect = (
     | Train
     | StopTraining
     | OpenRound
-    | PushContribution
-    | ReducePart
-    | PushReduced
-    | DigestPayload
+    | SendChunk
+    | ReduceChunk
+    | AssemblePayload
+    | FetchPayload
     | Apply
     | FetchSnapshot
     | Stop

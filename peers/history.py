@@ -29,7 +29,8 @@ class History:
         if self.one_child and known != header.digest:
             raise InvariantError(f"two entries at index {header.index}: {known.hex()[:8]}, {header.digest.hex()[:8]}")
         before = self.trained.get(header.previous, set())
-        samples = [n for member in header.roster for piece in member.samples for n in range(piece.start, piece.stop)]
+        whole = [member for member in header.roster if not member.missed]
+        samples = [n for member in whole for piece in member.samples for n in range(piece.start, piece.stop)]
         if len(set(samples)) != len(samples) or before & set(samples):
             raise InvariantError(f"entry {header.index} trains a sample twice")
         self.trained[header.digest] = before | set(samples)

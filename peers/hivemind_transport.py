@@ -16,17 +16,12 @@ from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolErro
 from peers.hivemind_daemon import Daemon
 from peers.hivemind_node import NETWORK_ERRORS, HivemindNode, to_peer_id
 from peers.streams import (
-    Accept,
-    Arrived,
-    Buffer,
     Channel,
     PeerRefusedError,
     PeerUnreachableError,
     RefusalError,
     Serve,
     pull,
-    push,
-    receive_push,
     serve_pull,
 )
 from peers.wire import MESSAGE_LIMIT, printable
@@ -37,6 +32,7 @@ CallHandler: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 """(sender, payload) -> answer; RefusalError refuses."""
 
 PROTOCOL_PREFIX = "/diloco-peer/1"
+OPEN_TIMEOUT = 15.0  # seconds to reach a peer
 CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream; nobody reads a byte a minute for ever
 ANSWER, REFUSAL = b"\x01", b"\x00"
 
@@ -96,18 +92,6 @@ class HivemindTransport(HivemindNode):
 
         await self._daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer)
 
-    async def push(self, peer_id: str, name: str, header: bytes, data: Buffer, timeout: float) -> None:
-        """Send data to a peer that accepts it; returns once it has confirmed all of it.
-
-        Raises: PeerUnreachableError, PeerRefusedError.
-        """
-        async with self._channel(peer_id, f"push/{name}", timeout) as channel:
-            await push(channel, header, data)
-
-    async def on_push(self, name: str, accept: Accept, arrived: Arrived) -> None:
-        """Receive `push`es of this name: `accept` is asked before data moves, `arrived` is told once all is there."""
-        await self._serve(f"push/{name}", lambda channel: receive_push(channel, accept, arrived))
-
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
@@ -115,27 +99,33 @@ class HivemindTransport(HivemindNode):
 
         Raises: PeerUnreachableError, PeerRefusedError.
         """
-        async with self._channel(peer_id, f"pull/{name}", timeout) as channel:
+        async with self.stream(peer_id, f"pull/{name}") as channel, asyncio.timeout(timeout):
             return await pull(channel, header, max_bytes)
 
     async def on_pull(self, name: str, serve: Serve) -> None:
         """Answer `pull`s of this name."""
-        await self._serve(f"pull/{name}", lambda channel: serve_pull(channel, serve))
+        await self.on_stream(f"pull/{name}", lambda channel: serve_pull(channel, serve))
 
     @asynccontextmanager
-    async def _channel(self, peer_id: str, protocol: str, timeout: float) -> AsyncIterator[Channel]:
+    async def stream(self, peer_id: str, protocol: str) -> AsyncIterator[Channel]:
+        """A byte stream to a peer that answers this protocol.
+
+        Raises: PeerUnreachableError, PeerRefusedError, also for what goes wrong inside.
+        """
         with _peer_errors(peer_id):
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(OPEN_TIMEOUT):
                 _, reader, writer = await self._daemon.call_binary_stream_handler(
                     to_peer_id(peer_id), f"{PROTOCOL_PREFIX}/{protocol}"
                 )
-                channel = Channel(peer_id, reader, writer)
-                try:
-                    yield channel
-                finally:
-                    channel.close()
+            channel = Channel(peer_id, reader, writer)
+            try:
+                yield channel
+            finally:
+                channel.close()
 
-    async def _serve(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None:
+    async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None:
+        """Have this conversation with whoever opens a stream of this protocol."""
+
         async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None

@@ -1,21 +1,21 @@
-"""Getting into the run, and back into it: the state from whoever is furthest on, then a lease from the leader."""
+"""Getting into the run, and back into it: replay the entries that were missed, or take the state of whoever is furthest
+on; then a lease from the leader."""
 
 from __future__ import annotations
 
-from peers.events import (
-    Dropped,
-    Note,
-    Send,
-)
+from peers.events import Apply, Dropped, FetchPayload, Note, Send
 from peers.log import Header, LogError
 from peers.membership import PARTICIPATING
-from peers.messages import (
-    Inquire,
-    LeaseGrant,
-    LeaseRequest,
-)
+from peers.messages import Inquire, LeaseGrant, LeaseRequest
 from peers.peer_core import PeerCore
 from peers.states import State
+
+RECENT_ENTRIES = 64
+"""How many of the last headers a peer can name to one that fell behind."""
+REPLAY_LIMIT = 8
+"""Entries that are replayed rather than skipped with a snapshot, which is eight times as large as an int8 payload."""
+CATCHING_UP = frozenset({State.JOINING, State.TRAINING, State.READY, State.AVERAGING})
+"""States in which a peer looks whether others are further on."""
 
 
 class Joining(PeerCore):
@@ -25,9 +25,9 @@ class Joining(PeerCore):
         """Get the state of those who are further on, then a lease from the leader."""
         if not self.membership.polled:
             return
-        ahead = self._furthest()
-        if ahead is not None:
-            self._fetch(ahead)
+        if self._furthest() is not None:
+            if self._due():
+                self._catch_up()
             return
         lease = self.log.leases.get(self.me)
         if lease is not None:
@@ -60,14 +60,16 @@ class Joining(PeerCore):
 
     def _furthest(self) -> str | None:
         """The live peer with the heaviest lineage, if it is heavier than ours; equal weight is decided by digest."""
-        ours = (self.log.lineage_tokens, _inverted(self.log.position.head))
-        standing = {
-            peer: (beat.lineage_tokens, _inverted(beat.head))
+        tokens, head = self.log.lineage_tokens, self.log.position.head
+        heavier = {
+            peer: (beat.lineage_tokens, _inverted(beat.head), peer)
             for peer, beat in self._live().items()
-            if beat.state in PARTICIPATING and peer not in self._distrusted and beat.lineage_tokens > 0
+            if (beat.lineage_tokens > tokens or (beat.lineage_tokens == tokens and beat.head < head))
+            and beat.lineage_tokens > 0
+            and beat.state in PARTICIPATING
+            and peer not in self._distrusted
         }
-        best = max(standing, key=lambda peer: (standing[peer], peer), default=None)
-        return best if best is not None and standing[best] > ours else None
+        return max(heavier, key=lambda peer: heavier[peer], default=None)
 
     def _restored(self, donor: str, header: Header | None, state_digest: bytes) -> None:
         self._require(State.FETCHING)
@@ -86,16 +88,53 @@ class Joining(PeerCore):
         self._enter(State.JOINING)
 
     def _catch_up(self) -> None:
-        """Somebody is further on, or on a heavier lineage: learn the entry from them, or take their state."""
-        if self.state not in (State.TRAINING, State.READY, State.AVERAGING):
+        """Somebody is further on, or on a heavier lineage: learn the next entry from them, or take their state."""
+        if self.state not in CATCHING_UP:
             return
         ahead = self._furthest()
         if ahead is None:
             return
-        if self._held is not None and self._live()[ahead].index == self.log.position.index + 1:
+        entries = self._live()[ahead].index - self.log.position.index
+        if 0 < entries <= REPLAY_LIMIT:
             self._emit(Send(ahead, Inquire(position=self.log.position)))
         else:
-            self._emit(Note("warning", f"{ahead} is ahead at {self._live()[ahead].index}: fetching its state"))
+            self._emit(Note("warning", f"{ahead} is at {self._live()[ahead].index}: fetching its state"))
+            self._fetch(ahead)
+
+    def _replay(self, sender: str, header: Header) -> None:
+        """Others went on without us: get the payload of their entry, and apply it."""
+        donors = tuple(peer for peer, beat in self._live().items() if beat.index > header.index)
+        if self._furthest() is None or sender not in donors:
+            return
+        try:
+            self.log.append(header)
+        except LogError as error:
+            self._emit(Dropped(sender, "commit", str(error)))
+            return
+        incumbent = self.log.position.head != self._joined_at
+        self._drop_work()
+        if not incumbent:  # we may have been there before, and forgotten what we held
+            self._joined_at = header.digest
+        self._enter(State.REPLAYING)
+        self._replaying = header
+        self._emit(FetchPayload(header, donors))
+
+    def _apply(self, header: Header) -> None:
+        self.log = self.log.append(header)
+        self._recent[header.previous] = header
+        while len(self._recent) > RECENT_ENTRIES:
+            self._recent.popitem(last=False)
+        self._enter(State.APPLYING)
+        self._forget_round()
+        self._emit(Apply(header))
+
+    def _not_replayed(self, header: Header, reason: str) -> None:
+        self._emit(Note("warning", f"no payload of entry {header.index}: {reason}"))
+        ahead = self._furthest()
+        if ahead is None:
+            self._replaying = None
+            self._enter(State.JOINING)
+        else:
             self._fetch(ahead)
 
     def _refused(self, leader: str, reason: str) -> None:
@@ -107,10 +146,10 @@ class Joining(PeerCore):
 
     def _elsewhere(self, sender: str) -> None:
         """Our inquiry led nowhere: what we hold is on another lineage than the heavier one."""
-        if self.state in (State.READY, State.AVERAGING) and self._furthest() == sender:
+        if self.state in CATCHING_UP and self._furthest() == sender:
             self._fetch(sender)
 
 
-def _inverted(digest: bytes) -> bytes:
+def _inverted(digest: bytes) -> int:
     """Orders digests the other way round, so that the smaller one wins a tie in `max`."""
-    return bytes(255 - byte for byte in digest)
+    return -int.from_bytes(digest, "big")

@@ -1,247 +1,230 @@
-"""The leader's side of one position: gather who is ready, run attempts until one is complete, commit.
+"""The leader's side of one position: gather who is ready, lead a round, go on when somebody dies, commit.
 
-Safety does not depend on there being one leader. An attempt commits only when every member of its roster says
-Complete, the roster holds more than half of the last one, and a member completes attempts of only the leader it is
-pledged to. So whoever leads next meets a member that knows of the attempt, and hands the same entry on (`adopted`).
+Safety does not depend on there being one leader. An entry commits only when every member that remains in the attempt
+says Complete and they hold more than half of the last roster, and a member that holds an entry takes part in another
+leader's attempt only if it hands on that entry or a later one. So whoever leads next meets a member that knows of what
+may have been committed, and hands it on (Adopt).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from peers.election import ATTEMPT_LEAP, culprits, quorum, take_order
-from peers.events import Dropped, Effect, Note, Send
+from peers.chunks import PayloadSize, split_by_rate
+from peers.election import culprits, take_order
+from peers.events import Effect, Note, Send
+from peers.gathering import Gathering
 from peers.heartbeat import Heartbeat
-from peers.leases import Lease
-from peers.log import MEMBER_LIMIT, Header, LogError, LogState, Member
-from peers.membership import PARTICIPATING
-from peers.messages import (
-    Abort,
-    Accuse,
-    Attempt,
-    Begin,
-    Commit,
-    Complete,
-    Held,
-    LeaseGrant,
-    LeaseRequest,
-    Ready,
-    Refuse,
-    Waiting,
-)
+from peers.log import Header, LogError, LogState
+from peers.messages import Abort, Accuse, Adopt, Attempt, Begin, Commit, Complete, Held, Ready, Round, Share, Waiting
 from peers.settings import RunSettings
 from peers.wire import printable
 
-OVERTAKING_LIMIT = 8
-"""How often one peer may make the others at a position say Ready again."""
+MARGIN = 3.0  # how much longer than foreseen a round may take before those who hold it up are left out
 
 
-class Leader:
+class Leader(Gathering):
     """What one peer knows as leader of one position. Dropped when the position is passed or the lead is lost."""
 
-    def __init__(self, me: str, log: LogState, state_digest: bytes, settings: RunSettings) -> None:
-        self._me = me
-        self._log = log
-        self._state_digest = state_digest
-        self._settings = settings
-        self._granted: dict[str, Lease] = {}
-        self._ready: dict[str, Ready] = {}
-        self._barred_until: dict[str, float] = {}
-        self._strikes: Counter[str] = Counter()
-        self._overtaken: Counter[str] = Counter()
-        self._first_ready_at: float | None = None
-        self._last_number = 0
-        self._running: Begin | None = None
+    def __init__(
+        self, me: str, log: LogState, state_digest: bytes, settings: RunSettings, payload: PayloadSize
+    ) -> None:
+        super().__init__(me, log, state_digest, settings, payload)
+        self._running: Begin | Adopt | None = None
+        self._members: tuple[str, ...] = ()  # who remains in the running attempt
+        self._in_minority = False
         self._began_at = 0.0
-        self._complete: dict[str, bytes] = {}
+        self._unseen_since: dict[str, float] = {}
+        self._complete: dict[str, Complete] = {}
         self._waiting: dict[str, tuple[str, ...]] = {}
+        self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
 
     @property
     def running(self) -> bool:
         return self._running is not None
 
-    # Leases for joiners ---------------------------------------------------------------------------------------
-    def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
-        """Grant samples; fewer inner steps the further we are ourselves, so that the joiner finishes with us."""
-        if request.state_digest != self._state_digest:
-            return [self._refuse(sender, "its state at this position is not ours")]
-        lease = self._log.leases.get(sender) or self._granted.get(sender)
-        if lease is None:
-            given = set(self._granted.values())
-            lease = next((grant for grant in self._log.grants if grant not in given), None)
-            if lease is None:
-                return []  # as many joiners as one entry can take
-        self._granted[sender] = lease
-        steps = max(1, self._settings.inner_steps - inner_step)
-        return [Send(sender, LeaseGrant(position=self._log.position, samples=lease, steps=steps))]
-
-    # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
-        if self._running and sender in self._members():
-            if ready.last_attempt < self._running.attempt.number:
-                return [Send(sender, self._running)]  # it has not heard of the attempt yet
-            return self._abort(f"{sender} has left the attempt") + self.on_ready(sender, ready, now)
-        if now < self._barred_until.get(sender, now):
-            return []  # it held an attempt up; the others may go on without it meanwhile
-        if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:
-            return []  # as many as one entry can take
-        if ready.state_digest != self._state_digest:
-            return [self._refuse(sender, "its state at this position is not ours")]
-        if ready.last_attempt < self._last_number:
-            return [self._ask_again(sender)]
-        try:
-            self._admit(sender, ready)
-        except LogError as error:
-            return [Dropped(sender, "ready", str(error)), self._refuse(sender, str(error))]
-        overtaken = [peer for peer in self._ready if peer != sender] if ready.last_attempt > self._last_number else []
-        if overtaken and not self._may_overtake(sender, now):
-            return [Dropped(sender, "ready", "it names a higher attempt again and again")]
-        self._last_number = ready.last_attempt
-        for peer in overtaken:
-            del self._ready[peer]
-        self._ready[sender] = ready
-        if self._first_ready_at is None:
-            self._first_ready_at = now
-        return [self._ask_again(peer) for peer in overtaken]
+        if self._running is None or sender not in self._members:
+            return super().on_ready(sender, ready, now)
+        if ready.last_attempt < self._running.attempt.number:
+            return [Send(sender, self._running)]  # it has not heard of the attempt yet
+        return self._abort(f"{sender} has left the attempt") + super().on_ready(sender, ready, now)
 
-    def _admit(self, sender: str, ready: Ready) -> None:
-        """Raises: LogError unless this Ready and the others can be in one entry.
-
-        What a leader before us granted is good, too, unless we have granted it to somebody else.
-        """
-        if ready.last_attempt - self._last_number > ATTEMPT_LEAP:
-            raise LogError("its attempt number is out of reach")
-        lease = self._log.lease_of(sender, ready.samples)
-        if any(grant == lease for peer, grant in self._granted.items() if peer != sender):
-            raise LogError("its samples were given to another joiner")
-        others = [member for peer, member in self._offers().items() if peer != sender]
-        self._log.check([*others, Member(peer=sender, tokens=ready.tokens, samples=ready.samples)])
-        if lease and sender not in self._log.leases:
-            self._granted[sender] = lease
-
-    def _may_overtake(self, sender: str, now: float) -> bool:
-        """Whether the others must say Ready again for this peer's higher number; each peer may ask that a few times."""
-        self._overtaken[sender] += 1
-        if self._overtaken[sender] > OVERTAKING_LIMIT:
-            self._bar(sender, now)
-        return self._overtaken[sender] <= OVERTAKING_LIMIT
-
-    def _ask_again(self, peer: str) -> Effect:
-        """Every Ready of an attempt must name the number before it: then nobody in it can meanwhile complete an earlier
-        attempt of somebody else's, and what they hold is all that may have been committed."""
-        attempt = Attempt(position=self._log.position, number=self._last_number, leader=self._me)
-        return Send(peer, Abort(attempt=attempt, reason="say Ready for a later attempt"))
-
-    def gone(self, peer: str) -> list[Effect]:
-        """The peer left or can't be reached."""
+    def gone(self, peer: str, now: float) -> list[Effect]:
+        """The peer has said goodbye."""
         self._ready.pop(peer, None)
-        if self._running and peer in self._members():
-            return self._abort(f"{peer} is gone")
-        return []
+        return self._lose([peer], f"{peer} has left", now)
 
     def tick(self, now: float, live: Mapping[str, Heartbeat], left: Collection[str]) -> list[Effect]:
-        """Close the roster, or give up on an attempt, when it is time. `live` are the other peers' heartbeats."""
-        for peer in [peer for peer in self._ready if peer != self._me and peer not in live]:
-            effects = self.gone(peer)
-            if effects:
-                return effects
+        """Close the roster, or go on without somebody, when it is time. `live` are the other peers' heartbeats."""
+        self._left = left
         if self._running:
-            late = now - self._began_at > self._settings.timing.round_timeout
-            return self._give_up(now) if late else []
-        return self._begin(now) if self._may_begin(now, live, left) else []
-
-    def _may_begin(self, now: float, live: Mapping[str, Heartbeat], left: Collection[str]) -> bool:
-        if self._first_ready_at is None or not any(ready.tokens for ready in self._ready.values()):
-            return False
-        waited = now - self._first_ready_at
-        at_work = {peer for peer in self._log.leases if peer in live and live[peer].state in PARTICIPATING}
-        expected = at_work | (set(self._granted) & set(live)) | {self._me}
-        barred = {peer for peer, until in self._barred_until.items() if now < until}
-        everyone = expected - barred <= set(self._ready)
-        incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent}
-        if self._log.roster:
-            enough = quorum(self._log.roster, left, incumbents)
-        else:
-            enough = len(self._ready) >= self._settings.minimum_peers
-        timing = self._settings.timing
-        return (everyone or waited >= timing.grace) and (enough or waited >= timing.partition_grace)
+            return self._watch(now, live)
+        for peer in [peer for peer in self._ready if peer != self._me and peer not in live]:
+            del self._ready[peer]
+        return self._begin(now) if self._may_begin(now, live) else []
 
     # Attempts -------------------------------------------------------------------------------------------------
     def _begin(self, now: float) -> list[Effect]:
-        offers = self._offers()
-        roster = tuple(offers[peer] for peer in take_order(self._log.roster, offers))
+        self._in_minority = not self._enough(self._ready)
         held = self._latest_held()
-        holders = tuple(member.peer for member in roster if held and self._holds(member.peer, held))
-        self._last_number += 1
-        attempt = Attempt(position=self._log.position, number=self._last_number, leader=self._me)
-        self._running = Begin(attempt=attempt, roster=roster, adopted=held, holders=holders)
-        self._began_at = now
-        self._complete, self._waiting = {}, {}
-        note = Note("info", f"attempt {attempt} begins with {len(roster)} peers" + (", handing on" if held else ""))
-        return [note, *(Send(peer, self._running) for peer in self._members())]
+        attempt = self._next_attempt()
+        if held is not None:
+            holders = tuple(peer for peer in sorted(self._ready) if self._holds(peer, held))
+            ready = take_order(self._log.roster, self._ready)
+            return self._run(Adopt(attempt=attempt, held=held, holders=holders), ready, "hands an entry on", now)
+        round = self._unfinished_round()
+        what = "goes on with a round" if round else "begins"
+        round = round or self._new_round(attempt)
+        return self._run(Begin(attempt=attempt, round=round), round.remaining, what, now)
 
+    def _new_round(self, attempt: Attempt) -> Round:
+        """Each member with tokens reduces a part, sized so that all links are done together."""
+        offers = self._offers()
+        roster = [offers[peer] for peer in take_order(self._log.roster, offers)]
+        reducers = [member.peer for member in roster if member.tokens]
+        chunks = split_by_rate(self._payload.chunks, [float(self._ready[peer].rate) for peer in reducers])
+        part = dict(zip(reducers, chunks, strict=True))
+        shares = tuple(Share(member=member, chunks=part.get(member.peer, 0)) for member in roster)
+        return Round(name=attempt, shares=shares, lost=())
+
+    def _unfinished_round(self) -> Round | None:
+        """The round that a leader before us could not conclude, if enough of its members are here to do so."""
+        rounds = {peer: ready.round for peer, ready in self._ready.items() if ready.round}
+        mine = rounds.get(self._me)
+        if mine is None or mine.name in self._spoiled:
+            return None
+        others = {peer: round for peer, round in rounds.items() if round.shares == mine.shares}
+        lost = {peer for round in others.values() for peer in round.lost}
+        round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
+        able = self._me in round.remaining and self._may_conclude(round)
+        return round if able and (self._in_minority or self._enough(round.remaining)) else None
+
+    @staticmethod
+    def _may_conclude(round: Round) -> bool:
+        return any(share.chunks for share in round.shares if share.member.peer in round.remaining)
+
+    def _run(self, running: Begin | Adopt, members: Sequence[str], what: str, now: float) -> list[Effect]:
+        self._running = running
+        self._members = tuple(members)
+        self._began_at = now
+        self._unseen_since.clear()
+        self._complete, self._waiting = {}, {}
+        note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
+        return [note, *(Send(peer, running) for peer in members)]
+
+    def _next_attempt(self) -> Attempt:
+        self._last_number += 1
+        return Attempt(position=self._log.position, number=self._last_number, leader=self._me)
+
+    # Who is lost ----------------------------------------------------------------------------------------------
+    def _lose(self, peers: Iterable[str], reason: str, now: float) -> list[Effect]:
+        """Go on without these peers; what has arrived of theirs counts."""
+        lost = [peer for peer in peers if peer in self._members and peer != self._me]
+        running = self._running
+        if running is None or not lost:
+            return []
+        remaining = [peer for peer in self._members if peer not in lost]
+        if not (self._in_minority or self._enough(remaining)):
+            return self._abort(reason)
+        farewell = self._ends(running.attempt, lost, reason)
+        what = f"goes on ({reason})"
+        if isinstance(running, Adopt):
+            holders = tuple(peer for peer in running.holders if peer in remaining)
+            if not holders:
+                return self._abort(reason)
+            adopt = running.model_copy(update={"attempt": self._next_attempt(), "holders": holders})
+            return farewell + self._run(adopt, remaining, what, now)
+        round = running.round.without(lost)
+        if not self._may_conclude(round):
+            return self._abort(reason)
+        return farewell + self._run(Begin(attempt=self._next_attempt(), round=round), remaining, what, now)
+
+    def _watch(self, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
+        """Who has been silent for a heartbeat's time is lost; so are those who hold all others up for too long."""
+        for peer in self._members:
+            if peer in live or peer == self._me:
+                self._unseen_since.pop(peer, None)
+            else:
+                self._unseen_since.setdefault(peer, now)
+        patience = self._settings.timing.heartbeat
+        dead = [peer for peer, since in self._unseen_since.items() if now - since >= patience]
+        if dead:
+            return self._lose(dead, f"{', '.join(dead)} is gone", now)
+        if now - self._began_at <= self._time_limit():
+            return []
+        slow = culprits(self._members, self._complete, self._waiting)
+        for peer in slow:
+            self._bar(peer, now)
+        reason = f"time is up; held up by {', '.join(slow) or 'nobody in particular'}"
+        return self._lose(slow, reason, now) or self._abort(reason)
+
+    def _time_limit(self) -> float:
+        """Seconds for the running attempt: a multiple of what the slowest link needs, as far as links were measured."""
+        timing = self._settings.timing
+        rates = [self._ready[peer].rate for peer in self._members if peer in self._ready]
+        if isinstance(self._running, Adopt) or not all(rates) or not rates:
+            return timing.round_timeout
+        payloads = 2.0  # at most: its own blocks out and the average in, and its part in and out
+        return max(MARGIN * payloads * self._payload.bytes / min(rates), 3 * timing.heartbeat)
+
+    def _ends(self, attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
+        abort = Abort(attempt=attempt, reason=printable(reason))
+        return [Send(peer, abort) for peer in members]
+
+    def _abort(self, reason: str) -> list[Effect]:
+        assert self._running is not None
+        attempt, members = self._running.attempt, self._members
+        self._running, self._members = None, ()
+        self._ready.clear()  # everyone says Ready again, with what it holds by then
+        return [Note("warning", f"attempt {attempt} failed: {reason}"), *self._ends(attempt, members, reason)]
+
+    # What members say -----------------------------------------------------------------------------------------
     def on_waiting(self, sender: str, waiting: Waiting) -> list[Effect]:
         if not self._is_running(waiting.attempt):
-            return [Send(sender, Abort(attempt=waiting.attempt, reason="this attempt is over"))]
-        if sender in self._members():
+            return self._set_right(sender, waiting.attempt)
+        if sender in self._members:
             self._waiting[sender] = waiting.missing
         return []
 
     def on_accuse(self, sender: str, accuse: Accuse, now: float) -> list[Effect]:
-        if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= set(self._members()):
+        if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= set(self._members):
             return []
         self._bar(accuse.accused, now)
-        return self._abort(f"{accuse.accused} sent {sender} bad blocks: {accuse.reason}")
+        return self._lose([accuse.accused], f"{accuse.accused} sent {sender} bad blocks: {accuse.reason}", now)
 
     def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
-        if not self._is_running(complete.attempt) or sender not in self._members():
-            return [Send(sender, Abort(attempt=complete.attempt, reason="this attempt is over"))]
-        assert self._running is not None
-        self._complete[sender] = complete.payload
-        if set(self._complete) != set(self._members()):
+        running = self._running
+        if running is None or running.attempt != complete.attempt or sender not in self._members:
+            return self._set_right(sender, complete.attempt)
+        self._complete[sender] = complete
+        if set(self._complete) != set(self._members):
             return []
-        adopted = self._running.adopted
-        wanted = adopted.header.payload if adopted else Counter(self._complete.values()).most_common(1)[0][0]
-        wrong = [peer for peer, payload in self._complete.items() if payload != wanted]
-        if wrong:
-            for peer in self._running.holders[:1] or wrong:
-                self._bar(peer, now)
-            return self._abort(f"{', '.join(wrong)} hold another payload")
-        header = adopted.header if adopted else self._log.next_header(self._running.roster, wanted)
-        return [Send(peer, Commit(header=header)) for peer in self._members()]
-
-    def _give_up(self, now: float) -> list[Effect]:
-        slow = culprits(self._members(), self._complete, self._waiting)
-        for peer in slow:
+        if isinstance(running, Adopt):
+            return [Send(peer, Commit(header=running.held.header)) for peer in self._members]
+        outcomes = {peer: (said.payload, said.missed) for peer, said in self._complete.items()}
+        (payload, missed), _ = Counter(outcomes.values()).most_common(1)[0]
+        wrong = [peer for peer, outcome in outcomes.items() if outcome != (payload, missed)]
+        try:
+            header = self._log.next_header(running.round.entry_roster(dict(missed)), payload)
+        except LogError as error:
+            return self._abort(f"what its members say can be no entry: {error}")
+        if not wrong:
+            return [Send(peer, Commit(header=header)) for peer in self._members]
+        self._spoiled.add(running.round.name)  # should it be aborted
+        for peer in wrong:
             self._bar(peer, now)
-        return self._abort(f"time is up; held up by {', '.join(slow) or 'nobody in particular'}")
+        return self._lose(wrong, f"{', '.join(wrong)} hold another payload", now)
 
-    def _abort(self, reason: str) -> list[Effect]:
-        assert self._running is not None
-        abort = Abort(attempt=self._running.attempt, reason=printable(reason))
-        members = self._members()
-        self._running = None
-        self._ready.clear()  # everyone says Ready again, with what it holds by then
-        return [Note("warning", f"attempt {abort.attempt} failed: {reason}"), *(Send(peer, abort) for peer in members)]
-
-    def _bar(self, peer: str, now: float) -> None:
-        """Leave a peer out for a while, longer each time; never ourselves."""
-        if peer != self._me:
-            self._strikes[peer] += 1
-            self._ready.pop(peer, None)
-            self._barred_until[peer] = now + self._strikes[peer] * self._settings.timing.round_timeout
+    def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
+        """The sender speaks of another attempt than the one that runs."""
+        if self._running and sender in self._members:
+            return [Send(sender, self._running)]
+        return self._ends(attempt, [sender], "this attempt is over")
 
     def _is_running(self, attempt: Attempt) -> bool:
         return self._running is not None and self._running.attempt == attempt
-
-    def _members(self) -> tuple[str, ...]:
-        return tuple(member.peer for member in self._running.roster) if self._running else ()
-
-    def _offers(self) -> dict[str, Member]:
-        return {
-            peer: Member(peer=peer, tokens=ready.tokens, samples=ready.samples) for peer, ready in self._ready.items()
-        }
 
     def _latest_held(self) -> Held | None:
         held = [ready.held for ready in self._ready.values() if ready.held and self._follows(ready.held.header)]
@@ -257,6 +240,3 @@ class Leader:
     def _holds(self, peer: str, held: Held) -> bool:
         theirs = self._ready[peer].held
         return theirs is not None and theirs.header == held.header
-
-    def _refuse(self, peer: str, reason: str) -> Effect:
-        return Send(peer, Refuse(position=self._log.position, reason=printable(reason)))

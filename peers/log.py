@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -22,11 +22,15 @@ MEMBER_LIMIT = 1000
 
 
 class Member(Value):
-    """A peer's share in one entry: it counts by the tokens it trained on these samples."""
+    """A peer's share in one entry: it counts by the tokens it trained on these samples.
+
+    Of one that died while it sent, `missed` chunks of the payload lack its blocks. Its samples are then trained again.
+    """
 
     peer: PeerId
     tokens: Count
     samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
+    missed: Count = 0
 
 
 class Assignment(Value):
@@ -73,6 +77,11 @@ class LogError(ValueError):
     """A header that does not follow from the log. The message says which rule it breaks."""
 
 
+@lru_cache(maxsize=16)
+def _grants(pool: SamplePool, samples_per_lease: int) -> tuple[Lease, ...]:
+    return tuple(pool.deal(samples_per_lease, MEMBER_LIMIT)[0])
+
+
 @dataclass(frozen=True)
 class LogState:
     """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state."""
@@ -109,7 +118,7 @@ class LogState:
     @cached_property
     def grants(self) -> tuple[Lease, ...]:
         """The leases that peers without one may be given at this position: whole, disjoint, in this order."""
-        return tuple(self.pool.deal(self.samples_per_lease, MEMBER_LIMIT)[0])
+        return _grants(self.pool, self.samples_per_lease)
 
     def lease_of(self, peer: str, samples: Lease) -> Lease:
         """What `peer` may train if it names these samples: its own lease, or the grant that they begin.
@@ -128,7 +137,8 @@ class LogState:
         return {grant[0].start: grant for grant in self.grants}
 
     def pool_after(self, roster: Sequence[Member]) -> SamplePool:
-        """The pool once `roster` has trained what it says, the rest of all leases having been given back.
+        """The pool once `roster` has trained what it says, the rest of all leases having been given back, and what
+        did not count whole with it.
 
         Raises: LogError when a member trained what was not for it, or states more tokens than its samples have.
         """
@@ -138,7 +148,7 @@ class LogState:
             tokens = sample_count(member.samples) * self.tokens_per_sample
             if member.tokens > tokens:
                 raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
-            trained += member.samples
+            trained += () if member.missed else member.samples
         leased = [piece for lease in self.leases.values() for piece in lease]
         try:
             return self.pool.release(leased).claim(trained)
@@ -170,7 +180,7 @@ class LogState:
                 leases=tuple(Assignment(peer=peer, samples=lease) for peer, lease in zip(peers, leases, strict=True)),
                 cursor=pool.cursor,
                 free=pool.free,
-                lineage_tokens=self.lineage_tokens + sum(member.tokens for member in roster),
+                lineage_tokens=self.lineage_tokens + sum(member.tokens for member in roster if not member.missed),
                 payload=payload,
             )
         except ValidationError as error:

@@ -6,6 +6,8 @@ Every message names the position that it is about. An answer about a position th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 import msgpack
@@ -27,9 +29,32 @@ from peers.wire import (
     to_plain,
 )
 
+CHUNK_SET_BYTES = 1 << 16  # half a million chunks
+
+ChunkSet = Annotated[bytes, Field(strict=True, max_length=CHUNK_SET_BYTES)]
+"""Numbers of chunks as a bit mask, little-endian: chunk n is bit n % 8 of byte n // 8."""
+
+
+def chunk_set(chunks: Iterable[int]) -> bytes:
+    """The mask with these bits."""
+    wanted = sorted(chunks)
+    mask = bytearray(wanted[-1] // 8 + 1 if wanted else 0)
+    for chunk in wanted:
+        mask[chunk // 8] |= 1 << chunk % 8
+    return bytes(mask)
+
+
+def chunks_in(mask: bytes) -> list[int]:
+    """The bits that are set, in order."""
+    return [8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
+
 
 class Attempt(Value):
-    """One attempt to produce the entry at `position`. Later attempts have higher numbers; the leader breaks ties."""
+    """One leader's attempt to produce the entry at `position`. Later ones have higher numbers; the leader breaks ties.
+
+    A round, the exchange of blocks, is named by the attempt that began it. When somebody dies, the next attempt goes on
+    with the same round.
+    """
 
     position: Position
     number: Count
@@ -48,6 +73,52 @@ class Held(Value):
 
     attempt: Attempt
     header: Header
+
+
+class Share(Value):
+    """A peer's part in a round: what it brings, and how many chunks of the payload it reduces."""
+
+    member: Member
+    chunks: Count
+
+
+class Round(Value):
+    """An exchange of blocks: who takes part, from which chunk on who reduces, and who has been lost on the way.
+
+    Everybody in it sends everybody else the blocks of that one's chunks. The chunks of who is lost fall to the next in
+    line; blocks of its own that had arrived count, the others don't.
+    """
+
+    name: Attempt
+    shares: Annotated[tuple[Share, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+    lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+
+    @property
+    def roster(self) -> tuple[Member, ...]:
+        return tuple(share.member for share in self.shares)
+
+    @cached_property
+    def peers(self) -> tuple[str, ...]:
+        return tuple(share.member.peer for share in self.shares)
+
+    @cached_property
+    def remaining(self) -> tuple[str, ...]:
+        lost = set(self.lost)
+        return tuple(peer for peer in self.peers if peer not in lost)
+
+    @property
+    def chunks(self) -> int:
+        return sum(share.chunks for share in self.shares)
+
+    def entry_roster(self, missed: Mapping[str, int]) -> tuple[Member, ...]:
+        """Who the entry says took part, given in how many chunks whose blocks are missing: not who is in none."""
+        roster = (member.model_copy(update={"missed": missed.get(member.peer, 0)}) for member in self.roster)
+        return tuple(member for member in roster if member.missed < self.chunks)
+
+    def without(self, lost: Iterable[str]) -> Round:
+        """The same round with more peers lost."""
+        gone = {*self.lost, *lost}
+        return Round(name=self.name, shares=self.shares, lost=tuple(peer for peer in self.peers if peer in gone))
 
 
 class LeaseRequest(Value):
@@ -71,7 +142,9 @@ class Ready(Value):
     """Member → leader: my inner steps are done; I take part in your next attempt and in no earlier one.
 
     An `incumbent` has been in the run since before this position. A peer that started at it may have been here before
-    and forgotten what it held, so it does not count towards the quorum that protects a committed entry.
+    and forgotten what it held, so it does not count towards the quorum that protects a committed entry. `round`: the
+    exchange it is in the middle of, if its leader was lost. `rate`: bytes a second that its link was seen to carry each
+    way; 0: not measured yet.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -82,17 +155,54 @@ class Ready(Value):
     incumbent: Annotated[bool, Field(strict=True)]
     last_attempt: Count
     held: Held | None
+    round: Round | None
+    rate: Count
 
 
 class Begin(Value):
-    """Leader → members: exchange now. With `adopted`, an earlier attempt's entry is handed on instead, by the first of
-    the `holders` to those who are not among them."""
+    """Leader → remaining members: begin this round, or go on with it now that somebody is lost."""
 
     kind: ClassVar[Literal["begin"]] = "begin"
     attempt: Attempt
-    roster: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
-    adopted: Held | None
-    holders: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+    round: Round
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Adopt(Value):
+    """Leader → members: an earlier attempt's entry may have been committed; take it over, from its holders."""
+
+    kind: ClassVar[Literal["adopt"]] = "adopt"
+    attempt: Attempt
+    held: Held
+    holders: Annotated[tuple[PeerId, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Holding(Value):
+    """Member → whoever a lost member's chunks have fallen to: of those, I have these already."""
+
+    kind: ClassVar[Literal["holding"]] = "holding"
+    attempt: Attempt
+    chunks: ChunkSet
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Want(Value):
+    """Who reduces a lost member's chunks → member: send me these, `reduced` as you hold them, or your own blocks."""
+
+    kind: ClassVar[Literal["want"]] = "want"
+    attempt: Attempt
+    reduced: ChunkSet
+    own: ChunkSet
 
     @property
     def position(self) -> Position:
@@ -100,11 +210,12 @@ class Begin(Value):
 
 
 class Waiting(Value):
-    """Member → leader: I still need something from these peers."""
+    """Member → leader: so many chunks of the payload are here; for the others I need something from these peers."""
 
     kind: ClassVar[Literal["waiting"]] = "waiting"
     attempt: Attempt
     missing: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+    chunks: Count
 
     @property
     def position(self) -> Position:
@@ -125,11 +236,12 @@ class Accuse(Value):
 
 
 class Complete(Value):
-    """Member → leader: I hold the whole payload, and this is its digest."""
+    """Member → leader: I hold the whole payload. This is its digest, and whose blocks lack in how many chunks."""
 
     kind: ClassVar[Literal["complete"]] = "complete"
     attempt: Attempt
     payload: Digest
+    missed: Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
 
     @property
     def position(self) -> Position:
@@ -197,6 +309,9 @@ Message = (
     | LeaseGrant
     | Ready
     | Begin
+    | Adopt
+    | Holding
+    | Want
     | Waiting
     | Accuse
     | Complete
@@ -214,6 +329,9 @@ KINDS: dict[str, type[Message]] = {
         LeaseGrant,
         Ready,
         Begin,
+        Adopt,
+        Holding,
+        Want,
         Waiting,
         Accuse,
         Complete,

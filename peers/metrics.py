@@ -7,7 +7,8 @@ from prometheus_client import Counter, Gauge, start_http_server
 from peers.errors import LocalNetworkError
 
 ENTRIES_APPLIED = Counter("diloco_peer_entries_applied", "Entries of the log applied by this peer")
-ATTEMPTS = Counter("diloco_peer_attempts", "Attempts at a round that this peer took part in")
+ROUNDS = Counter("diloco_peer_rounds", "Rounds that this peer took part in")
+PAYLOADS_FETCHED = Counter("diloco_peer_payloads_fetched", "Entries that this peer missed and got from others")
 STATES_FETCHED = Counter("diloco_peer_states_fetched", "Snapshots taken over from other peers")
 DROPPED = Counter("diloco_peer_dropped", "What peers sent and the door refused", ["what"])
 OUTER_STEP = Gauge("diloco_peer_outer_step", "Entries in this peer's log")

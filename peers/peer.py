@@ -14,6 +14,9 @@ from peers.events import (
     Event,
     HeartbeatsSeen,
     LeaveRequested,
+    PayloadFetched,
+    PayloadNotFetched,
+    RateMeasured,
     Received,
     Send,
     SnapshotFailed,
@@ -26,10 +29,12 @@ from peers.events import (
 from peers.messages import (
     Abort,
     Accuse,
+    Adopt,
     Begin,
     Commit,
     Complete,
     Elsewhere,
+    Holding,
     Inquire,
     LeaseGrant,
     LeaseRequest,
@@ -38,6 +43,7 @@ from peers.messages import (
     Ready,
     Refuse,
     Waiting,
+    Want,
 )
 from peers.states import State
 
@@ -67,7 +73,7 @@ class Peer(Averaging):
                 self.membership.heard_from(sender, self._now)
                 self._receive(sender, message)
             case Undelivered(peer):
-                self._gone(peer)
+                self.membership.unreachable(peer)
             case TrainingProgress(progress):
                 self.progress = progress
             case TrainingDone(trained):
@@ -78,6 +84,12 @@ class Peer(Averaging):
                 self._restored(donor, header, state_digest)
             case SnapshotFailed(donor, reason):
                 self._not_restored(donor, reason)
+            case PayloadFetched(header):
+                self._fetched(header)
+            case PayloadNotFetched(header, reason):
+                self._not_fetched(header, reason)
+            case RateMeasured(rate):
+                self._rate = rate
             case LeaveRequested(at_once):
                 leave_by = self._now + (0 if at_once else self.settings.timing.leave)
                 self._leave_by = min(leave_by, self._leave_by or leave_by)
@@ -103,7 +115,9 @@ class Peer(Averaging):
         if isinstance(message, Leaving):
             if not message.holds:
                 self.membership.left(sender)
-            self._gone(sender)
+            self.membership.unreachable(sender)
+            if self._leader:
+                self._emit_all(self._leader.gone(sender, self._now))
         elif message.position == self.log.position:
             self._receive_here(sender, message)
         elif not isinstance(message, Commit | Elsewhere | Refuse | Abort | LeaseGrant):
@@ -113,10 +127,14 @@ class Peer(Averaging):
 
     def _receive_here(self, sender: str, message: Message) -> None:
         """A message about the position we are at; what does not fit our state is late or early, and is dropped."""
-        busy = self.state in (State.FETCHING, State.APPLYING)
+        busy = self.state in (State.FETCHING, State.REPLAYING, State.APPLYING)
         match message:
             case Begin():
                 self._begin(sender, message)
+            case Adopt():
+                self._adopt(sender, message)
+            case Holding() | Want():
+                self._talk(sender, message)
             case Commit(header=header):
                 self._commit(sender, header)
             case Abort(attempt=attempt):
@@ -149,8 +167,3 @@ class Peer(Averaging):
             self._emit(Send(sender, Commit(header=followed)))
         elif isinstance(message, Inquire):
             self._emit(Send(sender, Elsewhere(position=self.log.position)))
-
-    def _gone(self, peer: str) -> None:
-        self.membership.unreachable(peer)
-        if self._leader:
-            self._emit_all(self._leader.gone(peer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
+from peers.chunks import PayloadSize
 from peers.election import elect
 from peers.errors import LocalProtocolError
 from peers.events import (
@@ -22,7 +23,7 @@ from peers.leader import Leader
 from peers.leases import Lease
 from peers.log import Header
 from peers.membership import PARTICIPATING, Membership
-from peers.messages import Held, Leaving
+from peers.messages import Adopt, Attempt, Held, Leaving
 from peers.settings import RunSettings
 from peers.states import SHOWN_AS, TRANSITIONS, State
 from peers.workload import Progress, Trained
@@ -31,9 +32,10 @@ from peers.workload import Progress, Trained
 class PeerCore:
     """State and vocabulary of one peer; `Peer` is the class to use."""
 
-    def __init__(self, me: str, settings: RunSettings, state_digest: bytes, now: float) -> None:
+    def __init__(self, me: str, settings: RunSettings, payload: PayloadSize, state_digest: bytes, now: float) -> None:
         self.me = me
         self.settings = settings
+        self.payload = payload
         self.log = settings.empty_log
         self.settled = self.log
         self.state = State.JOINING
@@ -45,8 +47,12 @@ class PeerCore:
         self._leader: Leader | None = None
         self._trained: Trained | None = None
         self._pledged_to: str | None = None
-        self._ready_since = now
+        self._ready_since = self._progress_at = now
         self._held: Held | None = None
+        self._attempt: Attempt | None = None
+        self._adopting: Adopt | None = None
+        self._replaying: Header | None = None
+        self._rate = 0
         self._last_attempt = 0
         self._joined_at = self.log.position.head
         self._distrusted_until: dict[str, float] = {}
@@ -120,7 +126,7 @@ class PeerCore:
 
     def _lead(self) -> Leader:
         if self._leader is None:
-            self._leader = Leader(self.me, self.log, self.state_digest, self.settings)
+            self._leader = Leader(self.me, self.log, self.state_digest, self.settings, self.payload)
         return self._leader
 
     def _train(self, lease: Lease, steps: int) -> None:
@@ -129,16 +135,21 @@ class PeerCore:
         self._emit(Train(self.log.position.index, lease, steps))
 
     def _fetch(self, donor: str) -> None:
-        if self.state is State.TRAINING:
-            self._emit(StopTraining())
-        self._forget_round()
+        self._drop_work()
         self._joined_at = self.log.position.head  # also when the fetch fails: what we held here is forgotten
         self._enter(State.FETCHING)
         self._emit(FetchSnapshot(donor))
 
+    def _drop_work(self) -> None:
+        """What we trained since the last entry is void."""
+        if self.state is State.TRAINING:
+            self._emit(StopTraining())
+        self._forget_round()
+
     def _forget_round(self) -> None:
         """Nothing of the present position's round matters any more."""
         self.exchange = self._leader = self._trained = self._held = self._pledged_to = self.progress = None
+        self._attempt = self._adopting = self._replaying = None
         self._last_attempt = 0
 
     def _leave_if_possible(self) -> None:

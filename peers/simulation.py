@@ -8,52 +8,33 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peers.buffers import RoundBuffers
 from peers.events import (
-    Applied,
-    Apply,
-    ContributionArrived,
-    DigestPayload,
-    Effect,
+    ChunkSent,
+    ChunksUnsent,
     Event,
-    FetchSnapshot,
     HeartbeatsSeen,
     LeaveRequested,
-    OpenRound,
-    PayloadDigested,
-    PushContribution,
-    Pushed,
-    PushFailed,
-    PushReduced,
-    Quantized,
     Received,
-    ReducedArrived,
-    ReducePart,
-    Send,
-    SnapshotFailed,
-    SnapshotRestored,
-    Stop,
-    StopTraining,
+    SendChunk,
     Tick,
-    Train,
     TrainingDone,
     Undelivered,
 )
-from peers.heartbeat import Heartbeat
 from peers.history import History
-from peers.leases import Lease, sample_count
-from peers.messages import pack_message, unpack_message
-from peers.peer import Peer
+from peers.log import Header
+from peers.messages import Message, pack_message, unpack_message
 from peers.settings import RunSettings
-from peers.states import SHOWN_AS, State
-from peers.wire import digest_of
-from peers.workload import Trained
+from peers.simulated_peer import SimulatedPeer
+from peers.states import State
+from peers.trace import brief
 
-BLOCK_BYTES = 8
+TICK = 1.0  # seconds
+SKEW = 0.03  # by which clocks run fast or slow
+WIRE_CHECKS = 16  # one message in so many goes through its bytes; all kinds do in their own tests
 
 
 @dataclass(frozen=True)
@@ -62,97 +43,86 @@ class Faults:
 
     loss: float = 0.0
     duplication: float = 0.0
-    push_failure: float = 0.0
+    stream_failure: float = 0.0
     longest_delay: float = 0.05
     suspicion: float = 0.0
     """That a peer takes another one for dead, until it hears from it again."""
+    slow: tuple[str, ...] = ()
+    """Peers whose chunks take `SLOWNESS` times as long."""
 
 
-class SimulatedWorkload:
-    """A training side without numbers: contributions and states are digests of what they depend on."""
-
-    block_count = 7
-
-    def __init__(self, me: str) -> None:
-        self.me = me
-        self.state = digest_of(b"genesis")
-
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
-        return first_block * BLOCK_BYTES, last_block * BLOCK_BYTES
-
-    def contribution(self, trained: Trained) -> bytes:
-        seed = digest_of(repr((self.me, self.state, trained.samples)).encode())
-        return (seed * 2)[: self.block_count * BLOCK_BYTES]
-
-    def reduce(self, contributions: list[tuple[bytes, int]]) -> bytes:
-        return (digest_of(repr(contributions).encode()) * 2)[: len(contributions[0][0])]
-
-    def apply(self, payload: bytes) -> bytes:
-        self.state = digest_of(self.state + payload)
-        return self.state
-
-
-@dataclass
-class SimulatedPeer:
-    """One peer's protocol with its simulated driver state."""
-
-    peer: Peer
-    workload: SimulatedWorkload
-    buffers: RoundBuffers
-    alive: bool = True
-    training: int = 0
-    sequence: int = 0
-    trained: Trained | None = None
+SLOWNESS = 40.0
 
 
 @dataclass
 class Swarm:
-    """The simulated network and clock, and the peers on it."""
+    """The simulated network and clock, and the peers on it. The hooks see, change or stop what goes on."""
 
     seed: int
     settings: RunSettings
     faults: Faults = field(default_factory=Faults)
     one_child: bool = True
     """Whether a second entry at a position is an error, as it is until a partition grace has run out."""
+    block_count: int = 7
+    kept_bytes: int = 200
     now: float = 0.0
     trace: list[tuple[object, ...]] = field(default_factory=list)
+    on_message: Callable[[str, str, Message], Message | None] = field(default=lambda sender, to, message: message)
+    on_chunk: Callable[[str, SendChunk], bool] = field(default=lambda sender, send: True)
+    on_apply: Callable[[str], None] = field(default=lambda name: None)
+    on_effect: Callable[[str], None] = field(default=lambda name: None)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.peers: dict[str, SimulatedPeer] = {}
         self.side: dict[str, int] = defaultdict(int)  # which side of a partition a peer is on
+        self.deaf: set[str] = set()  # whom nothing reaches, while they are heard
+        self.stopped: set[str] = set()
         self.history = History(self.one_child)
+        self.sent: Counter[str] = Counter()  # messages and chunks, by sender
         self._sequence = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
 
     # Peers and faults -----------------------------------------------------------------------------------------
     def start(self, name: str) -> None:
         """A peer starts, or starts again having forgotten everything but its name."""
-        sequence = self.peers[name].sequence if name in self.peers else 0
-        workload = SimulatedWorkload(name)
-        peer = Peer(name, self.settings, workload.state, self.now)
-        simulated = SimulatedPeer(peer, workload, RoundBuffers(workload), sequence=sequence)  # type: ignore[arg-type]
-        self.peers[name] = simulated
-        self._note(name, "starts")
-        self._repeat(simulated, 0.25, lambda: self._tick(simulated))
-        self._repeat(simulated, self.settings.timing.heartbeat, lambda: self._beat(simulated))
+        clock = (self.random.uniform(0, 1000), self.random.uniform(1 - SKEW, 1 + SKEW))
+        peer = SimulatedPeer(name, self, self.block_count, self.kept_bytes, clock)
+        peer.sequence = self.peers[name].sequence if name in self.peers else 0
+        self.peers[name] = peer
+        self.note(name, "starts")
+        self._repeat(peer, TICK, lambda: self._tick(peer))
+        self._repeat(peer, self.settings.timing.heartbeat, lambda: self._beat(peer))
 
     def kill(self, name: str) -> None:
-        self._note(name, "is killed")
+        self.note(name, "is killed")
         self.peers[name].alive = False
 
     def leave(self, name: str) -> None:
-        self._handle(self.peers[name], LeaveRequested())
+        self.note(name, "leaves")
+        self.handle(self.peers[name], LeaveRequested())
 
     def cut_off(self, name: str) -> None:
-        self._note(name, "is cut off")
+        self.note(name, "is cut off")
         self.side[name] = 1
 
-    def heal(self) -> None:
-        self._note("partition healed")
-        self.side.clear()
+    def deafen(self, name: str) -> None:
+        """A partition of one direction: nothing reaches the peer any more."""
+        self.note(name, "hears nothing")
+        self.deaf.add(name)
 
-    def _note(self, *what: object) -> None:
+    def stop(self, name: str) -> None:
+        """As SIGSTOP does: what reaches the peer waits until it goes on."""
+        self.note(name, "is stopped")
+        self.stopped.add(name)
+
+    def heal(self) -> None:
+        self.note("all healed")
+        self.side.clear()
+        self.deaf.clear()
+        self.stopped.clear()
+
+    def note(self, *what: object) -> None:
         self.trace.append((round(self.now, 2), *what))
 
     @property
@@ -180,156 +150,120 @@ class Swarm:
         self.now = end
         return until()
 
+    def soon(self, peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None:
+        self.later(peer, event, delays * self._delay())
+
+    def later(self, peer: SimulatedPeer, event: Event, seconds: float) -> None:
+        self.at(seconds, lambda: self.handle(peer, event))
+
+    def training_time(self, steps: int) -> float:
+        return steps * self.random.uniform(0.5, 1.5)
+
     def _repeat(self, peer: SimulatedPeer, period: float, action: Callable[[], None]) -> None:
         def again() -> None:
             if peer.alive and peer.peer.state is not State.LEFT:
-                action()
+                if peer.name not in self.stopped:
+                    action()
                 self.at(period * self.random.uniform(0.8, 1.2), again)
 
         self.at(period * self.random.random(), again)
 
-    def _tick(self, simulated: SimulatedPeer) -> None:
+    def _tick(self, peer: SimulatedPeer) -> None:
         if self.random.random() < self.faults.suspicion:
-            self._handle(simulated, Undelivered(self.random.choice(sorted(self.peers))))
-        self._handle(simulated, Tick())
+            self.handle(peer, Undelivered(self.random.choice(sorted(self.peers))))
+        self.handle(peer, Tick())
+
+    def _beat(self, peer: SimulatedPeer) -> None:
+        """It says how it is, and hears what the others said last: as stale as they are out of step."""
+        peer.beat()
+        if peer.name in self.deaf:
+            return
+        others = [other for other in self.living if self.side[other.name] == self.side[peer.name]]
+        beats = tuple(other.heartbeat for other in others if other.heartbeat)
+        self.soon(peer, HeartbeatsSeen(beats))
 
     # The driver -----------------------------------------------------------------------------------------------
-    def _handle(self, simulated: SimulatedPeer, event: Event) -> None:
-        if not simulated.alive:
+    def handle(self, peer: SimulatedPeer, event: Event) -> None:
+        """The peer takes in an event, unless it died meanwhile: between any two of its effects, too."""
+        if not peer.alive:
             return
-        for effect in simulated.peer.handle(event, self.now):
-            self._carry_out(simulated, effect)
-        if simulated.peer.state not in (State.APPLYING, State.FETCHING):
-            self.history.check(simulated.peer.me, simulated.peer.log.position, simulated.workload.state)
+        if peer.name in self.stopped:
+            self.at(1.0, lambda: self.handle(peer, event))
+            return
+        if isinstance(event, TrainingDone) and not peer.is_trained(event):
+            return
+        for effect in peer.peer.handle(event, peer.time(self.now)):
+            self.on_effect(peer.name)
+            if not peer.alive:
+                return
+            following = peer.carry_out(effect, self.now)
+            if following is not None:
+                self.handle(peer, following)
+        if peer.is_settled:
+            self.history.check(peer.name, peer.peer.log.position, peer.workload.state)
 
-    def _soon(self, simulated: SimulatedPeer, event: Event) -> None:
-        self.at(self._delay(), lambda: self._handle(simulated, event))
+    def recorded(self, peer: SimulatedPeer, header: Header) -> None:
+        self.history.record(header)
+        self.on_apply(peer.name)
 
+    # The network ----------------------------------------------------------------------------------------------
     def _delay(self) -> float:
         return self.random.uniform(0.001, self.faults.longest_delay)
 
-    def _carry_out(self, simulated: SimulatedPeer, effect: Effect) -> None:
-        me = simulated.peer.me
-        buffers, workload = simulated.buffers, simulated.workload
-        match effect:
-            case Send(to, message):
-                self._note(me, "→", to, message)
-                self._send(simulated, to, pack_message(self.settings.run, message))
-            case Train(lease=lease, steps=steps):
-                simulated.training += 1
-                self._train(simulated, simulated.training, lease, steps)
-            case StopTraining():
-                simulated.training += 1
-            case Stop():
-                for other in self.living:
-                    farewell = simulated.peer.goodbye
-                    self._send(simulated, other.peer.me, pack_message(self.settings.run, farewell))
-            case OpenRound(attempt=attempt):
-                if buffers.open(effect):
-                    self._soon(simulated, ReducedArrived(attempt, 0))
-                elif effect.adopted is None and simulated.trained and (current := buffers.current(attempt)):
-                    current.own = workload.contribution(simulated.trained)
-                    self._soon(simulated, Quantized(attempt))
-            case PushContribution() | PushReduced():
-                self._push(simulated, effect)
-            case ReducePart(attempt, part):
-                if current := buffers.current(attempt):
-                    current.parts[part] = workload.reduce(buffers.ordered_contributions(attempt, part))
-                    self._soon(simulated, ReducedArrived(attempt, part))
-            case DigestPayload(attempt):
-                if buffers.current(attempt):
-                    self._handle(simulated, PayloadDigested(attempt, buffers.hold(attempt)))
-            case Apply(header):
-                state = workload.apply(buffers.held(header.payload))
-                self.history.record(header)
-                self._soon(simulated, Applied(header, state))
-            case FetchSnapshot(donor):
-                self._note(me, "fetches the state of", donor)
-                self.at(self._delay() * 5, lambda: self._fetch(simulated, donor))
-            case _:
-                self._note(me, effect)
+    def _reaches(self, sender: str, to: str) -> bool:
+        other = self.peers.get(to)
+        return other is not None and other.alive and self.side[sender] == self.side[to] and to not in self.deaf
 
-    def _train(self, simulated: SimulatedPeer, training: int, lease: Lease, steps: int) -> None:
-        def done() -> None:
-            if simulated.training == training:
-                tokens = self.settings.tokens_per_sample * sample_count(lease)
-                simulated.trained = Trained(lease, tokens, 1.0)
-                self._handle(simulated, TrainingDone(simulated.trained))
+    def send(self, sender: SimulatedPeer, to: str, message: Message) -> None:
+        self.sent[sender.name] += 1
+        self.note(sender.name, "→", to, _Brief(message))
+        seen = self.on_message(sender.name, to, message)
+        if not self._reaches(sender.name, to):
+            self.soon(sender, Undelivered(to))
+        elif seen is not None:
+            if self._sequence % WIRE_CHECKS == 0:
+                seen = unpack_message(self.settings.run, pack_message(self.settings.run, seen))
+            copies = 0 if self.random.random() < self.faults.loss else 1
+            copies += self.random.random() < self.faults.duplication
+            for _ in range(copies):
+                self.soon(self.peers[to], Received(sender.name, seen))
 
-        self.at(steps * self.random.uniform(0.5, 1.5), done)
+    def farewell(self, sender: SimulatedPeer) -> None:
+        for other in self.living:
+            self.send(sender, other.name, sender.peer.goodbye)
 
-    def _reachable(self, first: str, second: str) -> bool:
-        other = self.peers.get(second)
-        return other is not None and other.alive and self.side[first] == self.side[second]
-
-    def _send(self, sender: SimulatedPeer, to: str, data: bytes) -> None:
-        if not self._reachable(sender.peer.me, to):
-            self._soon(sender, Undelivered(to))
+    def send_chunk(self, sender: SimulatedPeer, send: SendChunk, data: bytes) -> None:
+        if not self.on_chunk(sender.name, send):
             return
-        receiver = self.peers[to]
-        message = unpack_message(self.settings.run, data)
-        copies = 0 if self.random.random() < self.faults.loss else 1
-        copies += self.random.random() < self.faults.duplication
-        for _ in range(copies):
-            self._soon(receiver, Received(sender.peer.me, message))
-
-    def _push(self, sender: SimulatedPeer, push: PushContribution | PushReduced) -> None:
-        reduced = isinstance(push, PushReduced)
-        read = sender.buffers.part if reduced else sender.buffers.contribution
-        if not sender.buffers.current(push.attempt):
-            return
-        data = read(push.attempt, push.part)
+        self.sent[sender.name] += 1
 
         def arrive() -> None:
             if not sender.alive:
-                return  # it died with the upload under way
-            failed = PushFailed(push.attempt, push.to, reduced, refused=False)
-            if not self._reachable(sender.peer.me, push.to) or self.random.random() < self.faults.push_failure:
-                self._soon(sender, failed)
-                return
-            accepted = self._accept(self.peers[push.to], sender.peer.me, push, data)
-            answer = Pushed(push.attempt, push.to, reduced)
-            self._soon(sender, answer if accepted else PushFailed(push.attempt, push.to, reduced, refused=True))
+                return  # it died with the chunk under way
+            is_taken = False
+            if self._reaches(sender.name, send.to) and self.random.random() >= self.faults.stream_failure:
+                receiver = self.peers[send.to]
+                event, is_taken = receiver.accept(sender.name, send, data)
+                if event is not None:
+                    self.handle(receiver, event)
+            if is_taken:
+                self.soon(sender, ChunkSent(send.round, send.to, send.chunk, send.reduced))
+            else:
+                self.soon(sender, ChunksUnsent(send.round, send.to, (send.chunk,), send.reduced))
 
-        self.at(self._delay(), arrive)
+        slow = sender.name in self.faults.slow or send.to in self.faults.slow
+        self.at(self._delay() * (SLOWNESS if slow else 1.0), arrive)
 
-    def _accept(self, receiver: SimulatedPeer, sender: str, push: PushContribution | PushReduced, data: bytes) -> bool:
-        exchange = receiver.peer.exchange
-        current = receiver.buffers.current(push.attempt)
-        if exchange is None or current is None or exchange.attempt != push.attempt:
-            return False
-        if isinstance(push, PushReduced):
-            if exchange.wants_reduced(sender, push.part):
-                current.parts[push.part] = data
-                self._handle(receiver, ReducedArrived(push.attempt, push.part))
-        elif exchange.wants_contribution(sender, push.part):
-            current.contributions[sender] = data
-            self._handle(receiver, ContributionArrived(push.attempt, sender))
-        return True
+    def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]:
+        """The donors that answer."""
+        return [self.peers[donor] for donor in donors if self._reaches(peer.name, donor)]
 
-    def _fetch(self, simulated: SimulatedPeer, donor: str) -> None:
-        source = self.peers.get(donor)
-        if source is None or not self._reachable(simulated.peer.me, donor) or source.peer.state is State.APPLYING:
-            self._handle(simulated, SnapshotFailed(donor, "not there"))
-            return
-        simulated.workload.state = source.workload.state
-        self._handle(simulated, SnapshotRestored(donor, source.peer.log.last, source.workload.state))
 
-    def _beat(self, simulated: SimulatedPeer) -> None:
-        simulated.sequence += 1
-        me = simulated.peer.me
-        seen = [self._heartbeat(other) for other in self.living if self.side[other.peer.me] == self.side[me]]
-        self._soon(simulated, HeartbeatsSeen(tuple(beat for beat in seen if beat.sequence > 0)))
+class _Brief:
+    """Put into words only if somebody reads the trace."""
 
-    def _heartbeat(self, simulated: SimulatedPeer) -> Heartbeat:
-        peer = simulated.peer
-        return Heartbeat.model_construct(
-            run=self.settings.run,
-            peer=peer.me,
-            sequence=simulated.sequence,
-            state=SHOWN_AS[peer.state],
-            index=peer.settled.position.index,
-            head=peer.settled.position.head,
-            state_digest=peer.state_digest,
-            lineage_tokens=peer.settled.lineage_tokens,
-        )
+    def __init__(self, message: Message) -> None:
+        self._message = message
+
+    def __str__(self) -> str:
+        return brief(self._message)

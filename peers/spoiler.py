@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peers.errors import DilocoPeerError
-from peers.workload import BadBlocksError, Workload
+from peers.workload import BadBlocksError, Blocks, Workload
 
 
-async def find_spoiler(workload: Workload, contributions: Sequence[tuple[bytes, int]], first_block: int) -> int:
+async def find_spoiler(workload: Workload, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> int:
     """Place of the contribution with which averaging begins to fail, given that it fails for all of them.
 
     Sums only grow from honest contributions by what rounding ignores beside one that makes them overflow.

@@ -1,9 +1,4 @@
-"""The states of a peer, and which may follow which.
-
-joining ──► training ──► ready ──► averaging ──► applying ──► training …
-   ▲  ▼         │          ▲ └── attempt failed ──┘
- fetching ◄─────┴── missed an entry, or met a heavier lineage (from ready and averaging too)
-"""
+"""The states of a peer, and which may follow which: the table that docs/protocol.md draws."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ from peers.heartbeat import PeerState
 class State(StrEnum):
     JOINING = "joining"
     FETCHING = "fetching"
+    REPLAYING = "replaying"
     TRAINING = "training"
     READY = "ready"
     AVERAGING = "averaging"
@@ -23,11 +19,12 @@ class State(StrEnum):
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.JOINING: frozenset({State.FETCHING, State.TRAINING, State.LEFT}),
+    State.JOINING: frozenset({State.FETCHING, State.REPLAYING, State.TRAINING, State.LEFT}),
     State.FETCHING: frozenset({State.JOINING, State.LEFT}),
-    State.TRAINING: frozenset({State.READY, State.FETCHING, State.LEFT}),
-    State.READY: frozenset({State.AVERAGING, State.APPLYING, State.FETCHING, State.LEFT}),
-    State.AVERAGING: frozenset({State.READY, State.APPLYING, State.FETCHING, State.LEFT}),
+    State.REPLAYING: frozenset({State.APPLYING, State.JOINING, State.FETCHING, State.LEFT}),
+    State.TRAINING: frozenset({State.READY, State.FETCHING, State.REPLAYING, State.LEFT}),
+    State.READY: frozenset({State.AVERAGING, State.APPLYING, State.FETCHING, State.REPLAYING, State.LEFT}),
+    State.AVERAGING: frozenset({State.READY, State.APPLYING, State.FETCHING, State.REPLAYING, State.LEFT}),
     State.APPLYING: frozenset({State.TRAINING, State.JOINING, State.LEFT}),
     State.LEFT: frozenset(),
 }
@@ -35,6 +32,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 SHOWN_AS: dict[State, PeerState] = {
     State.JOINING: PeerState.JOINING,
     State.FETCHING: PeerState.JOINING,
+    State.REPLAYING: PeerState.JOINING,
     State.TRAINING: PeerState.TRAINING,
     State.READY: PeerState.READY,
     State.AVERAGING: PeerState.AVERAGING,

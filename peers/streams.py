@@ -3,31 +3,34 @@
 A stream starts with a prelude (magic, version, header length, data length) and the header. The other side answers with
 a verdict before any data moves, so that nothing is allocated for data that nobody asked for:
 
-    push   prelude header ──►   ◄── verdict   data ──►   ◄── verdict, digest
-    pull   prelude header ──►   ◄── verdict, prelude header data   digest ──►
+    pull     prelude header ──►   ◄── verdict, prelude header data   digest ──►
+    chunks   prelude header ──►   ◄── verdict   frame header data, frame header data … ──►   ◄── verdict, verdict …
 
-Whoever received the data confirms it with its BLAKE3 digest, and whoever sent the last bytes waits for the other side
-to close: libp2p's daemon may lose the tail of a stream that is closed right after it was written.
+What was pulled is confirmed with its BLAKE3 digest, each frame with a verdict, and whoever sent the last bytes waits
+for the other side to close: libp2p's daemon may lose the tail of a stream that is closed right after it was written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import TypeAlias
 
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
+from peers.throttle import PIECE, Throttle
 from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Accept: TypeAlias = Callable[[str, bytes, int], bytearray | memoryview | str]
-"""(sender, header, data length) -> where to put the data, or the reason why not."""
-Arrived: TypeAlias = Callable[[str, bytes, bytearray | memoryview], None]
-"""(sender, header, the accepted buffer, now filled); returning confirms to the sender, RefusalError refuses."""
+Admit: TypeAlias = Callable[[str, bytes], Awaitable[None]]
+"""(sender, stream header); returns when the sender may begin, RefusalError refuses."""
+Expect: TypeAlias = Callable[[str, bytes, bytes, int], None]
+"""(sender, stream header, frame header, data length) before any data is read; RemoteProtocolError ends the stream."""
+Arrived: TypeAlias = Callable[[str, bytes, bytes, bytearray], bool]
+"""(sender, stream header, frame header, data); whether it is of use here, and needs not be sent again."""
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
 
@@ -35,6 +38,9 @@ MAGIC = b"DLCP"
 VERSION = 1
 PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
 HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's last one
+FRAME = struct.Struct(">IQ")  # header length, data length
+FRAME_HEADER_LIMIT = 1 << 17  # bytes; who is absent from a chunk, of 1,000 peers
+FRAMES_UNDER_WAY = 8  # sent and not confirmed, on one stream
 CHUNK = 1 << 20  # bytes written or read at once
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
@@ -109,6 +115,53 @@ class Channel:
         text = await self._read(min(length, REASON_BYTES))
         raise PeerRefusedError(self.peer, printable(text.decode(errors="replace")))
 
+    async def send_frame(self, header: bytes, data: Buffer, throttle: Throttle) -> None:
+        self._writer.write(FRAME.pack(len(header), memoryview(data).nbytes) + header)
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE):
+            piece = view[start : start + PIECE]
+            await throttle.take(len(piece))
+            self._writer.write(piece)
+            await self._flush()
+
+    async def read_frame_header(self) -> tuple[bytes, int] | None:
+        """Header and data length of the next frame, whenever it comes; None at the end of the stream."""
+        try:
+            header_length, length = FRAME.unpack(await self._reader.readexactly(FRAME.size))
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise
+            return None
+        if header_length > FRAME_HEADER_LIMIT:
+            raise RemoteProtocolError(
+                self.peer, f"a frame header of {header_length} bytes exceeds {FRAME_HEADER_LIMIT}"
+            )
+        return await self._read(header_length), length
+
+    async def read_frame_data(self, length: int, throttle: Throttle) -> bytearray:
+        data = bytearray(length)
+        with memoryview(data) as view:
+            start = 0
+            while start < length:
+                async with asyncio.timeout(STALL_TIMEOUT):
+                    piece = await self._reader.read(min(CHUNK, length - start))
+                if not piece:
+                    raise EOFError(f"the stream ended after {start} of {length} bytes")
+                view[start : start + len(piece)] = piece
+                start += len(piece)
+                await throttle.take(len(piece))
+        return data
+
+    async def answer_frame(self, is_taken: bool) -> None:
+        self._writer.write(ACCEPTED if is_taken else REFUSED)
+        await self._flush()
+
+    async def read_answer(self) -> bool:
+        answer = await self._read(1)
+        if answer not in (ACCEPTED, REFUSED):
+            raise RemoteProtocolError(self.peer, "its answer to a frame is neither yes nor no")
+        return answer == ACCEPTED
+
     async def send_data(self, data: Buffer) -> bytes:
         """Write all of it; returns its digest."""
         hasher = blake3()
@@ -162,36 +215,6 @@ class Channel:
     async def _flush(self) -> None:
         async with asyncio.timeout(STALL_TIMEOUT):
             await self._writer.drain()
-
-
-async def push(channel: Channel, header: bytes, data: Buffer) -> None:
-    """Send data; returns once the other side has confirmed all of it. Raises also: PeerRefusedError."""
-    await channel.send_prelude(header, memoryview(data).nbytes)
-    await channel.read_verdict()
-    digest = await channel.send_data(data)
-    await channel.read_verdict()
-    await channel.read_digest(digest)
-
-
-async def receive_push(channel: Channel, accept: Accept, arrived: Arrived) -> None:
-    """The other end of `push`."""
-    header, length = await channel.read_prelude()
-    buffer = accept(channel.peer, header, length)
-    if isinstance(buffer, str):
-        await channel.refuse(buffer)
-        return
-    size = memoryview(buffer).nbytes
-    if size != length:
-        raise LocalProtocolError(f"a buffer of {size} bytes was accepted for {length} bytes of data")
-    await channel.accept()
-    digest = await channel.read_data(buffer)
-    try:
-        arrived(channel.peer, header, buffer)
-    except RefusalError as refusal:
-        await channel.refuse(str(refusal))
-        return
-    await channel.accept()
-    await channel.send_digest(digest)
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from peers.leases import SampleRange
+
+Blocks: TypeAlias = bytes | bytearray | memoryview
+"""Whole blocks of a payload."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,16 @@ class Workload(Protocol):
     async def contribution(self) -> bytes:
         """The quantized pseudo-gradient theta - local, a whole payload."""
 
-    async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
+    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
         """Average checked blocks from `first_block` on: in fp32, in this order, weighted by tokens; quantized once.
 
         Raises: BadBlocksError or DilocoPeerError when there is no such average; if so, it does for more of them, too.
         """
 
-    def check(self, blocks: bytes, first_block: int) -> None:
+    def check(self, blocks: Blocks, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes."""
 
-    async def apply(self, payload: bytes) -> bytes:
+    async def apply(self, payload: Blocks) -> bytes:
         """The outer step from the payload's bytes, whole or not at all. Returns the new state digest (32 bytes)."""
 
     async def state_digest(self) -> bytes:

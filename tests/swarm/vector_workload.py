@@ -13,7 +13,7 @@ from opendiloco.kernels import INT8
 from opendiloco.outer import OuterState, digest_of_state
 from opendiloco.snapshot import decode_snapshot, encode_snapshot
 from peers.leases import SampleRange, sample_count
-from peers.workload import Progress, SnapshotError, Trained
+from peers.workload import Blocks, Progress, SnapshotError, Trained
 
 VALUES = 5000
 
@@ -47,13 +47,13 @@ class VectorWorkload:
     async def contribution(self) -> bytes:
         return self.codec.encode_difference(self.state.theta, self.local)
 
-    async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
+    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
         return self.codec.average(contributions, first_block)
 
-    def check(self, blocks: bytes, first_block: int) -> None:
+    def check(self, blocks: Blocks, first_block: int) -> None:
         self.codec.check(blocks, first_block)
 
-    async def apply(self, payload: bytes) -> bytes:
+    async def apply(self, payload: Blocks) -> bytes:
         self.state.apply(self.codec.checked(payload))
         return self.state.digest()
 

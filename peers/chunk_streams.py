@@ -1,0 +1,83 @@
+"""Chunks on a byte stream, one after another: each is confirmed by itself, so that what has arrived counts even if the
+stream breaks off later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from peers.streams import FRAMES_UNDER_WAY, Admit, Arrived, Buffer, Channel, Expect, RefusalError
+from peers.throttle import Throttle
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Frame(Generic[Item]):
+    """What goes on the stream, and whatever the sender knows it by."""
+
+    item: Item
+    header: bytes
+    data: Buffer
+
+
+class ChunkSender(Generic[Item]):
+    """The sending end. `pending` are the items that were written and not confirmed."""
+
+    def __init__(self, channel: Channel, throttle: Throttle) -> None:
+        self._channel = channel
+        self._throttle = throttle
+        self._room = asyncio.Semaphore(FRAMES_UNDER_WAY)
+        self._written = asyncio.Semaphore(0)
+        self.pending: deque[Item] = deque()
+
+    async def run(
+        self, header: bytes, following: Callable[[], Awaitable[Frame[Item]]], answered: Callable[[Item, bool], None]
+    ) -> None:
+        """Send what `following` gives, for ever. Raises: PeerRefusedError, and whatever breaks the stream."""
+        await self._channel.send_prelude(header, 0)
+        await self._channel.read_verdict()
+        reading = asyncio.create_task(self._read_answers(answered))
+        writing = asyncio.create_task(self._write(following))
+        try:
+            done, _ = await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+
+    async def _write(self, following: Callable[[], Awaitable[Frame[Item]]]) -> None:
+        while True:
+            await self._room.acquire()
+            frame = await following()
+            self.pending.append(frame.item)
+            self._written.release()
+            await self._channel.send_frame(frame.header, frame.data, self._throttle)
+
+    async def _read_answers(self, answered: Callable[[Item, bool], None]) -> None:
+        while True:
+            await self._written.acquire()
+            is_taken = await self._channel.read_answer()
+            self._room.release()
+            answered(self.pending.popleft(), is_taken)
+
+
+async def receive_chunks(channel: Channel, admit: Admit, expect: Expect, arrived: Arrived, throttle: Throttle) -> None:
+    """The receiving end, until the sender closes the stream."""
+    header, _ = await channel.read_prelude()
+    try:
+        await admit(channel.peer, header)
+    except RefusalError as refusal:
+        await channel.refuse(str(refusal))
+        return
+    await channel.accept()
+    while frame := await channel.read_frame_header():
+        frame_header, length = frame
+        expect(channel.peer, header, frame_header, length)
+        data = await channel.read_frame_data(length, throttle)
+        await channel.answer_frame(arrived(channel.peer, header, frame_header, data))

@@ -1,0 +1,141 @@
+"""The leader's side of one position, before a round: leases for joiners, and who is ready with what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from peers.chunks import PayloadSize
+from peers.election import ATTEMPT_LEAP, quorum
+from peers.events import Dropped, Effect, Send
+from peers.heartbeat import Heartbeat
+from peers.leases import Lease
+from peers.log import MEMBER_LIMIT, LogError, LogState, Member
+from peers.membership import PARTICIPATING
+from peers.messages import Abort, Attempt, LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.settings import RunSettings
+from peers.wire import printable
+
+OVERTAKING_LIMIT = 8
+"""How often one peer may make the others at a position say Ready again."""
+
+
+class Gathering:
+    """Who is ready at one position, as its leader knows."""
+
+    def __init__(
+        self, me: str, log: LogState, state_digest: bytes, settings: RunSettings, payload: PayloadSize
+    ) -> None:
+        self._me = me
+        self._log = log
+        self._state_digest = state_digest
+        self._settings = settings
+        self._payload = payload
+        self._granted: dict[str, Lease] = {}
+        self._ready: dict[str, Ready] = {}
+        self._left: Collection[str] = ()
+        self._barred_until: dict[str, float] = {}
+        self._strikes: Counter[str] = Counter()
+        self._overtaken: Counter[str] = Counter()
+        self._first_ready_at: float | None = None
+        self._last_number = 0
+
+    # Leases for joiners ---------------------------------------------------------------------------------------
+    def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
+        """Grant samples; fewer inner steps the further we are ourselves, so that the joiner finishes with us."""
+        if request.state_digest != self._state_digest:
+            return [self._refuse(sender, "its state at this position is not ours")]
+        lease = self._log.leases.get(sender) or self._granted.get(sender)
+        if lease is None:
+            given = set(self._granted.values())
+            lease = next((grant for grant in self._log.grants if grant not in given), None)
+            if lease is None:
+                return []  # as many joiners as one entry can take
+        self._granted[sender] = lease
+        steps = max(1, self._settings.inner_steps - inner_step)
+        return [Send(sender, LeaseGrant(position=self._log.position, samples=lease, steps=steps))]
+
+    # Gathering ------------------------------------------------------------------------------------------------
+    def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
+        if now < self._barred_until.get(sender, now):
+            return []  # it held an attempt up; the others may go on without it meanwhile
+        if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:
+            return []  # as many as one entry can take
+        if ready.state_digest != self._state_digest:
+            return [self._refuse(sender, "its state at this position is not ours")]
+        if ready.last_attempt < self._last_number:
+            return [self._ask_again(sender)]
+        try:
+            self._admit(sender, ready)
+        except LogError as error:
+            return [Dropped(sender, "ready", str(error)), self._refuse(sender, str(error))]
+        overtaken = [peer for peer in self._ready if peer != sender] if ready.last_attempt > self._last_number else []
+        if overtaken and not self._may_overtake(sender, now):
+            return [Dropped(sender, "ready", "it names a higher attempt again and again")]
+        self._last_number = ready.last_attempt
+        for peer in overtaken:
+            del self._ready[peer]
+        self._ready[sender] = ready
+        if self._first_ready_at is None:
+            self._first_ready_at = now
+        return [self._ask_again(peer) for peer in overtaken]
+
+    def _admit(self, sender: str, ready: Ready) -> None:
+        """Raises: LogError unless this Ready and the others can be in one entry.
+
+        What a leader before us granted is good, too, unless we have granted it to somebody else.
+        """
+        if ready.last_attempt - self._last_number > ATTEMPT_LEAP:
+            raise LogError("its attempt number is out of reach")
+        lease = self._log.lease_of(sender, ready.samples)
+        if any(grant == lease for peer, grant in self._granted.items() if peer != sender):
+            raise LogError("its samples were given to another joiner")
+        others = [member for peer, member in self._offers().items() if peer != sender]
+        self._log.check([*others, Member(peer=sender, tokens=ready.tokens, samples=ready.samples)])
+        if lease and sender not in self._log.leases:
+            self._granted[sender] = lease
+
+    def _may_begin(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
+        if self._first_ready_at is None or not any(ready.tokens for ready in self._ready.values()):
+            return False
+        waited = now - self._first_ready_at
+        at_work = {peer for peer in self._log.leases if peer in live and live[peer].state in PARTICIPATING}
+        expected = at_work | (set(self._granted) & set(live)) | {self._me}
+        barred = {peer for peer, until in self._barred_until.items() if now < until}
+        everyone = expected - barred <= set(self._ready)
+        timing = self._settings.timing
+        return (everyone or waited >= timing.grace) and (self._enough(self._ready) or waited >= timing.partition_grace)
+
+    def _enough(self, peers: Collection[str]) -> bool:
+        """Whether these are more than half of the last roster; before the first entry, the minimum of peers."""
+        if not self._log.roster:
+            return len(peers) >= self._settings.minimum_peers
+        incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent and peer in peers}
+        return quorum(self._log.roster, self._left, incumbents)
+
+    def _may_overtake(self, sender: str, now: float) -> bool:
+        """Whether the others must say Ready again for this peer's higher number; each peer may ask that a few times."""
+        self._overtaken[sender] += 1
+        if self._overtaken[sender] > OVERTAKING_LIMIT:
+            self._bar(sender, now)
+        return self._overtaken[sender] <= OVERTAKING_LIMIT
+
+    def _bar(self, peer: str, now: float) -> None:
+        """Leave a peer out for a while, longer each time; never ourselves."""
+        if peer != self._me:
+            self._strikes[peer] += 1
+            self._barred_until[peer] = now + self._strikes[peer] * self._settings.timing.round_timeout
+
+    def _offers(self) -> dict[str, Member]:
+        return {
+            peer: Member(peer=peer, tokens=ready.tokens, samples=ready.samples) for peer, ready in self._ready.items()
+        }
+
+    def _ask_again(self, peer: str) -> Effect:
+        """Every Ready of an attempt must name the number before it: then nobody in it can meanwhile complete an earlier
+        attempt of somebody else's, and what they hold is all that may have been committed."""
+        attempt = Attempt(position=self._log.position, number=self._last_number, leader=self._me)
+        return Send(peer, Abort(attempt=attempt, reason="say Ready for a later attempt"))
+
+    def _refuse(self, peer: str, reason: str) -> Effect:
+        return Send(peer, Refuse(position=self._log.position, reason=printable(reason)))

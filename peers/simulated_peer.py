@@ -1,0 +1,223 @@
+"""One peer of a simulated swarm: the real protocol, a driver without I/O, and a training side without numbers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from peers.buffers import PayloadBuffers
+from peers.events import (
+    Applied,
+    Apply,
+    AssemblePayload,
+    ContributionArrived,
+    Effect,
+    Event,
+    FetchPayload,
+    FetchSnapshot,
+    OpenRound,
+    PayloadAssembled,
+    PayloadFetched,
+    PayloadNotFetched,
+    Quantized,
+    RateMeasured,
+    ReduceChunk,
+    ReducedArrived,
+    Send,
+    SendChunk,
+    SnapshotFailed,
+    SnapshotRestored,
+    Stop,
+    StopTraining,
+    Train,
+    TrainingDone,
+)
+from peers.heartbeat import Heartbeat
+from peers.history import InvariantError
+from peers.leases import sample_count
+from peers.log import Header
+from peers.messages import Message
+from peers.peer import Peer
+from peers.settings import RunSettings
+from peers.states import SHOWN_AS, State
+from peers.wire import digest_of
+from peers.workload import Trained
+
+BLOCK_BYTES = 8
+
+
+class SimulatedWorkload:
+    """Contributions and states are digests of what they depend on."""
+
+    def __init__(self, me: str, block_count: int) -> None:
+        self.me = me
+        self.block_count = block_count
+        self.state = digest_of(b"genesis")
+
+    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+        return first_block * BLOCK_BYTES, last_block * BLOCK_BYTES
+
+    def contribution(self, trained: Trained) -> bytes:
+        seed = digest_of(repr((self.me, self.state, trained.samples)).encode())
+        size = self.block_count * BLOCK_BYTES
+        return (seed * (size // len(seed) + 1))[:size]
+
+    def reduce(self, contributions: list[tuple[bytes, int]]) -> bytes:
+        return digest_of(repr(contributions).encode())[: len(contributions[0][0])]
+
+    def apply(self, payload: bytes) -> bytes:
+        self.state = digest_of(self.state + payload)
+        return self.state
+
+
+class World(Protocol):
+    """What is around a peer: the clock, the network and the others."""
+
+    settings: RunSettings
+
+    def note(self, *what: object) -> None: ...
+    def soon(self, peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None: ...
+    def later(self, peer: SimulatedPeer, event: Event, seconds: float) -> None: ...
+    def send(self, sender: SimulatedPeer, to: str, message: Message) -> None: ...
+    def send_chunk(self, sender: SimulatedPeer, send: SendChunk, data: bytes) -> None: ...
+    def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]: ...
+    def farewell(self, sender: SimulatedPeer) -> None: ...
+    def training_time(self, steps: int) -> float: ...
+    def recorded(self, peer: SimulatedPeer, header: Header) -> None: ...
+
+
+class SimulatedPeer:
+    """`clock` runs at its own rate from its own zero: no two peers agree on the time."""
+
+    def __init__(self, name: str, world: World, block_count: int, kept_bytes: int, clock: tuple[float, float]) -> None:
+        self.name = name
+        self.world = world
+        self.workload = SimulatedWorkload(name, block_count)
+        self.buffers = PayloadBuffers(self.workload, kept_bytes)  # type: ignore[arg-type]
+        self.clock = clock
+        self.peer = Peer(name, world.settings, self.buffers.size, self.workload.state, self.time(0.0))
+        self.alive = True
+        self.sequence = 0
+        self.heartbeat: Heartbeat | None = None
+        self._trained: Trained | None = None
+        self._began_at = 0.0
+
+    def time(self, now: float) -> float:
+        zero, rate = self.clock
+        return zero + rate * now
+
+    @property
+    def is_settled(self) -> bool:
+        return self.peer.state not in (State.APPLYING, State.FETCHING, State.LEFT)
+
+    @property
+    def index(self) -> int:
+        return self.peer.log.position.index
+
+    def beat(self) -> Heartbeat:
+        """The heartbeat that it publishes now."""
+        peer = self.peer
+        self.sequence += 1
+        self.heartbeat = Heartbeat.model_construct(
+            run=self.world.settings.run,
+            peer=self.name,
+            sequence=self.sequence,
+            state=SHOWN_AS[peer.state],
+            index=peer.settled.position.index,
+            head=peer.settled.position.head,
+            state_digest=peer.state_digest,
+            lineage_tokens=peer.settled.lineage_tokens,
+        )
+        return self.heartbeat
+
+    def is_trained(self, done: TrainingDone) -> bool:
+        """Whether this is the end of the training under way, and not of one that was stopped."""
+        return done.trained is self._trained
+
+    def carry_out(self, effect: Effect, now: float) -> Event | None:
+        """Do what the protocol wants; returns the event that follows at once, if one does."""
+        world, buffers = self.world, self.buffers
+        match effect:
+            case Send(to, message):
+                world.send(self, to, message)
+            case Train(lease=lease, steps=steps):
+                tokens = world.settings.tokens_per_sample * sample_count(lease)
+                self._trained = Trained(lease, tokens, 1.0)
+                world.later(self, TrainingDone(self._trained), world.training_time(steps))
+            case StopTraining():
+                self._trained = None
+            case Stop():
+                world.farewell(self)
+            case OpenRound(round, contribute):
+                self._began_at = now
+                buffers.open(round.name)
+                current = buffers.round(round.name)
+                if contribute and self._trained and current:
+                    current.own = self.workload.contribution(self._trained)
+                    world.soon(self, Quantized(round.name))
+            case SendChunk():
+                if buffers.round(effect.round):
+                    read = buffers.averaged if effect.reduced else buffers.contribution
+                    world.send_chunk(self, effect, bytes(read(effect.round, effect.chunk)))
+            case ReduceChunk():
+                self._reduce(effect)
+            case AssemblePayload(round) if buffers.round(round):
+                rate = buffers.size.bytes / max(now - self._began_at, 1e-3)
+                world.soon(self, RateMeasured(max(1, int(rate))))
+                return PayloadAssembled(round, buffers.assemble(round))
+            case FetchPayload(header, donors):
+                self._fetch_payload(header, donors)
+            case Apply(header):
+                self._apply(header)
+            case FetchSnapshot(donor):
+                self._fetch_snapshot(donor)
+            case _:
+                world.note(self.name, effect)
+        return None
+
+    def accept(self, sender: str, send: SendChunk, data: bytes) -> tuple[Event | None, bool]:
+        """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""
+        exchange, current = self.peer.exchange, self.buffers.round(send.round)
+        if exchange is None or current is None or exchange.name != send.round:
+            return None, False
+        if send.reduced and exchange.wants_reduced(sender, send.chunk):
+            self.buffers.store(send.round, send.chunk, data)
+            return ReducedArrived(send.round, sender, send.chunk, send.absent), True
+        if not send.reduced and exchange.wants_contribution(sender, send.chunk):
+            current.contributions[send.chunk, sender] = data
+            return ContributionArrived(send.round, sender, send.chunk), True
+        return None, exchange.is_done_with(sender, send.chunk, send.reduced)
+
+    def _reduce(self, reduce: ReduceChunk) -> None:
+        round, chunk = reduce.round, reduce.chunk
+        if self.buffers.round(round):
+            blocks = self.buffers.contributions(round, chunk, self.name, reduce.members)
+            average = self.workload.reduce([(bytes(data), tokens) for data, tokens in blocks])
+            self.buffers.store(round, chunk, average)
+            self.world.soon(self, ReducedArrived(round, self.name, chunk, reduce.absent))
+
+    def _apply(self, header: Header) -> None:
+        kept = self.buffers.kept.get(header.payload)
+        if kept is None:
+            raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
+        state = self.workload.apply(bytes(kept.data))
+        self.world.recorded(self, header)
+        self.world.soon(self, Applied(header, state))
+
+    def _fetch_payload(self, header: Header, donors: tuple[str, ...]) -> None:
+        for donor in self.world.fetch_from(self, donors):
+            payload = donor.buffers.kept.get(header.payload)
+            if payload is not None:
+                self.buffers.kept.keep(payload)
+                self.world.soon(self, PayloadFetched(header), delays=2.0)
+                return
+        self.world.soon(self, PayloadNotFetched(header, "nobody has it"))
+
+    def _fetch_snapshot(self, donor: str) -> None:
+        self.world.note(self.name, "fetches the state of", donor)
+        for source in self.world.fetch_from(self, (donor,)):
+            if source.is_settled:
+                self.workload.state = source.workload.state
+                restored = SnapshotRestored(donor, source.peer.log.last, source.workload.state)
+                self.world.soon(self, restored, delays=5.0)
+                return
+        self.world.soon(self, SnapshotFailed(donor, "not there"))

@@ -1,0 +1,75 @@
+"""How much a link carries: at most (a volunteer's caps), and as measured."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PIECE = 1 << 16  # bytes that are let through at once
+BURST = 0.05  # seconds' worth that may be saved up
+WINDOW = 0.5  # seconds over which a rate is taken
+ROUNDS = 5  # rounds whose best rate counts: links get slower, too
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What bulk data may use of the volunteer's link, in bytes a second each; None: all of it."""
+
+    upload: float | None = None
+    download: float | None = None
+
+
+class Throttle:
+    """Lets bytes through at no more than a rate. Waiting callers are served in turn."""
+
+    def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._free_at = 0.0
+
+    async def take(self, count: int) -> None:
+        """Wait until `count` more bytes may pass."""
+        if self._rate is None:
+            return
+        now = self._clock()
+        start = max(self._free_at, now - BURST)
+        self._free_at = start + count / self._rate
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
+
+
+class RateMeter:
+    """The best rate that a link was seen to carry in any half second of the last rounds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._best: deque[float] = deque(maxlen=ROUNDS)
+        self._passed: deque[tuple[float, int]] = deque()
+        self._in_window = 0
+        self._since = 0.0
+
+    def begin_round(self) -> None:
+        self._best.append(0.0)
+        self._passed.clear()
+        self._in_window = 0
+        self._since = self._clock()
+
+    def passed(self, count: int) -> None:
+        """So many bytes have arrived, here or there."""
+        if not self._best:
+            return
+        now = self._clock()
+        self._passed.append((now, count))
+        self._in_window += count
+        while self._passed[0][0] < now - WINDOW:
+            self._in_window -= self._passed.popleft()[1]
+        over = max(min(WINDOW, now - self._since), 1e-3)
+        self._best[-1] = max(self._best[-1], self._in_window / over)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second; 0: nothing measured."""
+        return max(self._best, default=0.0)

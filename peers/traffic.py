@@ -1,0 +1,237 @@
+"""The chunks of one peer's rounds on their way: out, one queue per member, and in, only what the protocol waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Annotated, Protocol
+
+from pydantic import Field
+
+from peers.buffers import PayloadBuffers
+from peers.chunk_streams import ChunkSender, Frame, receive_chunks
+from peers.errors import RemoteProtocolError
+from peers.events import (
+    BadBlocks,
+    ChunkSent,
+    ChunksUnsent,
+    ContributionArrived,
+    Event,
+    ReducedArrived,
+    SendChunk,
+)
+from peers.log import MEMBER_LIMIT
+from peers.messages import Attempt
+from peers.peer import Peer
+from peers.streams import Channel, PeerUnreachableError, RefusalError
+from peers.throttle import Caps, RateMeter, Throttle
+from peers.wire import Count, PeerId, Value, ValueT, WireError, pack, unpack
+from peers.workload import BadBlocksError, Workload
+
+CHUNKS = "chunks"
+STREAMS = 2  # to each member: one stream's window is less than what a fast link has under way over an ocean
+ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
+
+
+class StreamHeader(Value):
+    """The round that a stream's chunks are of."""
+
+    round: Attempt
+
+
+class ChunkHeader(Value):
+    """What a frame holds: an averaged chunk, or the sender's own blocks of it."""
+
+    chunk: Count
+    reduced: Annotated[bool, Field(strict=True)]
+    absent: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+
+
+class StreamTransport(Protocol):
+    def stream(self, peer_id: str, protocol: str) -> AbstractAsyncContextManager[Channel]: ...
+    async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None: ...
+
+
+class Host(Protocol):
+    """The driver that chunks are moved for."""
+
+    def handle(self, event: Event) -> None: ...
+    async def until(self, condition: Callable[[Peer], bool]) -> None: ...
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
+
+
+class Traffic:
+    """Sends and receives the chunks of the present round."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        transport: StreamTransport,
+        workload: Workload,
+        buffers: PayloadBuffers,
+        host: Host,
+        caps: Caps,
+    ) -> None:
+        self._peer = peer
+        self._transport = transport
+        self._workload = workload
+        self._buffers = buffers
+        self._host = host
+        self._upload, self._download = Throttle(caps.upload), Throttle(caps.download)
+        self._sent, self._received = RateMeter(), RateMeter()
+        self._round: Attempt | None = None
+        self._queues: dict[str, asyncio.Queue[SendChunk]] = {}
+        self._senders: dict[str, list[asyncio.Task[None]]] = {}
+        self._receivers: dict[asyncio.Task[None], tuple[Attempt, str]] = {}
+
+    async def serve(self) -> None:
+        await self._transport.on_stream(CHUNKS, self._receive)
+
+    @property
+    def rate(self) -> int:
+        """Bytes a second that the link was seen to carry each way in rounds; 0: not known."""
+        return int(min(self._sent.rate, self._received.rate))
+
+    def begin(self, round: Attempt) -> None:
+        self._round = round
+        self._sent.begin_round()
+        self._received.begin_round()
+
+    def tidy(self, present: Attempt | None, members: Collection[str]) -> None:
+        """End streams that nobody waits for any more: of other rounds than `present`, and with who is lost."""
+        for peer in list(self._senders):
+            if present != self._round or peer not in members:
+                for task in self._senders.pop(peer):
+                    task.cancel()
+                del self._queues[peer]
+        for task, (round, peer) in list(self._receivers.items()):
+            if round != present or peer not in members:
+                task.cancel()
+        if present != self._round:
+            self._round = None
+
+    # Out ------------------------------------------------------------------------------------------------------
+    def send(self, send: SendChunk) -> None:
+        if send.round != self._round:
+            return
+        queue = self._queues.setdefault(send.to, asyncio.Queue())
+        queue.put_nowait(send)
+        tasks = [task for task in self._senders.get(send.to, []) if not task.done()]
+        while len(tasks) < min(STREAMS, self._buffers.size.chunks):
+            tasks.append(self._host.start(self._carry(send.round, send.to, queue)))
+        self._senders[send.to] = tasks
+
+    async def _carry(self, round: Attempt, to: str, queue: asyncio.Queue[SendChunk]) -> None:
+        """One stream to a member, from the first chunk for it until it breaks or the round is over."""
+        first = await queue.get()
+        waiting = [first]
+
+        async def following() -> Frame[SendChunk]:
+            send = waiting.pop() if waiting else await queue.get()
+            waiting.append(send)
+            frame = Frame(send, pack(_header(send)), self._data(send))
+            waiting.clear()
+            return frame
+
+        sender: ChunkSender[SendChunk] | None = None
+        try:
+            async with self._transport.stream(to, CHUNKS) as channel:
+                sender = ChunkSender(channel, self._upload)
+                await sender.run(pack(StreamHeader(round=round)), following, self._answered)
+        except PeerUnreachableError:
+            unsent = [*waiting, *(sender.pending if sender else ())]
+            while not queue.empty():
+                unsent.append(queue.get_nowait())
+            self._report_unsent(round, to, unsent)
+        except KeyError:
+            pass  # the round is over
+
+    def _data(self, send: SendChunk) -> memoryview:
+        read = self._buffers.averaged if send.reduced else self._buffers.contribution
+        return read(send.round, send.chunk)
+
+    def _answered(self, send: SendChunk, is_taken: bool) -> None:
+        if is_taken:
+            start, stop = self._buffers.chunk_bytes(send.chunk)
+            self._sent.passed(stop - start)
+            self._host.handle(ChunkSent(send.round, send.to, send.chunk, send.reduced))
+        else:
+            self._host.handle(ChunksUnsent(send.round, send.to, (send.chunk,), send.reduced))
+
+    def _report_unsent(self, round: Attempt, to: str, unsent: Collection[SendChunk]) -> None:
+        for reduced in (False, True):
+            chunks = tuple(send.chunk for send in unsent if send.reduced == reduced)
+            if chunks:
+                self._host.handle(ChunksUnsent(round, to, chunks, reduced))
+
+    # In -------------------------------------------------------------------------------------------------------
+    async def _receive(self, channel: Channel) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await receive_chunks(channel, self._admit, self._expect, self._arrived, self._download)
+        finally:
+            self._receivers.pop(task, None)
+
+    async def _admit(self, sender: str, packed: bytes) -> None:
+        """Once we are in the round, too: its leader may have told the sender first."""
+        round = _unpack(StreamHeader, sender, packed).round
+        try:
+            async with asyncio.timeout(ADMISSION_TIMEOUT if self._peer.is_live(sender) else 0):
+                await self._host.until(lambda peer: _is_in(peer, round, sender))
+        except TimeoutError:
+            raise RefusalError(f"not in round {round} with you") from None
+        task = asyncio.current_task()
+        assert task is not None
+        self._receivers[task] = (round, sender)
+
+    def _expect(self, sender: str, packed: bytes, frame: bytes, length: int) -> None:
+        """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
+        header = _unpack(ChunkHeader, sender, frame)
+        if header.chunk >= self._buffers.size.chunks:
+            raise RemoteProtocolError(sender, f"there is no chunk {header.chunk} in a payload")
+        start, stop = self._buffers.chunk_bytes(header.chunk)
+        if length != stop - start:
+            raise RemoteProtocolError(sender, f"its chunk {header.chunk} has {length} bytes, not {stop - start}")
+
+    def _arrived(self, sender: str, packed: bytes, frame: bytes, data: bytearray) -> bool:
+        """Take the chunk, if the protocol waits for it; whether the sender is rid of it."""
+        round, header = unpack(StreamHeader, packed).round, unpack(ChunkHeader, frame)
+        exchange, current = self._peer.exchange, self._buffers.round(round)
+        self._received.passed(len(data))
+        if exchange is None or current is None or exchange.name != round:
+            return False
+        chunk = header.chunk
+        wanted = exchange.wants_reduced if header.reduced else exchange.wants_contribution
+        if not wanted(sender, chunk):
+            return exchange.is_done_with(sender, chunk, header.reduced)
+        try:
+            self._workload.check(data, self._buffers.chunking.blocks(chunk)[0])
+            if header.absent and not exchange.may_lack(header.absent):
+                raise BadBlocksError("nobody is left in it")
+        except BadBlocksError as error:
+            self._host.handle(BadBlocks(round, sender, chunk, str(error)))
+            return False
+        if header.reduced:
+            self._buffers.store(round, chunk, data)
+            self._host.handle(ReducedArrived(round, sender, chunk, header.absent))
+        else:
+            current.contributions[chunk, sender] = data
+            self._host.handle(ContributionArrived(round, sender, chunk))
+        return True
+
+
+def _header(send: SendChunk) -> ChunkHeader:
+    return ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent)
+
+
+def _unpack(kind: type[ValueT], sender: str, packed: bytes) -> ValueT:
+    try:
+        return unpack(kind, packed)
+    except WireError as error:
+        raise RemoteProtocolError(sender, str(error)) from error
+
+
+def _is_in(peer: Peer, round: Attempt, sender: str) -> bool:
+    return peer.exchange is not None and peer.exchange.name == round and sender in peer.exchange.round.remaining
