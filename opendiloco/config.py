@@ -136,6 +136,8 @@ class RoundsSection(Section):
     round_timeout_seconds: Seconds = Timing.round_timeout
     partition_grace_seconds: Seconds = Timing.partition_grace
     minimum_peers: Positive = 1
+    staleness: Annotated[int, Field(ge=0, le=16)] = 1
+    """Outer steps that a peer may miss and still contribute what it trained meanwhile."""
 
     @model_validator(mode="after")
     def check_expiry(self) -> Self:

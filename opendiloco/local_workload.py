@@ -12,6 +12,7 @@ from opendiloco.config import RunConfig
 from opendiloco.control import Evaluated, RunFacts
 from opendiloco.errors import WorkerError
 from opendiloco.outer import OuterState, digest_of_state
+from opendiloco.shared_memory import Vector
 from opendiloco.snapshot import SNAPSHOT_OVERHEAD, decode_snapshot, encode_snapshot
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
@@ -25,6 +26,7 @@ class LocalWorkload:
         self.worker = worker
         self._state = OuterState(worker.vectors.theta, config.outer_optimizer)
         self._codec = BlockCodec(kernels.FORMATS[config.codec.kind], self._state.theta.size)
+        self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
 
     @classmethod
     async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> LocalWorkload:
@@ -45,13 +47,14 @@ class LocalWorkload:
     async def train(
         self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
     ) -> Trained:
+        self._base = None
         return await self.worker.train(index, samples, steps, on_progress)
 
     async def contribution(self) -> bytes:
         """Raises: WorkerError when the weights that training left are not finite."""
-        vectors = self.worker.vectors
+        base = self._state.theta if self._base is None else self._base
         try:
-            return await asyncio.to_thread(self._codec.encode_difference, vectors.theta, vectors.local)
+            return await asyncio.to_thread(self._codec.encode_difference, base, self.worker.vectors.local)
         except kernels.NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
 
@@ -61,9 +64,9 @@ class LocalWorkload:
     def check(self, blocks: Blocks, first_block: int) -> None:
         self._codec.check(blocks, first_block)
 
-    async def apply(self, payload: Blocks) -> bytes:
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
         """Raises: BadBlocksError, and changes nothing."""
-        return await asyncio.to_thread(self._apply, payload)
+        return await asyncio.to_thread(self._apply, payload, keeps_work)
 
     async def state_digest(self) -> bytes:
         return await asyncio.to_thread(self._state.digest)
@@ -94,8 +97,13 @@ class LocalWorkload:
         """End the worker."""
         await self.worker.close()
 
-    def _apply(self, payload: Blocks) -> bytes:
-        self._state.apply(self._codec.checked(payload))
+    def _apply(self, payload: Blocks, keeps_work: bool) -> bytes:
+        checked = self._codec.checked(payload)
+        if not keeps_work:
+            self._base = None
+        elif self._base is None:
+            self._base = self._state.theta.copy()
+        self._state.apply(checked)
         return self._state.digest()
 
     def _restore(self, snapshot: bytes, state_digest: bytes) -> None:

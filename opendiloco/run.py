@@ -48,6 +48,7 @@ class Run:
             samples_per_lease=training.inner_steps * training.batch_size,
             tokens_per_sample=training.sequence_length,
             minimum_peers=rounds.minimum_peers,
+            staleness=rounds.staleness,
             timing=Timing(
                 heartbeat=rounds.heartbeat_seconds,
                 heartbeat_expiry=rounds.heartbeat_expiry_seconds,

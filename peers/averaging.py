@@ -31,9 +31,14 @@ class Averaging(Joining):
     """A peer that has trained its lease."""
 
     def _trained_all(self, trained: Trained) -> None:
-        if self.state is not State.TRAINING:
+        if not self.is_training:
             return  # void: the state has moved on since
         self._trained = trained
+        self._training_seconds = self._now - self._training_since
+        if self.state is State.TRAINING:
+            self._be_ready()
+
+    def _be_ready(self) -> None:
         self._ready_since = self._now
         self._enter(State.READY)
         self._say_ready()
@@ -260,9 +265,14 @@ class Averaging(Joining):
         self._require(State.APPLYING)
         self._settle(state_digest)
         self._emit(Note("info", f"outer step {header.index + 1} applied, {len(header.roster)} peers"))
+        kept, self._is_kept = self._is_kept, False
         lease = self.log.leases.get(self.me)
         if self._leave_by is not None:
             self._leave()
+        elif kept and self._trained:
+            self._be_ready()
+        elif kept:
+            self._enter(State.TRAINING)
         elif lease is not None and self._furthest() is None:
             self._train(lease, self.settings.inner_steps)
         else:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from peers.streams import FRAMES_UNDER_WAY, Admit, Arrived, Buffer, Channel, Expect, RefusalError
-from peers.throttle import Throttle
 
 Item = TypeVar("Item")
 
@@ -27,9 +26,8 @@ class Frame(Generic[Item]):
 class ChunkSender(Generic[Item]):
     """The sending end. `pending` are the items that were written and not confirmed."""
 
-    def __init__(self, channel: Channel, throttle: Throttle) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._throttle = throttle
         self._room = asyncio.Semaphore(FRAMES_UNDER_WAY)
         self._written = asyncio.Semaphore(0)
         self.pending: deque[Item] = deque()
@@ -57,7 +55,7 @@ class ChunkSender(Generic[Item]):
             frame = await following()
             self.pending.append(frame.item)
             self._written.release()
-            await self._channel.send_frame(frame.header, frame.data, self._throttle)
+            await self._channel.send_frame(frame.header, frame.data)
 
     async def _read_answers(self, answered: Callable[[Item, bool], None]) -> None:
         while True:
@@ -67,7 +65,7 @@ class ChunkSender(Generic[Item]):
             answered(self.pending.popleft(), is_taken)
 
 
-async def receive_chunks(channel: Channel, admit: Admit, expect: Expect, arrived: Arrived, throttle: Throttle) -> None:
+async def receive_chunks(channel: Channel, admit: Admit, expect: Expect, arrived: Arrived) -> None:
     """The receiving end, until the sender closes the stream."""
     header, _ = await channel.read_prelude()
     try:
@@ -79,5 +77,5 @@ async def receive_chunks(channel: Channel, admit: Admit, expect: Expect, arrived
     while frame := await channel.read_frame_header():
         frame_header, length = frame
         expect(channel.peer, header, frame_header, length)
-        data = await channel.read_frame_data(length, throttle)
+        data = await channel.read_frame_data(length)
         await channel.answer_frame(arrived(channel.peer, header, frame_header, data))

@@ -14,7 +14,7 @@ from itertools import pairwise
 from peers.wire import digest_of
 
 CHUNK_BLOCKS = 512  # blocks at most: half a MiB of int8, the size at which hivemind's streams are fastest
-CHUNKS = 256  # at least, if there are as many blocks, so that small payloads can be pipelined, too
+CHUNKS = 64  # at least, if there are as many blocks, so that small payloads can be pipelined, too
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ from peers.settings import RunSettings
 from peers.snapshots import PullTransport, Snapshots
 from peers.spoiler import find_spoiler
 from peers.streams import PeerRefusedError, PeerUnreachableError
-from peers.throttle import Caps
 from peers.traffic import StreamTransport, Traffic
 from peers.wire import WireError
 from peers.workload import BadBlocksError, Progress, SnapshotError, Workload
@@ -71,7 +70,6 @@ CALL_TIMEOUT = 10.0  # seconds
 FAREWELL_TIMEOUT = 3.0  # seconds
 REDUCERS = 2  # chunks averaged at once
 KEPT_BYTES = 1 << 30  # payloads kept for who fell behind
-NO_CAPS = Caps()
 
 
 class Transport(PullTransport, StreamTransport, PulseTransport, Protocol):
@@ -92,7 +90,6 @@ class Driver:
         workload: Workload,
         settings: RunSettings,
         state_digest: bytes,
-        caps: Caps = NO_CAPS,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
         self._buffers = PayloadBuffers(workload, kept_bytes)
@@ -103,7 +100,7 @@ class Driver:
         self._settings = settings
         self._waiting: list[asyncio.Future[None]] = []
         self._pulse = Pulse(self.peer, identity, transport, self.start)
-        self._traffic = Traffic(self.peer, transport, workload, self._buffers, self, caps)
+        self._traffic = Traffic(self.peer, transport, workload, self._buffers, self)
         self._payloads = Payloads(transport, self._buffers)
         self._snapshots = Snapshots(self.peer, transport, workload, self)
         self._reducing = asyncio.Semaphore(REDUCERS)
@@ -318,7 +315,7 @@ class Driver:
         if kept is None:
             raise LocalProtocolError(f"the payload of entry {apply.header.index} is to be applied and not here")
         async with self._snapshots.state_lock:
-            state_digest = await self._workload.apply(kept.data)
+            state_digest = await self._workload.apply(kept.data, apply.keeps_work)
         metrics.ENTRIES_APPLIED.inc()
         self.handle(Applied(apply.header, state_digest))
         self.on_entry(apply.header, state_digest)

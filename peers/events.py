@@ -255,9 +255,13 @@ class FetchPayload:
 
 @dataclass(frozen=True)
 class Apply:
-    """Take the outer step with the kept payload whose digest is `header.payload`."""
+    """Take the outer step with the kept payload whose digest is `header.payload`.
+
+    With `keeps_work`, what is being trained, or has been, is for a later entry.
+    """
 
     header: Header
+    keeps_work: bool = False
 
 
 @dataclass(frozen=True)

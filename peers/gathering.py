@@ -38,6 +38,7 @@ class Gathering:
         self._strikes: Counter[str] = Counter()
         self._overtaken: Counter[str] = Counter()
         self._first_ready_at: float | None = None
+        self.grace = settings.timing.grace
         self._last_number = 0
 
     # Leases for joiners ---------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class Gathering:
         barred = {peer for peer, until in self._barred_until.items() if now < until}
         everyone = expected - barred <= set(self._ready)
         timing = self._settings.timing
-        return (everyone or waited >= timing.grace) and (self._enough(self._ready) or waited >= timing.partition_grace)
+        return (everyone or waited >= self.grace) and (self._enough(self._ready) or waited >= timing.partition_grace)
 
     def _enough(self, peers: Collection[str]) -> bool:
         """Whether these are more than half of the last roster; before the first entry, the minimum of peers."""

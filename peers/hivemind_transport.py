@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
+from peers import metrics
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.hivemind_daemon import Daemon
 from peers.hivemind_node import NETWORK_ERRORS, HivemindNode, to_peer_id
@@ -24,6 +25,7 @@ from peers.streams import (
     pull,
     serve_pull,
 )
+from peers.throttle import UNLIMITED, Caps, Throttle
 from peers.wire import MESSAGE_LIMIT, printable
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,11 @@ class HivemindTransport(HivemindNode):
     def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
         super().__init__(daemon, node, addresses)
         self._serving: set[asyncio.Task[None]] = set()
+        self._upload = self._download = UNLIMITED
+
+    def cap(self, caps: Caps) -> None:
+        """Let all streams together use no more than this of the link."""
+        self._upload, self._download = Throttle(caps.upload), Throttle(caps.download)
 
     async def close(self) -> None:
         for task in self._serving:
@@ -117,7 +124,7 @@ class HivemindTransport(HivemindNode):
                 _, reader, writer = await self._daemon.call_binary_stream_handler(
                     to_peer_id(peer_id), f"{PROTOCOL_PREFIX}/{protocol}"
                 )
-            channel = Channel(peer_id, reader, writer)
+            channel = Channel(peer_id, reader, writer, self._upload, self._download)
             try:
                 yield channel
             finally:
@@ -130,13 +137,14 @@ class HivemindTransport(HivemindNode):
             task = asyncio.current_task()
             assert task is not None
             self._serving.add(task)
-            channel = Channel(str(info.peer_id), reader, writer)
+            channel = Channel(str(info.peer_id), reader, writer, self._upload, self._download)
             try:
                 async with asyncio.timeout(CONVERSATION_TIMEOUT):
                     await conversation(channel)
             except asyncio.CancelledError:  # by close(); asyncio 3.11 logs a traceback for cancelled stream handlers
                 logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
             except RemoteProtocolError as error:
+                metrics.DROPPED.labels("stream").inc()
                 logger.warning("dropped a %s stream: %s", protocol, error)
             except NETWORK_ERRORS as error:
                 logger.debug("a %s stream of %s broke: %r", protocol, channel.peer, error)

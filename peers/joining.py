@@ -112,27 +112,42 @@ class Joining(PeerCore):
             self._emit(Dropped(sender, "commit", str(error)))
             return
         incumbent = self.log.position.head != self._joined_at
-        self._drop_work()
+        self._is_kept = self._outlives(header)
+        if self._is_kept:
+            self._forget_round()
+        else:
+            self._drop_work()
         if not incumbent:  # we may have been there before, and forgotten what we held
             self._joined_at = header.digest
         self._enter(State.REPLAYING)
         self._replaying = header
         self._emit(FetchPayload(header, donors))
 
+    def _outlives(self, header: Header) -> bool:
+        """Whether what we are training, or have trained, can go into a later entry than this one.
+
+        The worker must have loaded theta, which is about to change.
+        """
+        is_loaded = self.progress is not None or self._trained is not None
+        carried = self.log.append(header).leases.get(self.me)
+        return self._lease is not None and is_loaded and self._lease == carried
+
     def _apply(self, header: Header) -> None:
+        if not self._is_kept:
+            self._lease = self._trained = self.progress = None
         self.log = self.log.append(header)
         self._recent[header.previous] = header
         while len(self._recent) > RECENT_ENTRIES:
             self._recent.popitem(last=False)
         self._enter(State.APPLYING)
         self._forget_round()
-        self._emit(Apply(header))
+        self._emit(Apply(header, self._is_kept))
 
     def _not_replayed(self, header: Header, reason: str) -> None:
         self._emit(Note("warning", f"no payload of entry {header.index}: {reason}"))
         ahead = self._furthest()
         if ahead is None:
-            self._replaying = None
+            self._drop_work()
             self._enter(State.JOINING)
         else:
             self._fetch(ahead)

@@ -34,10 +34,14 @@ class Member(Value):
 
 
 class Assignment(Value):
-    """The samples that a peer of the roster trains on next."""
+    """The samples that a peer trains on next, as entry `since` gave them.
+
+    Who misses an entry keeps its lease for as many entries as the manifest lets it be behind.
+    """
 
     peer: PeerId
     samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
+    since: Count
 
 
 class Header(Value):
@@ -48,7 +52,7 @@ class Header(Value):
     fragment: Count
     previous: Digest
     roster: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
-    leases: Annotated[tuple[Assignment, ...], Field(max_length=MEMBER_LIMIT)]
+    leases: Annotated[tuple[Assignment, ...], Field(max_length=2 * MEMBER_LIMIT)]
     cursor: Count
     free: tuple[Samples, ...]
     lineage_tokens: Count
@@ -90,6 +94,7 @@ class LogState:
     manifest_digest: bytes
     samples_per_lease: int
     tokens_per_sample: int
+    staleness: int = 0
     last: Header | None = None
 
     @cached_property
@@ -136,9 +141,16 @@ class LogState:
     def _grant_from(self) -> dict[int, Lease]:
         return {grant[0].start: grant for grant in self.grants}
 
+    def carried(self, roster: Sequence[Member]) -> tuple[Assignment, ...]:
+        """The leases of those who are not in the roster and may contribute to a later entry."""
+        if self.last is None:
+            return ()
+        present, oldest = {member.peer for member in roster}, self.position.index - self.staleness
+        return tuple(lease for lease in self.last.leases if lease.peer not in present and lease.since >= oldest)
+
     def pool_after(self, roster: Sequence[Member]) -> SamplePool:
-        """The pool once `roster` has trained what it says, the rest of all leases having been given back, and what
-        did not count whole with it.
+        """The pool once `roster` has trained what it says. The rest of its leases is given back, as are leases that are
+        not carried on, and what did not count whole.
 
         Raises: LogError when a member trained what was not for it, or states more tokens than its samples have.
         """
@@ -149,7 +161,8 @@ class LogState:
             if member.tokens > tokens:
                 raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
             trained += () if member.missed else member.samples
-        leased = [piece for lease in self.leases.values() for piece in lease]
+        carried = {lease.peer for lease in self.carried(roster)}
+        leased = [piece for peer, lease in self.leases.items() if peer not in carried for piece in lease]
         try:
             return self.pool.release(leased).claim(trained)
         except ValueError as error:
@@ -170,6 +183,8 @@ class LogState:
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
         leases, pool = self.pool_after(roster).deal(self.samples_per_lease, len(peers))
+        index = self.position.index
+        fresh = [Assignment(peer=peer, samples=dealt, since=index) for peer, dealt in zip(peers, leases, strict=True)]
         try:
             return Header(
                 run=self.run,
@@ -177,7 +192,7 @@ class LogState:
                 fragment=0,
                 previous=self.position.head,
                 roster=tuple(roster),
-                leases=tuple(Assignment(peer=peer, samples=lease) for peer, lease in zip(peers, leases, strict=True)),
+                leases=(*fresh, *self.carried(roster)),
                 cursor=pool.cursor,
                 free=pool.free,
                 lineage_tokens=self.lineage_tokens + sum(member.tokens for member in roster if not member.missed),

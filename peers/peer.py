@@ -75,7 +75,7 @@ class Peer(Averaging):
             case Undelivered(peer):
                 self.membership.unreachable(peer)
             case TrainingProgress(progress):
-                self.progress = progress
+                self.progress = progress if self.is_training else None
             case TrainingDone(trained):
                 self._trained_all(trained)
             case Applied(header, state_digest):
@@ -109,6 +109,7 @@ class Peer(Averaging):
             case State.AVERAGING:
                 self._keep_averaging()
         if self._leader and self.state is not State.APPLYING:
+            self._leader.grace = self._grace()
             self._emit_all(self._leader.tick(self._now, self._live(), self.membership.leavers))
 
     def _receive(self, sender: str, message: Message) -> None:

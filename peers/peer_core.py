@@ -28,6 +28,8 @@ from peers.settings import RunSettings
 from peers.states import SHOWN_AS, TRANSITIONS, State
 from peers.workload import Progress, Trained
 
+GRACE_SHARE = 0.5
+
 
 class PeerCore:
     """State and vocabulary of one peer; `Peer` is the class to use."""
@@ -52,7 +54,11 @@ class PeerCore:
         self._attempt: Attempt | None = None
         self._adopting: Adopt | None = None
         self._replaying: Header | None = None
+        self._lease: Lease | None = None
+        self._is_kept = False
         self._rate = 0
+        self._training_since = now
+        self._training_seconds: float | None = None
         self._last_attempt = 0
         self._joined_at = self.log.position.head
         self._distrusted_until: dict[str, float] = {}
@@ -131,6 +137,8 @@ class PeerCore:
 
     def _train(self, lease: Lease, steps: int) -> None:
         self.progress = None
+        self._lease = lease
+        self._training_since = self._now
         self._enter(State.TRAINING)
         self._emit(Train(self.log.position.index, lease, steps))
 
@@ -140,15 +148,29 @@ class PeerCore:
         self._enter(State.FETCHING)
         self._emit(FetchSnapshot(donor))
 
+    def _grace(self) -> float:
+        """How long to wait for who still trains: a part of what training took us, as it is not lost to be late."""
+        timing = self.settings.timing
+        if self._training_seconds is None:
+            return timing.grace
+        return min(timing.grace, max(GRACE_SHARE * self._training_seconds, 3 * timing.heartbeat))
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the worker is at work; also while an entry that was missed is applied beside it."""
+        return self._lease is not None and self._trained is None
+
     def _drop_work(self) -> None:
         """What we trained since the last entry is void."""
-        if self.state is State.TRAINING:
+        if self.is_training:
             self._emit(StopTraining())
+        self._lease = self._trained = self.progress = None
+        self._is_kept = False
         self._forget_round()
 
     def _forget_round(self) -> None:
         """Nothing of the present position's round matters any more."""
-        self.exchange = self._leader = self._trained = self._held = self._pledged_to = self.progress = None
+        self.exchange = self._leader = self._held = self._pledged_to = None
         self._attempt = self._adopting = self._replaying = None
         self._last_attempt = 0
 
@@ -165,7 +187,7 @@ class PeerCore:
         return Leaving(position=self.log.position, holds=self._held is not None)
 
     def _leave(self) -> None:
-        if self.state is State.TRAINING:
+        if self.is_training:
             self._emit(StopTraining())
         self._enter(State.LEFT)
         self._emit(Stop())  # the driver says goodbye to everybody

@@ -15,7 +15,7 @@ from peers.simulation import Faults, Swarm
 from peers.wire import digest_of
 
 TRACE_LINES = 60
-HARD = ("kill", "leave")  # what only a minority may meet: who comes back has forgotten everything
+HARD = ("kill", "kill", "kill", "leave")  # what only a minority may meet: who comes back has forgotten everything
 SOFT = ("cut off", "deafen", "stop")
 CALM = Faults()
 PEACE = 1000.0  # seconds in which everybody must agree again

@@ -39,8 +39,10 @@ class RunSettings:
     tokens_per_sample: int
     minimum_peers: int = 1
     timing: Timing = Timing()
+    staleness: int = 1
+    """Entries that a peer may miss and still contribute what it trained meanwhile."""
 
     @property
     def empty_log(self) -> LogState:
         """The log before its first entry."""
-        return LogState(self.run, self.manifest_digest, self.samples_per_lease, self.tokens_per_sample)
+        return LogState(self.run, self.manifest_digest, self.samples_per_lease, self.tokens_per_sample, self.staleness)

@@ -30,6 +30,7 @@ from peers.events import (
     StopTraining,
     Train,
     TrainingDone,
+    TrainingProgress,
 )
 from peers.heartbeat import Heartbeat
 from peers.history import InvariantError
@@ -40,7 +41,7 @@ from peers.peer import Peer
 from peers.settings import RunSettings
 from peers.states import SHOWN_AS, State
 from peers.wire import digest_of
-from peers.workload import Trained
+from peers.workload import Progress, Trained
 
 BLOCK_BYTES = 8
 
@@ -142,6 +143,7 @@ class SimulatedPeer:
             case Train(lease=lease, steps=steps):
                 tokens = world.settings.tokens_per_sample * sample_count(lease)
                 self._trained = Trained(lease, tokens, 1.0)
+                world.soon(self, TrainingProgress(Progress(inner_step=1, loss=1.0, tokens_per_second=1.0)))
                 world.later(self, TrainingDone(self._trained), world.training_time(steps))
             case StopTraining():
                 self._trained = None

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import TypeAlias
 
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.throttle import PIECE, Throttle
+from peers.throttle import PIECE, UNLIMITED, Throttle
 from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -41,7 +41,6 @@ HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's las
 FRAME = struct.Struct(">IQ")  # header length, data length
 FRAME_HEADER_LIMIT = 1 << 17  # bytes; who is absent from a chunk, of 1,000 peers
 FRAMES_UNDER_WAY = 8  # sent and not confirmed, on one stream
-CHUNK = 1 << 20  # bytes written or read at once
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
 REASON_BYTES = 500
@@ -75,8 +74,17 @@ class RefusalError(Exception):
 class Channel:
     """One end of a stream to `peer`. Reading raises RemoteProtocolError, TimeoutError, EOFError or OSError."""
 
-    def __init__(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        peer: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        upload: Throttle = UNLIMITED,
+        download: Throttle = UNLIMITED,
+    ) -> None:
         self.peer = peer
+        self._upload = upload
+        self._download = download
         self._reader = reader
         self._writer = writer
 
@@ -89,7 +97,9 @@ class Channel:
     async def read_prelude(self) -> tuple[bytes, int]:
         """Header and data length."""
         magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
-        if magic != MAGIC or version != VERSION or header_length > HEADER_LIMIT:
+        if magic == MAGIC and version != VERSION:
+            raise RemoteProtocolError(self.peer, f"its streams are of version {version}; ours are of version {VERSION}")
+        if magic != MAGIC or header_length > HEADER_LIMIT:
             raise RemoteProtocolError(self.peer, "its stream does not start with a valid prelude")
         return await self._read(header_length), length
 
@@ -115,14 +125,10 @@ class Channel:
         text = await self._read(min(length, REASON_BYTES))
         raise PeerRefusedError(self.peer, printable(text.decode(errors="replace")))
 
-    async def send_frame(self, header: bytes, data: Buffer, throttle: Throttle) -> None:
+    async def send_frame(self, header: bytes, data: Buffer) -> None:
         self._writer.write(FRAME.pack(len(header), memoryview(data).nbytes) + header)
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), PIECE):
-            piece = view[start : start + PIECE]
-            await throttle.take(len(piece))
-            self._writer.write(piece)
-            await self._flush()
+        async for _ in self._written(data):
+            pass
 
     async def read_frame_header(self) -> tuple[bytes, int] | None:
         """Header and data length of the next frame, whenever it comes; None at the end of the stream."""
@@ -138,18 +144,10 @@ class Channel:
             )
         return await self._read(header_length), length
 
-    async def read_frame_data(self, length: int, throttle: Throttle) -> bytearray:
+    async def read_frame_data(self, length: int) -> bytearray:
         data = bytearray(length)
-        with memoryview(data) as view:
-            start = 0
-            while start < length:
-                async with asyncio.timeout(STALL_TIMEOUT):
-                    piece = await self._reader.read(min(CHUNK, length - start))
-                if not piece:
-                    raise EOFError(f"the stream ended after {start} of {length} bytes")
-                view[start : start + len(piece)] = piece
-                start += len(piece)
-                await throttle.take(len(piece))
+        async for _ in self._filled(data):
+            pass
         return data
 
     async def answer_frame(self, is_taken: bool) -> None:
@@ -165,27 +163,15 @@ class Channel:
     async def send_data(self, data: Buffer) -> bytes:
         """Write all of it; returns its digest."""
         hasher = blake3()
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), CHUNK):
-            chunk = view[start : start + CHUNK]
-            hasher.update(chunk)
-            self._writer.write(chunk)
-            await self._flush()
+        async for piece in self._written(data):
+            hasher.update(piece)
         return hasher.digest()
 
     async def read_data(self, buffer: bytearray | memoryview) -> bytes:
         """Fill the buffer; returns the digest of what is in it."""
         hasher = blake3()
-        with memoryview(buffer) as whole, whole.cast("B") as view:
-            start = 0
-            while start < len(view):
-                async with asyncio.timeout(STALL_TIMEOUT):
-                    chunk = await self._reader.read(min(CHUNK, len(view) - start))
-                if not chunk:
-                    raise EOFError(f"the stream ended after {start} of {len(view)} bytes")
-                view[start : start + len(chunk)] = chunk
-                hasher.update(chunk)
-                start += len(chunk)
+        async for piece in self._filled(buffer):
+            hasher.update(piece)
         return hasher.digest()
 
     async def send_digest(self, digest: bytes) -> None:
@@ -207,6 +193,30 @@ class Channel:
 
     def close(self) -> None:
         self._writer.close()
+
+    async def _written(self, data: Buffer) -> AsyncIterator[memoryview]:
+        """Write all of it, piece by piece."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE):
+            piece = view[start : start + PIECE]
+            await self._upload.take(len(piece))
+            self._writer.write(piece)
+            await self._flush()
+            yield piece
+
+    async def _filled(self, buffer: bytearray | memoryview) -> AsyncIterator[bytes]:
+        """Fill the buffer, piece by piece."""
+        with memoryview(buffer) as whole, whole.cast("B") as view:
+            start = 0
+            while start < len(view):
+                async with asyncio.timeout(STALL_TIMEOUT):
+                    piece = await self._reader.read(min(PIECE, len(view) - start))
+                if not piece:
+                    raise EOFError(f"the stream ended after {start} of {len(view)} bytes")
+                view[start : start + len(piece)] = piece
+                start += len(piece)
+                await self._download.take(len(piece))
+                yield piece
 
     async def _read(self, count: int) -> bytes:
         async with asyncio.timeout(STALL_TIMEOUT):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-PIECE = 1 << 16  # bytes that are let through at once
+PIECE = 1 << 18  # bytes that are let through at once
 BURST = 0.05  # seconds' worth that may be saved up
 WINDOW = 0.5  # seconds over which a rate is taken
 ROUNDS = 5  # rounds whose best rate counts: links get slower, too
@@ -20,6 +20,12 @@ class Caps:
 
     upload: float | None = None
     download: float | None = None
+
+    @classmethod
+    def of_megabits(cls, upload: float | None, download: float | None) -> Caps:
+        """From what people know of their link: megabits a second."""
+        up, down = (None if limit is None else limit * 1e6 / 8 for limit in (upload, download))
+        return cls(up, down)
 
 
 class Throttle:
@@ -39,6 +45,9 @@ class Throttle:
         self._free_at = start + count / self._rate
         if self._free_at > now:
             await asyncio.sleep(self._free_at - now)
+
+
+UNLIMITED = Throttle(None)
 
 
 class RateMeter:

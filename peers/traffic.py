@@ -25,7 +25,7 @@ from peers.log import MEMBER_LIMIT
 from peers.messages import Attempt
 from peers.peer import Peer
 from peers.streams import Channel, PeerUnreachableError, RefusalError
-from peers.throttle import Caps, RateMeter, Throttle
+from peers.throttle import RateMeter
 from peers.wire import Count, PeerId, Value, ValueT, WireError, pack, unpack
 from peers.workload import BadBlocksError, Workload
 
@@ -71,14 +71,12 @@ class Traffic:
         workload: Workload,
         buffers: PayloadBuffers,
         host: Host,
-        caps: Caps,
     ) -> None:
         self._peer = peer
         self._transport = transport
         self._workload = workload
         self._buffers = buffers
         self._host = host
-        self._upload, self._download = Throttle(caps.upload), Throttle(caps.download)
         self._sent, self._received = RateMeter(), RateMeter()
         self._round: Attempt | None = None
         self._queues: dict[str, asyncio.Queue[SendChunk]] = {}
@@ -137,7 +135,7 @@ class Traffic:
         sender: ChunkSender[SendChunk] | None = None
         try:
             async with self._transport.stream(to, CHUNKS) as channel:
-                sender = ChunkSender(channel, self._upload)
+                sender = ChunkSender(channel)
                 await sender.run(pack(StreamHeader(round=round)), following, self._answered)
         except PeerUnreachableError:
             unsent = [*waiting, *(sender.pending if sender else ())]
@@ -170,7 +168,7 @@ class Traffic:
         task = asyncio.current_task()
         assert task is not None
         try:
-            await receive_chunks(channel, self._admit, self._expect, self._arrived, self._download)
+            await receive_chunks(channel, self._admit, self._expect, self._arrived)
         finally:
             self._receivers.pop(task, None)
 

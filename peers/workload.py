@@ -34,7 +34,8 @@ class Workload(Protocol):
     """The state machine that the log drives: theta, momentum and the worker behind them.
 
     A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
-    momentum and may run beside anything, `snapshot` beside `train` and `reduce`; other calls are never concurrent.
+    momentum and may run beside anything, `snapshot` beside `train` and `reduce`, and `apply` beside `train` once it has
+    reported progress; other calls are never concurrent.
     """
 
     @property
@@ -51,7 +52,7 @@ class Workload(Protocol):
         their order. Cancelling stops the worker within an inner step."""
 
     async def contribution(self) -> bytes:
-        """The quantized pseudo-gradient theta - local, a whole payload."""
+        """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local."""
 
     async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
         """Average checked blocks from `first_block` on: in fp32, in this order, weighted by tokens; quantized once.
@@ -62,8 +63,11 @@ class Workload(Protocol):
     def check(self, blocks: Blocks, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes."""
 
-    async def apply(self, payload: Blocks) -> bytes:
-        """The outer step from the payload's bytes, whole or not at all. Returns the new state digest (32 bytes)."""
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
+        """The outer step from the payload's bytes, whole or not at all. Returns the new state digest (32 bytes).
+
+        With `keeps_work`, what is being trained, or has been, goes on counting from the theta that it began with.
+        """
 
     async def state_digest(self) -> bytes:
         """Digest (32 bytes) of theta and momentum, the same on every peer at one log position."""

@@ -18,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from opendiloco.cli import main
 from opendiloco.cli.exit_codes import EXIT_CODES
 from opendiloco.config import RunConfig
+from peers.states import diagram
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -206,3 +207,7 @@ def test_bootstrap_image_has_all_that_a_bootstrap_node_imports() -> None:
     imported = {normal(name) for name in done.stdout.split()} - {"diloco-peer"}
     assert {"hivemind", "idna", "netaddr"} <= imported
     assert imported <= pins(ROOT / "docker" / "bootstrap-requirements.txt").keys()
+
+
+def test_diagram_is_that_of_the_table() -> None:
+    assert f"```mermaid\n{diagram()}\n```" in (ROOT / "docs/protocol.md").read_text()

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, announce_option, initial_peers_option, listen_option, parse_run, run_option
+from opendiloco.cli.options import (
+    FILE,
+    announce_option,
+    initial_peers_option,
+    limit_option,
+    listen_option,
+    parse_run,
+    run_option,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +47,8 @@ THIS_MACHINE = "this machine"
     metavar="FOLDER",
     help="Train on the text in this folder. Must be given when the run's data.source is a local folder.",
 )
+@limit_option("upload", "Send")
+@limit_option("download", "Receive")
 @click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
 @click.option(
     "--metrics-port",
@@ -58,6 +68,8 @@ def command(
     device: str,
     threads: int,
     data: Path | None,
+    upload_limit: float | None,
+    download_limit: float | None,
     journal: Path | None,
     metrics_port: int | None,
     plain: bool,
@@ -69,6 +81,7 @@ def command(
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected, volunteering
     from peers.metrics import serve_metrics
+    from peers.throttle import Caps
 
     console = None if plain or not sys.stdout.isatty() else start_console(log)
     if console is None:
@@ -80,6 +93,7 @@ def command(
 
     async def main(interrupts: Interrupts) -> None:
         async with connected(key, invite.addresses, listen, announce) as transport:
+            transport.cap(Caps.of_megabits(upload_limit, download_limit))
             found = (await find_run(transport, invite.run_id)).with_data(data)
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             async with volunteering(found, key, transport, device, threads) as volunteer:

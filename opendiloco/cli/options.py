@@ -51,6 +51,15 @@ def announce_option(command: Command) -> Command:
     )(command)
 
 
+def limit_option(direction: str, verb: str) -> Callable[[Command], Command]:
+    return click.option(
+        f"--{direction}-limit",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="MBIT",
+        help=f"{verb} model data at no more than so many megabits a second.",
+    )
+
+
 def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:
     """The run and all addresses we have for it. Raises: ManifestError; UsageError when there are no addresses."""
     from peers.manifest import Invite

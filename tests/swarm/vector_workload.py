@@ -28,7 +28,7 @@ class VectorWorkload:
     def __init__(self) -> None:
         theta = np.random.default_rng(0).standard_normal(VALUES).astype(np.float32)
         self.state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.6))
-        self.local = theta.copy()
+        self.base = self.local = theta.copy()
         self.may_train = asyncio.Event()
         self.may_train.set()
 
@@ -40,12 +40,13 @@ class VectorWorkload:
     ) -> Trained:
         await self.may_train.wait()
         noise = np.random.default_rng([index, samples[0].start]).standard_normal(VALUES).astype(np.float32)
-        self.local = self.state.theta + noise / np.float32(100)
+        self.base = self.state.theta.copy()
+        self.local = self.base + noise / np.float32(100)
         on_progress(Progress(steps, 1.0, 1.0))
         return Trained(samples, 8 * sample_count(samples), 1.0)
 
     async def contribution(self) -> bytes:
-        return self.codec.encode_difference(self.state.theta, self.local)
+        return self.codec.encode_difference(self.base, self.local)
 
     async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
         return self.codec.average(contributions, first_block)
@@ -53,7 +54,7 @@ class VectorWorkload:
     def check(self, blocks: Blocks, first_block: int) -> None:
         self.codec.check(blocks, first_block)
 
-    async def apply(self, payload: Blocks) -> bytes:
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
         self.state.apply(self.codec.checked(payload))
         return self.state.digest()
 
