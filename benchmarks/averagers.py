@@ -39,10 +39,8 @@ class Gloo:
     """torch.distributed's all_reduce: fp32, in the clear, by processes that must all be there to the end."""
 
     def __init__(self, tensor: torch.Tensor, rank: int, peers: int, contact: str | None) -> None:
-        from torch import distributed
-
-        self._distributed, self._peers = distributed, peers
-        self.tensor = tensor
+        self._distributed = distributed = importlib.import_module("torch.distributed")
+        self.tensor, self._peers = tensor, peers
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         port = int(contact) if contact else 0
         store = distributed.TCPStore(LOCALHOST, port, peers, contact is None, TIMEOUT, wait_for_workers=False)
@@ -72,7 +70,9 @@ class Torchft:
             contact = f"http://{LOCALHOST}:{self._lighthouse.address().rpartition(':')[2]}"
             say("listening", address=contact)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._store = torch.distributed.TCPStore(LOCALHOST, 0, 1, True, TIMEOUT, wait_for_workers=False)
+        self._store = importlib.import_module("torch.distributed").TCPStore(
+            LOCALHOST, 0, 1, True, TIMEOUT, wait_for_workers=False
+        )
         group = importlib.import_module("torchft.process_group").ProcessGroupGloo(timeout=TIMEOUT)
         self._manager = importlib.import_module("torchft.manager").Manager(
             pg=group,

@@ -9,6 +9,7 @@ moment of a round that is, nobody does.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import signal
 import statistics
@@ -66,7 +67,7 @@ class Record:
     def gaps(self) -> list[float]:
         """Seconds from one entry to the next, each from when the first peer applied it."""
         times = [self.first_at[index] for index in sorted(self.first_at)]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(times)]
 
     @property
     def stalls(self) -> list[float]:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import click
+
 Event = dict[str, Any]
 END_SECONDS = 15.0
 LOOK_SECONDS = 0.1
@@ -27,7 +29,7 @@ def say(event: str, **fields: object) -> None:
     print(json.dumps({"event": event, "time": time.monotonic(), **fields}), flush=True)
 
 
-class PeerProcessError(Exception):
+class PeerProcessError(click.ClickException):
     """A peer has ended, or is silent, where it should have answered."""
 
 
@@ -59,6 +61,10 @@ class PeerProcess:
             )
         return cls(process, log)
 
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
     def tell(self, line: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
@@ -89,7 +95,7 @@ class PeerProcess:
 
     def children(self) -> set[int]:
         """Process ids of what it has started itself."""
-        return {process for process, parent in _parents() if parent == self._process.pid}
+        return {process for process, parent in _parents() if parent == self.process_id}
 
     async def ended(self) -> None:
         await self._process.wait()
@@ -102,7 +108,7 @@ class PeerProcess:
             async with asyncio.timeout(END_SECONDS):
                 await self.ended()
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.process_id, signal.SIGKILL)
         await self.ended()
         await self._reading
 

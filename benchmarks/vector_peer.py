@@ -107,7 +107,9 @@ def memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-async def take_part(transport: HivemindTransport, identity: Identity, values: int, peers: int, pause: float | None) -> None:
+async def take_part(
+    transport: HivemindTransport, identity: Identity, values: int, peers: int, pause: float | None
+) -> None:
     """One peer's life, until standard input ends."""
     memory_before = memory("VmRSS")
     lines: asyncio.Queue[str] = asyncio.Queue()
