@@ -7,6 +7,9 @@ Ours is a whole round of int8 blocks, from ready to the outer step taken and its
 from when the first peer begins until all know that all hold the same payload. hivemind's is its averager's, once it has
 found the group; gloo's is torch.distributed's all_reduce and the division; torchft's its quorum, all_reduce and vote.
 
+"incomplete" are rounds that ended without an error, but left a peer with its own values in some places, as hivemind's do
+now and then. They are done again, and not timed.
+
 With --namespaces each of our peers runs in a network namespace of its own, and what it is compared with is the time
 that the links between them need at least.
 """
@@ -45,6 +48,7 @@ def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any
     return {
         "contender": group.contender.name,
         "peers": peers,
+        "incomplete": group.incomplete,
         "seconds": seconds,
         "exchange s": group.exchange_seconds if ours else None,
         "payload MB": payload / 1e6,

@@ -18,6 +18,7 @@ OURS, GLOO, TORCHFT = "ours, int8", "gloo, fp32", "torchft, fp32"
 HIVEMIND, HIVEMIND_FP16 = "hivemind, fp32", "hivemind, fp16"
 START_SECONDS = 120.0
 ROUND_SECONDS = 900.0
+ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Group:
     seconds: list[float] = field(default_factory=list)
     rounds: list[list[Event]] = field(default_factory=list)
     """Of each round what every peer says about it."""
+    incomplete: int = 0
+    """Rounds after which a peer held something else than the average, without an error. They are done again."""
 
     async def start(self, values: int, places: Sequence[Place], logs: Path) -> None:
         """Start a peer in each place; the first tells the others where to find it."""
@@ -71,7 +74,19 @@ class Group:
                 contact = ["--contact", (await self.peers[0].event("listening", START_SECONDS))["address"]]
 
     async def average(self, counts: bool) -> None:
-        """One round. The first only warms up, and does not count. Raises: PeerProcessError."""
+        """One round, or as many as it takes. The first only warms up, and does not count. Raises: PeerProcessError."""
+        for _ in range(ATTEMPTS):
+            seconds, said = await self._try_average()
+            if all(event.get("complete", True) for event in said):
+                break
+            self.incomplete += 1
+        else:
+            raise PeerProcessError(f"{self.contender.name}: {ATTEMPTS} rounds in a row did not make the average")
+        if counts:
+            self.seconds.append(seconds)
+            self.rounds.append(said)
+
+    async def _try_average(self) -> tuple[float, list[Event]]:
         for peer in self.peers:
             peer.tell("prepare")
         await self._all("ready", ROUND_SECONDS)
@@ -80,10 +95,8 @@ class Group:
             peer.tell("go")
         said = await self._all("averaged", ROUND_SECONDS)
         if len({event.get("state") for event in said}) > 1 or {event["peers"] for event in said} != {len(self.peers)}:
-            raise PeerProcessError(f"{self.contender.name}: not all peers made the same average: {said}")
-        if counts:
-            self.seconds.append(max(event["time"] for event in said) - start)
-            self.rounds.append(said)
+            raise PeerProcessError(f"{self.contender.name}: not all peers averaged together: {said}")
+        return max(event["time"] for event in said) - start, said
 
     async def _all(self, kind: str, seconds: float) -> list[Event]:
         return await asyncio.gather(*(peer.event(kind, seconds) for peer in self.peers))
