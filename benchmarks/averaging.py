@@ -1,14 +1,15 @@
 """How long one averaging round takes, beside everybody else's: `python -m benchmarks.averaging`.
 
-Every peer is a process of its own, on the loopback interface. All contenders' processes live side by side and take
-turns; those whose turn it is not are idle. Times are from telling all peers to go until the last of them is done.
+Every peer is a process of its own, on the loopback interface: one of ours, and one that has all other contenders in it.
+They live side by side and take turns; those whose turn it is not are idle. Times are from telling all peers to go until
+the last of them is done.
 
 Ours is a whole round of int8 blocks, from ready to the outer step taken and its state digested; "exchange" is the part
 from when the first peer begins until all know that all hold the same payload. hivemind's is its averager's, once it has
 found the group; gloo's is torch.distributed's all_reduce and the division; torchft's its quorum, all_reduce and vote.
 
-"incomplete" are rounds that ended without an error, but left a peer with its own values in some places, as hivemind's do
-now and then. They are done again, and not timed.
+"incomplete" are rounds that ended without an error, but left a peer with its own values in some places, as hivemind's
+do now and then. They are done again, and not timed.
 
 With --namespaces each of our peers runs in a network namespace of its own, and what it is compared with is the time
 that the links between them need at least.

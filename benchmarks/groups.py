@@ -19,14 +19,15 @@ HIVEMIND, HIVEMIND_FP16 = "hivemind, fp32", "hivemind, fp16"
 START_SECONDS = 120.0
 ROUND_SECONDS = 900.0
 ATTEMPTS = 5
+OUR_PEER, OTHER_PEER = "benchmarks.vector_peer", "benchmarks.averagers"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Its peers are `python -m ARGUMENTS --values … --peers … --rank …`."""
+    """`kind` is what benchmarks/averagers.py calls it; ours is none of those."""
 
     name: str
-    arguments: tuple[str, ...]
+    kind: str
     value_bytes: float
 
     def payload(self, values: int) -> int:
@@ -34,11 +35,11 @@ class Contender:
 
 
 CONTENDERS = (
-    Contender(OURS, ("benchmarks.vector_peer",), 1),
-    Contender(HIVEMIND, ("benchmarks.averagers", "hivemind-fp32"), 4),
-    Contender(HIVEMIND_FP16, ("benchmarks.averagers", "hivemind-fp16"), 2),
-    Contender(GLOO, ("benchmarks.averagers", "gloo"), 4),
-    Contender(TORCHFT, ("benchmarks.averagers", "torchft"), 4),
+    Contender(OURS, "", 1),
+    Contender(HIVEMIND, "hivemind-fp32", 4),
+    Contender(HIVEMIND_FP16, "hivemind-fp16", 2),
+    Contender(TORCHFT, "torchft", 4),
+    Contender(GLOO, "gloo", 4),
 )
 
 
@@ -55,23 +56,12 @@ class Group:
     """All peers of one contender, and the times of their rounds."""
 
     contender: Contender
-    peers: list[PeerProcess] = field(default_factory=list)
+    peers: Sequence[PeerProcess]
     seconds: list[float] = field(default_factory=list)
     rounds: list[list[Event]] = field(default_factory=list)
     """Of each round what every peer says about it."""
     incomplete: int = 0
     """Rounds after which a peer held something else than the average, without an error. They are done again."""
-
-    async def start(self, values: int, places: Sequence[Place], logs: Path) -> None:
-        """Start a peer in each place; the first tells the others where to find it."""
-        contact: list[object] = []
-        for rank, place in enumerate(places):
-            arguments = [*self.contender.arguments, "--values", values, "--peers", len(places)]
-            arguments += place.arguments if self.contender.name == OURS else ["--rank", rank]
-            log = logs / f"{self.contender.name.replace(', ', '-')}-{len(places)}-{rank}.log"
-            self.peers.append(await PeerProcess.start([*arguments, *contact], log, place.prefix))
-            if not contact:
-                contact = ["--contact", (await self.peers[0].event("listening", START_SECONDS))["address"]]
 
     async def average(self, counts: bool) -> None:
         """One round, or as many as it takes. The first only warms up, and does not count. Raises: PeerProcessError."""
@@ -88,7 +78,7 @@ class Group:
 
     async def _try_average(self) -> tuple[float, list[Event]]:
         for peer in self.peers:
-            peer.tell("prepare")
+            peer.tell(f"prepare {self.contender.kind}".strip())
         await self._all("ready", ROUND_SECONDS)
         start = time.monotonic()
         for peer in self.peers:
@@ -100,9 +90,6 @@ class Group:
 
     async def _all(self, kind: str, seconds: float) -> list[Event]:
         return await asyncio.gather(*(peer.event(kind, seconds) for peer in self.peers))
-
-    async def end(self) -> None:
-        await asyncio.gather(*(peer.end() for peer in self.peers))
 
     @property
     def exchange_seconds(self) -> float:
@@ -126,13 +113,37 @@ def sent_bytes(payload: int, peers: int) -> float:
 
 async def measure(names: Sequence[str], values: int, places: Sequence[Place], repetitions: int) -> dict[str, Group]:
     """All contenders' rounds, interleaved."""
-    groups = {contender.name: Group(contender) for contender in CONTENDERS if contender.name in names}
+    contenders = [contender for contender in CONTENDERS if contender.name in names]
+    others = [contender.kind for contender in contenders if contender.kind]
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="averaging-")))
-        for group in groups.values():
-            stack.push_async_callback(group.end)
-            await group.start(values, places, logs)
+        sizes = ["--values", values, "--peers", len(places)]
+        peers = await start_peers(stack, [[OUR_PEER, *sizes, *place.arguments] for place in places], places, logs)
+        groups = {OURS: Group(contenders[0], peers)}
+        if others:
+            commands = [[OTHER_PEER, *others, *sizes, "--rank", rank] for rank in range(len(places))]
+            peers = await start_peers(stack, commands, places, logs)
+            groups |= {contender.name: Group(contender, peers) for contender in contenders if contender.kind}
         for turn in range(repetitions + 1):
             for group in groups.values():
                 await group.average(counts=turn > 0)
     return groups
+
+
+async def start_peers(
+    stack: AsyncExitStack, commands: Sequence[Sequence[object]], places: Sequence[Place], logs: Path
+) -> list[PeerProcess]:
+    """A peer in each place; the first tells the others where to find it. They end with the stack, all at once."""
+    peers: list[PeerProcess] = []
+
+    async def end() -> None:
+        await asyncio.gather(*(peer.end() for peer in peers))
+
+    stack.push_async_callback(end)
+    contact: list[object] = []
+    for rank, (command, place) in enumerate(zip(commands, places, strict=True)):
+        log = logs / f"{command[0]}-{rank}.log"
+        peers.append(await PeerProcess.start([*command, *contact], log, place.prefix))
+        if not contact:
+            contact = ["--contact", (await peers[0].event("listening", START_SECONDS))["address"]]
+    return peers
