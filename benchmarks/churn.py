@@ -177,12 +177,19 @@ class Churn:
         self.stops += 1
         await victim.stop_for(seconds)
 
+    async def tidy_up(self) -> None:
+        """What killed peers left behind: daemons, which end by themselves, and sockets, which need to be removed."""
+        if left := await gone(self.orphans, SETTLE_SECONDS):
+            click.echo(f"processes left behind: {sorted(left)}", err=True)
+        sweep_sockets()
+
 
 async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, Record]:
     """Raises: TimeoutError when the peers do not even begin. Leaves no process behind."""
     record = Record()
     churn = Churn([], random.Random(seed))
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(churn.tidy_up)
         bootstrap = await HivemindTransport.create(Identity.generate(), (), LOCAL)
         stack.push_async_callback(bootstrap.close)
         for number in range(peers):
@@ -196,9 +203,6 @@ async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[
         async with asyncio.timeout(START_SECONDS):
             await asyncio.gather(*(one.at_work.wait() for one in churn.volunteers))
         await churn.go_on(seconds)
-    if left := await gone(churn.orphans, SETTLE_SECONDS):
-        click.echo(f"processes left behind: {sorted(left)}", err=True)
-    sweep_sockets()
     return churn, record
 
 
