@@ -1,0 +1,228 @@
+"""One peer of what else averages vectors: `python -m benchmarks.averagers`, started by benchmarks/averaging.py.
+
+Lines on standard input say what to do: "prepare KIND" (everything that is not averaging: new values, and hivemind's
+search for a group), then "go". The answers are "ready" and "averaged", see `benchmarks.processes`. All kinds work on
+the same tensor, which saves memory: those that do not average at the moment need none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import click
+import torch
+
+from benchmarks.processes import say
+
+LOCALHOST = "127.0.0.1"
+TIMEOUT = timedelta(minutes=10)
+MATCHMAKING_SECONDS = 120.0
+LOOK_SECONDS = 0.01
+COMPRESSIONS = {"hivemind-fp32": "NoCompression", "hivemind-fp16": "Float16Compression"}
+
+
+class Averager(Protocol):
+    """Averages one tensor with its peers."""
+
+    def prepare(self) -> None: ...
+    def average(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Meeting:
+    """Where the peers learn each other's addresses: a TCPStore of torch's at the first one's."""
+
+    def __init__(self, rank: int, peers: int, contact: str | None) -> None:
+        self.rank, self.peers = rank, peers
+        self.store = new_store(int(contact) if contact else 0, peers, is_master=contact is None)
+        if contact is None:
+            say("listening", address=self.store.port)
+
+    def exchange(self, what: str, address: str | None) -> str:
+        """What the first peer, which has an address, tells all others."""
+        if address is not None:
+            self.store.set(what, address)
+        return str(self.store.get(what).decode())
+
+
+def new_store(port: int, peers: int, is_master: bool) -> Any:
+    distributed = importlib.import_module("torch.distributed")
+    return distributed.TCPStore(LOCALHOST, port, peers, is_master, TIMEOUT, wait_for_workers=False)
+
+
+class Gloo:
+    """torch.distributed's all_reduce: fp32, in the clear, by processes that must all be there to the end."""
+
+    def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
+        self._tensor, self._peers = tensor, meeting.peers
+        self._distributed = importlib.import_module("torch.distributed")
+        self._distributed.init_process_group(
+            "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.peers, timeout=TIMEOUT
+        )
+
+    def prepare(self) -> None: ...
+
+    def average(self) -> None:
+        self._distributed.all_reduce(self._tensor)
+        self._tensor /= self._peers
+
+    def close(self) -> None:
+        self._distributed.destroy_process_group()
+
+
+class Torchft:
+    """torchft's fault-tolerant all_reduce on gloo, from joining the quorum to the vote on committing."""
+
+    def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
+        self._tensor = tensor
+        lighthouse_server = importlib.import_module("torchft._torchft").LighthouseServer
+        self._lighthouse: Any = None
+        address = None
+        if meeting.rank == 0:
+            self._lighthouse = lighthouse_server(bind=f"{LOCALHOST}:0", min_replicas=meeting.peers)
+            address = f"http://{LOCALHOST}:{self._lighthouse.address().rpartition(':')[2]}"
+        self._store = new_store(0, 1, is_master=True)
+        self._manager = importlib.import_module("torchft.manager").Manager(
+            pg=importlib.import_module("torchft.process_group").ProcessGroupGloo(timeout=TIMEOUT),
+            load_state_dict=lambda state: None,
+            state_dict=dict,
+            min_replica_size=meeting.peers,
+            use_async_quorum=False,
+            timeout=TIMEOUT,
+            quorum_timeout=TIMEOUT,
+            rank=0,
+            world_size=1,
+            store_addr=LOCALHOST,
+            store_port=self._store.port,
+            lighthouse_addr=meeting.exchange("torchft", address),
+            replica_id=f"replica_{meeting.rank}",
+            hostname=LOCALHOST,
+            init_sync=False,
+        )
+
+    def prepare(self) -> None: ...
+
+    def average(self) -> None:
+        self._manager.start_quorum()
+        self._manager.allreduce(self._tensor).wait()
+        if not self._manager.should_commit():
+            raise RuntimeError("torchft's replicas voted against this round")
+
+    def close(self) -> None:
+        self._manager.shutdown(wait=False)
+        if self._lighthouse:
+            self._lighthouse.shutdown()
+
+
+class Hivemind:
+    """hivemind's averager in one fixed group. The group is found while we prepare, and triggered on "go"."""
+
+    def __init__(self, tensor: torch.Tensor, meeting: Meeting, kind: str) -> None:
+        # As it is, files stay behind in /dev/shm when it does not end properly. It reads this when it is imported.
+        os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"
+        import hivemind
+        import hivemind.compression
+
+        # Its clients' sockets stay behind in /tmp when they end; ours are where temporary files are removed.
+        hivemind.p2p.P2P._UNIX_SOCKET_PREFIX = f"/unix{tempfile.gettempdir()}/hivemind-"
+        self._peers = meeting.peers
+        self._dht = hivemind.DHT(
+            initial_peers=[] if meeting.rank == 0 else [meeting.exchange(kind, None)],
+            host_maddrs=[f"/ip4/{LOCALHOST}/tcp/0"],
+            use_relay=False,
+            use_auto_relay=False,
+            start=True,
+        )
+        if meeting.rank == 0:
+            meeting.exchange(kind, str(self._dht.get_visible_maddrs()[0]))
+        self._averager = hivemind.averaging.DecentralizedAverager(
+            [tensor],
+            self._dht,
+            prefix="benchmark",
+            target_group_size=meeting.peers,
+            min_group_size=meeting.peers,
+            initial_group_bits="",
+            compression=getattr(hivemind.compression, COMPRESSIONS[kind])(),
+            start=True,
+        )
+        self._awaiting = hivemind.averaging.control.AveragingStage.AWAITING_TRIGGER
+        self._step: Any = None
+
+    def prepare(self) -> None:
+        self._step = self._averager.step(wait=False, require_trigger=True, timeout=MATCHMAKING_SECONDS)
+        while self._step.stage != self._awaiting:
+            if self._step.done():
+                self._step.result()
+                raise RuntimeError("hivemind averaged before it was told to")
+            time.sleep(LOOK_SECONDS)
+
+    def average(self) -> None:
+        self._step.allow_allreduce()
+        gathered = self._step.result()
+        if len(gathered) != self._peers:
+            raise RuntimeError(f"hivemind averaged {len(gathered)} peers")
+
+    def close(self) -> None:
+        self._averager.shutdown()
+        self._dht.shutdown()
+
+
+def start(kind: str, tensor: torch.Tensor, meeting: Meeting) -> Averager:
+    match kind:
+        case "gloo":
+            return Gloo(tensor, meeting)
+        case "torchft":
+            return Torchft(tensor, meeting)
+        case _:
+            return Hivemind(tensor, meeting, kind)
+
+
+def is_average(tensor: torch.Tensor, peers: int) -> bool:
+    """Whether every place holds the average of all peers' ranks, which they had there."""
+    expected = (peers - 1) / 2
+    return max(abs(float(tensor.min()) - expected), abs(float(tensor.max()) - expected)) < 1e-3
+
+
+def serve(averagers: Mapping[str, Averager], tensor: torch.Tensor, meeting: Meeting) -> None:
+    """Do what we are told until standard input ends."""
+    for line in sys.stdin:
+        command, *kinds = line.split()
+        if command == "prepare":
+            averager = averagers[kinds[0]]
+            tensor.fill_(meeting.rank)
+            averager.prepare()
+            say("ready")
+        else:
+            averager.average()
+            done_at = time.monotonic()
+            say("averaged", time=done_at, peers=meeting.peers, complete=is_average(tensor, meeting.peers))
+
+
+@click.command(help=__doc__)
+@click.argument("kinds", nargs=-1)
+@click.option("--values", type=int, required=True)
+@click.option("--peers", type=int, required=True)
+@click.option("--rank", type=int, required=True)
+@click.option("--contact", help="What the first peer said where it listens.")
+def main(kinds: Sequence[str], values: int, peers: int, rank: int, contact: str | None) -> None:
+    torch.set_num_threads(1)  # there are more processes than cores: it makes them all faster
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    tensor = torch.zeros(values)
+    meeting = Meeting(rank, peers, contact)
+    averagers = {kind: start(kind, tensor, meeting) for kind in kinds}
+    try:
+        serve(averagers, tensor, meeting)
+    finally:
+        for averager in averagers.values():
+            averager.close()
+
+
+if __name__ == "__main__":
+    main()

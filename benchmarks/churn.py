@@ -1,0 +1,246 @@
+"""Whether peers agree while they are killed, stopped and started again: `python -m benchmarks.churn`.
+
+Real processes with a vector of 5,000 values in a model's place. At random moments one is killed (SIGKILL), to be
+started again after a while with the same identity and nothing else, or stopped for some seconds (SIGSTOP, SIGCONT). A
+majority is always at work: running, and in a round since it came back. The seed decides what happens when; which
+moment of a round that is, nobody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.processes import Event, PeerProcess, gone
+from benchmarks.reporting import Bar, report
+from peers.hivemind_daemon import sweep_sockets
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+
+VALUES = 5_000
+TRAINING_SECONDS = 0.5
+BETWEEN_FAULTS = 4.0  # seconds, on average
+STOPPED = (0.5, 8.0)  # seconds
+DOWN = (0.5, 15.0)
+SHARE_OF_STOPS = 0.3
+START_SECONDS = 120.0
+SETTLE_SECONDS = 15.0
+LOCAL = ("/ip4/127.0.0.1/tcp/0",)
+
+
+@dataclass
+class Record:
+    """What all peers said of the entries that they applied."""
+
+    heads: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    states: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    first_at: dict[int, float] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        index, when = int(event["index"]), float(event["time"])
+        self.heads[index].add(event["head"])
+        self.states[index].add(event["state"])
+        self.first_at[index] = min(when, self.first_at.get(index, when))
+
+    @property
+    def rounds(self) -> int:
+        return max(self.heads, default=-1) + 1
+
+    @property
+    def divergences(self) -> list[int]:
+        """Indices at which not all entries, or not all states after them, are the same."""
+        return [index for index in sorted(self.heads) if len(self.heads[index]) > 1 or len(self.states[index]) > 1]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds from one entry to the next, each from when the first peer applied it."""
+        times = [self.first_at[index] for index in sorted(self.first_at)]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    @property
+    def stalls(self) -> list[float]:
+        """The gaps of more than three times the median."""
+        return [gap for gap in self.gaps if gap > 3 * statistics.median(self.gaps)]
+
+
+@dataclass
+class Volunteer:
+    """A peer that dies and comes back as itself."""
+
+    name: str
+    arguments: list[object]
+    log: Path
+    record: Record
+    process: PeerProcess | None = None
+    is_stopped: bool = False
+    at_work: asyncio.Event = field(default_factory=asyncio.Event)
+    failures: int = 0
+    _listening: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.process is not None and not self.is_stopped and self.at_work.is_set()
+
+    async def start(self) -> None:
+        self.process = await PeerProcess.start(self.arguments, self.log)
+        self._listening = asyncio.create_task(self._listen(self.process))
+
+    async def kill(self) -> set[int]:
+        """Returns what it leaves behind: the process ids of its children, which have to notice by themselves."""
+        assert self.process is not None
+        process, self.process = self.process, None
+        self.at_work.clear()
+        children = process.children()
+        process.send_signal(signal.SIGKILL)
+        await process.end()
+        return children
+
+    async def stop_for(self, seconds: float) -> None:
+        assert self.process is not None
+        self.is_stopped = True
+        self.at_work.clear()
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+            self.is_stopped = False
+
+    async def _listen(self, process: PeerProcess) -> None:
+        while event := await process.next_event():
+            if event["event"] == "averaged":
+                self.record.add(event)
+                if not self.is_stopped:
+                    self.at_work.set()
+        if self.process is process:  # nobody killed it
+            self.failures += 1
+            click.echo(f"{self.name} ended by itself: {process.last_words()}", err=True)
+
+    async def end(self) -> None:
+        if self.process is not None:
+            process, self.process = self.process, None
+            await process.end()
+        if self._listening is not None:
+            await self._listening
+
+
+@dataclass
+class Churn:
+    """The faults, drawn from one seed."""
+
+    volunteers: list[Volunteer]
+    random: random.Random
+    kills: int = 0
+    stops: int = 0
+    orphans: set[int] = field(default_factory=set)
+
+    async def go_on(self, seconds: float) -> None:
+        """One fault after another; each is over when it is over."""
+        deadline = time.monotonic() + seconds
+        async with asyncio.TaskGroup() as faults:
+            while (pause := self.random.expovariate(1 / BETWEEN_FAULTS)) < deadline - time.monotonic():
+                await asyncio.sleep(pause)
+                is_stop, victim = self.random.random() < SHARE_OF_STOPS, self._victim()
+                lasts = self.random.uniform(*(STOPPED if is_stop else DOWN))
+                if victim is not None:
+                    faults.create_task(self._stop(victim, lasts) if is_stop else self._kill(victim, lasts))
+                    await asyncio.sleep(0)  # let it begin: the next victim is chosen by who is up
+            await asyncio.sleep(max(0.0, deadline - time.monotonic()))
+
+    def _victim(self) -> Volunteer | None:
+        """Anybody who runs, if a majority is at work without it."""
+        chosen = self.random.choice(self.volunteers)
+        if chosen.process is None or chosen.is_stopped:
+            return None
+        others = sum(one.is_up for one in self.volunteers if one is not chosen)
+        return chosen if 2 * others > len(self.volunteers) else None
+
+    async def _kill(self, victim: Volunteer, seconds: float) -> None:
+        self.kills += 1
+        self.orphans |= await victim.kill()
+        await asyncio.sleep(seconds)
+        await victim.start()
+
+    async def _stop(self, victim: Volunteer, seconds: float) -> None:
+        self.stops += 1
+        await victim.stop_for(seconds)
+
+    async def tidy_up(self) -> None:
+        """What killed peers left behind: daemons, which end by themselves, and sockets, which need to be removed."""
+        if left := await gone(self.orphans, SETTLE_SECONDS):
+            click.echo(f"processes left behind: {sorted(left)}", err=True)
+        sweep_sockets()
+
+
+async def measure(seconds: float, peers: int, seed: int, folder: Path) -> tuple[Churn, Record]:
+    """Raises: TimeoutError when the peers do not even begin. Leaves no process behind."""
+    record = Record()
+    churn = Churn([], random.Random(seed))
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(churn.tidy_up)
+        bootstrap = await HivemindTransport.create(Identity.generate(), (), LOCAL)
+        stack.push_async_callback(bootstrap.close)
+        for number in range(peers):
+            arguments: list[object] = ["benchmarks.vector_peer", "--values", VALUES, "--peers", peers]
+            arguments += ["--pause", TRAINING_SECONDS, "--contact", bootstrap.addresses[0]]
+            arguments += ["--identity", folder / f"{number}.pem"]
+            volunteer = Volunteer(f"peer {number}", arguments, folder / f"{number}.log", record)
+            churn.volunteers.append(volunteer)
+            stack.push_async_callback(volunteer.end)
+            await volunteer.start()
+        async with asyncio.timeout(START_SECONDS):
+            await asyncio.gather(*(one.at_work.wait() for one in churn.volunteers))
+        await churn.go_on(seconds)
+    return churn, record
+
+
+def figures(churn: Churn, record: Record) -> dict[str, Any]:
+    gaps, stalls = record.gaps, record.stalls
+    return {
+        "kills": churn.kills,
+        "stops": churn.stops,
+        "peers that ended by themselves": sum(one.failures for one in churn.volunteers),
+        "rounds": record.rounds,
+        "median seconds from one to the next": statistics.median(gaps) if gaps else None,
+        "stalls: over three times the median": len(stalls),
+        "seconds in stalls": sum(stalls),
+        "longest seconds from one to the next": max(gaps, default=None),
+        "divergences": len(record.divergences),
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--minutes", default=10.0, show_default=True, help="How long peers die and come back.")
+@click.option("--peers", default=6, show_default=True, type=click.IntRange(min=3), help="How many there are.")
+@click.option("--seed", default=1, show_default=True, help="Decides what happens when.")
+@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep what the peers log in here.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+def main(minutes: float, peers: int, seed: int, logs: Path | None, json_file: Path | None) -> None:
+    with tempfile.TemporaryDirectory(prefix="churn-") as temporary:
+        folder = logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        churn, record = asyncio.run(measure(minutes * 60, peers, seed, folder))
+    for index in record.divergences:
+        click.echo(f"entry {index}: heads {record.heads[index]}, states {record.states[index]}", err=True)
+    rows = [{"what": what, "figure": figure} for what, figure in figures(churn, record).items()]
+    bars = [
+        Bar("1 / (1 + divergences)", 1 / (1 + len(record.divergences)), 1.0),
+        Bar("rounds", float(record.rounds), 1.0),
+    ]
+    report(f"churn: {peers} peers, {minutes:g} minutes, seed {seed}", rows, bars, json_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Peers as processes of their own: they are told what to do by lines, and answer with one JSON object a line.
+
+`say` is a peer's side. A peer ends when its standard input does, so that none outlives whoever started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+Event = dict[str, Any]
+END_SECONDS = 15.0
+LOOK_SECONDS = 0.1
+LOG_LINES = 5
+
+
+def say(event: str, **fields: object) -> None:
+    """Tell whoever started us. `time` is the clock that all processes of a machine share."""
+    print(json.dumps({"event": event, "time": time.monotonic(), **fields}), flush=True)
+
+
+class PeerProcessError(click.ClickException):
+    """A peer has ended, or is silent, where it should have answered."""
+
+
+class PeerProcess:
+    """One peer. Made by `start`; `end` ends it, politely if it can be."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self._log = log
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, arguments: Sequence[object], log: Path, prefix: Sequence[str] = ()) -> PeerProcess:
+        """`python -m ARGUMENTS…`, behind a prefix such as another command that runs it; `log` is for its stderr.
+
+        It leads a process group, with which whatever it has forked can be ended. Its temporary files lie beside the
+        log, to be removed with it if it is killed.
+        """
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(log.parent)}
+        with log.open("ab") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *[*prefix, sys.executable, "-P", "-m", *map(str, arguments)],
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+        return cls(process, log)
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+
+    async def next_event(self) -> Event | None:
+        """None once it has ended."""
+        return await self._events.get()
+
+    async def event(self, kind: str, seconds: float) -> Event:
+        """The next event of a kind; others before it are passed over. Raises: PeerProcessError."""
+        try:
+            async with asyncio.timeout(seconds):
+                while event := await self.next_event():
+                    if event["event"] == kind:
+                        return event
+        except TimeoutError:
+            raise PeerProcessError(f"no {kind!r} in {seconds:.0f} s: {self.last_words()}") from None
+        raise PeerProcessError(f"it ended before {kind!r}: {self.last_words()}")
+
+    def last_words(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return f"{self._log.name}: " + (" | ".join(lines[-LOG_LINES:]) or "it said nothing")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the process alone, not to what it has started."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def children(self) -> set[int]:
+        """Process ids of what it has started itself."""
+        return {process for process, parent in _parents() if parent == self.process_id}
+
+    async def ended(self) -> None:
+        await self._process.wait()
+
+    async def end(self) -> None:
+        """Let it end by itself, for a while; then end what is left of its process group."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self.ended()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process_id, signal.SIGKILL)
+        await self.ended()
+        await self._reading
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            with suppress(ValueError):  # a line of some library's, or the beginning of one of a peer that was killed
+                self._events.put_nowait(json.loads(line))
+        self._events.put_nowait(None)
+
+
+async def gone(processes: set[int], seconds: float) -> set[int]:
+    """Wait until these have ended, whosever children they are; returns those that have not."""
+    deadline = time.monotonic() + seconds
+    while (left := processes & {process for process, _ in _parents()}) and time.monotonic() < deadline:
+        await asyncio.sleep(LOOK_SECONDS)
+    return left
+
+
+def _parents() -> list[tuple[int, int]]:
+    """Every process that lives, with its parent."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+        if state != "Z":
+            found.append((int(folder.name), int(parent)))
+    return found

@@ -1,0 +1,101 @@
+"""A round of ours between network namespaces, beside what their links allow; part of benchmarks/averaging.py.
+
+The namespaces are there already, each with one address, joined by whatever shapes links. What a link carries is
+measured by iperf3 in the same run: nobody can average faster than every peer sends 2 (n - 1) / n payloads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.groups import OURS, Group, Place, measure, sent_bytes
+from benchmarks.reporting import Bar, report
+from opendiloco.kernels import INT8
+
+IPERF_SECONDS, IPERF_WARM_UP = 5, 2
+
+
+def address_of(namespace: str) -> str:
+    """Its first IPv4 address that is not the loopback's."""
+    interfaces = json.loads(_output("ip", "-n", namespace, "-json", "addr"))
+    for interface in interfaces:
+        for address in interface["addr_info"]:
+            if address["family"] == "inet" and address["scope"] != "host":
+                return str(address["local"])
+    raise click.ClickException(f"the network namespace {namespace} has no IPv4 address")
+
+
+def link_bytes_per_second(sender: str, receiver: str) -> float:
+    """What iperf3 gets from one namespace to another over one TCP connection, once it is up to speed."""
+    server = subprocess.Popen(
+        ["ip", "netns", "exec", receiver, "iperf3", "--server", "--one-off", "--forceflush"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        if not any("listening" in line for line in server.stdout):
+            raise click.ClickException(f"iperf3 cannot listen in the network namespace {receiver}")
+        seconds = ["--time", str(IPERF_SECONDS), "--omit", str(IPERF_WARM_UP)]
+        client = ["ip", "netns", "exec", sender, "iperf3", "--client", address_of(receiver), "--json", *seconds]
+        return float(json.loads(_output(*client))["end"]["sum_received"]["bits_per_second"]) / 8
+    finally:
+        server.kill()
+        server.wait()
+
+
+def slowest_link(namespaces: Sequence[str]) -> float:
+    """Bytes a second of the slowest of the links from each namespace to the next."""
+    following = [*namespaces[1:], namespaces[0]]
+    return min(link_bytes_per_second(sender, receiver) for sender, receiver in zip(namespaces, following, strict=True))
+
+
+def row_of(group: Group, payload: int, link: float) -> dict[str, Any]:
+    """One line of the table."""
+    peers, seconds = len(group.peers), statistics.median(group.seconds)
+    bound = sent_bytes(payload, peers) / link
+    return {
+        "contender": OURS,
+        "peers": peers,
+        "seconds": seconds,
+        "exchange s": group.exchange_seconds,
+        "payload MB": payload / 1e6,
+        "sent MB": sent_bytes(payload, peers) / 1e6,
+        "link Mbit/s": link * 8 / 1e6,
+        "bound s": bound,
+        "of the bound": bound / seconds,
+    }
+
+
+def run(values: int, namespaces: Sequence[str], repetitions: int, json_file: Path | None) -> None:
+    """Measure and report; does nothing where iperf3 is missing."""
+    if shutil.which("iperf3") is None:
+        click.echo("iperf3 is not installed: nothing to compare a round on these links with, so it is not measured")
+        return
+    link = slowest_link(namespaces)
+    places = [
+        Place(("ip", "netns", "exec", namespace), ("--listen", f"/ip4/{address_of(namespace)}/tcp/0"))
+        for namespace in namespaces
+    ]
+    groups = asyncio.run(measure([OURS], values, places, repetitions))
+    row = row_of(groups[OURS], INT8.payload_size(values), link)
+    bars = [Bar(f"bound / ours, {len(namespaces)} peers", row["of the bound"], 0.85)]
+    report(
+        f"averaging {values / 1e6:g} M fp32 values over shaped links, median of {repetitions}", [row], bars, json_file
+    )
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise click.ClickException(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout

@@ -1,0 +1,179 @@
+"""One of our peers without a model: `python -m benchmarks.vector_peer`, started by the benchmarks.
+
+Everything is as in a volunteer's machine (driver, transport, codec, outer step), but for the worker: it adds noise to
+theta. With --pause it takes that long to do so; without, it is told when by lines on its standard input: "prepare", and
+then "go". Every entry that is applied is a line, see `benchmarks.processes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy as np
+
+from benchmarks.processes import say
+from opendiloco import config
+from opendiloco.config import RunConfig
+from opendiloco.local_workload import LocalWorkload
+from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
+from opendiloco.worker_process import WorkerProcess
+from peers.driver import Driver
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.leases import SampleRange, sample_count
+from peers.log import Header
+from peers.settings import RunSettings, Timing
+from peers.wire import digest_of
+from peers.workload import Progress, Trained
+
+TOKENS_PER_SAMPLE = 8
+CHUNK = 1 << 20
+GATED_TIMING = Timing(heartbeat=1.0, heartbeat_expiry=30.0, grace=30.0, round_timeout=600.0, partition_grace=3600.0)
+CHURN_TIMING = Timing(
+    heartbeat=0.5, heartbeat_expiry=3.0, grace=3.0, round_timeout=10.0, partition_grace=60.0, resend=0.25, leave=5.0
+)
+
+
+class VectorWorker(WorkerProcess):
+    """Stands in for a worker: no process, no model."""
+
+    def __init__(self, vectors: SharedVectors, pause: float | None, lines: asyncio.Queue[str]) -> None:
+        self.vectors = vectors
+        self._pause = pause
+        self._lines = lines
+
+    async def train(
+        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+    ) -> Trained:
+        if self._pause is None:
+            await self._told("prepare")
+        await asyncio.to_thread(add_noise, self.vectors.theta, self.vectors.local, (index, samples[0].start))
+        if self._pause is None:
+            say("ready")
+            await self._told("go")
+        else:
+            await asyncio.sleep(self._pause * random.uniform(0.8, 1.2))
+        return Trained(samples, TOKENS_PER_SAMPLE * sample_count(samples), 1.0)
+
+    async def _told(self, wanted: str) -> None:
+        while await self._lines.get() != wanted:
+            pass
+
+
+class VectorWorkload(LocalWorkload):
+    """Notes when a round began here, and when its payload was here and agreed on."""
+
+    began_at: float | None = None
+    agreed_at: float | None = None
+
+    async def contribution(self) -> bytes:
+        self.began_at = time.monotonic()
+        return await super().contribution()
+
+    async def apply(self, payload: bytes) -> bytes:
+        self.agreed_at = time.monotonic()
+        return await super().apply(payload)
+
+
+def add_noise(values: Vector, out: Vector, seed: tuple[int, ...]) -> None:
+    """out = values + noise, both of shape (n,); the same noise for every chunk, so that it takes no memory to speak of.
+
+    `values` may be `out`.
+    """
+    noise = np.random.default_rng(seed).standard_normal(min(CHUNK, values.size), np.float32) * np.float32(0.01)
+    for start in range(0, values.size, CHUNK):
+        part = values[start : start + CHUNK]
+        np.add(part, noise[: part.size], out=out[start : start + CHUNK])
+
+
+def create_vectors(values: int) -> SharedVectors:
+    """As a volunteer's, with the same theta in every peer. Raises: MachineError when memory is short."""
+    descriptor = create_memory_file()
+    reserve(descriptor, values)
+    vectors = SharedVectors(descriptor, values)
+    add_noise(vectors.theta, vectors.theta, (0,))
+    return vectors
+
+
+def memory(name: str) -> int:
+    """Bytes of this process, by the name of a line in /proc/self/status: VmRSS now, VmHWM at most."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+async def take_part(
+    transport: HivemindTransport, identity: Identity, values: int, peers: int, pause: float | None
+) -> None:
+    """One peer's life, until standard input ends."""
+    memory_before = memory("VmRSS")
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    vectors = await asyncio.to_thread(create_vectors, values)
+    worker = VectorWorker(vectors, pause, lines)
+    workload = VectorWorkload(worker, RunConfig.from_toml(Path(config.__file__).with_name("demo.toml")))
+    timing = GATED_TIMING if pause is None else CHURN_TIMING
+    # A lease is larger than any number of inner steps that a benchmark lasts needs: nobody looks at the samples.
+    settings = RunSettings("benchmark", digest_of(b"benchmark"), 1, 8, TOKENS_PER_SAMPLE, peers, timing)
+    driver = Driver(identity, transport, workload, settings, await workload.state_digest())
+
+    def tell(header: Header, state_digest: bytes) -> None:
+        say(
+            "averaged",
+            index=header.index,
+            head=header.digest.hex(),
+            state=state_digest.hex(),
+            peers=len(header.roster),
+            began=workload.began_at,
+            agreed=workload.agreed_at,
+            memory_before=memory_before,
+            memory_peak=memory("VmHWM"),
+        )
+
+    driver.on_entry = tell
+    reading = asyncio.create_task(read_lines(lines, driver))
+    await driver.run()
+    reading.cancel()
+
+
+async def read_lines(lines: asyncio.Queue[str], driver: Driver) -> None:
+    """Hand on what we are told; leave when nobody is there any more to tell us anything."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        lines.put_nowait(line.decode().strip())
+    driver.leave()
+
+
+async def run_peer(
+    values: int, peers: int, contact: str | None, listen: str, identity_file: Path | None, pause: float | None
+) -> None:
+    identity = Identity.load_or_create(identity_file) if identity_file else Identity.generate()
+    contacts = (contact,) if contact else ()
+    transport = await HivemindTransport.create(identity, contacts, (listen,), local=True)
+    try:
+        say("listening", address=transport.addresses[0])
+        await take_part(transport, identity, values, peers, pause)
+    finally:
+        await transport.close()
+
+
+@click.command(help=__doc__)
+@click.option("--values", type=int, required=True)
+@click.option("--peers", type=int, required=True, help="How many must be there before the first round.")
+@click.option("--contact", help="Address of a peer that is there already.")
+@click.option("--listen", default="/ip4/127.0.0.1/tcp/0", show_default=True)
+@click.option("--identity", "identity_file", type=click.Path(dir_okay=False, path_type=Path), help="Kept here.")
+@click.option("--pause", type=float, help="Seconds of training.")
+def main(
+    values: int, peers: int, contact: str | None, listen: str, identity_file: Path | None, pause: float | None
+) -> None:
+    asyncio.run(run_peer(values, peers, contact, listen, identity_file, pause))
+
+
+if __name__ == "__main__":
+    main()

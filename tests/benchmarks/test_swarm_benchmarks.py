@@ -1,0 +1,118 @@
+"""Benchmarks of whole swarms: they run with real peers, report, and count what they should."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+from pathlib import Path
+from typing import cast
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import averaging, churn, shaped_links
+from benchmarks.groups import GLOO, OURS, sent_bytes
+from benchmarks.processes import Event, PeerProcess, PeerProcessError, gone
+from tests.child_processes import child_processes
+
+
+@pytest.mark.swarm
+def test_averaging_reports(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ["--values", "50000", "--peers", "2", "--repetitions", "1", "--without", "hivemind,torchft"]
+    done = CliRunner().invoke(averaging.main, [*arguments, "--json", str(figures)], catch_exceptions=False)
+    assert done.output.strip().splitlines()[-1].startswith("verdict: ")
+    rows = {row["contender"]: row for row in json.loads(figures.read_text())["rows"]}
+    assert set(rows) == {OURS, GLOO}
+    assert 0 < rows[OURS]["exchange s"] < rows[OURS]["seconds"]
+    assert rows[OURS]["peak RSS MB"] > rows[OURS]["before MB"]
+    assert not child_processes()
+
+
+@pytest.mark.swarm
+def test_churn_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(churn, "BETWEEN_FAULTS", 1.0)
+    monkeypatch.setattr(churn, "DOWN", (0.1, 0.5))
+    monkeypatch.setattr(churn, "STOPPED", (0.1, 0.5))
+    figures = tmp_path / "figures.json"
+    arguments = ["--minutes", "0.1", "--peers", "3", "--logs", str(tmp_path), "--json", str(figures)]
+    done = CliRunner().invoke(churn.main, arguments, catch_exceptions=False)
+    assert done.output.strip().splitlines()[-1].startswith("verdict: all bars met")
+    rows = {row["what"]: row["figure"] for row in json.loads(figures.read_text())["rows"]}
+    assert rows["kills"] + rows["stops"] > 0
+    assert rows["rounds"] > 0
+    assert "left behind" not in done.output
+    assert not child_processes()
+
+
+def entry(index: int, head: str, state: str, time: float) -> Event:
+    return {"index": index, "head": head, "state": state, "time": time}
+
+
+def test_one_index_with_two_heads_or_states_is_a_divergence() -> None:
+    record = churn.Record()
+    for event in [entry(0, "a", "s", 1), entry(0, "a", "s", 2), entry(1, "b", "t", 3), entry(2, "c", "u", 4)]:
+        record.add(event)
+    assert (record.rounds, record.divergences) == (3, [])
+    record.add(entry(1, "b", "other", 3))
+    record.add(entry(2, "other", "u", 4))
+    assert record.divergences == [1, 2]
+
+
+def test_a_gap_counts_from_the_first_peer_that_applied_an_entry() -> None:
+    record = churn.Record()
+    for index, time in enumerate([0.0, 1.0, 2.0, 3.0, 7.0]):
+        record.add(entry(index, "head", "state", time + 0.5))
+        record.add(entry(index, "head", "state", time))
+    assert record.gaps == [1.0, 1.0, 1.0, 4.0]
+    assert record.stalls == [4.0]
+
+
+@pytest.mark.parametrize(("at_work", "may_go"), [(4, True), (3, False)])
+def test_a_majority_is_at_work_without_the_victim(at_work: int, may_go: bool, tmp_path: Path) -> None:
+    record, process = churn.Record(), cast(PeerProcess, object())
+    volunteers = [churn.Volunteer(str(number), [], tmp_path, record, process) for number in range(5)]
+    for volunteer in volunteers[:at_work]:
+        volunteer.at_work.set()
+    for seed in range(20):
+        faults = churn.Churn(volunteers, random.Random(seed))
+        victim = faults._victim()
+        outside = random.Random(seed).choice(volunteers) in volunteers[at_work:]
+        assert (victim is not None) == (may_go or outside)
+
+
+def test_a_peer_that_ends_is_named_with_its_last_words(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        peer = await PeerProcess.start(["benchmarks.vector_peer", "--values", "many"], tmp_path / "peer.log")
+        with pytest.raises(PeerProcessError, match=r"before 'listening': peer.log: .*'many' is not a valid integer"):
+            await peer.event("listening", 60)
+        await peer.end()
+
+    asyncio.run(scenario())
+
+
+def test_ended_processes_are_gone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        peer = await PeerProcess.start(["http.server", "0"], tmp_path / "peer.log")
+        assert await gone({peer.process_id}, 0) == {peer.process_id}
+        peer.send_signal(signal.SIGKILL)
+        await peer.end()
+        assert not await gone({peer.process_id}, 10)
+
+    asyncio.run(scenario())
+
+
+def test_what_a_round_takes() -> None:
+    assert sent_bytes(1000, 2) == 1000
+    assert sent_bytes(1000, 4) == 1500
+    assert averaging.memory_formula(1024, 2) == 5.5 * 1028 + 12 * 1024
+
+
+def test_without_iperf3_shaped_links_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.shaped_links.shutil.which", lambda name: None)
+    shaped_links.run(1000, ["one", "two"], 1, None)
+    assert "iperf3 is not installed" in capsys.readouterr().out
