@@ -30,7 +30,7 @@ from peers.leases import SampleRange, sample_count
 from peers.log import Header
 from peers.settings import RunSettings, Timing
 from peers.wire import digest_of
-from peers.workload import Progress, Trained
+from peers.workload import Blocks, Progress, Trained
 
 TOKENS_PER_SAMPLE = 8
 CHUNK = 1 << 20
@@ -76,9 +76,9 @@ class VectorWorkload(LocalWorkload):
         self.began_at = time.monotonic()
         return await super().contribution()
 
-    async def apply(self, payload: bytes) -> bytes:
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
         self.agreed_at = time.monotonic()
-        return await super().apply(payload)
+        return await super().apply(payload, keeps_work)
 
 
 def add_noise(values: Vector, out: Vector, seed: tuple[int, ...]) -> None:

@@ -6,6 +6,7 @@ our part, and as much again while it is on its way in. On top come the payloads 
 
 from __future__ import annotations
 
+import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,16 @@ from peers.workload import Workload
 KEPT_AT_LEAST = 3  # the one held, the last one applied, and one more that somebody may be fetching
 
 
+def empty(size: int) -> memoryview:
+    """Memory that is taken from the system only as it is written to."""
+    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+
+
 @dataclass(frozen=True)
 class Payload:
     """A whole payload, and the digests of its chunks."""
 
-    data: bytearray
+    data: memoryview
     chunk_digests: tuple[bytes, ...]
 
     @property
@@ -55,9 +61,8 @@ class RoundBuffers:
     """The blocks of one round."""
 
     name: Attempt
-    average: bytearray
+    average: memoryview
     digests: dict[int, bytes] = field(default_factory=dict)  # of the averaged chunks that are here
-    own: bytes = b""
     contributions: dict[tuple[int, str], bytes | bytearray] = field(default_factory=dict)  # by chunk and sender
 
 
@@ -69,10 +74,11 @@ class PayloadBuffers:
         self.chunking = Chunking(workload.block_count)
         self.size = PayloadSize(self.chunking.count, workload.byte_range(0, workload.block_count)[1])
         self.kept = KeptPayloads(budget)
+        self.own: bytes = b""  # what we trained last, for this round or a later one
         self._round: RoundBuffers | None = None
 
     def open(self, name: Attempt) -> None:
-        self._round = RoundBuffers(name, bytearray(self.size.bytes))
+        self._round = RoundBuffers(name, empty(self.size.bytes))
 
     def close(self) -> None:
         """No round is under way."""
@@ -91,8 +97,9 @@ class PayloadBuffers:
 
     def contribution(self, name: Attempt, chunk: int) -> memoryview:
         """Our own blocks of a chunk. Raises: KeyError when the round is over."""
+        self._open_round(name)
         start, stop = self.chunk_bytes(chunk)
-        return memoryview(self._open_round(name).own)[start:stop]
+        return memoryview(self.own)[start:stop]
 
     def contributions(
         self, name: Attempt, chunk: int, me: str, members: Sequence[tuple[str, int]]
@@ -114,7 +121,7 @@ class PayloadBuffers:
     def averaged(self, name: Attempt, chunk: int) -> memoryview:
         """An averaged chunk. Raises: KeyError when the round is over."""
         start, stop = self.chunk_bytes(chunk)
-        return memoryview(self._open_round(name).average)[start:stop]
+        return self._open_round(name).average[start:stop]
 
     def assemble(self, name: Attempt) -> bytes:
         """All chunks of the round are here: keep the payload. Returns its digest. Raises: KeyError."""

@@ -54,8 +54,8 @@ class ChunkSender(Generic[Item]):
             await self._room.acquire()
             frame = await following()
             self.pending.append(frame.item)
-            self._written.release()
             await self._channel.send_frame(frame.header, frame.data)
+            self._written.release()
 
     async def _read_answers(self, answered: Callable[[Item, bool], None]) -> None:
         while True:

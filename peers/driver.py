@@ -50,7 +50,7 @@ from peers.events import (
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.log import Header
-from peers.messages import Attempt, Message, pack_message, unpack_message
+from peers.messages import Message, pack_message, unpack_message
 from peers.payloads import PayloadError, Payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
@@ -271,6 +271,8 @@ class Driver:
     async def _train(self, train: Train) -> None:
         async with self._worker:  # a training that was stopped needs a moment to end
             trained = await self._workload.train(train.index, train.lease, train.steps, self._progress)
+            async with self._snapshots.state_lock:
+                self._buffers.own = await self._workload.contribution()  # now, so that no round waits for it
         self.handle(TrainingDone(trained))
 
     def _progress(self, progress: Progress) -> None:
@@ -282,14 +284,7 @@ class Driver:
         self._buffers.open(name)
         self._traffic.begin(name)
         if opened.contribute:
-            self.start(self._contribute(name))
-
-    async def _contribute(self, round: Attempt) -> None:
-        async with self._snapshots.state_lock:
-            own = await self._workload.contribution()
-        if current := self._buffers.round(round):
-            current.own = own
-            self.handle(Quantized(round))
+            self.handle(Quantized(name))
 
     async def _reduce(self, reduce: ReduceChunk) -> None:
         buffers, round, chunk = self._buffers, reduce.round, reduce.chunk

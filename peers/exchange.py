@@ -203,21 +203,22 @@ class Exchange:
 
     def may_lack(self, absent: Iterable[str]) -> bool:
         """Whether a chunk may have been averaged without these: somebody must be left."""
-        return set(absent) < self._tokens.keys()
+        names = list(absent)
+        return len(set(names)) == len(names) and set(names) < self._tokens.keys()
 
     def missing(self) -> tuple[str, ...]:
-        """The peers that owe us something."""
-        owing: set[str] = set()
+        """The peers that owe us something; if blocks for our averages are missing, only those who owe them."""
+        blocks, averages = set[str](), set[str]()
         for chunk in self._reducer_of.keys() - self._here.keys():
             reducer = self._reducer_of[chunk]
             if reducer != self._me:
-                owing.add(reducer)
+                averages.add(reducer)
             elif chunk in self._undecided:
-                owing |= self._remaining - self._held_by.keys()
-                owing |= {peer for peer, (reduced, _) in self._wanted.items() if chunk in reduced}
+                averages |= self._remaining - self._held_by.keys()
+                averages |= {peer for peer, (reduced, _) in self._wanted.items() if chunk in reduced}
             else:
-                owing |= self._awaited - self._arrived[chunk]
-        return tuple(sorted(owing - {self._me}))
+                blocks |= self._awaited - self._arrived[chunk]
+        return tuple(sorted((blocks or averages) - {self._me}))
 
     def _reduces(self, chunk: int) -> bool:
         """Whether the chunk is ours to average, and not averaged yet."""

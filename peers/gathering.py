@@ -33,7 +33,7 @@ class Gathering:
         self._payload = payload
         self._granted: dict[str, Lease] = {}
         self._ready: dict[str, Ready] = {}
-        self._left: Collection[str] = ()
+        self.left: Collection[str] = ()
         self._barred_until: dict[str, float] = {}
         self._strikes: Counter[str] = Counter()
         self._overtaken: Counter[str] = Counter()
@@ -91,8 +91,7 @@ class Gathering:
         lease = self._log.lease_of(sender, ready.samples)
         if any(grant == lease for peer, grant in self._granted.items() if peer != sender):
             raise LogError("its samples were given to another joiner")
-        others = [member for peer, member in self._offers().items() if peer != sender]
-        self._log.check([*others, Member(peer=sender, tokens=ready.tokens, samples=ready.samples)])
+        self._log.check_member(Member(peer=sender, tokens=ready.tokens, samples=ready.samples))
         if lease and sender not in self._log.leases:
             self._granted[sender] = lease
 
@@ -112,7 +111,7 @@ class Gathering:
         if not self._log.roster:
             return len(peers) >= self._settings.minimum_peers
         incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent and peer in peers}
-        return quorum(self._log.roster, self._left, incumbents)
+        return quorum(self._log.roster, self.left, incumbents)
 
     def _may_overtake(self, sender: str, now: float) -> bool:
         """Whether the others must say Ready again for this peer's higher number; each peer may ask that a few times."""
@@ -125,6 +124,7 @@ class Gathering:
         """Leave a peer out for a while, longer each time; never ourselves."""
         if peer != self._me:
             self._strikes[peer] += 1
+            self._ready.pop(peer, None)
             self._barred_until[peer] = now + self._strikes[peer] * self._settings.timing.round_timeout
 
     def _offers(self) -> dict[str, Member]:

@@ -156,6 +156,10 @@ def sweep_sockets() -> None:
 
 
 def _is_deserted(path: Path) -> bool:
+    """Whether nobody answers, nor is about to: a socket refuses between being bound and being listened to, too."""
+    bound = {line.split()[-1] for line in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()}
+    if str(path) in bound:
+        return False
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED

@@ -148,6 +148,7 @@ class Joining(PeerCore):
         ahead = self._furthest()
         if ahead is None:
             self._drop_work()
+            self._joined_at = self.log.position.head  # what we may have held here is forgotten
             self._enter(State.JOINING)
         else:
             self._fetch(ahead)

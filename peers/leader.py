@@ -22,6 +22,7 @@ from peers.settings import RunSettings
 from peers.wire import printable
 
 MARGIN = 3.0  # how much longer than foreseen a round may take before those who hold it up are left out
+LONGEST = 10.0  # times the manifest's time limit: rates are what peers say of themselves
 
 
 class Leader(Gathering):
@@ -45,8 +46,10 @@ class Leader(Gathering):
         return self._running is not None
 
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
-        if self._running is None or sender not in self._members:
+        if self._running is None:
             return super().on_ready(sender, ready, now)
+        if sender not in self._members:
+            return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
         if ready.last_attempt < self._running.attempt.number:
             return [Send(sender, self._running)]  # it has not heard of the attempt yet
         return self._abort(f"{sender} has left the attempt") + super().on_ready(sender, ready, now)
@@ -58,7 +61,7 @@ class Leader(Gathering):
 
     def tick(self, now: float, live: Mapping[str, Heartbeat], left: Collection[str]) -> list[Effect]:
         """Close the roster, or go on without somebody, when it is time. `live` are the other peers' heartbeats."""
-        self._left = left
+        self.left = left
         if self._running:
             return self._watch(now, live)
         for peer in [peer for peer in self._ready if peer != self._me and peer not in live]:
@@ -167,7 +170,9 @@ class Leader(Gathering):
         if isinstance(self._running, Adopt) or not all(rates) or not rates:
             return timing.round_timeout
         payloads = 2.0  # at most: its own blocks out and the average in, and its part in and out
-        return max(MARGIN * payloads * self._payload.bytes / min(rates), 3 * timing.heartbeat)
+        foreseen = MARGIN * payloads * self._payload.bytes / min(rates)
+        until_a_death_is_seen = timing.heartbeat_expiry + 2 * timing.heartbeat
+        return min(max(foreseen, until_a_death_is_seen), LONGEST * timing.round_timeout)
 
     def _ends(self, attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
         abort = Abort(attempt=attempt, reason=printable(reason))
@@ -215,7 +220,8 @@ class Leader(Gathering):
         self._spoiled.add(running.round.name)  # should it be aborted
         for peer in wrong:
             self._bar(peer, now)
-        return self._lose(wrong, f"{', '.join(wrong)} hold another payload", now)
+        reason = f"{', '.join(wrong)} hold another payload"
+        return self._lose(wrong, reason, now) or self._abort(reason)
 
     def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
         """The sender speaks of another attempt than the one that runs."""

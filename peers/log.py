@@ -141,12 +141,20 @@ class LogState:
     def _grant_from(self) -> dict[int, Lease]:
         return {grant[0].start: grant for grant in self.grants}
 
+    def check_member(self, member: Member) -> None:
+        """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""
+        self.lease_of(member.peer, member.samples)
+        tokens = sample_count(member.samples) * self.tokens_per_sample
+        if member.tokens > tokens:
+            raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
+
     def carried(self, roster: Sequence[Member]) -> tuple[Assignment, ...]:
         """The leases of those who are not in the roster and may contribute to a later entry."""
         if self.last is None:
             return ()
         present, oldest = {member.peer for member in roster}, self.position.index - self.staleness
-        return tuple(lease for lease in self.last.leases if lease.peer not in present and lease.since >= oldest)
+        late = [lease for lease in self.last.leases if lease.peer not in present and lease.since >= oldest]
+        return tuple(late[:MEMBER_LIMIT])
 
     def pool_after(self, roster: Sequence[Member]) -> SamplePool:
         """The pool once `roster` has trained what it says. The rest of its leases is given back, as are leases that are
@@ -156,10 +164,7 @@ class LogState:
         """
         trained: list[SampleRange] = []
         for member in roster:
-            self.lease_of(member.peer, member.samples)
-            tokens = sample_count(member.samples) * self.tokens_per_sample
-            if member.tokens > tokens:
-                raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
+            self.check_member(member)
             trained += () if member.missed else member.samples
         carried = {lease.peer for lease in self.carried(roster)}
         leased = [piece for peer, lease in self.leases.items() if peer not in carried for piece in lease]
@@ -167,10 +172,6 @@ class LogState:
             return self.pool.release(leased).claim(trained)
         except ValueError as error:
             raise LogError(str(error)) from error
-
-    def check(self, roster: Sequence[Member]) -> None:
-        """Raises: LogError unless an entry with this roster may follow, as soon as anybody in it has trained."""
-        self._header(roster, payload=self.position.head)  # any digest will do
 
     def next_header(self, roster: Sequence[Member], payload: bytes) -> Header:
         """The only header that may follow, given who took part and what came out. Raises: LogError."""
@@ -184,8 +185,9 @@ class LogState:
             raise LogError("a peer is in the roster twice")
         leases, pool = self.pool_after(roster).deal(self.samples_per_lease, len(peers))
         index = self.position.index
-        fresh = [Assignment(peer=peer, samples=dealt, since=index) for peer, dealt in zip(peers, leases, strict=True)]
+        dealt = zip(peers, leases, strict=True)
         try:
+            fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
             return Header(
                 run=self.run,
                 index=self.position.index,

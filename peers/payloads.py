@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from weakref import WeakValueDictionary
 
-from peers.buffers import Payload, PayloadBuffers
+from peers.buffers import Payload, PayloadBuffers, empty
 from peers.chunks import payload_digest
 from peers.errors import RemoteProtocolError
 from peers.log import Header
@@ -43,6 +44,8 @@ class Payloads:
         self._transport = transport
         self._buffers = buffers
         self._places = asyncio.Semaphore(READERS)
+        self._readers: set[str] = set()
+        self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def serve(self) -> None:
         await self._transport.on_pull(PAYLOAD, self._serve)
@@ -56,30 +59,37 @@ class Payloads:
         payload = self._buffers.kept.get(request.payload)
         if payload is None:
             raise RefusalError("that payload is not kept here")
-        if self._places.locked():
+        if self._places.locked() or sender in self._readers:
             raise RefusalError("too many fetch payloads now")
-        async with self._places:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._places)
+            self._readers.add(sender)
+            stack.callback(self._readers.discard, sender)
             if request.first >= request.last:
                 yield b"", b"".join(payload.chunk_digests)
             elif request.last > self._buffers.size.chunks:
                 raise RemoteProtocolError(sender, f"there is no chunk {request.last - 1} in a payload")
             else:
                 start, stop = self._buffers.chunks_bytes(request.first, request.last)
-                yield b"", memoryview(payload.data)[start:stop]
+                yield b"", payload.data[start:stop]
 
     async def fetch(self, header: Header, donors: Sequence[str]) -> None:
         """Get and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
-        if self._buffers.kept.get(header.payload):
-            return
+        async with self._fetches.setdefault(header.payload, asyncio.Lock()):
+            if not self._buffers.kept.get(header.payload):
+                await self._fetch(header, donors)
+
+    async def _fetch(self, header: Header, donors: Sequence[str]) -> None:
         digests, donors = await self._digests(header.payload, donors)
-        data = bytearray(self._buffers.size.bytes)
+        data = empty(self._buffers.size.bytes)
         count = self._buffers.size.chunks
         missing = deque((first, min(first + RANGE, count)) for first in range(0, count, RANGE))
-        donors, reasons = donors[:DONORS], list[str]()
+        reasons = list[str]()
         while missing and donors:
-            work = [self._fetch_from(donor, header.payload, digests, missing, data) for donor in donors]
-            failures = dict(zip(donors, await asyncio.gather(*work), strict=True))
-            donors = [donor for donor, failure in failures.items() if failure is None]
+            asked, others = donors[:DONORS], donors[DONORS:]
+            work = [self._fetch_from(donor, header.payload, digests, missing, data) for donor in asked]
+            failures = dict(zip(asked, await asyncio.gather(*work), strict=True))
+            donors = [donor for donor, failure in failures.items() if failure is None] + others
             reasons += [failure for failure in failures.values() if failure]
         if missing:
             raise PayloadError("; ".join(reasons))
@@ -108,7 +118,7 @@ class Payloads:
         payload: bytes,
         digests: Sequence[bytes],
         missing: deque[tuple[int, int]],
-        data: bytearray,
+        data: memoryview,
     ) -> str | None:
         """Take ranges from `missing` as long as there are any; a range that fails goes back. Why it stopped early."""
         while missing:

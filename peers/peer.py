@@ -118,6 +118,7 @@ class Peer(Averaging):
                 self.membership.left(sender)
             self.membership.unreachable(sender)
             if self._leader:
+                self._leader.left = self.membership.leavers
                 self._emit_all(self._leader.gone(sender, self._now))
         elif message.position == self.log.position:
             self._receive_here(sender, message)

@@ -152,9 +152,8 @@ class SimulatedPeer:
             case OpenRound(round, contribute):
                 self._began_at = now
                 buffers.open(round.name)
-                current = buffers.round(round.name)
-                if contribute and self._trained and current:
-                    current.own = self.workload.contribution(self._trained)
+                if contribute and self._trained:
+                    buffers.own = self.workload.contribution(self._trained)
                     world.soon(self, Quantized(round.name))
             case SendChunk():
                 if buffers.round(effect.round):

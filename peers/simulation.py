@@ -65,6 +65,8 @@ class Swarm:
     """Whether a second entry at a position is an error, as it is until a partition grace has run out."""
     block_count: int = 7
     kept_bytes: int = 200
+    wire_checks: int = WIRE_CHECKS
+    traced: bool = True
     now: float = 0.0
     trace: list[tuple[object, ...]] = field(default_factory=list)
     on_message: Callable[[str, str, Message], Message | None] = field(default=lambda sender, to, message: message)
@@ -79,7 +81,8 @@ class Swarm:
         self.deaf: set[str] = set()  # whom nothing reaches, while they are heard
         self.stopped: set[str] = set()
         self.history = History(self.one_child)
-        self.sent: Counter[str] = Counter()  # messages and chunks, by sender
+        self.messages: Counter[str] = Counter()  # sent, by sender
+        self.chunks: Counter[str] = Counter()
         self._sequence = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -123,7 +126,8 @@ class Swarm:
         self.stopped.clear()
 
     def note(self, *what: object) -> None:
-        self.trace.append((round(self.now, 2), *what))
+        if self.traced:
+            self.trace.append((round(self.now, 2), *what))
 
     @property
     def longest(self) -> int:
@@ -215,13 +219,13 @@ class Swarm:
         return other is not None and other.alive and self.side[sender] == self.side[to] and to not in self.deaf
 
     def send(self, sender: SimulatedPeer, to: str, message: Message) -> None:
-        self.sent[sender.name] += 1
+        self.messages[sender.name] += 1
         self.note(sender.name, "→", to, _Brief(message))
         seen = self.on_message(sender.name, to, message)
         if not self._reaches(sender.name, to):
             self.soon(sender, Undelivered(to))
         elif seen is not None:
-            if self._sequence % WIRE_CHECKS == 0:
+            if self._sequence % self.wire_checks == 0:
                 seen = unpack_message(self.settings.run, pack_message(self.settings.run, seen))
             copies = 0 if self.random.random() < self.faults.loss else 1
             copies += self.random.random() < self.faults.duplication
@@ -235,7 +239,7 @@ class Swarm:
     def send_chunk(self, sender: SimulatedPeer, send: SendChunk, data: bytes) -> None:
         if not self.on_chunk(sender.name, send):
             return
-        self.sent[sender.name] += 1
+        self.chunks[sender.name] += 1
 
         def arrive() -> None:
             if not sender.alive:

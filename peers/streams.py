@@ -21,7 +21,7 @@ from typing import TypeAlias
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.throttle import PIECE, UNLIMITED, Throttle
+from peers.throttle import UNLIMITED, Throttle
 from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -45,6 +45,7 @@ ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
 REASON_BYTES = 500
 STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts as gone
+ANSWER_TIMEOUT = 600.0  # seconds: all that is under way to a slow peer must first arrive; the dead are seen otherwise
 CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
 
 
@@ -155,7 +156,8 @@ class Channel:
         await self._flush()
 
     async def read_answer(self) -> bool:
-        answer = await self._read(1)
+        async with asyncio.timeout(ANSWER_TIMEOUT):
+            answer = await self._reader.readexactly(1)
         if answer not in (ACCEPTED, REFUSED):
             raise RemoteProtocolError(self.peer, "its answer to a frame is neither yes nor no")
         return answer == ACCEPTED
@@ -197,8 +199,8 @@ class Channel:
     async def _written(self, data: Buffer) -> AsyncIterator[memoryview]:
         """Write all of it, piece by piece."""
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), PIECE):
-            piece = view[start : start + PIECE]
+        for start in range(0, len(view), self._upload.piece):
+            piece = view[start : start + self._upload.piece]
             await self._upload.take(len(piece))
             self._writer.write(piece)
             await self._flush()
@@ -210,7 +212,7 @@ class Channel:
             start = 0
             while start < len(view):
                 async with asyncio.timeout(STALL_TIMEOUT):
-                    piece = await self._reader.read(min(PIECE, len(view) - start))
+                    piece = await self._reader.read(min(self._download.piece, len(view) - start))
                 if not piece:
                     raise EOFError(f"the stream ended after {start} of {len(view)} bytes")
                 view[start : start + len(piece)] = piece

@@ -35,6 +35,8 @@ class Throttle:
         self._rate = rate
         self._clock = clock
         self._free_at = 0.0
+        self.piece = PIECE if rate is None else max(1024, min(PIECE, int(rate)))
+        """Bytes to let through at once: no more than a second's worth, so that no slow link looks dead."""
 
     async def take(self, count: int) -> None:
         """Wait until `count` more bytes may pass."""
@@ -58,13 +60,11 @@ class RateMeter:
         self._best: deque[float] = deque(maxlen=ROUNDS)
         self._passed: deque[tuple[float, int]] = deque()
         self._in_window = 0
-        self._since = 0.0
 
     def begin_round(self) -> None:
         self._best.append(0.0)
         self._passed.clear()
         self._in_window = 0
-        self._since = self._clock()
 
     def passed(self, count: int) -> None:
         """So many bytes have arrived, here or there."""
@@ -75,8 +75,7 @@ class RateMeter:
         self._in_window += count
         while self._passed[0][0] < now - WINDOW:
             self._in_window -= self._passed.popleft()[1]
-        over = max(min(WINDOW, now - self._since), 1e-3)
-        self._best[-1] = max(self._best[-1], self._in_window / over)
+        self._best[-1] = max(self._best[-1], self._in_window / WINDOW)
 
     @property
     def rate(self) -> float:

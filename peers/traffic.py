@@ -30,7 +30,7 @@ from peers.wire import Count, PeerId, Value, ValueT, WireError, pack, unpack
 from peers.workload import BadBlocksError, Workload
 
 CHUNKS = "chunks"
-STREAMS = 2  # to each member: one stream's window is less than what a fast link has under way over an ocean
+STREAMS = 4  # to each member: one stream's window is less than what a fast link has under way over an ocean
 ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
 
 
@@ -92,6 +92,8 @@ class Traffic:
         return int(min(self._sent.rate, self._received.rate))
 
     def begin(self, round: Attempt) -> None:
+        for peer in list(self._senders):
+            self._end_streams_to(peer)
         self._round = round
         self._sent.begin_round()
         self._received.begin_round()
@@ -100,14 +102,17 @@ class Traffic:
         """End streams that nobody waits for any more: of other rounds than `present`, and with who is lost."""
         for peer in list(self._senders):
             if present != self._round or peer not in members:
-                for task in self._senders.pop(peer):
-                    task.cancel()
-                del self._queues[peer]
+                self._end_streams_to(peer)
         for task, (round, peer) in list(self._receivers.items()):
             if round != present or peer not in members:
                 task.cancel()
         if present != self._round:
             self._round = None
+
+    def _end_streams_to(self, peer: str) -> None:
+        for task in self._senders.pop(peer):
+            task.cancel()
+        del self._queues[peer]
 
     # Out ------------------------------------------------------------------------------------------------------
     def send(self, send: SendChunk) -> None:
@@ -180,6 +185,8 @@ class Traffic:
                 await self._host.until(lambda peer: _is_in(peer, round, sender))
         except TimeoutError:
             raise RefusalError(f"not in round {round} with you") from None
+        if list(self._receivers.values()).count((round, sender)) >= 2 * STREAMS:
+            raise RefusalError("too many streams of one round")
         task = asyncio.current_task()
         assert task is not None
         self._receivers[task] = (round, sender)

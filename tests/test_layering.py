@@ -66,6 +66,47 @@ def test_hivemind_is_behind_the_transport() -> None:
     assert importers("hivemind") <= {"peers.hivemind_transport", "peers.hivemind_light"}
 
 
+PROTOCOL = (
+    "averaging",
+    "chunks",
+    "election",
+    "events",
+    "exchange",
+    "gathering",
+    "history",
+    "joining",
+    "leader",
+    "leases",
+    "log",
+    "membership",
+    "messages",
+    "peer",
+    "peer_core",
+    "settings",
+    "states",
+    "wire",
+)
+INPUT_AND_OUTPUT = ("asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "threading", "time")
+
+
+@pytest.mark.parametrize("name", PROTOCOL)
+def test_the_protocol_has_no_input_or_output(name: str) -> None:
+    """So that a simulated clock and network run the very code that is deployed."""
+    imported = list(imports(ROOT / "peers" / f"{name}.py"))
+    assert not {other for other in imported for module in INPUT_AND_OUTPUT if is_in(other, module)}
+    ours = {other.split(".")[1] for other in imported if is_in(other, "peers")}
+    assert ours <= {*PROTOCOL, "errors", "heartbeat", "workload"}
+
+
+def test_no_peer_needs_the_simulation() -> None:
+    names = ("crowds", "history", "schedules", "simulated_peer", "simulation", "trace")
+    simulation = {f"peers.{name}" for name in names}
+    product = [path for path in SOURCES if module_name(path) not in simulation]
+    assert not {
+        module_name(path) for path in product if any(is_in(name, part) for name in imports(path) for part in simulation)
+    }
+
+
 def test_compiled_kernels_are_behind_their_wrapper() -> None:
     assert {module.rpartition(".")[0] for module in importers("opendiloco._kernels")} == {"opendiloco.kernels"}
 

@@ -5,7 +5,7 @@ import pytest
 
 from opendiloco.codec import BlockCodec
 from opendiloco.kernels import FORMATS, INT8, Format
-from peers.buffers import part_blocks
+from peers.chunks import parts_of, split_evenly
 from peers.workload import BadBlocksError
 
 VALUES = 5000  # four whole blocks and a short one
@@ -27,10 +27,9 @@ def test_parts_averaged_apart_are_the_whole_averaged_at_once(owners: int, format
     tokens = [100, 250, 7]
     whole = codec.average(list(zip(payloads, tokens, strict=True)), 0)
     parts = []
-    for part in range(owners):
-        first, last = part_blocks(codec.block_count, owners, part)
-        start, stop = codec.byte_range(first, last)
-        parts.append(codec.average([(p[start:stop], t) for p, t in zip(payloads, tokens, strict=True)], first))
+    for blocks in parts_of(split_evenly(codec.block_count, owners)):
+        start, stop = codec.byte_range(blocks.start, blocks.stop)
+        parts.append(codec.average([(p[start:stop], t) for p, t in zip(payloads, tokens, strict=True)], blocks.start))
     assert b"".join(parts) == whole
 
 

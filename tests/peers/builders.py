@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from peers.chunks import PayloadSize, split_evenly
 from peers.election import take_order
-from peers.events import Applied, Effect, Event, HeartbeatsSeen, PayloadDigested, Received, Send, Tick, TrainingDone
+from peers.events import Applied, Effect, Event, HeartbeatsSeen, PayloadAssembled, Received, Send, Tick, TrainingDone
 from peers.heartbeat import Heartbeat, PeerState
 from peers.leases import Lease, SampleRange
 from peers.log import Header, LogState, Member
-from peers.messages import Attempt, Begin, Commit, Held, LeaseGrant, Message, Ready
+from peers.messages import Adopt, Attempt, Begin, Commit, Held, LeaseGrant, Message, Ready, Round, Share
 from peers.peer import Peer
 from peers.settings import RunSettings, Timing
 from peers.states import State
@@ -24,6 +26,7 @@ TIMING = Timing(grace=30.0, round_timeout=20.0, partition_grace=100.0)
 SETTINGS = RunSettings(
     RUN, MANIFEST, inner_steps=10, samples_per_lease=20, tokens_per_sample=100, minimum_peers=3, timing=TIMING
 )
+SIZE = PayloadSize(chunks=6, bytes=6000)
 TOKENS = 100
 LOG = SETTINGS.empty_log
 
@@ -65,6 +68,17 @@ def attempt(log: LogState, number: int = 1, leader: str = "a") -> Attempt:
     return Attempt(position=log.position, number=number, leader=leader)
 
 
+def round_of(
+    name: Attempt, roster: Sequence[Member], lost: Iterable[str] = (), chunks: Sequence[int] | None = None
+) -> Round:
+    """A round in which `chunks` says how many each member reduces; by default all with tokens reduce as much."""
+    if chunks is None:
+        parts = iter(split_evenly(SIZE.chunks, sum(one.tokens > 0 for one in roster)))
+        chunks = [next(parts) if one.tokens else 0 for one in roster]
+    shares = tuple(Share(member=one, chunks=count) for one, count in zip(roster, chunks, strict=True))
+    return Round(name=name, shares=shares, lost=tuple(lost))
+
+
 def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any) -> Ready:
     """A peer's Ready with its whole lease trained."""
     samples = log.leases.get(peer, ()) if samples is None else samples
@@ -76,6 +90,8 @@ def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any
         "incumbent": True,
         "last_attempt": 0,
         "held": None,
+        "round": None,
+        "rate": 0,
     }
     return Ready(**(fields | changes))
 
@@ -100,7 +116,7 @@ class Rig:
 
     def __init__(self, me: str = "b", others: str = "ac", settings: RunSettings = SETTINGS) -> None:
         self.now = 0.0
-        self.peer = Peer(me, settings, STATE, 0.0)
+        self.peer = Peer(me, settings, SIZE, STATE, 0.0)
         self.others = others
         self.sequence = 0
         self.effects: list[Effect] = []
@@ -155,13 +171,19 @@ class Rig:
             for name in take_order(log.roster, "abc")
         )
 
-    def begin(self, number: int = 1, leader: str = "a", adopted: Held | None = None, holders: str = "") -> Begin:
-        return Begin(
-            attempt=attempt(self.peer.log, number, leader),
-            roster=self.roster(),
-            adopted=adopted,
-            holders=tuple(holders),
-        )
+    def attempt(self, number: int = 1, leader: str = "a") -> Attempt:
+        return attempt(self.peer.log, number, leader)
+
+    def begin(self, number: int = 1, leader: str = "a", lost: str = "", name: Attempt | None = None) -> Begin:
+        """A round of a, b and c begins; with a `name`, it goes on."""
+        at = self.attempt(number, leader)
+        return Begin(attempt=at, round=round_of(name or at, self.roster(), lost))
+
+    def held(self, number: int = 1, leader: str = "a", payload: bytes = PAYLOAD) -> Held:
+        return Held(attempt=self.attempt(number, leader), header=self.next_header(payload))
+
+    def adopt(self, number: int, held: Held, holders: str = "c", leader: str = "a") -> Adopt:
+        return Adopt(attempt=self.attempt(number, leader), held=held, holders=tuple(holders))
 
     def averaging(self) -> Rig:
         self.hear("a", self.begin())
@@ -171,9 +193,10 @@ class Rig:
     def next_header(self, payload: bytes = PAYLOAD) -> Header:
         return self.peer.log.next_header(self.roster(), payload)
 
-    def holding(self, number: int = 1, payload: bytes = PAYLOAD) -> Rig:
-        """All of the present attempt's payload is here."""
-        self.do(PayloadDigested(attempt(self.peer.log, number), payload))
+    def holding(self, payload: bytes = PAYLOAD) -> Rig:
+        """All of the present round's payload is here."""
+        assert self.peer.exchange is not None
+        self.do(PayloadAssembled(self.peer.exchange.name, payload))
         return self
 
     def applying(self) -> Rig:

@@ -1,20 +1,22 @@
-"""The leader of one position: when it begins, when it commits, whom it leaves out."""
+"""The leader of one position, in a round: how it begins and commits, and how it goes on when somebody is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 
 from peers.election import ATTEMPT_LEAP
 from peers.events import Dropped, Effect
-from peers.leader import OVERTAKING_LIMIT, Leader
+from peers.gathering import OVERTAKING_LIMIT
+from peers.leader import MARGIN, Leader
 from peers.leases import SampleRange
-from peers.log import MEMBER_LIMIT, LogState
+from peers.log import LogState, _grants
 from peers.messages import (
     Abort,
     Accuse,
+    Adopt,
     Begin,
     Commit,
     Complete,
@@ -26,10 +28,25 @@ from peers.messages import (
 )
 from peers.wire import digest_of
 from tests.peers.builders import LOG as EMPTY
-from tests.peers.builders import PAYLOAD, SETTINGS, STATE, TIMING, attempt, beats, first_log, member, of, ready, sends
+from tests.peers.builders import (
+    PAYLOAD,
+    SETTINGS,
+    SIZE,
+    STATE,
+    TIMING,
+    attempt,
+    beats,
+    first_log,
+    member,
+    of,
+    ready,
+    round_of,
+    sends,
+)
 
 LOG = first_log()
 OTHER = digest_of(b"another payload")
+ROSTER = (member("a", 60, 80), member("b", 80, 100), member("c", 100, 120))
 
 
 class Lead:
@@ -37,7 +54,7 @@ class Lead:
 
     def __init__(self, log: LogState = LOG) -> None:
         self.log = log
-        self.leader = Leader("a", log, STATE, SETTINGS)
+        self.leader = Leader("a", log, STATE, SETTINGS, SIZE)
         self.now = 0.0
 
     def ready(self, names: str, **changes: Any) -> list[Effect]:
@@ -51,13 +68,46 @@ class Lead:
         self.now += after
         return self.leader.tick(self.now, beats(self.log, live), left)
 
-    def begun(self, names: str = "abc", live: str = "bc") -> Begin:
-        self.ready(names)
+    def begun(self, names: str = "abc", live: str = "bc", **changes: Any) -> Begin:
+        self.ready(names, **changes)
         begin: Begin = sends(self.tick(live), Begin)[0][1]
         return begin
 
-    def complete(self, peer: str, begin: Begin, payload: bytes = PAYLOAD) -> list[Effect]:
-        return self.leader.on_complete(peer, Complete(attempt=begin.attempt, payload=payload), self.now)
+    def complete(
+        self, peer: str, running: Begin | Adopt, payload: bytes = PAYLOAD, missed: tuple[tuple[str, int], ...] = ()
+    ) -> list[Effect]:
+        complete = Complete(attempt=running.attempt, payload=payload, missed=missed)
+        return self.leader.on_complete(peer, complete, self.now)
+
+    def all_complete(self, peers: str, running: Begin | Adopt, payload: bytes = PAYLOAD) -> list[Effect]:
+        for peer in peers:
+            effects = self.complete(peer, running, payload)
+        return effects
+
+    def waiting(self, peer: str, running: Begin | Adopt, missing: str) -> list[Effect]:
+        return self.leader.on_waiting(peer, Waiting(attempt=running.attempt, missing=tuple(missing), chunks=0))
+
+    def accuse(self, peer: str, running: Begin | Adopt, accused: str) -> list[Effect]:
+        accuse = Accuse(attempt=running.attempt, accused=accused, reason="code -128")
+        return self.leader.on_accuse(peer, accuse, self.now)
+
+    def gone(self, peer: str) -> list[Effect]:
+        return self.leader.gone(peer, self.now)
+
+    def aborted(self, names: str = "abc", **changes: Any) -> list[Effect]:
+        """A member leaves the running attempt, which ends it; then all say Ready for the next."""
+        number = self.leader._last_number
+        assert sends(self.ready("a", last_attempt=number), Abort)
+        return self.ready(names, last_attempt=number, **changes)
+
+
+def goes_on(effects: list[Effect], names: str, lost: str) -> Begin:
+    """The attempt in which these members go on without the lost ones."""
+    begins = sends(effects, Begin)
+    assert [peer for peer, _ in begins] == list(names)
+    begin: Begin = begins[0][1]
+    assert begin.round.lost == tuple(lost)
+    return begin
 
 
 def test_begins_when_everybody_is_ready() -> None:
@@ -69,8 +119,23 @@ def test_begins_when_everybody_is_ready() -> None:
     assert [peer for peer, _ in begins] == ["a", "b", "c"]
     begin = begins[0][1]
     assert begin.attempt == attempt(LOG, 1)
-    assert [member.peer for member in begin.roster] == ["a", "b", "c"]
-    assert begin.adopted is None
+    assert begin.round == round_of(begin.attempt, ROSTER)
+
+
+def test_faster_links_reduce_more() -> None:
+    lead = Lead()
+    for name, rate in (("a", 1000), ("b", 4000), ("c", 1000)):
+        lead.ready(name, rate=rate)
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert [share.chunks for share in begin.round.shares] == [0, 6, 0]
+
+
+def test_only_who_has_trained_reduces() -> None:
+    lead = Lead()
+    lead.ready("ac", rate=1000)
+    lead.ready("b", rate=1000, samples=(), tokens=0)
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert [share.chunks for share in begin.round.shares] == [3, 0, 3]
 
 
 def test_grace_ends_the_wait_for_those_who_still_train() -> None:
@@ -168,72 +233,278 @@ def test_a_member_that_left_the_attempt_ends_it() -> None:
     assert not lead.leader.running
 
 
-def test_time_is_up_and_the_next_attempt_goes_without_the_culprit() -> None:
+# Somebody is lost ----------------------------------------------------------------------------------------------
+HELD_UP = TIMING.round_timeout + 1
+
+
+def dies(lead: Lead, begin: Begin) -> list[Effect]:
+    assert lead.tick(live="b") == []
+    return lead.tick(live="b", after=TIMING.heartbeat)
+
+
+def leaves(lead: Lead, begin: Begin) -> list[Effect]:
+    return lead.gone("c")
+
+
+def spoils(lead: Lead, begin: Begin) -> list[Effect]:
+    return lead.accuse("b", begin, "c")
+
+
+def lags(lead: Lead, begin: Begin) -> list[Effect]:
+    lead.waiting("a", begin, "c")
+    lead.waiting("b", begin, "c")
+    assert lead.tick(after=TIMING.round_timeout) == []
+    return lead.tick(after=1)
+
+
+def differs(lead: Lead, begin: Begin) -> list[Effect]:
+    lead.complete("a", begin)
+    lead.complete("b", begin)
+    return lead.complete("c", begin, OTHER)
+
+
+WAYS = pytest.mark.parametrize("way", [dies, leaves, spoils, lags, differs])
+
+
+@WAYS
+def test_the_others_go_on_with_the_same_round(way: Callable[[Lead, Begin], list[Effect]]) -> None:
+    lead = Lead()
+    begin = lead.begun()
+    effects = way(lead, begin)
+    second = goes_on(effects, "ab", lost="c")
+    assert second.round == begin.round.without("c")
+    assert second.attempt == attempt(LOG, 2)
+    assert [(peer, abort.attempt) for peer, abort in sends(effects, Abort)] == [("c", begin.attempt)]
+    assert lead.complete("a", second) == []
+    commits = sends(lead.complete("b", second), Commit)
+    assert [peer for peer, _ in commits] == ["a", "b"]
+    assert commits[0][1].header.peers == ("a", "b", "c"), "what had arrived of c counts"
+
+
+def test_one_after_another_may_be_lost_while_enough_remain() -> None:
+    log = LOG.append(LOG.next_header([*ROSTER, member("d", 120, 140), member("e", 140, 160)], PAYLOAD))
+    lead = Lead(log)
+    begin = lead.begun("abcde", live="bcde")
+    goes_on(lead.gone("b"), "acde", lost="b")
+    second = goes_on(lead.gone("e"), "acd", lost="be")
+    assert second.round.name == begin.attempt
+    assert second.attempt.number == 3
+    effects = lead.gone("d")
+    assert [peer for peer, _ in sends(effects, Abort)] == ["a", "c", "d"]
+    assert not lead.leader.running
+
+
+def test_several_who_die_together_are_lost_together() -> None:
+    log = LOG.append(LOG.next_header([*ROSTER, member("d", 120, 140), member("e", 140, 160)], PAYLOAD))
+    lead = Lead(log)
+    lead.begun("abcde", live="bcde")
+    lead.tick(live="be")
+    goes_on(lead.tick(live="be", after=TIMING.heartbeat), "abe", lost="cd")
+
+
+@WAYS
+def test_without_a_quorum_the_attempt_is_over(way: Callable[[Lead, Begin], list[Effect]]) -> None:
+    """Who may have forgotten what it held does not count, so two of three that are left are not enough."""
+    lead = Lead()
+    lead.ready("ac")
+    begin = lead.begun("b", incumbent=False)
+    effects = way(lead, begin)
+    assert [peer for peer, _ in sends(effects, Abort)] == ["a", "b", "c"]
+    assert not sends(effects, Begin)
+    assert not lead.leader.running
+
+
+def test_a_minority_that_was_let_go_on_may_lose_more() -> None:
+    lead = Lead()
+    lead.ready("a")
+    lead.ready("bc", incumbent=False)
+    begin = sends(lead.tick(after=TIMING.partition_grace), Begin)[0][1]
+    goes_on(lead.gone("c"), "ab", lost="c")
+    assert begin.round.lost == ()
+
+
+def test_a_peer_must_be_gone_for_a_heartbeats_time() -> None:
+    """One message that got lost, or one late heartbeat, costs nothing."""
+    lead = Lead()
+    lead.begun()
+    assert lead.tick(live="b") == []
+    assert lead.tick(live="b", after=TIMING.heartbeat - 0.1) == []
+    assert lead.tick(live="bc") == []
+    assert lead.tick(live="b", after=TIMING.heartbeat) == []
+    assert lead.tick(live="b", after=TIMING.heartbeat / 2) == []
+    assert sends(lead.tick(live="b", after=TIMING.heartbeat / 2), Begin)
+
+
+def test_a_round_whose_reducers_are_all_lost_begins_anew() -> None:
+    """Here a and b have trained nothing, and c alone reduces."""
+    lead = Lead()
+    lead.ready("ab", samples=(), tokens=0)
+    lead.begun("c")
+    effects = lead.gone("c")
+    assert [peer for peer, _ in sends(effects, Abort)] == ["a", "b", "c"]
+    lead.ready("ab", last_attempt=1)
+    begin = goes_on(lead.tick(live="b"), "ab", lost="")
+    assert begin.round.name == attempt(LOG, 2)
+
+
+def test_who_lacks_in_how_many_chunks_is_in_the_header() -> None:
+    lead = Lead()
+    lead.begun()
+    second = goes_on(lead.gone("c"), "ab", lost="c")
+    lead.complete("a", second, missed=(("c", 4),))
+    header = sends(lead.complete("b", second, missed=(("c", 4),)), Commit)[0][1].header
+    assert [(one.peer, one.missed) for one in header.roster] == [("a", 0), ("b", 0), ("c", 4)]
+    assert LOG.append(header).last == header
+
+
+def test_who_lacks_in_all_chunks_is_not_in_the_entry() -> None:
+    lead = Lead()
+    lead.begun()
+    second = goes_on(lead.gone("c"), "ab", lost="c")
+    lead.complete("a", second, missed=(("c", SIZE.chunks),))
+    header = sends(lead.complete("b", second, missed=(("c", SIZE.chunks),)), Commit)[0][1].header
+    assert header.peers == ("a", "b")
+
+
+def test_members_must_agree_on_who_lacks() -> None:
     lead = Lead()
     begin = lead.begun()
     lead.complete("a", begin)
-    lead.leader.on_waiting("b", Waiting(attempt=begin.attempt, missing=("c",)))
-    assert lead.tick(after=TIMING.round_timeout) == []
-    aborts = sends(lead.tick(after=1), Abort)
-    assert [peer for peer, _ in aborts] == ["a", "b", "c"]
-    assert "held up by c" in aborts[0][1].reason
-    lead.ready("abc", last_attempt=1)
-    second = sends(lead.tick(), Begin)
-    assert [peer for peer, _ in second] == ["a", "b"]
-    assert second[0][1].attempt.number == 2
-    lead.complete("a", second[0][1])
-    assert len(sends(lead.complete("b", second[0][1]), Commit)) == 2
+    lead.complete("b", begin)
+    goes_on(lead.complete("c", begin, missed=(("b", 1),)), "ab", lost="c")
 
 
-def test_the_barred_may_come_back() -> None:
+def test_a_leader_that_holds_another_payload_than_the_others_ends_the_attempt() -> None:
+    """It can't leave itself out, and waiting for the time to be up helps nobody."""
+    lead = Lead()
+    begin = lead.begun()
+    lead.complete("a", begin, OTHER)
+    lead.complete("b", begin)
+    assert len(sends(lead.complete("c", begin), Abort)) == 3
+
+
+def test_what_can_be_no_entry_is_not_committed() -> None:
+    """All chunks without anybody's blocks: nobody can have averaged that."""
+    lead = Lead()
+    begin = lead.begun()
+    for peer in "abc":
+        effects = lead.complete(peer, begin, missed=tuple((name, SIZE.chunks) for name in "abc"))
+    assert not sends(effects, Commit)
+    assert len(sends(effects, Abort)) == 3
+
+
+def test_the_lost_may_come_back_at_the_next_attempt_that_begins_anew() -> None:
     lead = Lead()
     lead.begun()
-    lead.tick(after=TIMING.round_timeout + 1)  # b and c said nothing
-    lead.ready("abc", last_attempt=1)
-    assert lead.tick() == []
-    lead.now += TIMING.round_timeout
-    lead.ready("abc", last_attempt=1)
+    lead.gone("c")
+    assert sends(lead.ready("c", last_attempt=1), Abort)[0][1].attempt.number == 2, "its promise is too old"
+    assert lead.ready("c", last_attempt=2) == []
+    lead.aborted("abc")
     assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("how", ["left", "expired"])
-def test_a_members_death_ends_the_attempt(how: str) -> None:
+def test_a_later_number_from_outside_changes_nothing_for_those_who_are_in_an_attempt() -> None:
+    """They have promised, and go on when one of them dies, whoever else says Ready meanwhile."""
     lead = Lead()
     lead.begun()
-    effects = lead.leader.gone("c") if how == "left" else lead.tick(live="b")
-    assert [peer for peer, _ in sends(effects, Abort)] == ["a", "b", "c"]
+    lead.ready("z", samples=(), tokens=0, last_attempt=5)
+    goes_on(lead.gone("c"), "ab", lost="c")
 
 
-def test_who_sends_bad_blocks_is_left_out() -> None:
+def test_the_silent_are_those_who_hold_an_attempt_up() -> None:
     lead = Lead()
     begin = lead.begun()
-    accuse = Accuse(attempt=begin.attempt, accused="c", reason="code -128")
-    assert len(sends(lead.leader.on_accuse("b", accuse, 0.0), Abort)) == 3
-    lead.ready("abc", last_attempt=1)
-    assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
+    lead.complete("a", begin)
+    lead.waiting("b", begin, missing="c")
+    effects = lead.tick(after=HELD_UP)
+    goes_on(effects, "ab", lost="c")
+    assert "held up by c" in sends(effects, Abort)[0][1].reason
+
+
+def test_each_attempt_has_its_time() -> None:
+    lead = Lead()
+    lead.begun()
+    lead.now += TIMING.round_timeout
+    lead.gone("c")
+    assert lead.tick(live="b", after=TIMING.round_timeout) == []
+    assert lead.tick(live="b", after=1) != []
+
+
+@pytest.mark.parametrize(
+    ("rates", "limit"),
+    [
+        ((0, 0, 0), TIMING.round_timeout),
+        ((500, 0, 500), TIMING.round_timeout),
+        ((500, 4000, 1000), MARGIN * 2 * SIZE.bytes / 500),
+    ],
+    ids=["not measured", "one not measured", "what the slowest link needs"],
+)
+def test_the_time_limit_follows_from_measured_rates(rates: tuple[int, ...], limit: float) -> None:
+    lead = Lead()
+    for name, rate in zip("abc", rates, strict=True):
+        lead.ready(name, rate=rate)
+    assert sends(lead.tick(), Begin)
+    assert lead.tick(after=limit) == []
+    assert lead.tick(after=0.1) != []
+
+
+def test_on_fast_links_a_death_is_noticed_before_the_time_is_up() -> None:
+    """Else a dead member is one of many that wait for each other, and all of them are left out for a while."""
+    lead = Lead()
+    begin = lead.begun(rate=10**9)
+    for peer, missing in (("a", "bc"), ("b", "ac"), ("c", "ab")):
+        lead.waiting(peer, begin, missing)
+    assert lead.tick(after=TIMING.heartbeat_expiry) == [], "c is dead, and its last heartbeat expires now"
+    assert lead.tick(live="b", after=0.1) == []
+    goes_on(lead.tick(live="b", after=TIMING.heartbeat), "ab", lost="c")
+
+
+@pytest.mark.parametrize("way", [spoils, lags, differs])
+def test_the_barred_are_left_out_for_a_while(way: Callable[[Lead, Begin], list[Effect]]) -> None:
+    lead = Lead()
+    way(lead, lead.begun())
+    lead.aborted("abc")
+    assert goes_on(lead.tick(), "ab", lost="").round.name.number == 3
+    lead.now += TIMING.round_timeout
+    lead.aborted("abc")
+    assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b", "c"]
 
 
 def test_strangers_have_no_say_in_an_attempt() -> None:
     """Regression: anybody could accuse a member, or say what it waited for."""
     lead = Lead()
     begin = lead.begun()
-    assert lead.leader.on_accuse("z", Accuse(attempt=begin.attempt, accused="c", reason=""), 0.0) == []
-    assert lead.leader.on_waiting("z", Waiting(attempt=begin.attempt, missing=("b",))) == []
+    assert lead.accuse("z", begin, "c") == []
+    assert lead.accuse("b", begin, "z") == []
+    assert lead.waiting("z", begin, missing="b") == []
     assert sends(lead.complete("z", begin), Abort) == [
         ("z", Abort(attempt=begin.attempt, reason="this attempt is over"))
     ]
-    for peer in "abc":
-        effects = lead.complete(peer, begin)
-    assert len(sends(effects, Commit)) == 3
+    assert lead.gone("z") == []
+    assert len(sends(lead.all_complete("abc", begin), Commit)) == 3
 
 
 def test_messages_about_an_attempt_that_is_over_are_answered_with_abort() -> None:
     lead = Lead()
     begin = lead.begun()
-    lead.tick(after=TIMING.round_timeout + 1)
+    lead.ready("b", last_attempt=1)
+    assert not lead.leader.running
     assert sends(lead.complete("b", begin), Abort)
-    assert sends(lead.leader.on_waiting("b", Waiting(attempt=begin.attempt, missing=())), Abort)
-    assert lead.leader.on_accuse("b", Accuse(attempt=begin.attempt, accused="c", reason=""), 0.0) == []
+    assert sends(lead.waiting("b", begin, missing=""), Abort)
+    assert lead.accuse("b", begin, "c") == []
+
+
+def test_a_member_that_has_not_heard_of_the_present_attempt_is_told() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    second = goes_on(lead.gone("c"), "ab", lost="c")
+    assert sends(lead.waiting("b", begin, missing="c"), Begin) == [("b", second)]
+    assert sends(lead.complete("b", begin), Begin) == [("b", second)]
+    assert sends(lead.ready("b", last_attempt=1), Begin) == [("b", second)]
+    assert sends(lead.waiting("c", begin, missing="a"), Abort) == [
+        ("c", Abort(attempt=begin.attempt, reason="this attempt is over"))
+    ]
+    assert lead.accuse("b", begin, "a") == []
 
 
 def test_overlapping_samples_are_refused() -> None:
@@ -264,7 +535,7 @@ def test_what_no_lease_gives_is_refused_and_its_sender_named(changes: dict[str, 
     assert sends(effects, Refuse)
     lead.ready("c")
     begin = sends(lead.tick(), Begin)[0][1]
-    assert [member.peer for member in begin.roster] == ["a", "b", "c"]
+    assert begin.round.peers == ("a", "b", "c")
 
 
 def test_what_an_earlier_leader_granted_is_good() -> None:
@@ -276,15 +547,23 @@ def test_what_an_earlier_leader_granted_is_good() -> None:
     assert sends(lead.ready("w", samples=(SampleRange(160, 180),)), Refuse), "that is y's"
 
 
-def test_no_more_joiners_than_an_entry_takes() -> None:
-    leader = Leader("a", LOG, STATE, SETTINGS)
-    request = LeaseRequest(position=LOG.position, state_digest=STATE)
-    for number in range(MEMBER_LIMIT):
-        assert leader.on_lease_request(f"joiner{number}", request, 0)
-    assert leader.on_lease_request("late", request, 0) == []
-    for number, grant in enumerate(LOG.grants):
-        leader.on_ready(f"joiner{number}", ready(LOG, "z", samples=grant[:0], tokens=0), 0.0)
-    assert leader.on_ready("late", ready(LOG, "z", samples=(), tokens=0), 0.0) == []
+def test_no_more_joiners_than_an_entry_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 5
+    for module in ("log", "gathering"):
+        monkeypatch.setattr(f"peers.{module}.MEMBER_LIMIT", limit)
+    _grants.cache_clear()  # as many as an entry took before
+    try:
+        lead = Lead(first_log())
+        request = LeaseRequest(position=LOG.position, state_digest=STATE)
+        for number in range(limit):
+            assert lead.leader.on_lease_request(f"joiner{number}", request, 0)
+        assert lead.leader.on_lease_request("late", request, 0) == []
+        for number in range(limit):
+            lead.leader.on_ready(f"joiner{number}", ready(LOG, "z", samples=(), tokens=0), 0.0)
+        assert lead.leader.on_ready("late", ready(LOG, "z", samples=(), tokens=0), 0.0) == []
+        assert len(lead.leader._ready) == limit
+    finally:
+        _grants.cache_clear()
 
 
 def test_an_attempt_needs_somebody_who_has_trained() -> None:
@@ -296,21 +575,104 @@ def test_an_attempt_needs_somebody_who_has_trained() -> None:
     assert sends(lead.tick(), Begin)
 
 
-def test_who_holds_another_payload_is_left_out() -> None:
-    """Regression: one member that said another digest each time stopped the run for good."""
+# What was begun before us, and what is held --------------------------------------------------------------------
+EARLIER = round_of(attempt(LOG, 1, "c"), ROSTER)
+
+
+def test_the_next_leader_goes_on_with_the_round() -> None:
+    """The leader c has died in it."""
+    lead = Lead()
+    lead.ready("ab", last_attempt=1, round=EARLIER)
+    effects = lead.tick(live="b")
+    begin = goes_on(effects, "ab", lost="c")
+    assert begin.round == EARLIER.without("c")
+    assert begin.attempt == attempt(LOG, 2)
+    assert sends(lead.all_complete("ab", begin), Commit)
+
+
+def test_nobody_is_lost_only_because_the_leader_changed() -> None:
+    lead = Lead()
+    lead.ready("abc", last_attempt=1, round=EARLIER)
+    assert goes_on(lead.tick(), "abc", lost="").round == EARLIER
+
+
+def test_whoever_any_of_them_has_lost_is_lost() -> None:
+    log = LOG.append(LOG.next_header([*ROSTER, member("d", 120, 140), member("e", 140, 160)], PAYLOAD))
+    lead = Lead(log)
+    roster = [member(name, lease[0].start, lease[0].stop) for name, lease in log.leases.items()]
+    earlier = round_of(attempt(log, 1, "e"), roster)
+    for name in "abcd":
+        lead.ready(name, last_attempt=2, round=earlier.without("d") if name == "b" else earlier)
+    goes_on(lead.tick(live="bcd"), "abc", lost="de")
+
+
+def new_round(lead: Lead, live: str = "bc") -> bool:
+    begin: Begin = sends(lead.tick(live), Begin)[0][1]
+    return begin.round.name == begin.attempt
+
+
+def test_a_round_that_too_few_are_in_begins_anew() -> None:
+    lead = Lead()
+    lead.ready("a", last_attempt=1, round=EARLIER)
+    lead.ready("bc", last_attempt=1)
+    assert new_round(lead)
+
+
+def test_a_round_that_we_are_not_in_begins_anew() -> None:
+    for mine in (None, EARLIER.without("a")):
+        lead = Lead()
+        lead.ready("a", last_attempt=1, round=mine)
+        lead.ready("bc", last_attempt=1, round=EARLIER)
+        assert new_round(lead)
+
+
+def test_a_round_whose_reducers_are_gone_begins_anew() -> None:
+    lead = Lead()
+    only_c = round_of(EARLIER.name, ROSTER, chunks=[0, 0, 6])
+    lead.ready("ab", last_attempt=1, round=only_c)
+    assert new_round(lead, live="b")
+
+
+def test_who_is_in_another_round_is_lost_to_this_one() -> None:
+    lead = Lead()
+    lead.ready("ab", last_attempt=1, round=EARLIER)
+    lead.ready("c", last_attempt=1, round=round_of(EARLIER.name, ROSTER, chunks=[1, 1, 4]))
+    goes_on(lead.tick(), "ab", lost="c")
+
+
+def test_a_round_that_came_to_two_ends_is_not_gone_on_with() -> None:
+    lead = Lead()
+    lead.ready("ac")
+    begin = lead.begun("b", incumbent=False)
+    lead.complete("a", begin)
+    lead.complete("b", begin)
+    assert len(sends(lead.complete("c", begin, OTHER), Abort)) == 3
+    lead.now += TIMING.round_timeout + 1
+    lead.ready("abc", last_attempt=1, round=begin.round)
+    assert new_round(lead)
+
+
+def test_an_aborted_round_is_gone_on_with() -> None:
     lead = Lead()
     begin = lead.begun()
-    lead.complete("a", begin)
-    lead.complete("b", begin, OTHER)
-    aborts = sends(lead.complete("c", begin), Abort)
-    assert aborts[0][1].reason == "b hold another payload"
-    lead.ready("abc", last_attempt=1)
-    assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "c"]
+    lead.aborted("abc", round=begin.round)
+    assert not new_round(lead)
 
 
 def held(number: int, payload: bytes, leader: str = "a") -> Held:
-    roster = [member("a", 60, 80), member("b", 80, 100)]
-    return Held(attempt=attempt(LOG, number, leader), header=LOG.next_header(roster, payload))
+    return Held(attempt=attempt(LOG, number, leader), header=LOG.next_header(ROSTER[:2], payload))
+
+
+def adopts(effects: list[Effect]) -> tuple[str, Adopt]:
+    found = sends(effects, Adopt)
+    return "".join(peer for peer, _ in found), found[0][1]
+
+
+def handing_on(holders: str = "c", names: str = "abc") -> tuple[Lead, Adopt]:
+    lead = Lead()
+    lead.ready([name for name in names if name not in holders], last_attempt=1)  # type: ignore[arg-type]
+    lead.ready(holders, last_attempt=1, held=held(1, PAYLOAD))
+    return lead, adopts(lead.tick())[1]
 
 
 def test_the_latest_entry_held_is_handed_on() -> None:
@@ -318,13 +680,33 @@ def test_the_latest_entry_held_is_handed_on() -> None:
     lead.ready("a", last_attempt=2)
     lead.ready("b", last_attempt=2, held=held(1, OTHER))
     lead.ready("c", last_attempt=2, held=held(2, PAYLOAD))
-    begin = sends(lead.tick(), Begin)[0][1]
-    assert begin.attempt.number == 3
-    assert begin.adopted == held(2, PAYLOAD)
-    assert begin.holders == ("c",)
-    for peer in "abc":
-        effects = lead.complete(peer, begin)
-    assert sends(effects, Commit)[0][1].header == held(2, PAYLOAD).header
+    to, adopt = adopts(lead.tick())
+    assert to == "abc"
+    assert adopt == Adopt(attempt=attempt(LOG, 3), held=held(2, PAYLOAD), holders=("c",))
+    assert sends(lead.all_complete("abc", adopt), Commit)[0][1].header == held(2, PAYLOAD).header
+
+
+def test_an_entry_held_goes_before_a_round_that_could_go_on() -> None:
+    lead = Lead()
+    lead.ready("ab", last_attempt=1, round=EARLIER)
+    lead.ready("c", last_attempt=1, round=EARLIER, held=held(1, PAYLOAD, "c"))
+    assert adopts(lead.tick())[0] == "abc"
+
+
+def test_all_who_hold_an_entry_are_named() -> None:
+    lead = Lead()
+    lead.ready("a", last_attempt=2)
+    lead.ready("b", last_attempt=2, held=held(1, PAYLOAD, "b"))
+    lead.ready("c", last_attempt=2, held=held(2, PAYLOAD, "c"))
+    assert adopts(lead.tick())[1].holders == ("b", "c")
+
+
+def test_a_higher_leader_breaks_the_tie_between_attempts() -> None:
+    lead = Lead()
+    lead.ready("a", last_attempt=1)
+    lead.ready("b", last_attempt=1, held=held(1, OTHER, "a"))
+    lead.ready("c", last_attempt=1, held=held(1, PAYLOAD, "b"))
+    assert adopts(lead.tick())[1].held == held(1, PAYLOAD, "b")
 
 
 def test_what_does_not_follow_from_the_log_is_not_handed_on() -> None:
@@ -332,19 +714,46 @@ def test_what_does_not_follow_from_the_log_is_not_handed_on() -> None:
     forged = held(1, PAYLOAD).header.model_copy(update={"cursor": 7})
     lead.ready("ab")
     lead.ready("c", held=Held(attempt=attempt(LOG), header=forged))
-    assert sends(lead.tick(), Begin)[0][1].adopted is None
+    effects = lead.tick()
+    assert sends(effects, Begin)
+    assert not sends(effects, Adopt)
 
 
-def test_a_holder_that_hands_on_something_else_is_left_out() -> None:
+def test_who_says_complete_when_an_entry_is_handed_on_means_that_entry() -> None:
+    """Each fetched the payload by its digest; what else a message may say is of no weight."""
+    lead, adopt = handing_on()
+    lead.complete("a", adopt)
+    lead.complete("b", adopt, OTHER)
+    commits = sends(lead.complete("c", adopt), Commit)
+    assert [commit.header for _, commit in commits] == 3 * [held(1, PAYLOAD).header]
+
+
+def test_an_entry_is_handed_on_without_who_is_lost() -> None:
+    lead, adopt = handing_on(holders="bc")
+    assert adopt.holders == ("b", "c")
+    effects = lead.gone("c")
+    to, second = adopts(effects)
+    assert (to, second.holders, second.attempt.number) == ("ab", ("b",), 3)
+    assert [peer for peer, _ in sends(effects, Abort)] == ["c"]
+    assert len(sends(lead.all_complete("ab", second), Commit)) == 2
+
+
+def test_without_a_holder_the_attempt_is_over() -> None:
+    lead, _ = handing_on(holders="c")
+    assert [peer for peer, _ in sends(lead.gone("c"), Abort)] == ["a", "b", "c"]
+    assert not lead.leader.running
+
+
+def test_handing_on_has_the_manifests_time() -> None:
+    """How large a part of it is to be fetched by how many is not foreseen."""
     lead = Lead()
-    lead.ready("ab", last_attempt=1)
-    lead.ready("c", last_attempt=1, held=held(1, PAYLOAD))
-    begin = sends(lead.tick(), Begin)[0][1]
-    lead.complete("c", begin)
-    lead.complete("a", begin, OTHER)
-    assert sends(lead.complete("b", begin, OTHER), Abort)
-    lead.ready("abc", last_attempt=2)
-    assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
+    lead.ready("ab", last_attempt=1, rate=10**9)
+    lead.ready("c", last_attempt=1, rate=10**9, held=held(1, PAYLOAD))
+    _, adopt = adopts(lead.tick())
+    lead.complete("a", adopt)
+    lead.complete("c", adopt)
+    assert lead.tick(after=TIMING.round_timeout) == []
+    assert adopts(lead.tick(after=1))[0] == "ac"
 
 
 class TestPromises:

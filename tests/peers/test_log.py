@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def test_digest_of_a_fixed_header_never_changes() -> None:
     header = first_log().last
     assert header is not None
     assert header.digest == digest_of(pack(header))
-    assert header.digest.hex() == "a1f99bf83d1cdff52a5f2b84cf4b465ecd990d8ef414c455a98907684fc21b98"
+    assert header.digest.hex() == "2b2e276f1024ea21bf81933df6103f820c35be9f105d3e436ba3a106f5dff0a8"
     assert unpack(Header, pack(header)).digest == header.digest
 
 
@@ -79,12 +80,88 @@ def test_every_field_of_a_header_counts_in_its_digest() -> None:
         assert changed.digest != header.digest, field
 
 
+def leases(header: Header) -> dict[str, tuple[SampleRange, ...]]:
+    return {lease.peer: lease.samples for lease in header.leases}
+
+
 def test_leases_of_absent_peers_go_back_to_the_pool() -> None:
-    log = first_log()
+    log = replace(first_log(), staleness=0)
     header = log.next_header([member("a", 60, 80)], PAYLOAD)
-    assert {lease.peer: lease.samples for lease in header.leases} == {"a": (SampleRange(80, 100),)}
+    assert leases(header) == {"a": (SampleRange(80, 100),)}
     assert header.free == (SampleRange(100, 120),)
     assert header.cursor == 120
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_who_misses_an_entry_keeps_its_lease_for_as_many_as_it_may_miss(staleness: int) -> None:
+    log, trained = replace(first_log(), staleness=staleness), SampleRange(60, 80)
+    for missed in range(1, staleness + 1):
+        log = log.append(log.next_header([member("a", trained.start, trained.stop)], PAYLOAD))
+        assert log.leases["b"] == (SampleRange(80, 100),), f"it may miss {missed}"
+        (trained,) = log.leases["a"]
+    assert all(piece.start >= 120 for piece in (trained, *log.pool.free)), "nobody else was given it meanwhile"
+    late = log.next_header([member("a", trained.start, trained.stop), member("b", 80, 100)], PAYLOAD)
+    assert late.lineage_tokens == log.lineage_tokens + 200, "b counts, late as it is"
+    assert [lease.since for lease in late.leases if lease.peer in "ab"] == [late.index] * 2
+    gone = log.append(log.next_header([member("a", trained.start, trained.stop)], PAYLOAD))
+    assert gone.leases.keys() == {"a"}
+    assert gone.leases["a"] == (SampleRange(80, 100),), "what b had goes to who is here"
+    with pytest.raises(LogError, match=r"^b: samples 80.* do not begin a lease of its own"):
+        gone.check_member(member("b", 80, 100))
+
+
+def test_a_lease_that_is_kept_for_somebody_is_nobody_elses() -> None:
+    log = first_log().append(first_log().next_header([member("a", 60, 80)], PAYLOAD))
+    assert (80, 100) not in [(grant[0].start, grant[0].stop) for grant in log.grants]
+    with pytest.raises(LogError, match=r"^z: samples 80.* do not begin a lease of its own"):
+        log.check_member(member("z", 80, 100))
+
+
+# Who was lost on the way ----------------------------------------------------------------------------------------
+def lost(one: Member, missed: int) -> Member:
+    """A member whose blocks are missing in so many chunks."""
+    return one.model_copy(update={"missed": missed})
+
+
+def test_samples_of_who_did_not_count_whole_are_trained_again() -> None:
+    log = first_log()
+    roster = [member("a", 60, 80), lost(member("b", 80, 100), 3), member("c", 100, 120)]
+    header = log.next_header(roster, PAYLOAD)
+    assert header.roster == tuple(roster)
+    assert leases(header)["a"] == (SampleRange(80, 100),)
+    assert log.append(header).last == header
+    whole = log.next_header([lost(one, 0) for one in roster], PAYLOAD)
+    assert leases(whole)["a"] == (SampleRange(120, 140),), "had it counted, its samples would be used up"
+
+
+def test_the_rest_of_a_lease_goes_back_too_when_its_owner_is_lost() -> None:
+    header = first_log().next_header([lost(member("b", 80, 90), 1), member("c", 100, 120)], PAYLOAD)
+    given = [piece for lease in leases(header).values() for piece in lease]
+    free = [*given, *header.free]
+    covered = sorted(number for piece in free for number in range(piece.start, piece.stop))
+    assert covered[:40] == [*range(60, 100)], "a's lease is kept for it, b's is dealt again, whole"
+    assert len(covered) == len(set(covered))
+
+
+def test_tokens_of_who_did_not_count_whole_do_not_count_in_the_lineage() -> None:
+    log = first_log()
+    header = log.next_header([member("a", 60, 80, 100), lost(member("b", 80, 100, 200), 1)], PAYLOAD)
+    assert header.lineage_tokens == log.lineage_tokens + 100
+
+
+def test_how_much_of_a_member_is_missing_counts_in_the_digest() -> None:
+    log = first_log()
+    roster = [member("a", 60, 80), member("b", 80, 100)]
+    digests = {log.next_header([roster[0], lost(roster[1], missed)], PAYLOAD).digest for missed in (0, 1, 2)}
+    assert len(digests) == 3
+
+
+def test_an_entry_that_hides_who_was_lost_is_refused() -> None:
+    log = first_log()
+    header = log.next_header([member("a", 60, 80), lost(member("b", 80, 100), 1)], PAYLOAD)
+    roster = (header.roster[0], lost(header.roster[1], 0))
+    with pytest.raises(LogError, match="does not follow"):
+        log.append(header.model_copy(update={"roster": roster}))
 
 
 def test_the_untrained_rest_of_a_lease_goes_back_to_the_pool() -> None:
@@ -96,7 +173,8 @@ def test_the_untrained_rest_of_a_lease_goes_back_to_the_pool() -> None:
 def test_a_joiner_may_bring_samples_beyond_the_cursor() -> None:
     log = first_log()
     header = log.next_header([member("a", 60, 80), member("z", 120, 140)], PAYLOAD)
-    assert log.append(header).leases.keys() == {"a", "z"}
+    assert log.append(header).leases.keys() == {"a", "z", "b", "c"}, "b and c may be late"
+    assert leases(replace(log, staleness=0).next_header(header.roster, PAYLOAD)).keys() == {"a", "z"}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +215,7 @@ def test_numbers_beyond_all_bounds_are_refused() -> None:
             fragment=0,
             previous=MANIFEST,
             roster=(member("a", 0, 1),),
-            leases=(Assignment(peer="a", samples=(SampleRange(1, 2),)),),
+            leases=(Assignment(peer="a", samples=(SampleRange(1, 2),), since=0),),
             cursor=2**62 - 1,
             free=(),
             lineage_tokens=1,
@@ -152,8 +230,8 @@ def test_numbers_beyond_all_bounds_are_refused() -> None:
 def test_more_tokens_than_the_samples_have_are_refused(tokens: int) -> None:
     """Regression: one peer that stated 2^62 - 1 tokens stopped the run for good."""
     with pytest.raises(LogError, match=f"^b: {tokens} tokens are more than the 2000 in its samples"):
-        LOG.check([member("a", 0, 20), member("b", 20, 40, tokens)])
-    LOG.check([member("a", 0, 20), member("b", 20, 40, 2000)])
+        LOG.pool_after([member("a", 0, 20), member("b", 20, 40, tokens)])
+    LOG.pool_after([member("a", 0, 20), member("b", 20, 40, 2000)])
 
 
 @pytest.mark.parametrize(
@@ -177,10 +255,10 @@ def test_only_the_beginning_of_a_lease_may_be_trained(peer: str, samples: tuple[
 
 def test_two_joiners_cannot_have_one_grant() -> None:
     with pytest.raises(LogError, match="trained or leased already"):
-        first_log().check([member("y", 120, 140), member("z", 120, 130)])
+        first_log().pool_after([member("y", 120, 140), member("z", 120, 130)])
 
 
 def test_who_has_trained_nothing_may_wait_for_those_who_have() -> None:
     idle = Member(peer="a", tokens=0, samples=())
-    first_log().check([idle])
+    first_log().check_member(idle)
     assert first_log().next_header([idle, member("b", 80, 100)], PAYLOAD).lineage_tokens == 400

@@ -11,39 +11,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.leases import SampleRange
+from peers.log import MEMBER_LIMIT, Header
 from peers.messages import (
+    CHUNK_SET_BYTES,
     KINDS,
     Abort,
     Accuse,
+    Adopt,
     Begin,
     Commit,
     Complete,
     Elsewhere,
     Held,
+    Holding,
     Inquire,
     LeaseGrant,
     LeaseRequest,
     Leaving,
     Message,
+    Ready,
     Refuse,
+    Round,
+    Share,
     Waiting,
+    Want,
+    chunk_set,
+    chunks_in,
     pack_message,
     unpack_message,
 )
 from peers.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, to_plain
-from tests.peers.builders import PAYLOAD, RUN, STATE, attempt, first_log, member, ready
+from tests.peers.builders import PAYLOAD, RUN, STATE, attempt, first_log, member, ready, round_of
 
 LOG = first_log()
 HEADER = LOG.next_header([member("a", 60, 80), member("b", 80, 100)], PAYLOAD)
 HELD = Held(attempt=attempt(LOG), header=HEADER)
+ROUND = round_of(attempt(LOG), HEADER.roster, lost=["b"])
 MESSAGES: tuple[Message, ...] = (
     LeaseRequest(position=LOG.position, state_digest=STATE),
     LeaseGrant(position=LOG.position, samples=(SampleRange(1, 2),), steps=3),
-    ready(LOG, "a", held=HELD),
-    Begin(attempt=attempt(LOG, 2), roster=HEADER.roster, adopted=HELD, holders=("a",)),
-    Waiting(attempt=attempt(LOG), missing=("b", "c")),
+    ready(LOG, "a", held=HELD, round=ROUND, rate=10**9),
+    Begin(attempt=attempt(LOG, 2), round=ROUND),
+    Adopt(attempt=attempt(LOG, 2), held=HELD, holders=("a", "c")),
+    Holding(attempt=attempt(LOG), chunks=chunk_set([0, 5, 300])),
+    Want(attempt=attempt(LOG), reduced=chunk_set([1]), own=chunk_set([])),
+    Waiting(attempt=attempt(LOG), missing=("b", "c"), chunks=3),
     Accuse(attempt=attempt(LOG), accused="b", reason="code -128"),
-    Complete(attempt=attempt(LOG), payload=PAYLOAD),
+    Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),)),
     Commit(header=HEADER),
     Abort(attempt=attempt(LOG), reason="time is up"),
     Refuse(position=LOG.position, reason="no"),
@@ -140,3 +154,123 @@ def test_reasons_are_one_printable_line() -> None:
     understood = unpack_message(RUN, pack_message(RUN, refuse))
     assert isinstance(understood, Refuse)
     assert understood.reason == "no [2J INFO all is well"
+
+
+# Rounds and sets of chunks --------------------------------------------------------------------------------------
+@given(st.sets(st.integers(0, 8 * CHUNK_SET_BYTES - 1), max_size=50))
+def test_sets_of_chunks_come_back_as_they_went(chunks: set[int]) -> None:
+    mask = chunk_set(chunks)
+    assert chunks_in(mask) == sorted(chunks)
+    assert len(mask) == (max(chunks) // 8 + 1 if chunks else 0), (
+        "no longer than it must be: the same set, the same bytes"
+    )
+    message = Holding(attempt=attempt(LOG), chunks=mask)
+    assert unpack_message(RUN, pack_message(RUN, message)) == message
+
+
+def refused(message: Message, place: int, value: object) -> str:
+    """Why a message is dropped in which one field is this."""
+    body = to_plain(message)
+    assert isinstance(body, list)
+    body[place] = value
+    with pytest.raises(WireError) as caught:
+        unpack_message(RUN, msgpack.packb([PROTOCOL_VERSION, RUN, message.kind, body]))
+    return str(caught.value)
+
+
+def of(kind: type[Message]) -> Message:
+    return next(message for message in MESSAGES if isinstance(message, kind))
+
+
+PLAIN_MEMBER = to_plain(HEADER.roster[0])
+AN_ATTEMPT = to_plain(attempt(LOG))
+
+
+@pytest.mark.parametrize(
+    "mask", [bytes(CHUNK_SET_BYTES + 1), "text", [1, 2], None, 7], ids=lambda mask: repr(mask)[:10]
+)
+def test_a_set_of_chunks_is_a_mask_within_bounds(mask: object) -> None:
+    assert "Holding.chunks" in refused(of(Holding), 1, mask)
+    assert "Want.reduced" in refused(of(Want), 1, mask)
+    assert "Want.own" in refused(of(Want), 2, mask)
+
+
+@pytest.mark.parametrize(
+    ("round", "field"),
+    [
+        ([AN_ATTEMPT, [], []], "shares"),
+        ([AN_ATTEMPT, [[PLAIN_MEMBER, 1]] * (MEMBER_LIMIT + 1), []], "shares"),
+        ([AN_ATTEMPT, [[PLAIN_MEMBER, 1]], ["a"] * (MEMBER_LIMIT + 1)], "lost"),
+        ([AN_ATTEMPT, [[PLAIN_MEMBER, 1]], ["no peer's name!"]], "lost"),
+        ([AN_ATTEMPT, [[PLAIN_MEMBER, -1]], []], "chunks"),
+        ([AN_ATTEMPT, [[PLAIN_MEMBER, True]], []], "chunks"),
+        ([AN_ATTEMPT, [[PLAIN_MEMBER]], []], "shares"),
+        ([None, [[PLAIN_MEMBER, 1]], []], "name"),
+        (None, "round"),
+    ],
+    ids=[
+        "nobody",
+        "too many",
+        "too many lost",
+        "no name",
+        "less than none",
+        "a flag",
+        "half a share",
+        "no name",
+        "none",
+    ],
+)
+def test_a_round_is_checked_field_by_field(round: object, field: str) -> None:
+    assert field in refused(of(Begin), 1, round)
+    if round is not None:
+        assert field in refused(of(Ready), 7, round)
+
+
+@pytest.mark.parametrize("holders", [[], ["a"] * (MEMBER_LIMIT + 1), [""], "ab"], ids=lambda holders: str(holders)[:10])
+def test_an_entry_is_adopted_from_somebody(holders: object) -> None:
+    assert "Adopt.holders" in refused(of(Adopt), 2, holders)
+
+
+def test_an_entry_is_adopted_whole() -> None:
+    assert "Adopt.held" in refused(of(Adopt), 1, None)
+    assert "payload" in refused(of(Adopt), 1, to_plain(HELD.model_copy(update={"header": short_header()})))
+
+
+def short_header() -> Header:
+    return HEADER.model_copy(update={"payload": bytes(31)})
+
+
+@pytest.mark.parametrize(
+    "missed",
+    [[["b", -1]], [["b"]], [["b", 1, 1]], [["b", "1"]], [["b", 1]] * (MEMBER_LIMIT + 1), [[1, "b"]]],
+    ids=lambda missed: str(missed)[:12],
+)
+def test_who_missed_how_many_chunks_is_checked(missed: object) -> None:
+    assert "Complete.missed" in refused(of(Complete), 2, missed)
+
+
+@pytest.mark.parametrize(("kind", "place", "field"), [(Waiting, 2, "chunks"), (Ready, 8, "rate")])
+@pytest.mark.parametrize("count", [-1, 2**62, 1.5, "1", True, None], ids=str)
+def test_counts_are_counts(kind: type[Message], place: int, field: str, count: object) -> None:
+    assert f"{kind.__name__}.{field}" in refused(of(kind), place, count)
+
+
+def test_who_remains_in_a_round_is_who_is_not_lost() -> None:
+    shares = tuple(
+        Share(member=member(peer, 20 * place, 20 * place + 20), chunks=2) for place, peer in enumerate("abc")
+    )
+    whole = Round(name=attempt(LOG), shares=shares, lost=())
+    assert (whole.peers, whole.remaining, whole.chunks) == (("a", "b", "c"), ("a", "b", "c"), 6)
+    one_lost = whole.without(["b", "stranger"])
+    assert (one_lost.remaining, one_lost.lost) == (("a", "c"), ("b",))
+    assert one_lost.without(["a"]).lost == ("a", "b"), "in roster order, whoever was lost first"
+    assert one_lost.name == whole.name
+
+
+def test_who_is_in_no_chunk_is_not_in_the_entry() -> None:
+    shares = tuple(
+        Share(member=member(peer, 20 * place, 20 * place + 20), chunks=2) for place, peer in enumerate("abc")
+    )
+    whole = Round(name=attempt(LOG), shares=shares, lost=("b", "c"))
+    roster = whole.entry_roster({"b": 6, "c": 5})
+    assert [(one.peer, one.missed) for one in roster] == [("a", 0), ("c", 5)]

@@ -13,12 +13,23 @@ from peers.events import (
     Applied,
     Apply,
     BadBlocks,
+    ChunkSent,
+    ChunksUnsent,
+    ContributionArrived,
+    Dropped,
     Event,
+    FetchPayload,
     FetchSnapshot,
     HeartbeatsSeen,
     LeaveRequested,
     OpenRound,
-    PayloadDigested,
+    PayloadAssembled,
+    PayloadFetched,
+    PayloadNotFetched,
+    Quantized,
+    RateMeasured,
+    ReducedArrived,
+    SendChunk,
     SnapshotFailed,
     SnapshotRestored,
     Stop,
@@ -26,20 +37,24 @@ from peers.events import (
     Tick,
     Train,
     TrainingDone,
+    TrainingProgress,
     Undelivered,
 )
 from peers.heartbeat import PeerState
+from peers.joining import RECENT_ENTRIES, REPLAY_LIMIT
 from peers.leases import PIECE_LIMIT, SampleRange
 from peers.log import Header, LogState
 from peers.messages import (
     Abort,
     Accuse,
+    Adopt,
     Attempt,
     Begin,
     Commit,
     Complete,
     Elsewhere,
     Held,
+    Holding,
     Inquire,
     LeaseGrant,
     LeaseRequest,
@@ -47,14 +62,19 @@ from peers.messages import (
     Message,
     Ready,
     Refuse,
+    Round,
     Waiting,
+    Want,
+    chunk_set,
 )
 from peers.states import TRANSITIONS, State
 from peers.wire import digest_of
+from peers.workload import Progress
 from tests.peers.builders import (
     LOG,
     PAYLOAD,
     SETTINGS,
+    SIZE,
     STATE,
     TIMING,
     Rig,
@@ -64,6 +84,7 @@ from tests.peers.builders import (
     member,
     of,
     ready,
+    round_of,
     sends,
     trained,
 )
@@ -75,6 +96,33 @@ def at_second() -> Rig:
     """b has applied the first entry and trains its second lease."""
     rig = Rig().joined().trained().averaging().holding().applying().applied()
     assert rig.is_in(State.TRAINING)
+    return rig
+
+
+def leading() -> Rig:
+    """a leads the round after the first entry, and takes part in it."""
+    rig = leading_first().holding()
+    for name in "bc":
+        rig.hear(name, Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=()))
+    rig.applied()
+    rig.do(TrainingDone(trained(rig.lease)))
+    for name in "bc":
+        rig.hear(name, ready(rig.peer.log, name))
+    assert [to for to, _ in sends(rig.tick(0.0), Begin)] == ["b", "c"]
+    return rig
+
+
+def leading_first() -> Rig:
+    """a leads the first round, and takes part in it."""
+    rig = Rig("a", "bc")
+    rig.see(state=PeerState.JOINING)
+    rig.tick(5.0)
+    rig.do(TrainingDone(trained((SampleRange(0, 20),))))
+    for place, name in enumerate("bc", 1):
+        rig.hear(name, ready(LOG, name, samples=(SampleRange(20 * place, 20 * place + 20),)))
+    rig.see(state=PeerState.READY)
+    assert [to for to, _ in sends(rig.tick(), Begin)] == ["b", "c"]
+    assert rig.is_in(State.AVERAGING)
     return rig
 
 
@@ -95,13 +143,29 @@ IN_STATE: dict[State, Callable[[], Rig]] = {
     State.AVERAGING: lambda: at_second().trained().averaging(),
     State.APPLYING: lambda: at_second().trained().averaging().holding().applying(),
     State.FETCHING: lambda: fetching(at_second()),
+    State.REPLAYING: lambda: replaying(at_second()),
     State.LEFT: lambda: left(at_second()),
 }
 
 
 def fetching(rig: Rig) -> Rig:
-    rig.see(ahead_by(rig, 1))
+    rig.see(ahead_by(rig, REPLAY_LIMIT + 1))
     assert rig.is_in(State.FETCHING)
+    return rig
+
+
+def told(rig: Rig, sender: str = "c", entries: int = 1) -> Header:
+    """The others are so many entries further on, and one of them says what came next."""
+    header = ahead_by(rig, 1).last
+    assert header is not None
+    rig.see(ahead_by(rig, entries))
+    rig.hear(sender, Commit(header=header))
+    return header
+
+
+def replaying(rig: Rig) -> Rig:
+    told(rig)
+    assert rig.is_in(State.REPLAYING)
     return rig
 
 
@@ -147,11 +211,17 @@ def test_a_whole_round_of_a_member() -> None:
     rig = Rig().joined()
     (say,) = sends(rig.do(TrainingDone(trained(rig.lease))), Ready)
     assert say == ("a", ready(LOG, "b", samples=rig.lease, incumbent=False))
-    opened = of(rig.hear("a", rig.begin()), OpenRound)
-    assert [effect.owners for effect in opened] == [("a", "b", "c")]
-    assert sends(rig.tick(), Waiting)
-    effects = rig.do(PayloadDigested(attempt(LOG), PAYLOAD))
-    assert sends(effects, Complete) == [("a", Complete(attempt=attempt(LOG), payload=PAYLOAD))]
+    begin = rig.begin()
+    assert of(rig.hear("a", begin), OpenRound) == [OpenRound(begin.round, contribute=True)]
+    rig.do(Quantized(begin.attempt))
+    waiting = Waiting(attempt=attempt(LOG), missing=("a", "c"), chunks=0)
+    assert sends(rig.tick(), Waiting) == [("a", waiting)]
+    rig.do(ReducedArrived(begin.attempt, "c", 4, ()))
+    assert sends(rig.tick(), Waiting) == [("a", waiting.model_copy(update={"chunks": 1}))]
+    effects = rig.do(PayloadAssembled(begin.attempt, PAYLOAD))
+    complete = Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=())
+    assert sends(effects, Complete) == [("a", complete)]
+    assert sends(rig.tick(), Complete) == [("a", complete)], "it may not have arrived"
     header = rig.next_header()
     assert of(rig.hear("a", Commit(header=header)), Apply) == [Apply(header)]
     assert of(rig.do(Applied(header, OTHER)), Train) == [Train(1, rig.lease, 10)]
@@ -162,19 +232,10 @@ def test_a_whole_round_of_a_member() -> None:
 
 
 def test_a_leader_does_the_whole_round_with_itself_as_a_member() -> None:
-    rig = Rig("a", "bc")
-    rig.see(state=PeerState.JOINING)
-    rig.tick(5.0)
-    rig.do(TrainingDone(trained((SampleRange(0, 20),))))
-    for place, name in enumerate("bc", 1):
-        rig.hear(name, ready(LOG, name, samples=(SampleRange(20 * place, 20 * place + 20),)))
-    rig.see(state=PeerState.READY)
-    effects = rig.tick()
-    assert [to for to, _ in sends(effects, Begin)] == ["b", "c"]
-    assert rig.is_in(State.AVERAGING)
-    rig.do(PayloadDigested(attempt(LOG), PAYLOAD))
-    rig.hear("b", Complete(attempt=attempt(LOG), payload=PAYLOAD))
-    effects = rig.hear("c", Complete(attempt=attempt(LOG), payload=PAYLOAD))
+    rig = leading_first()
+    rig.holding()
+    rig.hear("b", Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=()))
+    effects = rig.hear("c", Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=()))
     assert [to for to, _ in sends(effects, Commit)] == ["b", "c"]
     assert of(effects, Apply)
     assert rig.is_in(State.APPLYING)
@@ -207,98 +268,418 @@ def test_unknown_events_are_bugs_of_ours() -> None:
 
 def test_only_the_transitions_in_the_table_are_possible() -> None:
     for first in State:
-        for second in set(State) - TRANSITIONS[first]:
+        for second in set(State) - set(TRANSITIONS[first]):
             rig = Rig()
             rig.peer.state = first
             with pytest.raises(LocalProtocolError, match=f"{first} can't become {second}"):
                 rig.peer._enter(second)
 
 
+LATE = attempt(LOG, 99)
+LATE_NEWS: list[Event] = [
+    Quantized(LATE),
+    ContributionArrived(LATE, "a", 2),
+    BadBlocks(LATE, "a", 2, "code -128"),
+    ReducedArrived(LATE, "a", 0, ()),
+    ChunkSent(LATE, "a", 2, reduced=True),
+    ChunksUnsent(LATE, "a", (2,), reduced=True),
+    PayloadAssembled(LATE, PAYLOAD),
+    PayloadFetched(HEADER),
+    PayloadNotFetched(HEADER, "gone"),
+    RateMeasured(1000),
+]
+
+
 @pytest.mark.parametrize("state", State)
-def test_late_news_of_training_and_rounds_is_void(state: State) -> None:
+@pytest.mark.parametrize("event", LATE_NEWS, ids=lambda event: type(event).__name__)
+def test_late_news_of_rounds_and_payloads_is_void(state: State, event: Event) -> None:
     rig = IN_STATE[state]()
-    assert of(rig.do(PayloadDigested(attempt(LOG, 99), PAYLOAD)), Apply) == []
-    if state is not State.TRAINING:
-        rig.do(TrainingDone(trained(rig.lease)))
+    log = rig.peer.log
+    assert not [effect for effect in rig.do(event) if isinstance(effect, Apply | SendChunk)]
+    assert (rig.peer.state, rig.peer.log) == (state, log)
+
+
+@pytest.mark.parametrize("state", set(State) - {State.TRAINING})
+def test_late_news_of_training_is_void(state: State) -> None:
+    rig = IN_STATE[state]()
+    assert not sends(rig.do(TrainingDone(trained(rig.lease))), Ready)
     assert rig.peer.state is state
 
 
+# The table of transitions --------------------------------------------------------------------------------------
+def seen_far_ahead(rig: Rig) -> None:
+    rig.see(ahead_by(rig, REPLAY_LIMIT + 1))
+
+
+def leaves_at_once(rig: Rig) -> None:
+    rig.do(LeaveRequested(at_once=True))
+
+
+def gets_a_lease(rig: Rig) -> None:
+    rig.joined()
+
+
+def takes_the_step(rig: Rig) -> None:
+    rig.applied()
+
+
+def takes_the_step_out_of_it(rig: Rig) -> None:
+    """c has gone on to the entry after this one, so b's lease is no good."""
+    last = rig.peer.log.last
+    assert last is not None
+    rig.see(ahead_by(rig, 1), others="c")
+    rig.do(Applied(last, STATE))
+
+
+def gets_the_payload(rig: Rig) -> None:
+    assert rig.peer._replaying is not None
+    rig.do(PayloadFetched(rig.peer._replaying))
+
+
+def gets_no_payload(rig: Rig) -> None:
+    assert rig.peer._replaying is not None
+    rig.do(PayloadNotFetched(rig.peer._replaying, "gone"))
+
+
+def gets_no_payload_of_the_dead(rig: Rig) -> None:
+    for name in "ac":
+        rig.do(Undelivered(name))
+    gets_no_payload(rig)
+
+
+def goes_on_with_what_it_trained(rig: Rig) -> None:
+    """Having applied the second entry, it is ready when the others have made the third without it."""
+    rig.applied().trained()
+    missed = told(rig)
+    rig.do(PayloadFetched(missed))
+    rig.do(Applied(missed, STATE))
+
+
+def hears_of_the_commit_late(rig: Rig) -> None:
+    """It was complete; then the leader seemed to be dead."""
+    rig.averaging().holding()
+    rig.do(Undelivered("a"))
+    rig.tick()
+    assert rig.is_in(State.READY)
+    rig.hear("a", Commit(header=rig.next_header()))
+
+
+Way = Callable[[Rig], object]
+MOVES: dict[tuple[State, State], Way] = {
+    (State.JOINING, State.FETCHING): seen_far_ahead,
+    (State.JOINING, State.REPLAYING): told,
+    (State.JOINING, State.TRAINING): gets_a_lease,
+    (State.JOINING, State.LEFT): leaves_at_once,
+    (State.FETCHING, State.JOINING): lambda rig: rig.do(SnapshotFailed("c", "gone")),
+    (State.FETCHING, State.LEFT): leaves_at_once,
+    (State.REPLAYING, State.APPLYING): gets_the_payload,
+    (State.REPLAYING, State.JOINING): gets_no_payload_of_the_dead,
+    (State.REPLAYING, State.FETCHING): gets_no_payload,
+    (State.REPLAYING, State.LEFT): leaves_at_once,
+    (State.TRAINING, State.READY): lambda rig: rig.trained(),
+    (State.TRAINING, State.FETCHING): seen_far_ahead,
+    (State.TRAINING, State.REPLAYING): told,
+    (State.TRAINING, State.LEFT): leaves_at_once,
+    (State.READY, State.AVERAGING): lambda rig: rig.averaging(),
+    (State.READY, State.APPLYING): hears_of_the_commit_late,
+    (State.READY, State.FETCHING): seen_far_ahead,
+    (State.READY, State.REPLAYING): told,
+    (State.READY, State.LEFT): leaves_at_once,
+    (State.AVERAGING, State.READY): lambda rig: rig.hear("a", Abort(attempt=rig.attempt(), reason="")),
+    (State.AVERAGING, State.APPLYING): lambda rig: rig.holding().applying(),
+    (State.AVERAGING, State.FETCHING): seen_far_ahead,
+    (State.AVERAGING, State.REPLAYING): told,
+    (State.AVERAGING, State.LEFT): leaves_at_once,
+    (State.APPLYING, State.TRAINING): takes_the_step,
+    (State.APPLYING, State.READY): goes_on_with_what_it_trained,
+    (State.APPLYING, State.JOINING): takes_the_step_out_of_it,
+    (State.APPLYING, State.LEFT): leaves_at_once,
+}
+
+
+@pytest.mark.parametrize(("first", "second"), MOVES, ids=lambda state: str(state))
+def test_every_transition_happens(first: State, second: State) -> None:
+    rig = IN_STATE[first]()
+    passed = []
+    enter = rig.peer._enter
+
+    def watched(state: State) -> None:
+        passed.append((rig.peer.state, state))
+        enter(state)
+
+    rig.peer._enter = watched  # type: ignore[method-assign]
+    MOVES[first, second](rig)
+    assert (first, second) in passed
+    assert rig.peer.state is second
+
+
+def test_the_table_has_no_transition_that_never_happens() -> None:
+    assert set(MOVES) == {(first, second) for first, following in TRANSITIONS.items() for second in following}
+
+
 # Pledges -------------------------------------------------------------------------------------------------------
-def refused_begin(rig: Rig, sender: str, begin: Begin) -> bool:
-    return not of(rig.hear(sender, begin), OpenRound)
+def takes_part(rig: Rig, sender: str, message: Begin | Adopt) -> bool:
+    """Whether the peer enters the attempt."""
+    before = rig.peer._attempt
+    rig.hear(sender, message)
+    assert rig.peer._attempt in (before, message.attempt)
+    return rig.peer._attempt == message.attempt
 
 
 def test_no_attempt_of_a_leader_that_we_are_not_pledged_to() -> None:
     rig = at_second().trained()
-    assert refused_begin(rig, "c", rig.begin(leader="c"))
-    assert refused_begin(rig, "c", rig.begin(leader="a"))
-    assert refused_begin(rig, "a", rig.begin(leader="c"))
-    assert not refused_begin(rig, "a", rig.begin())
+    held = rig.held()
+    for sender, leader in (("c", "c"), ("c", "a"), ("a", "c")):
+        assert not takes_part(rig, sender, rig.begin(leader=leader))
+        assert not takes_part(rig, sender, rig.adopt(1, held, leader=leader))
+    assert takes_part(rig, "a", rig.begin())
+
+
+@pytest.mark.parametrize("state", set(State) - {State.READY, State.AVERAGING})
+def test_no_attempt_of_a_peer_that_has_made_no_offer(state: State) -> None:
+    rig = IN_STATE[state]()
+    assert not takes_part(rig, "a", rig.begin())
+    assert not takes_part(rig, "a", rig.adopt(1, rig.held()))
+    assert rig.is_in(state)
+
+
+@pytest.mark.parametrize("state", [State.READY, State.AVERAGING])
+def test_a_later_attempt_replaces_the_one_we_are_in(state: State) -> None:
+    """Of the round before nothing is held; another one begins with the same offers."""
+    rig = IN_STATE[state]()
+    assert takes_part(rig, "a", rig.begin(2))
+    assert rig.is_in(State.AVERAGING)
+    assert of(rig.effects, OpenRound) == [OpenRound(rig.begin(2).round, contribute=True)]
+    assert not takes_part(rig, "a", rig.begin(1)), "that one is over"
 
 
 def test_no_attempt_that_changes_our_offer() -> None:
     rig = at_second().trained()
-    roster = tuple(one if one.peer != "b" else one.model_copy(update={"tokens": 1}) for one in rig.roster())
-    assert refused_begin(rig, "a", rig.begin().model_copy(update={"roster": roster}))
-    assert refused_begin(rig, "a", rig.begin().model_copy(update={"roster": (rig.roster()[0],)}))
+    for changed in ({"tokens": 1}, {"samples": ()}, {"missed": 1}):
+        roster = [one if one.peer != "b" else one.model_copy(update=changed) for one in rig.roster()]
+        assert not takes_part(rig, "a", rig.begin().model_copy(update={"round": round_of(rig.attempt(), roster)}))
+    without = round_of(rig.attempt(), rig.roster()[::2])
+    assert not takes_part(rig, "a", rig.begin().model_copy(update={"round": without}))
+    assert not takes_part(rig, "a", rig.begin(lost="b")), "it calls us lost"
 
 
 def test_no_attempt_that_our_ready_did_not_promise() -> None:
     rig = at_second().trained()
-    assert refused_begin(rig, "a", rig.begin(number=2))
-    assert refused_begin(rig, "a", rig.begin(number=0))
+    rig.hear("a", Abort(attempt=rig.attempt(4), reason="say Ready for a later attempt"))
+    for number in (0, 1, 4, 5 + 2**32, 2**62 - 1):
+        assert not takes_part(rig, "a", rig.begin(number)), number
+    assert takes_part(rig, "a", rig.begin(5))
 
 
-def test_no_attempt_that_can_lead_to_no_entry() -> None:
+def impossible_rounds() -> dict[str, Round]:
+    rig = at_second()
+    a, b, c = rig.roster()
+    name = rig.attempt()
+    return {
+        "a member twice": round_of(name, (a, b, c, a)),
+        "another's samples": round_of(name, (b, member("c", 80, 100))),
+        "too few chunks": round_of(name, (a, b, c), chunks=[2, 2, 1]),
+        "too many chunks": round_of(name, (a, b, c), chunks=[2, 2, 3]),
+        "no chunks": round_of(name, (a, b, c), chunks=[0, 0, 0]),
+        "who reduces has trained nothing": round_of(
+            name, (a, b, c.model_copy(update={"tokens": 0, "samples": ()})), chunks=[2, 2, 2]
+        ),
+        "all who reduce are lost": round_of(name, (a, b, c), lost="a", chunks=[6, 0, 0]),
+    }
+
+
+@pytest.mark.parametrize("what", impossible_rounds())
+def test_no_attempt_that_can_lead_to_no_entry(what: str) -> None:
     """Regression: a roster that the log does not allow raised LogError when the payload was complete."""
     rig = at_second().trained()
-    begin = rig.begin()
-    twice = (*begin.roster, begin.roster[0])
-    others = (begin.roster[1], member("c", 80, 100))
-    for roster in (twice, others):
-        assert refused_begin(rig, "a", begin.model_copy(update={"roster": roster}))
-    forged = Held(attempt=attempt(rig.peer.log), header=rig.next_header().model_copy(update={"cursor": 1}))
-    assert refused_begin(rig, "a", rig.begin(adopted=forged, holders="a"))
-    real = Held(attempt=attempt(rig.peer.log), header=rig.next_header())
-    assert refused_begin(rig, "a", rig.begin(adopted=real, holders=""))
-    assert refused_begin(rig, "a", rig.begin(holders="a"))
-    assert not refused_begin(rig, "a", begin)
+    begin = Begin(attempt=rig.attempt(), round=impossible_rounds()[what])
+    assert not takes_part(rig, "a", begin)
+    assert [(dropped.peer, dropped.what) for dropped in of(rig.effects, Dropped)] == [("a", "begin")]
+    assert takes_part(rig, "a", rig.begin())
 
 
-def test_no_attempt_that_ignores_what_we_hold() -> None:
-    rig = at_second().trained().averaging().holding()
-    held = Held(attempt=attempt(rig.peer.log, 1), header=rig.next_header())
-    rig.hear("a", Abort(attempt=attempt(rig.peer.log, 1), reason=""))
+def test_no_entry_that_does_not_follow_is_taken_over() -> None:
+    rig = at_second().trained()
+    forged = Held(attempt=rig.attempt(), header=rig.next_header().model_copy(update={"cursor": 1}))
+    assert not takes_part(rig, "a", rig.adopt(1, forged))
+    assert [dropped.what for dropped in of(rig.effects, Dropped)] == ["adopt"]
+    assert takes_part(rig, "a", rig.adopt(1, rig.held()))
+
+
+# What is held --------------------------------------------------------------------------------------------------
+def back_to_ready(rig: Rig, number: int = 1) -> Rig:
+    """The attempt with this number was ended by its leader."""
+    rig.hear("a", Abort(attempt=rig.attempt(number), reason=""))
     assert rig.is_in(State.READY)
-    assert sends(rig.effects, Ready)[0][1].held == held
-    assert refused_begin(rig, "a", rig.begin(2))
-    older = Held(attempt=attempt(rig.peer.log, 0), header=rig.next_header(OTHER))
-    assert refused_begin(rig, "a", rig.begin(2, adopted=older, holders="c"))
-    assert not refused_begin(rig, "a", rig.begin(2, adopted=held, holders="b"))
+    return rig
+
+
+def test_what_we_hold_is_in_our_ready() -> None:
+    rig = at_second().trained().averaging().holding()
+    back_to_ready(rig)
+    say = sends(rig.effects, Ready)[0][1]
+    assert say.held == rig.held(1)
+    assert say.round == rig.begin().round
+    assert say.last_attempt == 1
+
+
+def test_no_round_that_ignores_what_we_hold() -> None:
+    rig = back_to_ready(at_second().trained().averaging().holding())
+    assert not takes_part(rig, "a", rig.begin(2))
+    assert not takes_part(rig, "a", rig.begin(2, name=rig.attempt())), "the same round: c may have committed it since"
+    assert takes_part(rig, "a", rig.adopt(2, rig.held(1)))
+
+
+def test_no_older_entry_displaces_what_we_hold() -> None:
+    rig = back_to_ready(at_second().trained().averaging().holding())
+    assert not takes_part(rig, "a", rig.adopt(2, rig.held(0, payload=OTHER)))
+    assert rig.peer._held == rig.held(1)
+
+
+def test_who_holds_the_entry_that_is_handed_on_is_complete_at_once() -> None:
+    rig = back_to_ready(at_second().trained().averaging().holding())
+    effects = rig.hear("a", rig.adopt(2, rig.held(1), holders="b"))
+    assert not of(effects, FetchPayload)
+    assert sends(effects, Complete) == [("a", Complete(attempt=rig.attempt(2), payload=PAYLOAD, missed=()))]
+    assert rig.peer._held == rig.held(2), "as of the attempt in which it said so last"
+    assert of(rig.hear("a", Commit(header=rig.next_header())), Apply)
+
+
+def test_who_lacks_the_entry_that_is_handed_on_fetches_its_payload() -> None:
+    rig = at_second().trained()
+    adopt = rig.adopt(1, rig.held(0, payload=OTHER), holders="bc")
+    effects = rig.hear("a", adopt)
+    header = adopt.held.header
+    assert of(effects, FetchPayload) == [FetchPayload(header, ("c",))], "not from ourselves"
+    assert not sends(effects, Complete)
+    assert not of(rig.hear("a", Commit(header=header)), Apply), "it is not here yet"
+    rig.do(PayloadNotFetched(header, "busy"))
+    assert of(rig.tick(), FetchPayload) == [FetchPayload(header, ("c",))], "asked again"
+    effects = rig.do(PayloadFetched(header))
+    assert sends(effects, Complete) == [("a", Complete(attempt=rig.attempt(), payload=OTHER, missed=()))]
+    assert of(rig.hear("a", Commit(header=header)), Apply) == [Apply(header)]
 
 
 def test_a_later_entry_displaces_what_we_hold() -> None:
-    rig = at_second().trained().averaging().holding()
-    rig.hear("a", Abort(attempt=attempt(rig.peer.log, 1), reason=""))
-    rig.hear("a", Abort(attempt=attempt(rig.peer.log, 2), reason=""))
-    newer = Held(attempt=attempt(rig.peer.log, 2), header=rig.next_header(OTHER))
-    assert not refused_begin(rig, "a", rig.begin(3, adopted=newer, holders="c"))
-    rig.holding(3, OTHER)
+    rig = back_to_ready(back_to_ready(at_second().trained().averaging().holding()), 2)
+    newer = rig.held(2, payload=OTHER)
+    assert takes_part(rig, "a", rig.adopt(3, newer))
+    assert rig.peer._held == rig.held(1), "until the other one is here"
+    rig.do(PayloadFetched(newer.header))
+    assert rig.peer._held == rig.held(3, payload=OTHER)
     assert of(rig.hear("a", Commit(header=newer.header)), Apply)
 
 
-def test_garbage_handed_on_does_not_displace_what_we_hold() -> None:
+def test_what_is_averaged_meanwhile_does_not_displace_what_is_handed_on() -> None:
+    rig = at_second().trained().averaging()
+    adopt = rig.adopt(2, rig.held(0, payload=OTHER))
+    assert takes_part(rig, "a", adopt)
+    assert not sends(rig.holding().effects, Complete)
+    assert rig.peer._held is None
+    assert sends(rig.do(PayloadFetched(adopt.held.header)), Complete)[0][1].payload == OTHER
+
+
+def test_a_payload_that_comes_when_the_attempt_is_over_is_not_held() -> None:
+    rig = at_second().trained()
+    adopt = rig.adopt(1, rig.held(0, payload=OTHER))
+    rig.hear("a", adopt)
+    back_to_ready(rig)
+    assert not sends(rig.do(PayloadFetched(adopt.held.header)), Complete)
+    assert rig.peer._held is None
+
+
+def test_a_payload_averaged_between_two_attempts_is_held_in_the_next() -> None:
+    rig = at_second().trained().averaging()
+    name = rig.attempt()
+    back_to_ready(rig)
+    assert not sends(rig.holding().effects, Complete)
+    assert rig.peer._held is None
+    effects = rig.hear("a", rig.begin(2, name=name))
+    assert sends(effects, Complete) == [("a", Complete(attempt=rig.attempt(2), payload=PAYLOAD, missed=()))]
+
+
+# Somebody is lost ----------------------------------------------------------------------------------------------
+def test_a_revised_attempt_goes_on_with_the_round() -> None:
+    rig = at_second().trained().averaging()
+    rig.do(Quantized(rig.attempt()))
+    rig.do(ReducedArrived(rig.attempt(), "c", 4, ()))
+    effects = rig.hear("a", rig.begin(2, lost="c", name=rig.attempt()))
+    assert not of(effects, OpenRound), "what has arrived stays"
+    assert sends(effects, Holding) == [("a", Holding(attempt=rig.attempt(2), chunks=chunk_set([4])))]
+    assert rig.peer.exchange is not None
+    assert rig.peer.exchange.round.remaining == ("a", "b")
+    assert sends(rig.tick(), Waiting)[0][1] == Waiting(attempt=rig.attempt(2), missing=("a",), chunks=1)
+
+
+def test_what_is_held_in_an_unbroken_attempt_is_held_in_its_revision() -> None:
+    """Only the leader could have committed it, and it goes on instead."""
     rig = at_second().trained().averaging().holding()
-    mine = rig.next_header()
-    rig.hear("a", Abort(attempt=attempt(rig.peer.log, 1), reason=""))
-    rig.hear("a", Abort(attempt=attempt(rig.peer.log, 2), reason=""))
-    newer = Held(attempt=attempt(rig.peer.log, 2), header=rig.next_header(OTHER))
-    rig.hear("a", rig.begin(3, adopted=newer, holders="c"))
-    rig.holding(3, digest_of(b"garbage"))
-    assert not of(rig.hear("a", Commit(header=newer.header)), Apply)
-    assert of(rig.hear("a", Commit(header=mine)), Apply)
+    begin = rig.begin(2, lost="c", name=rig.attempt())
+    assert takes_part(rig, "a", begin)
+    assert sends(rig.effects, Complete) == [("a", Complete(attempt=rig.attempt(2), payload=PAYLOAD, missed=()))]
+    assert rig.peer._held == rig.held(2)
+    assert of(rig.hear("a", Commit(header=rig.next_header())), Apply)
 
 
+def test_what_is_held_in_a_broken_attempt_stands_against_its_revision() -> None:
+    rig = back_to_ready(at_second().trained().averaging().holding())
+    assert not takes_part(rig, "a", rig.begin(2, lost="c", name=rig.attempt()))
+    assert rig.peer._held == rig.held(1)
+
+
+def test_another_round_is_not_begun_while_something_is_held() -> None:
+    rig = at_second().trained().averaging().holding()
+    assert not takes_part(rig, "a", rig.begin(2))
+
+
+def test_who_lacks_in_how_many_chunks_is_said_and_in_the_header() -> None:
+    rig = at_second().trained().averaging()
+    rig.hear("a", rig.begin(2, lost="c", name=rig.attempt()))
+    for chunk in range(SIZE.chunks):
+        absent = ("c",) if chunk < 4 else ()
+        rig.do(ReducedArrived(rig.attempt(), "b" if chunk in (2, 3) else "a", chunk, absent))
+    effects = rig.holding().effects
+    assert sends(effects, Complete)[0][1].missed == (("c", 4),)
+    roster = [one.model_copy(update={"missed": 4 * (one.peer == "c")}) for one in rig.roster()]
+    header = rig.peer.log.next_header(roster, PAYLOAD)
+    assert of(rig.hear("a", Commit(header=header)), Apply) == [Apply(header)]
+    assert "c" in rig.peer.log.roster
+
+
+def test_members_settle_what_becomes_of_a_lost_members_chunks() -> None:
+    rig = leading()
+    rig.do(Quantized(rig.attempt()))
+    rig.hear("c", Leaving(position=rig.peer.log.position, holds=False))
+    at = rig.attempt(2)
+    effects = rig.hear("b", Holding(attempt=at, chunks=chunk_set([4])))
+    assert sends(effects, Want) == [("b", Want(attempt=at, reduced=chunk_set([4]), own=chunk_set([5])))]
+    assert rig.hear("b", Want(attempt=at, reduced=chunk_set([4]), own=chunk_set([5]))) == [], "b inherits nothing"
+
+
+def test_the_next_leader_is_told_of_the_round_and_goes_on_with_it() -> None:
+    rig = at_second().trained().averaging()
+    name = rig.attempt()
+    log = rig.peer.log
+    rig.do(Undelivered("a"))
+    rig.tick()
+    number = rig.peer._last_attempt
+    rig.hear("c", ready(log, "c", last_attempt=number, round=round_of(name, rig.roster())))
+    rig.do(Undelivered("a"))
+    begin = sends(rig.tick(), Begin)[0][1]
+    assert begin.round == round_of(name, rig.roster(), lost="a")
+    assert begin.attempt == rig.attempt(number + 1, "b")
+    assert not of(rig.effects, OpenRound)
+    assert rig.is_in(State.AVERAGING)
+
+
+def test_our_rate_is_in_our_ready() -> None:
+    rig = at_second()
+    rig.do(RateMeasured(12_345))
+    rig.trained()
+    assert sends(rig.effects, Ready)[0][1].rate == 12_345
+
+
+# The leader, as we see it --------------------------------------------------------------------------------------
 def test_another_leader_gets_a_later_promise() -> None:
     """Regression: a, given up by b, could begin attempt 2 from b's old Ready after b had completed c's attempt 1, and
     with it hand on an entry older than the one that c had committed."""
@@ -310,8 +691,8 @@ def test_another_leader_gets_a_later_promise() -> None:
     rig.see()
     (to, say), *_ = sends(rig.tick(), Ready)
     assert (to, say.last_attempt) == ("a", 2), "once for b, once for a"
-    assert refused_begin(rig, "a", rig.begin(1)), "what a may have begun with the first Ready"
-    assert not refused_begin(rig, "a", rig.begin(3))
+    assert not takes_part(rig, "a", rig.begin(1)), "what a may have begun with the first Ready"
+    assert takes_part(rig, "a", rig.begin(3))
 
 
 def test_a_leader_that_is_further_is_followed() -> None:
@@ -320,7 +701,7 @@ def test_a_leader_that_is_further_is_followed() -> None:
     assert sends(effects, Ready)[0][1].last_attempt == 7
     assert not sends(rig.hear("c", Abort(attempt=attempt(rig.peer.log, 9, "c"), reason="")), Ready)
     assert not sends(rig.hear("a", Abort(attempt=attempt(rig.peer.log, 2**61), reason="")), Ready)
-    assert not refused_begin(rig, "a", rig.begin(8))
+    assert takes_part(rig, "a", rig.begin(8))
 
 
 def test_only_the_attempts_leader_aborts_it() -> None:
@@ -365,40 +746,226 @@ def test_who_asks_about_a_place_we_never_were_hears_where_we_are() -> None:
 
 
 # Behind --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("state", [State.JOINING, State.TRAINING, State.READY, State.AVERAGING])
-def test_who_is_behind_fetches(state: State) -> None:
+BEHIND = pytest.mark.parametrize("state", [State.JOINING, State.TRAINING, State.READY, State.AVERAGING])
+
+
+@BEHIND
+@pytest.mark.parametrize("entries", range(1, REPLAY_LIMIT + 1))
+def test_who_is_a_few_entries_behind_asks_what_followed(state: State, entries: int) -> None:
     rig = IN_STATE[state]()
-    rig.see(ahead_by(rig, 2))
-    effects = rig.effects + rig.tick()
+    effects = rig.see(ahead_by(rig, entries))
+    assert sends(effects, Inquire) == [("c", Inquire(position=rig.peer.log.position))]
+    assert rig.is_in(state), "it goes on until it knows"
+    assert not of(effects, FetchSnapshot)
+
+
+@BEHIND
+def test_who_is_far_behind_takes_a_snapshot(state: State) -> None:
+    rig = IN_STATE[state]()
+    effects = rig.see(ahead_by(rig, REPLAY_LIMIT + 1))
     assert of(effects, FetchSnapshot) == [FetchSnapshot("c")]
     assert bool(of(effects, StopTraining)) is (state is State.TRAINING)
+    assert not sends(effects, Inquire)
 
 
-def test_who_holds_what_may_be_the_next_entry_inquires_first() -> None:
+@BEHIND
+def test_an_entry_that_was_missed_is_replayed(state: State) -> None:
+    rig = IN_STATE[state]()
+    header = told(rig)
+    assert of(rig.effects, FetchPayload) == [FetchPayload(header, ("a", "c"))]
+    assert rig.is_in(State.REPLAYING)
+    assert [effect.header for effect in of(rig.do(PayloadFetched(header)), Apply)] == [header]
+    assert rig.peer.log.last == header
+
+
+def test_one_entry_after_another_is_replayed_until_we_are_where_the_others_are() -> None:
+    rig = at_second().trained()
+    theirs = ahead_by(rig, 3)
+    while rig.peer.log.position != theirs.position:
+        rig.see(theirs)
+        (to, inquiry), *_ = sends(rig.effects, Inquire)
+        assert inquiry.position == rig.peer.log.position
+        header = ahead_by(rig, 1).last
+        assert header is not None
+        rig.hear(to, Commit(header=header))
+        rig.do(PayloadFetched(header))
+        rig.do(Applied(header, OTHER))
+    assert sends(rig.effects, LeaseRequest)[0][1].state_digest == OTHER
+    assert rig.peer.settled.position == theirs.position
+
+
+def test_nobody_who_can_be_behind_too_is_asked_for_a_payload() -> None:
+    rig = at_second()
+    header = ahead_by(rig, 1).last
+    assert header is not None
+    rig.see(ahead_by(rig, 1), others="c")
+    assert rig.hear("a", Commit(header=header)) == [], "a is where we are: how should it know"
+    rig.hear("c", Commit(header=header))
+    assert of(rig.effects, FetchPayload) == [FetchPayload(header, ("c",))]
+
+
+def test_an_entry_that_does_not_follow_is_not_replayed() -> None:
+    rig = at_second()
+    header = ahead_by(rig, 1).last
+    assert header is not None
+    rig.see(ahead_by(rig, 1))
+    effects = rig.hear("c", Commit(header=header.model_copy(update={"cursor": 7})))
+    assert [(dropped.peer, dropped.what) for dropped in of(effects, Dropped)] == [("c", "commit")]
+    assert rig.is_in(State.TRAINING)
+
+
+def test_a_payload_that_is_not_to_be_had_ends_in_a_snapshot() -> None:
+    rig = replaying(at_second())
+    header = rig.peer._replaying
+    assert header is not None
+    log = rig.peer.log
+    assert of(rig.do(PayloadNotFetched(header, "all are busy")), FetchSnapshot) == [FetchSnapshot("c")]
+    assert rig.peer.log == log
+
+
+def test_while_one_entry_is_replayed_another_one_is_not() -> None:
+    rig = replaying(at_second())
+    effects = rig.hear("a", Commit(header=ahead_by(rig, 1, digest_of(b"a third")).last or HEADER))
+    effects += rig.see(ahead_by(rig, 2))
+    effects += rig.tick()
+    assert not [effect for effect in effects if isinstance(effect, FetchPayload | FetchSnapshot | Apply)]
+    assert not sends(effects, Inquire)
+
+
+PROGRESS = Progress(inner_step=1, loss=1.0, tokens_per_second=1.0)
+
+
+def test_who_is_late_goes_on_training_while_it_replays() -> None:
+    """Its lease is carried on, and its worker has loaded theta: what it trains is for the next entry."""
+    rig = at_second()
+    rig.do(TrainingProgress(PROGRESS))
+    lease = rig.lease
+    header = told(rig)
+    assert not of(rig.effects, StopTraining)
+    assert of(rig.do(PayloadFetched(header)), Apply) == [Apply(header, keeps_work=True)]
+    assert not of(rig.do(Applied(header, STATE)), Train), "it is at it already"
+    assert rig.is_in(State.TRAINING)
+    assert rig.peer.log.leases["b"] == lease
+    rig.see()
+    assert sends(rig.do(TrainingDone(trained(lease))), Ready)[0][1].samples == lease
+
+
+def test_who_is_done_while_it_replays_is_ready_when_it_has() -> None:
+    rig = at_second()
+    rig.do(TrainingProgress(PROGRESS))
+    lease = rig.lease
+    header = told(rig)
+    assert not sends(rig.do(TrainingDone(trained(lease))), Ready)
+    rig.do(PayloadFetched(header))
+    rig.do(Applied(header, STATE))
+    assert rig.is_in(State.READY)
+    rig.see()
+    assert sends(rig.tick(), Ready)[0][1].samples == lease
+
+
+def test_work_that_had_not_begun_is_stopped_when_an_entry_was_missed() -> None:
+    """Its worker might load theta from before the entry or after it."""
+    rig = at_second()
+    told(rig)
+    assert of(rig.effects, StopTraining)
+
+
+def test_work_that_is_too_old_is_stopped_when_another_entry_was_missed() -> None:
+    rig = at_second()
+    rig.do(TrainingProgress(PROGRESS))
+    rig = replays(rig)
+    told(rig)
+    assert of(rig.effects, StopTraining)
+
+
+def test_who_holds_the_entry_that_was_committed_needs_no_payload() -> None:
     rig = at_second().trained().averaging().holding()
     next_log = rig.peer.log.append(rig.next_header())
     (to, inquiry), *_ = sends(rig.see(next_log), Inquire)
     assert inquiry.position == rig.peer.log.position
-    assert of(rig.hear(to, Commit(header=rig.next_header())), Apply)
+    effects = rig.hear(to, Commit(header=rig.next_header()))
+    assert of(effects, Apply)
+    assert not of(effects, FetchPayload)
 
 
-def test_an_inquiry_that_finds_another_entry_ends_in_a_fetch() -> None:
+def test_an_inquiry_that_finds_another_entry_than_we_hold_is_asked_once() -> None:
     """Regression: it was asked again at once, and again, as fast as the network went."""
     rig = at_second().trained().averaging().holding()
     theirs = ahead_by(rig, 1)
     assert theirs.last is not None
     (to, _), *_ = sends(rig.see(theirs), Inquire)
     effects = rig.hear(to, Commit(header=theirs.last))
-    assert of(effects, FetchSnapshot) == [FetchSnapshot("c")]
+    assert of(effects, FetchPayload) == [FetchPayload(theirs.last, ("a", "c"))]
     assert not sends(effects, Inquire)
 
 
 def test_an_inquiry_that_leads_nowhere_ends_in_a_fetch() -> None:
+    """Who is asked has that position no more in its recent log, or is on another lineage."""
     rig = at_second().trained().averaging().holding()
     theirs = ahead_by(rig, 1)
     (to, _), *_ = sends(rig.see(theirs), Inquire)
     assert of(rig.hear("a", Elsewhere(position=theirs.position)), FetchSnapshot) == []
     assert of(rig.hear(to, Elsewhere(position=theirs.position)), FetchSnapshot)
+
+
+def test_the_recent_log_is_as_long_as_anybody_can_need_and_not_endless() -> None:
+    rig = at_second()
+    passed = [rig.peer.log.position]
+    for _ in range(RECENT_ENTRIES):
+        header = told(rig)
+        rig.do(PayloadFetched(header))
+        rig.do(Applied(header, STATE))
+        passed.append(rig.peer.log.position)
+    assert not sends(rig.hear("c", Inquire(position=LOG.position)), Commit)
+    for position in passed[-REPLAY_LIMIT - 1 : -1]:
+        assert sends(rig.hear("c", Inquire(position=position)), Commit)
+
+
+def say_ready(rig: Rig) -> Ready:
+    """Its Ready, from wherever it is in getting there."""
+    rig.now += 2 * TIMING.round_timeout  # whom it distrusts is trusted again
+    rig.see()
+    rig.tick()
+    if rig.is_in(State.JOINING):
+        grant = rig.peer.log.grants[0]
+        rig.hear("a", LeaseGrant(position=rig.peer.log.position, samples=grant, steps=10))
+    assert rig.is_in(State.TRAINING)
+    lease = rig.peer.log.leases.get("b") or rig.peer.log.grants[0]
+    message: Ready = sends(rig.do(TrainingDone(trained(lease))), Ready)[0][1]
+    return message
+
+
+def replays(rig: Rig) -> Rig:
+    header = told(rig)
+    rig.do(PayloadFetched(header))
+    rig.do(Applied(header, STATE))
+    return rig
+
+
+def newcomer() -> Rig:
+    """Has fetched the state at a position where it may have been before."""
+    rig = fetching(at_second())
+    rig.do(SnapshotRestored("c", ahead_by(rig, REPLAY_LIMIT + 1).last, STATE))
+    return rig
+
+
+def test_who_was_there_all_along_goes_on_counting_in_the_quorum_when_it_replays() -> None:
+    assert say_ready(replays(at_second())).incumbent
+
+
+def test_who_did_not_count_before_does_not_because_it_replayed() -> None:
+    """It may have been at the next position, too, and have forgotten what it held there."""
+    assert not say_ready(replays(newcomer())).incumbent
+    assert not say_ready(replays(replays(newcomer()))).incumbent
+
+
+def test_who_did_not_count_before_does_not_because_it_failed_to_replay() -> None:
+    """All who are further on are gone before it has the payload: it is where it was, and knows no more."""
+    rig = newcomer()
+    told(rig)
+    gets_no_payload_of_the_dead(rig)
+    assert rig.is_in(State.JOINING)
+    assert not say_ready(rig).incumbent
 
 
 def test_the_heavier_lineage_wins_and_the_smaller_digest_among_equals() -> None:
@@ -413,7 +980,7 @@ def test_the_heavier_lineage_wins_and_the_smaller_digest_among_equals() -> None:
 
 def test_a_fetched_state_leads_to_a_lease() -> None:
     rig = fetching(at_second())
-    theirs = ahead_by(rig, 1)
+    theirs = ahead_by(rig, REPLAY_LIMIT + 1)
     effects = rig.do(SnapshotRestored("c", theirs.last, OTHER))
     assert rig.peer.log.position == theirs.position
     assert rig.is_in(State.JOINING)
@@ -480,8 +1047,45 @@ def test_strangers_are_not_ready() -> None:
 # Trouble -------------------------------------------------------------------------------------------------------
 def test_bad_blocks_are_reported_to_the_leader() -> None:
     rig = at_second().trained().averaging()
-    (to, accuse), *_ = sends(rig.do(BadBlocks(attempt(rig.peer.log), "c", "x" * 1000)), Accuse)
+    (to, accuse), *_ = sends(rig.do(BadBlocks(attempt(rig.peer.log), "c", 2, "x" * 1000)), Accuse)
     assert (to, accuse.accused, len(accuse.reason)) == ("a", "c", 500)
+
+
+def test_nobody_is_accused_between_two_attempts() -> None:
+    rig = at_second().trained().averaging()
+    back_to_ready(rig)
+    effects = rig.do(BadBlocks(attempt(rig.peer.log), "c", 2, "code -128"))
+    assert [(dropped.peer, dropped.what) for dropped in of(effects, Dropped)] == [("c", "contribution")]
+    assert not sends(effects, Accuse)
+
+
+def test_progress_keeps_a_slow_leader_in_office() -> None:
+    """Its members go on waiting for a long round as long as chunks move."""
+    rig = at_second().trained().averaging()
+    for chunk in range(SIZE.chunks):
+        rig.now += 1.5 * TIMING.round_timeout
+        rig.see(state=PeerState.AVERAGING)
+        rig.tick(0.0)
+        rig.do(ReducedArrived(attempt(rig.peer.log), "a", chunk, ()))
+    assert rig.is_in(State.AVERAGING)
+
+
+def test_an_unreachable_member_is_gone_when_it_stays_so() -> None:
+    rig = leading()
+    rig.do(Undelivered("c"))
+    assert not sends(rig.tick(0.0), Begin)
+    rig.see(others="b", state=PeerState.AVERAGING)
+    begin = sends(rig.tick(TIMING.heartbeat), Begin)[0][1]
+    assert begin.round.lost == ("c",)
+
+
+def test_an_unreachable_member_that_is_heard_again_is_not_gone() -> None:
+    rig = leading()
+    rig.do(Undelivered("c"))
+    rig.tick(0.0)
+    rig.hear("c", Waiting(attempt=rig.attempt(), missing=("b",), chunks=0))
+    rig.see(others="b", state=PeerState.AVERAGING)
+    assert not sends(rig.tick(TIMING.heartbeat), Begin)
 
 
 def test_a_dead_leader_is_succeeded_in_roster_order() -> None:
@@ -523,7 +1127,7 @@ def test_a_leader_that_never_begins_is_given_up() -> None:
 
 
 # Leaving -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("state", [State.JOINING, State.FETCHING, State.TRAINING, State.READY])
+@pytest.mark.parametrize("state", [State.JOINING, State.FETCHING, State.REPLAYING, State.TRAINING, State.READY])
 def test_leaving_at_once_where_nothing_is_under_way(state: State) -> None:
     rig = IN_STATE[state]()
     effects = rig.do(LeaveRequested())
@@ -571,17 +1175,36 @@ def test_after_leaving_nothing_happens() -> None:
         assert rig.do(event) == []
 
 
-def test_a_goodbye_ends_the_attempt_that_we_lead() -> None:
-    rig = Rig("a", "bc")
-    rig.see(state=PeerState.JOINING)
-    rig.tick(5.0)
-    rig.do(TrainingDone(trained((SampleRange(0, 20),))))
-    for place, name in enumerate("bc", 1):
-        rig.hear(name, ready(LOG, name, samples=(SampleRange(20 * place, 20 * place + 20),)))
-    rig.tick()
+def test_after_a_goodbye_the_others_go_on_at_once() -> None:
+    rig = leading()
+    effects = rig.hear("c", Leaving(position=rig.peer.log.position, holds=False))
+    (to, begin), *more = sends(effects, Begin)
+    assert (to, begin.round.lost, more) == ("b", ("c",), [])
+    assert [to for to, _ in sends(effects, Abort)] == ["c"]
+    assert rig.is_in(State.AVERAGING)
+
+
+def test_the_first_entry_is_not_made_by_fewer_than_the_minimum() -> None:
+    rig = leading_first()
     effects = rig.hear("c", Leaving(position=LOG.position, holds=False))
     assert [to for to, _ in sends(effects, Abort)] == ["b", "c"]
     assert rig.is_in(State.READY)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_who_leaves_with_an_entry_goes_on_counting_in_the_quorum(holds: bool) -> None:
+    """It alone may know what was committed, so that the one who stays is no majority."""
+    rig = leading()
+    rig.hear("c", Leaving(position=rig.peer.log.position, holds=holds))
+    rig.hear("b", Leaving(position=rig.peer.log.position, holds=False))
+    if holds:
+        rig.tick(TIMING.grace)
+    assert rig.is_in(State.READY if holds else State.AVERAGING)
+
+
+def test_who_leaves_with_an_entry_says_so() -> None:
+    assert not at_second().peer.goodbye.holds
+    assert at_second().trained().averaging().holding().peer.goodbye.holds
 
 
 # Hostile -------------------------------------------------------------------------------------------------------
@@ -605,17 +1228,37 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
     tokens = draw.choice([0, 1, 100, 2**62 - 1])
     roster = tuple(member(name, 20 * n, 20 * n + 20, tokens) for n, name in enumerate(draw.sample("abcz", 3)))
     header = draw.choice([rig.next_header(), here.last or HEADER, forged(rig.next_header(), draw)])
-    held = draw.choice([None, Held(attempt=which, header=header)])
+    held = Held(attempt=which, header=header)
     digest = draw.choice([STATE, PAYLOAD, here.position.head])
+    name = draw.choice([which, rig.peer.exchange.name if rig.peer.exchange else which])
+    lost = draw.choice([(), (), ("c",), ("a", "b", "c"), ("z",)])
+    chunks = draw.choice([None, None, [0, 0, 0], [0, 6, 0], [2**62 - 1] * 3])
+    round = round_of(name, draw.choice([roster, rig.roster(), rig.roster()]), lost, chunks)
+    missed = draw.choice([(), (("c", 2),), (("c", 2**62 - 1), ("z", 1)), tuple((peer, SIZE.chunks) for peer in "abc")])
+    mask = draw.choice([b"", b"\x3f", b"\xff" * 100])
     messages: list[Message] = [
         LeaseRequest(position=position, state_digest=digest),
         LeaseGrant(position=position, samples=(SampleRange(0, draw.choice([20, 2**62 - 1])),), steps=number),
-        ready(log, "x", samples, state_digest=digest, tokens=tokens, last_attempt=number, held=held),
-        Begin(attempt=which, roster=roster, adopted=held, holders=draw.choice([(), ("a",), ("z", "b")])),
-        rig.begin(number, leader, held, draw.choice(["", "a", "bc"])),
-        Waiting(attempt=which, missing=("a", "z")),
+        ready(
+            log,
+            "x",
+            samples,
+            state_digest=digest,
+            tokens=tokens,
+            last_attempt=number,
+            held=draw.choice([None, held]),
+            round=draw.choice([None, round]),
+            rate=draw.choice([0, 1, 2**62 - 1]),
+        ),
+        Begin(attempt=which, round=round),
+        rig.begin(number, leader),
+        rig.begin(number, leader, draw.choice(["", "c"]), name),
+        Adopt(attempt=which, held=held, holders=draw.choice([("a",), ("z", "b")])),
+        Holding(attempt=which, chunks=mask),
+        Want(attempt=which, reduced=mask, own=draw.choice([b"", mask])),
+        Waiting(attempt=which, missing=("a", "z"), chunks=number),
         Accuse(attempt=which, accused=draw.choice("abz"), reason="x"),
-        Complete(attempt=which, payload=digest),
+        Complete(attempt=which, payload=digest, missed=missed),
         Commit(header=header),
         Abort(attempt=which, reason="x"),
         Refuse(position=position, reason="x"),
@@ -648,11 +1291,34 @@ def own_event(rig: Rig, draw: random.Random) -> Event:
     if state is State.FETCHING:
         restored = SnapshotRestored("a", rig.peer.log.last, STATE)
         return restored if draw.random() < 0.5 else SnapshotFailed("a", "")
+    if state is State.REPLAYING and rig.peer._replaying:
+        header = rig.peer._replaying
+        return PayloadFetched(header) if draw.random() < 0.5 else PayloadNotFetched(header, "")
     if state is State.TRAINING:
         return TrainingDone(trained(rig.lease))
-    if state is State.AVERAGING and rig.peer.exchange:
-        return PayloadDigested(rig.peer.exchange.attempt, draw.choice([PAYLOAD, OTHER]))
+    if rig.peer._adopting and draw.random() < 0.5:
+        return PayloadFetched(rig.peer._adopting.held.header)
+    if rig.peer.exchange:
+        return exchange_event(rig.peer.exchange.name, rig, draw)
     return Tick()
+
+
+def exchange_event(name: Attempt, rig: Rig, draw: random.Random) -> Event:
+    """Something that moved, as far as the exchange let it."""
+    exchange, chunk, sender = rig.peer.exchange, draw.randrange(SIZE.chunks), draw.choice("abc")
+    assert exchange is not None
+    events: list[Event] = [
+        Quantized(name),
+        ChunkSent(name, sender, chunk, True),
+        ChunksUnsent(name, sender, (0, 1), True),
+    ]
+    if exchange.wants_contribution(sender, chunk):
+        events += [ContributionArrived(name, sender, chunk), BadBlocks(name, sender, chunk, "x")]
+    if exchange.wants_reduced(sender, chunk):
+        events.append(ReducedArrived(name, sender, chunk, draw.choice([(), ("c",), ("a", "b")])))
+    if exchange.chunks_here == SIZE.chunks or draw.random() < 0.2:
+        events.append(PayloadAssembled(name, draw.choice([PAYLOAD, OTHER])))
+    return draw.choice(events)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -660,13 +1326,13 @@ def test_no_message_makes_a_peer_fall(seed: int) -> None:
     draw = random.Random(seed)
     rig = draw.choice([at_second, Rig, at_second().trained, at_second().trained().averaging])()
     rig = Rig("a", "bc", replace(SETTINGS, minimum_peers=1)) if seed % 5 == 0 else rig
-    for _ in range(150):
+    for _ in range(200):
         dice = draw.random()
-        if dice < 0.7:
+        if dice < 0.6:
             rig.hear(draw.choice("abcz"), hostile_messages(rig, draw), draw.choice([0.0, 0.1]))
-        elif dice < 0.8:
+        elif dice < 0.7:
             rig.see(state=draw.choice([PeerState.TRAINING, PeerState.READY, PeerState.JOINING]))
-        elif dice < 0.9:
+        elif dice < 0.95:
             rig.do(own_event(rig, draw), draw.choice([0.0, 1.0, 30.0]))
         else:
             rig.tick(draw.choice([0.5, 5.0, 150.0]))

@@ -7,13 +7,12 @@ import math
 
 from prometheus_client import REGISTRY
 
-from peers.events import TrainingProgress
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.peer import Peer
 from peers.pulse import REFRESH_BEATS, Pulse
 from peers.workload import Progress
-from tests.peers.builders import LOG, SETTINGS, STATE, beat
+from tests.peers.builders import LOG, SETTINGS, SIZE, STATE, beat
 
 ME, OTHER = Identity.generate(), Identity.generate()
 EARLY, LATE = "/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/2"
@@ -54,7 +53,7 @@ async def beats(network: Network, peer: Peer, count: int) -> None:
 
 
 def new_peer() -> Peer:
-    return Peer(ME.peer_id, SETTINGS, STATE, 0.0)
+    return Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0)
 
 
 def test_addresses_are_asked_for_now_and_then() -> None:
@@ -88,7 +87,7 @@ def measured(name: str) -> float:
 def test_who_does_not_train_has_no_speed_and_no_loss() -> None:
     """Regression: a peer that had finished reported its last speed and loss for ever."""
     peer = new_peer()
-    peer.handle(TrainingProgress(Progress(3, 2.5, 1000.0)), 0.0)
+    peer.progress = Progress(3, 2.5, 1000.0)
     asyncio.run(beats(Network(), peer, 1))
     assert (measured("tokens_per_second"), measured("loss")) == (1000.0, 2.5)
     peer.progress = None

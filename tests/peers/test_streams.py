@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,17 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers import streams
-from peers.errors import RemoteProtocolError
+from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.streams import Buffer, Channel, PeerRefusedError, RefusalError
+from peers.throttle import PIECE, UNLIMITED, Throttle
 
 DEADLINE = 10.0  # seconds; nothing here waits for anything but the other end of a socket pair
+BROKEN = RemoteProtocolError | EOFError | OSError
+"""What reading from somebody who talks nonsense may raise; to a caller of the transport all are one."""
 
 
-async def channels() -> tuple[Channel, Channel]:
+async def channels(upload: Throttle = UNLIMITED, download: Throttle = UNLIMITED) -> tuple[Channel, Channel]:
+    """Both ends; the left one's upload and the right one's download have these caps."""
     left, right = socket.socketpair()
     return (
-        Channel("right", *await asyncio.open_unix_connection(sock=left)),
-        Channel("left", *await asyncio.open_unix_connection(sock=right)),
+        Channel("right", *await asyncio.open_unix_connection(sock=left), upload=upload),
+        Channel("left", *await asyncio.open_unix_connection(sock=right), download=download),
     )
 
 
@@ -45,38 +50,162 @@ def converse(*ends: Callable[[Channel], Awaitable[Any]]) -> list[Any]:
     return asyncio.run(both())
 
 
-class Inbox:
-    """Accepts pushes up to a size."""
-
-    def __init__(self, limit: int = 1 << 30) -> None:
-        self.limit = limit
-        self.received: list[tuple[str, bytes, bytes]] = []
-
-    def accept(self, sender: str, header: bytes, length: int) -> bytearray | str:
-        return bytearray(length) if length <= self.limit else "too much"
-
-    def arrived(self, sender: str, header: bytes, buffer: bytearray | memoryview) -> None:
-        if header == b"unwelcome":
-            raise RefusalError("not like this")
-        self.received.append((sender, header, bytes(buffer)))
-
-    async def receive(self, channel: Channel) -> None:
-        await streams.receive_push(channel, self.accept, self.arrived)
+async def send_raw(channel: Channel, raw: bytes) -> None:
+    """Bytes that no honest peer would send."""
+    channel._writer.write(raw)
+    await channel._writer.drain()
 
 
-@pytest.mark.parametrize("size", [0, 1, streams.CHUNK, 3 * streams.CHUNK + 17])
-def test_push_arrives_whole(size: int) -> None:
-    data, inbox = os.urandom(size), Inbox()
-    assert converse(lambda channel: streams.push(channel, b"header", data), inbox.receive) == [None, None]
-    assert inbox.received == [("left", b"header", data)]
+# Frames ---------------------------------------------------------------------------------------------------------
+async def read_frames(channel: Channel) -> list[tuple[bytes, bytearray]]:
+    """All that come, each answered yes."""
+    frames = []
+    while announced := await channel.read_frame_header():
+        header, length = announced
+        frames.append((header, await channel.read_frame_data(length)))
+        await channel.answer_frame(True)
+    return frames
 
 
-def test_refused_push_moves_no_data() -> None:
-    inbox = Inbox(limit=10)
-    refused, receiver = converse(lambda channel: streams.push(channel, b"", bytes(1 << 24)), inbox.receive)
+@pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1, 5 * PIECE + 17])
+def test_frames_arrive_whole(size: int) -> None:
+    data = os.urandom(size)
+
+    async def send(channel: Channel) -> list[bool]:
+        for header in (b"first", b"second"):
+            await channel.send_frame(header, data)
+        return [await channel.read_answer() for _ in range(2)]
+
+    answers, frames = converse(send, read_frames)
+    assert answers == [True, True]
+    assert frames == [(b"first", data), (b"second", data)]
+
+
+def test_every_view_of_bytes_can_be_sent() -> None:
+    async def send(channel: Channel) -> None:
+        for data in (b"abcd", bytearray(b"abcd"), memoryview(b"xabcdx")[1:5], memoryview(b"abcd").cast("H")):
+            await channel.send_frame(b"", data)
+            assert await channel.read_answer()
+
+    sender, frames = converse(send, read_frames)
+    assert sender is None
+    assert frames == [(b"", b"abcd")] * 4
+
+
+def test_a_stream_that_ends_between_frames_has_ended_well() -> None:
+    async def nothing(channel: Channel) -> None: ...
+
+    assert converse(nothing, read_frames) == [None, []]
+
+
+@pytest.mark.parametrize("sent", [1, streams.FRAME.size - 1, streams.FRAME.size, streams.FRAME.size + 3])
+def test_a_stream_that_ends_within_a_frame_has_broken_off(sent: int) -> None:
+    whole = streams.FRAME.pack(3, 5) + b"abc" + b"12345"
+    _, outcome = converse(lambda channel: send_raw(channel, whole[:sent]), read_frames)
+    assert isinstance(outcome, EOFError)
+
+
+def test_data_that_breaks_off_says_how_much_came() -> None:
+    _, outcome = converse(lambda channel: send_raw(channel, streams.FRAME.pack(0, 1000) + bytes(999)), read_frames)
+    assert isinstance(outcome, EOFError)
+    assert str(outcome) == "the stream ended after 999 of 1000 bytes"
+
+
+def test_a_frame_header_out_of_bounds_is_refused_before_it_is_read() -> None:
+    size = streams.FRAME_HEADER_LIMIT + 1
+    _, outcome = converse(lambda channel: send_raw(channel, streams.FRAME.pack(size, 1)), read_frames)
+    assert isinstance(outcome, RemoteProtocolError)
+    assert str(size) in str(outcome)
+    assert "peer left" in str(outcome)
+
+
+def test_a_stream_header_that_nobody_would_take_is_not_sent() -> None:
+    async def nothing(channel: Channel) -> None: ...
+
+    sender, _ = converse(lambda channel: channel.send_prelude(bytes(streams.HEADER_LIMIT + 1), 0), nothing)
+    assert isinstance(sender, LocalProtocolError)
+
+
+@pytest.mark.parametrize("answer", [b"\x02", b"y", b"\xff"])
+def test_an_answer_to_a_frame_is_yes_or_no(answer: bytes) -> None:
+    outcome, _ = converse(lambda channel: channel.read_answer(), lambda channel: send_raw(channel, answer))
+    assert isinstance(outcome, RemoteProtocolError)
+    assert "neither yes nor no" in str(outcome)
+
+
+def test_who_falls_silent_within_a_frame_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STALL_TIMEOUT", 0.01)
+
+    async def stall(channel: Channel) -> None:
+        await send_raw(channel, streams.FRAME.pack(0, 10) + bytes(9))
+        await channel._reader.read()
+
+    _, outcome = converse(stall, read_frames)
+    assert isinstance(outcome, TimeoutError)
+
+
+class Counted(Throttle):
+    """Lets everything pass, and notes how much at once."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.taken: list[int] = []
+
+    async def take(self, count: int) -> None:
+        self.taken.append(count)
+
+
+def test_both_ends_ask_their_throttles_for_every_byte() -> None:
+    """Of frames and of what is pulled alike; headers and answers don't count."""
+    size, into = 3 * PIECE + 5, bytearray(3 * PIECE + 5)
+
+    async def read_frame(channel: Channel) -> None:
+        announced = await channel.read_frame_header()
+        assert announced is not None
+        await channel.read_frame_data(announced[1])
+
+    async def both(send: Callable[[Channel], Awaitable[Any]], receive: Callable[[Channel], Awaitable[Any]]) -> None:
+        upload, download = Counted(), Counted()
+        left, right = await channels(upload, download)
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await asyncio.gather(send(left), receive(right))
+        finally:
+            left.close()
+            right.close()
+        assert upload.taken == [PIECE] * 3 + [5]
+        assert sum(download.taken) == size
+
+    asyncio.run(both(lambda channel: channel.send_frame(b"", bytes(size)), read_frame))
+    asyncio.run(both(lambda channel: channel.send_data(bytes(size)), lambda channel: channel.read_data(into)))
+
+
+# Pulls ----------------------------------------------------------------------------------------------------------
+ANSWER = bytes(range(256)) * 10_000
+
+
+@asynccontextmanager
+async def serve(sender: str, header: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
+    if header == b"secret":
+        raise RefusalError("no")
+    yield b"answer to " + header, ANSWER
+
+
+async def serve_one(channel: Channel) -> None:
+    await streams.serve_pull(channel, serve)
+
+
+def test_pull_arrives_whole() -> None:
+    answer, server = converse(lambda channel: streams.pull(channel, b"question", 1 << 30), serve_one)
+    assert answer == (b"answer to question", ANSWER)
+    assert server is None
+
+
+def test_pull_can_be_refused() -> None:
+    refused, server = converse(lambda channel: streams.pull(channel, b"secret", 1 << 30), serve_one)
     assert isinstance(refused, PeerRefusedError)
-    assert refused.reason == "too much"
-    assert receiver is None
+    assert refused.reason == "no"
+    assert server is None
 
 
 def test_a_reason_cannot_draw_on_the_terminal() -> None:
@@ -86,90 +215,74 @@ def test_a_reason_cannot_draw_on_the_terminal() -> None:
         await channel.read_prelude()
         await channel.refuse("no\x1b[2J\r\nINFO all is well\u202e")
 
-    refused, _ = converse(lambda channel: streams.push(channel, b"", b"data"), refuse)
+    refused, _ = converse(lambda channel: streams.pull(channel, b"", 1000), refuse)
     assert isinstance(refused, PeerRefusedError)
     assert refused.reason == "no [2J  INFO all is well "
 
 
-def test_push_refused_on_arrival() -> None:
-    inbox = Inbox()
-    refused, receiver = converse(lambda channel: streams.push(channel, b"unwelcome", b"data"), inbox.receive)
-    assert isinstance(refused, PeerRefusedError)
-    assert (refused.reason, receiver, inbox.received) == ("not like this", None, [])
-
-
-def test_push_that_breaks_off_never_arrives() -> None:
-    async def break_off(channel: Channel) -> None:
-        await channel.send_prelude(b"", 1000)
-        await channel.read_verdict()
-        await channel.send_data(bytes(999))
-
-    inbox = Inbox()
-    _, receiver = converse(break_off, inbox.receive)
-    assert isinstance(receiver, EOFError)
-    assert inbox.received == []
-
-
-def test_push_confirmed_with_other_bytes_fails() -> None:
-    async def confirm_wrongly(channel: Channel) -> None:
-        _, length = await channel.read_prelude()
-        await channel.accept()
-        await channel.read_data(bytearray(length))
-        await channel.accept()
-        await channel.send_digest(bytes(32))
-
-    sender, _ = converse(lambda channel: streams.push(channel, b"", b"data"), confirm_wrongly)
-    assert isinstance(sender, RemoteProtocolError)
-
-
-@asynccontextmanager
-async def serve(sender: str, header: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
-    if header == b"secret":
-        raise RefusalError("no")
-    yield b"answer to " + header, bytes(range(256)) * 10_000
-
-
-def test_pull_arrives_whole() -> None:
-    answer, server = converse(
-        lambda channel: streams.pull(channel, b"question", 1 << 30), lambda channel: streams.serve_pull(channel, serve)
-    )
-    assert answer == (b"answer to question", bytes(range(256)) * 10_000)
-    assert server is None
-
-
-def test_pull_can_be_refused() -> None:
-    refused, server = converse(
-        lambda channel: streams.pull(channel, b"secret", 1 << 30), lambda channel: streams.serve_pull(channel, serve)
-    )
-    assert isinstance(refused, PeerRefusedError)
-    assert server is None
-
-
 def test_pull_takes_no_more_than_it_wants() -> None:
-    refused, server = converse(
-        lambda channel: streams.pull(channel, b"question", 1000), lambda channel: streams.serve_pull(channel, serve)
-    )
+    refused, server = converse(lambda channel: streams.pull(channel, b"question", 1000), serve_one)
     assert isinstance(refused, RemoteProtocolError)
     assert isinstance(server, EOFError | OSError)
 
 
-@given(st.binary(max_size=200))
-def test_garbage_is_refused_by_both_handlers(garbage: bytes) -> None:
-    async def babble(channel: Channel) -> None:
-        channel._writer.write(garbage)
+def test_pull_that_breaks_off_never_arrives() -> None:
+    async def break_off(channel: Channel) -> None:
+        await channel.read_prelude()
+        await channel.accept()
+        await channel.send_prelude(b"", 1000)
+        await channel.send_data(bytes(999))
 
-    inbox = Inbox()
-    for handler in (inbox.receive, lambda channel: streams.serve_pull(channel, serve)):
-        _, outcome = converse(babble, handler)
-        assert isinstance(outcome, RemoteProtocolError | EOFError | OSError)
-    assert inbox.received == []
+    outcome, _ = converse(lambda channel: streams.pull(channel, b"", 1000), break_off)
+    assert isinstance(outcome, EOFError)
+
+
+def test_pull_confirmed_with_other_bytes_fails() -> None:
+    async def confirm_wrongly(channel: Channel) -> None:
+        await channel.send_prelude(b"question", 0)
+        await channel.read_verdict()
+        _, length = await channel.read_prelude()
+        await channel.read_data(bytearray(length))
+        await channel.send_digest(bytes(32))
+
+    _, server = converse(confirm_wrongly, serve_one)
+    assert isinstance(server, RemoteProtocolError)
+
+
+def test_a_request_with_data_is_refused() -> None:
+    _, server = converse(lambda channel: channel.send_prelude(b"question", 1), serve_one)
+    assert isinstance(server, RemoteProtocolError)
+    assert "1 bytes of data with a request" in str(server)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_as_a_request_is_refused(garbage: bytes) -> None:
+    _, outcome = converse(lambda channel: send_raw(channel, garbage), serve_one)
+    assert isinstance(outcome, BROKEN)
 
 
 @given(st.binary(min_size=1, max_size=200))
 def test_garbage_as_an_answer_is_an_error(garbage: bytes) -> None:
-    async def babble(channel: Channel) -> None:
-        channel._writer.write(garbage)
+    outcome, _ = converse(lambda channel: streams.pull(channel, b"", 1000), lambda channel: send_raw(channel, garbage))
+    assert isinstance(outcome, BROKEN | PeerRefusedError)
 
-    expected = RemoteProtocolError | EOFError | OSError | PeerRefusedError
-    assert isinstance(converse(lambda channel: streams.push(channel, b"", b"data"), babble)[0], expected)
-    assert isinstance(converse(lambda channel: streams.pull(channel, b"", 1000), babble)[0], expected)
+
+@pytest.mark.parametrize(
+    "prelude",
+    [
+        struct.pack(">4sBIQ", b"HTTP", streams.VERSION, 0, 0),
+        struct.pack(">4sBIQ", streams.MAGIC, streams.VERSION, streams.HEADER_LIMIT + 1, 0),
+    ],
+    ids=["magic", "header length"],
+)
+def test_a_prelude_is_checked_field_by_field(prelude: bytes) -> None:
+    _, outcome = converse(lambda channel: send_raw(channel, prelude), lambda channel: channel.read_prelude())
+    assert isinstance(outcome, RemoteProtocolError)
+
+
+def test_another_version_is_refused_and_both_are_named() -> None:
+    prelude = struct.pack(">4sBIQ", streams.MAGIC, 9, 0, 0)
+    _, outcome = converse(lambda channel: send_raw(channel, prelude), lambda channel: channel.read_prelude())
+    assert isinstance(outcome, RemoteProtocolError)
+    assert "version 9;" in str(outcome)
+    assert str(outcome).endswith(f"version {streams.VERSION}")

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from peers.driver import Driver
+from peers.events import ChunkSent, Event, OpenRound, SendChunk
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
+from peers.log import Header
+from peers.messages import Attempt
 from peers.settings import RunSettings, Timing
 from peers.wire import digest_of
 from tests.swarm.vector_workload import VectorWorkload
@@ -126,5 +129,97 @@ def test_one_leaves_and_the_others_go_on() -> None:
                 others, lambda: min(one.index for one in others) >= reached + 2, "outer steps without the leaver"
             )
             assert leaver.driver.peer.me not in others[0].driver.peer.log.roster
+
+    asyncio.run(scenario())
+
+
+# A death in the middle of a round -------------------------------------------------------------------------------
+class DiesAfterItsFirstChunk:
+    """Lets a volunteer send one chunk of the next round that it opens, and then no more: it is dead."""
+
+    def __init__(self, volunteer: Volunteer) -> None:
+        self.volunteer = volunteer
+        self.round: Attempt | None = None
+        self.confirmed = asyncio.Event()
+        driver = volunteer.driver
+        self._open, self._send, self._handle = driver._open_round, driver._traffic.send, driver.handle
+        self._chosen: SendChunk | None = None
+        driver._open_round, driver._traffic.send = self.open_round, self.send  # type: ignore[method-assign]
+        driver.handle = self.handle  # type: ignore[method-assign]
+
+    def open_round(self, opened: OpenRound) -> None:
+        self.round = self.round or opened.round.name
+        self._open(opened)
+
+    def send(self, send: SendChunk) -> None:
+        if self.round is None:
+            self._send(send)
+        elif self._chosen is None:
+            self._chosen = send
+            self._send(send)
+
+    def handle(self, event: Event) -> None:
+        if self._chosen and isinstance(event, ChunkSent) and event.round == self.round:
+            self.confirmed.set()
+        self._handle(event)
+
+    async def dead(self) -> Attempt:
+        """The round in which it died."""
+        async with asyncio.timeout(DEADLINE):
+            await self.confirmed.wait()
+        await self.volunteer.transport.close()  # first, so that nobody hears another word
+        await self.volunteer.die()
+        assert self.round is not None
+        return self.round
+
+
+def rounds_opened_by(volunteer: Volunteer) -> list[Attempt]:
+    """The rounds that it takes part in from now on."""
+    names = list[Attempt]()
+    driver = volunteer.driver
+    open_round = driver._open_round
+
+    def remember(opening: OpenRound) -> None:
+        names.append(opening.round.name)
+        open_round(opening)
+
+    driver._open_round = remember  # type: ignore[method-assign, assignment]
+    return names
+
+
+def entries_of(volunteer: Volunteer) -> dict[int, tuple[Header, bytes]]:
+    """The entries that it applies from now on, each with the state digest after it."""
+    entries = dict[int, tuple[Header, bytes]]()
+
+    def remember(header: Header, state_digest: bytes) -> None:
+        entries[header.index] = header, state_digest
+
+    volunteer.driver.on_entry = remember
+    return entries
+
+
+@pytest.mark.parametrize("place", [0, 2], ids=["the leader", "another"])
+def test_a_death_in_the_middle_of_a_round_costs_no_restart(place: int) -> None:
+    """The entry commits as one round, with what had arrived of the dead member's blocks."""
+
+    async def scenario() -> None:
+        async with swarm() as run:
+            volunteers = [await run.join() for _ in range(3)]
+            await wait_until(volunteers, lambda: min(one.index for one in volunteers) >= 2, "two outer steps")
+            victim_id = volunteers[0].driver.peer.log.roster[place]
+            (victim,) = (one for one in volunteers if one.driver.peer.me == victim_id)
+            others = [one for one in volunteers if one is not victim]
+            opened, entries = [rounds_opened_by(one) for one in others], [entries_of(one) for one in others]
+            round = await DiesAfterItsFirstChunk(victim).dead()
+            index = round.position.index
+            await wait_until(others, lambda: all(index + 1 in seen for seen in entries), "the entry and one more")
+            for names in opened:
+                assert [name for name in names if name.position.index == index] == [round], "no other round was begun"
+            assert entries[0][index] == entries[1][index]
+            assert entries[0][index + 1] == entries[1][index + 1]
+            header, _ = entries[0][index]
+            missed = {member.peer: member.missed for member in header.roster}
+            assert missed.pop(victim_id) == victim.driver.peer.payload.chunks - 1, "one chunk of its had arrived"
+            assert missed == {one.driver.peer.me: 0 for one in others}
 
     asyncio.run(scenario())

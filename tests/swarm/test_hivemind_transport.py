@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from prometheus_client import REGISTRY
 
 from peers import hivemind_node
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, SwarmUnreachableError
@@ -28,8 +29,10 @@ from peers.identity import Identity
 from peers.manifest import SignedManifest
 from peers.records import heartbeats_key
 from peers.streams import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.throttle import Caps
 from peers.wire import MESSAGE_LIMIT
 from tests.child_processes import child_processes
+from tests.peers.test_chunk_streams import Inbox, Outbox
 
 pytestmark = pytest.mark.swarm
 
@@ -214,40 +217,64 @@ def test_calls(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.levelname for record in caplog.records if record.name.startswith("peers.")] == ["ERROR"]
 
 
-class Inbox:
-    def __init__(self) -> None:
-        self.received: list[tuple[str, bytes, bytes]] = []
-
-    def accept(self, sender: str, header: bytes, length: int) -> bytearray | str:
-        return bytearray(length) if header == b"wanted" else "unsolicited"
-
-    def arrived(self, sender: str, header: bytes, buffer: bytearray | memoryview) -> None:
-        self.received.append((sender, header, bytes(buffer)))
+async def send_chunks(sender: HivemindTransport, peer_id: str, outbox: Outbox, protocol: str = "chunks") -> Outbox:
+    """Returns once all are answered."""
+    async with sender.stream(peer_id, protocol) as channel, asyncio.timeout(TIMEOUT):
+        await outbox.run(channel)
+    return outbox
 
 
-def test_pushes_in_both_directions_at_once() -> None:
+def test_chunks_in_both_directions_at_once() -> None:
     async def main() -> None:
         async with swarm(2) as (left, right):
             inboxes = {node.peer_id: Inbox() for node in (left, right)}
             for node in (left, right):
-                await node.on_push("blocks", inboxes[node.peer_id].accept, inboxes[node.peer_id].arrived)
-            data = os.urandom(5_000_001)
-            await asyncio.gather(
-                left.push(right.peer_id, "blocks", b"wanted", data, TIMEOUT),
-                left.push(right.peer_id, "blocks", b"wanted", b"", TIMEOUT),
-                right.push(left.peer_id, "blocks", b"wanted", memoryview(data), TIMEOUT),
+                await node.on_stream("chunks", inboxes[node.peer_id].receive)
+            data = [os.urandom(size) for size in (500_001, 0, 1, *([100_000] * 20))]
+            sent = await asyncio.gather(
+                send_chunks(left, right.peer_id, Outbox(data)),
+                send_chunks(left, right.peer_id, Outbox([b"on another stream"])),
+                send_chunks(right, left.peer_id, Outbox(data)),
             )
-            assert inboxes[left.peer_id].received == [(right.peer_id, b"wanted", data)]
-            assert sorted(inboxes[right.peer_id].received, key=lambda item: len(item[2])) == [
-                (left.peer_id, b"wanted", b""),
-                (left.peer_id, b"wanted", data),
-            ]
-            with pytest.raises(PeerRefusedError, match="unsolicited"):
-                await left.push(right.peer_id, "blocks", b"spam", data, TIMEOUT)
+            assert all(is_taken for outbox in sent for _, is_taken in outbox.answers)
+            numbered = [(b"round 1", b"chunk %d" % number, chunk) for number, chunk in enumerate(data)]
+            assert inboxes[left.peer_id].received == [(right.peer_id, *chunk) for chunk in numbered]
+            assert sorted(inboxes[right.peer_id].received) == sorted(
+                (left.peer_id, *chunk) for chunk in [*numbered, (b"round 1", b"chunk 0", b"on another stream")]
+            )
+            with pytest.raises(PeerRefusedError, match="not in that round"):
+                await send_chunks(left, right.peer_id, Outbox(data, b"round 2"))
             with pytest.raises(PeerUnreachableError):
-                await left.push(right.peer_id, "unknown", b"", data, TIMEOUT)
-            assert not left._serving
-            assert not right._serving
+                await send_chunks(left, right.peer_id, Outbox(data), "unknown")
+            await eventually(lambda: nobody_is_served(left, right), "a stream that has ended is still served")
+
+    asyncio.run(main())
+
+
+async def nobody_is_served(*nodes: HivemindTransport) -> bool:
+    return not any(node._serving for node in nodes)
+
+
+def test_caps_hold_for_all_streams_together() -> None:
+    rate, size = 4_000_000, 250_000
+
+    async def main() -> None:
+        async with swarm(3) as (left, middle, right):
+            for node in (middle, right):
+                await node.on_stream("chunks", Inbox().receive)
+            for capped, caps in ((left, Caps(upload=rate)), (right, Caps(download=rate))):
+                capped.cap(caps)
+                began = time.monotonic()
+                receivers = (middle, right) if capped is left else (right, right)
+                senders = (left, left) if capped is left else (left, middle)
+                await asyncio.gather(
+                    *(
+                        send_chunks(sender, receiver.peer_id, Outbox([bytes(size)] * 4))
+                        for sender, receiver in zip(senders, receivers, strict=True)
+                    )
+                )
+                assert 8 * size / (time.monotonic() - began) <= 1.15 * rate, "half a second: a burst is a tenth of it"
+                capped.cap(Caps())
 
     asyncio.run(main())
 
@@ -275,43 +302,51 @@ def test_pulls() -> None:
 
 
 def test_garbage_on_a_stream_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    before = REGISTRY.get_sample_value("diloco_peer_dropped_total", {"what": "stream"}) or 0.0
+
     async def main() -> None:
         async with swarm(2) as (victim, attacker):
             inbox = Inbox()
-            await victim.on_push("blocks", inbox.accept, inbox.arrived)
+            await victim.on_stream("chunks", inbox.receive)
             for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(1000)):
-                protocol = f"{PROTOCOL_PREFIX}/push/blocks"
                 _, reader, writer = await attacker._daemon.call_binary_stream_handler(
-                    to_peer_id(victim.peer_id), protocol
+                    to_peer_id(victim.peer_id), f"{PROTOCOL_PREFIX}/chunks"
                 )
                 writer.write(garbage)
                 if garbage:
                     with pytest.raises((*NETWORK_ERRORS, asyncio.IncompleteReadError)):
                         await asyncio.wait_for(reader.readexactly(1), TIMEOUT)
                 writer.close()
-            await attacker.push(victim.peer_id, "blocks", b"wanted", b"data", TIMEOUT)
-            assert inbox.received == [(attacker.peer_id, b"wanted", b"data")]
+            await send_chunks(attacker, victim.peer_id, Outbox([b"data"]))
+            assert inbox.received == [(attacker.peer_id, b"round 1", b"chunk 0", b"data")]
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert all(record.name == "peers.hivemind_transport" for record in caplog.records)
-    assert all("dropped a push/blocks stream" in record.message for record in caplog.records)
+    assert all("dropped a chunks stream: peer " in record.message for record in caplog.records)
     assert len(caplog.records) == 2
+    assert REGISTRY.get_sample_value("diloco_peer_dropped_total", {"what": "stream"}) == before + 2
 
 
-def test_push_to_a_peer_that_dies_fails() -> None:
+def test_chunks_to_a_peer_that_dies_are_known_to_be_lost() -> None:
+    """What it confirmed before counts."""
+
     async def main() -> None:
         async with swarm(2) as (sender, victim):
-            inbox = Inbox()
 
-            def accept(peer: str, header: bytes, length: int) -> bytearray | str:
-                os.kill(victim._daemon._child.pid, signal.SIGKILL)
-                return bytearray(length)
+            class Mortal(Inbox):
+                def arrived(self, peer: str, header: bytes, frame: bytes, data: bytearray) -> bool:
+                    if len(self.received) == 3:
+                        os.kill(victim._daemon._child.pid, signal.SIGKILL)
+                    return super().arrived(peer, header, frame, data)
 
-            await victim.on_push("blocks", accept, inbox.arrived)
+            await victim.on_stream("chunks", Mortal().receive)
+            outbox = Outbox([bytes(500_000)] * 40)
             with pytest.raises(PeerUnreachableError):
-                await sender.push(victim.peer_id, "blocks", b"", bytes(20_000_000), TIMEOUT)
-            assert inbox.received == []
+                await send_chunks(sender, victim.peer_id, outbox)
+            confirmed = [number for number, _ in outbox.answers]
+            assert len(confirmed) <= 4
+            assert confirmed + outbox.pending == list(range(outbox.given))
             await victim.close()
             sweep_sockets()
 
@@ -455,7 +490,7 @@ from peers.identity import Identity
 
 async def main():
     node = await HivemindTransport.create(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))
-    await node.on_push("blocks", lambda *_: "no", lambda *_: None)
+    await node.on_stream("chunks", lambda channel: channel.refuse("no"))
     print(node._daemon._child.pid, node._daemon._client_listen_maddr["unix"], flush=True)
     await asyncio.Event().wait()
 
