@@ -102,9 +102,16 @@ class Joining(PeerCore):
             self._fetch(ahead)
 
     def _replay(self, sender: str, header: Header) -> None:
-        """Others went on without us: get the payload of their entry, and apply it."""
-        donors = tuple(peer for peer, beat in self._live().items() if beat.index > header.index)
-        if self._furthest() is None or sender not in donors:
+        """Others went on without us: get the payload of their entry, and apply it.
+
+        Whom we asked for a lease, or to lead us, knows better than its last heartbeat how far it is.
+        """
+        live = self._live()
+        donors = {peer for peer, beat in live.items() if beat.index > header.index}
+        asked = self.state is State.JOINING or (self.state is State.READY and sender == self._pledged_to)
+        if asked and sender in live:
+            donors.add(sender)
+        if sender not in donors:
             return
         try:
             self.log.append(header)
@@ -121,7 +128,7 @@ class Joining(PeerCore):
             self._joined_at = header.digest
         self._enter(State.REPLAYING)
         self._replaying = header
-        self._emit(FetchPayload(header, donors))
+        self._emit(FetchPayload(header, tuple(sorted(donors))))
 
     def _outlives(self, header: Header) -> bool:
         """Whether what we are training, or have trained, can go into a later entry than this one.

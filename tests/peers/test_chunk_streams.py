@@ -14,9 +14,19 @@ from hypothesis import strategies as st
 
 from peers.chunk_streams import ChunkSender, Frame, receive_chunks
 from peers.errors import RemoteProtocolError
-from peers.streams import ACCEPTED, FRAME, FRAMES_UNDER_WAY, REFUSED, Channel, PeerRefusedError, RefusalError
-from peers.throttle import PIECE
-from tests.peers.test_streams import BROKEN, converse, send_raw
+from peers.streams import (
+    ACCEPTED,
+    FRAME,
+    FRAMES_UNDER_WAY,
+    REFUSED,
+    STALL_TIMEOUT,
+    Channel,
+    PeerRefusedError,
+    RefusalError,
+)
+from peers.throttle import PIECE, Throttle
+from tests.peers.test_streams import BROKEN, channels, converse, send_raw
+from tests.peers.test_throttle import now, simulate
 
 SIZE_LIMIT = 4 * PIECE
 
@@ -265,3 +275,48 @@ def test_garbage_in_place_of_answers_is_an_error(garbage: bytes) -> None:
     )
     assert len(outbox.answers) <= clear
     assert [number for number, _ in outbox.answers] + outbox.pending == list(range(outbox.given))
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_chunk_that_takes_long_under_a_cap_is_not_a_stall(pieces: int) -> None:
+    """Regression: bytes move all the time; the whole chunk takes longer than silence may last."""
+
+    async def scenario() -> None:
+        rate = pieces * PIECE / (1.5 * STALL_TIMEOUT)
+        left, right = await channels(upload=Throttle(rate, now))
+        outbox, inbox = Outbox([bytes(pieces * PIECE)] * 2), Inbox()
+        receiving = asyncio.create_task(inbox.receive(right))
+        try:
+            async with asyncio.timeout(1000):
+                await outbox.run(left)
+        finally:
+            left.close()
+            right.close()
+            await asyncio.gather(receiving, return_exceptions=True)
+        assert outbox.answers == [(0, True), (1, True)]
+
+    simulate(scenario())
+
+
+def test_many_streams_share_one_cap_and_none_breaks() -> None:
+    """Regression: 5 members with 4 streams each, and 2 Mbit/s for all of them."""
+
+    async def scenario() -> None:
+        throttle = Throttle(250_000, now)
+
+        async def one() -> list[tuple[int, bool]]:
+            left, right = await channels(upload=throttle)
+            outbox, inbox = Outbox([bytes(2 * PIECE)]), Inbox()
+            receiving = asyncio.create_task(inbox.receive(right))
+            try:
+                await outbox.run(left)
+            finally:
+                left.close()
+                right.close()
+                await asyncio.gather(receiving, return_exceptions=True)
+            return outbox.answers
+
+        async with asyncio.timeout(1000):
+            assert await asyncio.gather(*(one() for _ in range(20))) == [[(0, True)]] * 20
+
+    simulate(scenario())

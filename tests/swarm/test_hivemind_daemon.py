@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
+from peers import hivemind_daemon
 from peers.errors import LocalNetworkError
 from peers.hivemind_daemon import P2P, Daemon, start_daemon, stop_daemon
 from peers.identity import Identity
@@ -48,3 +50,16 @@ def test_a_daemon_that_cannot_be_run(
     with pytest.raises(LocalNetworkError, match=f"cannot be run: .*{cause}") as caught:
         asyncio.run(start())
     assert "Reinstall hivemind" in caught.value.remedy
+
+
+def test_a_socket_whose_owner_is_about_to_listen_is_not_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: between bind and listen a socket refuses like a dead one."""
+    monkeypatch.setattr(hivemind_daemon, "SOCKET_PREFIX", str(tmp_path / "x-"))
+    path = str(tmp_path / "x-p2pd-1.sock")
+    with socket.socket(socket.AF_UNIX) as new, socket.socket(socket.AF_UNIX) as client:
+        new.bind(path)
+        hivemind_daemon.sweep_sockets()
+        new.listen()
+        client.connect(path)
+    hivemind_daemon.sweep_sockets()
+    assert not os.path.exists(path), "now it is deserted"
