@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,18 @@ IN_OWN_SESSION = (sys.executable, "-ISc", "import os, sys; os.setsid(); os.execv
 the Ctrl-C nor the hang-up of our terminal, which would end it before we can tell anybody that we leave."""
 
 
+_starting: ContextVar[list[Daemon]] = ContextVar("_starting")
+"""Who was made on the way to a daemon that then did not start: hivemind does not say whose end to wait for."""
+
+
 class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
     """hivemind's P2P in a session of its own, with sockets whose names tell that they are ours."""
 
     _UNIX_SOCKET_PREFIX = f"/unix{SOCKET_PREFIX}"
+
+    def __init__(self) -> None:
+        super().__init__()
+        _starting.get([]).append(self)
 
     @staticmethod
     def _make_process_args(*args: object, **options: object) -> list[str]:
@@ -95,6 +104,7 @@ async def start_daemon(
     for address in listen:
         _require_free_port(address)
     sweep_sockets()
+    _starting.set(attempts := list[Daemon]())
     # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
     with _key_file(identity) as key_path, signals_held_back():
         starting = asyncio.ensure_future(
@@ -120,6 +130,8 @@ async def start_daemon(
                 await stop_daemon(await starting)
             raise
         except (HIVEMIND.p2p.P2PDaemonError, OSError, ValueError) as error:
+            for attempt in attempts:
+                await _wait_for_end(attempt)
             sweep_sockets()  # a daemon that fails to start does not tidy up
             raise _start_error(str(error), initial_peers) from error
     control = daemon._client.control
@@ -132,6 +144,19 @@ def _take_exception(task: asyncio.Task[None]) -> None:
     """A dead daemon breaks its control connection; nobody awaits those tasks, and asyncio would print a traceback."""
     if not task.cancelled() and task.exception() is not None:
         logger.debug("the control connection to libp2p's daemon broke: %r", task.exception())
+
+
+async def _wait_for_end(failed: Daemon) -> None:
+    """Until the process is gone, so that nobody hears of its end when our event loop is closed."""
+    if failed._child is not None:
+        with suppress(ProcessLookupError):
+            failed._child.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await failed._child.wait()
+        except TimeoutError:
+            failed._child.kill()
+            await failed._child.wait()
 
 
 async def stop_daemon(daemon: Daemon) -> None:

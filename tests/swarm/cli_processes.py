@@ -125,7 +125,9 @@ class Finished:
 
     def error_line(self) -> str:
         """The only line on stderr."""
-        [line] = self.err.strip().splitlines()
+        lines = self.err.strip().splitlines()
+        assert len(lines) == 1, self.err
+        [line] = lines
         assert line.startswith("error: ")
         return line
 
