@@ -19,7 +19,7 @@ from peers.events import (
     Send,
 )
 from peers.exchange import Exchange
-from peers.joining import Joining
+from peers.joining import CATCHING_UP, Joining
 from peers.log import Header, LogError
 from peers.messages import Accuse, Adopt, Attempt, Begin, Complete, Held, Holding, Ready, Round, Waiting, Want
 from peers.states import State
@@ -179,8 +179,7 @@ class Averaging(Joining):
             return False
         reduces = {share.member.peer for share in round.shares if share.chunks}
         trained = {member.peer for member in round.roster if member.tokens}
-        whole = sum(share.chunks for share in round.shares) == self.payload.chunks
-        return whole and reduces <= trained and not reduces <= set(round.lost)
+        return round.chunks == self.payload.chunks and reduces <= trained and not reduces <= set(round.lost)
 
     def _aborted(self, sender: str, attempt: Attempt) -> None:
         """The leader has ended our attempt; or we said Ready for one that is too early for it."""
@@ -258,7 +257,7 @@ class Averaging(Joining):
         """Apply the entry if we hold its payload; else somebody went on without us."""
         if self._held is not None and self._held.header == header and self.state in (State.READY, State.AVERAGING):
             self._apply(header)
-        elif self.state in (State.JOINING, State.TRAINING, State.READY, State.AVERAGING):
+        elif self.state in CATCHING_UP:
             self._replay(sender, header)
 
     def _applied(self, header: Header, state_digest: bytes) -> None:

@@ -50,7 +50,7 @@ from peers.events import (
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.log import Header
-from peers.messages import Message, pack_message, unpack_message
+from peers.messages import Message, Round, pack_message, unpack_message
 from peers.payloads import PayloadError, Payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
@@ -104,6 +104,7 @@ class Driver:
         self._payloads = Payloads(transport, self._buffers)
         self._snapshots = Snapshots(self.peer, transport, workload, self)
         self._reducing = asyncio.Semaphore(REDUCERS)
+        self._round: Round | None = None
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[None] | None = None
         self._worker = asyncio.Lock()
@@ -157,14 +158,21 @@ class Driver:
         """Let the protocol take in an event, and start on what it wants done."""
         for effect in self.peer.handle(event, time.monotonic()):
             self._carry_out(effect)
-        exchange = self.peer.exchange
-        if exchange is None:
-            self._buffers.close()
-        self._traffic.tidy(exchange.name if exchange else None, exchange.round.remaining if exchange else ())
+        self._follow_round()
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
             if not waiter.done():
                 waiter.set_result(None)
+
+    def _follow_round(self) -> None:
+        """Let go of what belongs to another round than the present one, or to who is lost from it."""
+        round = self.peer.exchange.round if self.peer.exchange else None
+        if round is self._round:
+            return
+        self._round = round
+        if round is None:
+            self._buffers.close()
+        self._traffic.tidy(round.name if round else None, round.remaining if round else ())
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
         """Wait, looking again after every event, for something to be true of the protocol's state."""

@@ -52,7 +52,6 @@ class Exchange:
         reducing = [share for share in round.shares if share.chunks]
         self._line = tuple(share.member.peer for share in reducing)  # in which lost chunks are passed on
         self._parts = dict(zip(self._line, parts_of([share.chunks for share in reducing]), strict=True))
-        self.chunk_count = sum(map(len, self._parts.values()))
         self._reducer_of = {chunk: peer for peer, part in self._parts.items() for chunk in part}
         self._here: dict[int, tuple[str, ...]] = {}  # averaged chunks, and whose blocks are absent from them
         self._arrived: defaultdict[int, set[str]] = defaultdict(set)  # whose blocks of chunks that we reduce
@@ -259,7 +258,7 @@ class Exchange:
         if self._reducer_of[chunk] == self._me:
             lacking = [peer for peer in self.round.remaining if chunk not in self._held_by.get(peer, ())]
             effects += self._owe(lacking, True, [chunk])
-        if len(self._here) == self.chunk_count:
+        if len(self._here) == self.round.chunks:
             effects.append(AssemblePayload(self.name))
         return effects
 

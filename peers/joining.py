@@ -4,7 +4,7 @@ on; then a lease from the leader."""
 from __future__ import annotations
 
 from peers.events import Apply, Dropped, FetchPayload, Note, Send
-from peers.log import Header, LogError
+from peers.log import Header, LogError, LogState
 from peers.membership import PARTICIPATING
 from peers.messages import Inquire, LeaseGrant, LeaseRequest
 from peers.peer_core import PeerCore
@@ -114,12 +114,12 @@ class Joining(PeerCore):
         if sender not in donors:
             return
         try:
-            self.log.append(header)
+            log = self.log.append(header)
         except LogError as error:
             self._emit(Dropped(sender, "commit", str(error)))
             return
         incumbent = self.log.position.head != self._joined_at
-        self._is_kept = self._outlives(header)
+        self._is_kept = self._outlives(log)
         if self._is_kept:
             self._forget_round()
         else:
@@ -130,14 +130,13 @@ class Joining(PeerCore):
         self._replaying = header
         self._emit(FetchPayload(header, tuple(sorted(donors))))
 
-    def _outlives(self, header: Header) -> bool:
-        """Whether what we are training, or have trained, can go into a later entry than this one.
+    def _outlives(self, log: LogState) -> bool:
+        """Whether what we are training, or have trained, can go into an entry after this log, which lacks it.
 
         The worker must have loaded theta, which is about to change.
         """
         is_loaded = self.progress is not None or self._trained is not None
-        carried = self.log.append(header).leases.get(self.me)
-        return self._lease is not None and is_loaded and self._lease == carried
+        return self._lease is not None and is_loaded and self._lease == log.leases.get(self.me)
 
     def _apply(self, header: Header) -> None:
         if not self._is_kept:

@@ -190,7 +190,7 @@ class LogState:
             fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
             return Header(
                 run=self.run,
-                index=self.position.index,
+                index=index,
                 fragment=0,
                 previous=self.position.head,
                 roster=tuple(roster),

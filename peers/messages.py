@@ -106,7 +106,7 @@ class Round(Value):
         lost = set(self.lost)
         return tuple(peer for peer in self.peers if peer not in lost)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         return sum(share.chunks for share in self.shares)
 

@@ -15,7 +15,7 @@ from peers.errors import RemoteProtocolError
 from peers.log import Header
 from peers.snapshots import PULL_TIMEOUT, PullTransport
 from peers.streams import Buffer, PeerUnreachableError, RefusalError
-from peers.wire import DIGEST_BYTES, Count, Digest, Value, WireError, digest_of, pack, unpack
+from peers.wire import DIGEST_BYTES, Count, Digest, Value, digest_of, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,7 @@ class Payloads:
 
     @asynccontextmanager
     async def _serve(self, sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
-        try:
-            request = unpack(PayloadRequest, packed)
-        except WireError as error:
-            raise RemoteProtocolError(sender, str(error)) from error
+        request = unpack_from(sender, PayloadRequest, packed)
         payload = self._buffers.kept.get(request.payload)
         if payload is None:
             raise RefusalError("that payload is not kept here")

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from peers.errors import RemoteProtocolError
 from peers.heartbeat import Heartbeat
 from peers.log import Header, LogState
 from peers.peer import Peer
 from peers.states import State
 from peers.streams import Buffer, RefusalError, Serve
-from peers.wire import Value, WireError, pack, unpack
+from peers.wire import Value, pack, unpack_from
 from peers.workload import SnapshotError, Workload
 
 SNAPSHOT = "snapshot"
@@ -61,10 +60,7 @@ async def pull_snapshot(
     Raises: PeerUnreachableError, RemoteProtocolError, SnapshotError.
     """
     packed, snapshot = await transport.pull(donor, SNAPSHOT, b"", limit, PULL_TIMEOUT)
-    try:
-        header = unpack(SnapshotHeader, packed)
-    except WireError as error:
-        raise RemoteProtocolError(donor, str(error)) from error
+    header = unpack_from(donor, SnapshotHeader, packed)
     heartbeat = Heartbeat.verify(header.heartbeat, log.run)
     theirs = log.at(header.last)
     said = (heartbeat.peer, heartbeat.index, heartbeat.head, heartbeat.lineage_tokens)

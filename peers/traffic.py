@@ -26,7 +26,7 @@ from peers.messages import Attempt
 from peers.peer import Peer
 from peers.streams import Channel, PeerUnreachableError, RefusalError
 from peers.throttle import RateMeter
-from peers.wire import Count, PeerId, Value, ValueT, WireError, pack, unpack
+from peers.wire import Count, PeerId, Value, pack, unpack, unpack_from
 from peers.workload import BadBlocksError, Workload
 
 CHUNKS = "chunks"
@@ -127,15 +127,11 @@ class Traffic:
 
     async def _carry(self, round: Attempt, to: str, queue: asyncio.Queue[SendChunk]) -> None:
         """One stream to a member, from the first chunk for it until it breaks or the round is over."""
-        first = await queue.get()
-        waiting = [first]
+        waiting = [await queue.get()]  # the first one, until the stream is open
 
         async def following() -> Frame[SendChunk]:
             send = waiting.pop() if waiting else await queue.get()
-            waiting.append(send)
-            frame = Frame(send, pack(_header(send)), self._data(send))
-            waiting.clear()
-            return frame
+            return Frame(send, pack(_header(send)), self._data(send))
 
         sender: ChunkSender[SendChunk] | None = None
         try:
@@ -179,7 +175,7 @@ class Traffic:
 
     async def _admit(self, sender: str, packed: bytes) -> None:
         """Once we are in the round, too: its leader may have told the sender first."""
-        round = _unpack(StreamHeader, sender, packed).round
+        round = unpack_from(sender, StreamHeader, packed).round
         try:
             async with asyncio.timeout(ADMISSION_TIMEOUT if self._peer.is_live(sender) else 0):
                 await self._host.until(lambda peer: _is_in(peer, round, sender))
@@ -193,7 +189,7 @@ class Traffic:
 
     def _expect(self, sender: str, packed: bytes, frame: bytes, length: int) -> None:
         """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
-        header = _unpack(ChunkHeader, sender, frame)
+        header = unpack_from(sender, ChunkHeader, frame)
         if header.chunk >= self._buffers.size.chunks:
             raise RemoteProtocolError(sender, f"there is no chunk {header.chunk} in a payload")
         start, stop = self._buffers.chunk_bytes(header.chunk)
@@ -229,13 +225,6 @@ class Traffic:
 
 def _header(send: SendChunk) -> ChunkHeader:
     return ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent)
-
-
-def _unpack(kind: type[ValueT], sender: str, packed: bytes) -> ValueT:
-    try:
-        return unpack(kind, packed)
-    except WireError as error:
-        raise RemoteProtocolError(sender, str(error)) from error
 
 
 def _is_in(peer: Peer, round: Attempt, sender: str) -> bool:

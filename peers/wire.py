@@ -12,6 +12,7 @@ import msgpack
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from peers.errors import RemoteProtocolError
 from peers.leases import SampleRange
 
 PROTOCOL_VERSION = 1
@@ -104,3 +105,11 @@ def from_plain(kind: type[ValueT], plain: object) -> ValueT:
 def unpack(kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
     """Bytes from the network to a checked model. Raises: WireError."""
     return from_plain(kind, decode(data, limit))
+
+
+def unpack_from(peer: str, kind: type[ValueT], data: bytes) -> ValueT:
+    """What `peer` sent as a checked model. Raises: RemoteProtocolError."""
+    try:
+        return unpack(kind, data)
+    except WireError as error:
+        raise RemoteProtocolError(peer, str(error)) from error
