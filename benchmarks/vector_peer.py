@@ -72,7 +72,7 @@ class VectorWorkload(LocalWorkload):
     began_at: float | None = None
     agreed_at: float | None = None
 
-    async def contribution(self) -> bytes:
+    async def contribution(self) -> Blocks:
         self.began_at = time.monotonic()
         return await super().contribution()
 

@@ -10,6 +10,7 @@ import numpy as np
 from opendiloco import kernels
 from opendiloco.kernels import Format, Payload
 from opendiloco.shared_memory import Vector
+from peers.buffers import empty
 from peers.workload import BadBlocksError, Blocks
 
 
@@ -29,11 +30,13 @@ class BlockCodec:
         """Byte offsets [start, stop) of blocks [first_block, last_block); the payload's last block may be short."""
         return self.format.byte_range(first_block, last_block, self.values)
 
-    def encode_difference(self, theta: Vector, local: Vector) -> bytes:
+    def empty_payload(self) -> Payload:
+        """Memory for a payload; worth keeping, since taking it from the system takes longer than encoding into it."""
+        return Payload(self.format, self.values, empty(self.format.payload_size(self.values)))
+
+    def encode_difference(self, theta: Vector, local: Vector, out: Payload) -> None:
         """The payload of theta - local, both of shape (values,). Raises: NonFiniteError."""
-        payload = Payload(self.format, self.values)
-        kernels.quantize_difference(theta, local, payload, threads=self.threads)
-        return bytes(payload)
+        kernels.quantize_difference(theta, local, out, threads=self.threads)
 
     def check(self, blocks: Blocks, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""
@@ -49,14 +52,14 @@ class BlockCodec:
             raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.values} values")
         return Payload(self.format, self.values, payload)
 
-    def average(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
+    def average(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> memoryview:
         """The mean of checked blocks from `first_block` on: fp32, in this order, weighted by tokens; quantized once."""
         average = Payload(self.format, self._value_count(contributions[0][0], first_block))
         accumulator = np.zeros(average.values, np.float32)
         for blocks, tokens in contributions:
             kernels.accumulate(self._payload(blocks, first_block), tokens, accumulator, self.threads)
         kernels.finish_average(accumulator, sum(tokens for _, tokens in contributions), average, threads=self.threads)
-        return bytes(average)
+        return average.buffer
 
     def _payload(self, blocks: Blocks, first_block: int) -> Payload:
         return Payload(self.format, self._value_count(blocks, first_block), blocks)

@@ -26,6 +26,7 @@ class LocalWorkload:
         self.worker = worker
         self._state = OuterState(worker.vectors.theta, config.outer_optimizer)
         self._codec = BlockCodec(kernels.FORMATS[config.codec.kind], self._state.theta.size)
+        self._contribution = self._codec.empty_payload()
         self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
 
     @classmethod
@@ -50,15 +51,16 @@ class LocalWorkload:
         self._base = None
         return await self.worker.train(index, samples, steps, on_progress)
 
-    async def contribution(self) -> bytes:
+    async def contribution(self) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
         base = self._state.theta if self._base is None else self._base
         try:
-            return await asyncio.to_thread(self._codec.encode_difference, base, self.worker.vectors.local)
+            await asyncio.to_thread(self._codec.encode_difference, base, self.worker.vectors.local, self._contribution)
         except kernels.NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
+        return self._contribution.buffer
 
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
+    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> Blocks:
         return await asyncio.to_thread(self._codec.average, contributions, first_block)
 
     def check(self, blocks: Blocks, first_block: int) -> None:

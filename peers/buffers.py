@@ -9,19 +9,23 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from peers.chunks import Chunking, PayloadSize, payload_digest
 from peers.messages import Attempt
 from peers.wire import digest_of
-from peers.workload import Workload
+from peers.workload import Blocks, Workload
 
 KEPT_AT_LEAST = 3  # the one held, the last one applied, and one more that somebody may be fetching
 
 
 def empty(size: int) -> memoryview:
-    """Memory that is taken from the system only as it is written to."""
-    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+    """Memory that is taken from the system as it is written to, in huge pages: small ones take longer to get."""
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:size]
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,21 @@ class PayloadBuffers:
         self.chunking = Chunking(workload.block_count)
         self.size = PayloadSize(self.chunking.count, workload.byte_range(0, workload.block_count)[1])
         self.kept = KeptPayloads(budget)
-        self.own: bytes = b""  # what we trained last, for this round or a later one
+        self.own: Blocks = b""  # what we trained last, for this round or a later one
         self._round: RoundBuffers | None = None
+        self._spare: memoryview | None = None
+
+    def prepare(self) -> None:
+        """Take the next round's memory from the system: within a round everything else would wait for that."""
+        if self._spare is None:
+            spare = empty(self.size.bytes)
+            for offset in range(0, self.size.bytes, mmap.PAGESIZE):
+                spare[offset] = 0
+            self._spare = spare
 
     def open(self, name: Attempt) -> None:
-        self._round = RoundBuffers(name, empty(self.size.bytes))
+        spare, self._spare = self._spare, None
+        self._round = RoundBuffers(name, empty(self.size.bytes) if spare is None else spare)
 
     def close(self) -> None:
         """No round is under way."""

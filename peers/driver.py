@@ -278,6 +278,7 @@ class Driver:
     # The training side ----------------------------------------------------------------------------------------
     async def _train(self, train: Train) -> None:
         async with self._worker:  # a training that was stopped needs a moment to end
+            await asyncio.to_thread(self._buffers.prepare)
             trained = await self._workload.train(train.index, train.lease, train.steps, self._progress)
             async with self._snapshots.state_lock:
                 self._buffers.own = await self._workload.contribution()  # now, so that no round waits for it

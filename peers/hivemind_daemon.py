@@ -37,7 +37,15 @@ LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(
 LOOPBACK = re.compile(r"/(ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
 NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format error")
-IN_OWN_SESSION = (sys.executable, "-ISc", "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])")
+GO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""That p2pd computes on: the others are for training, and on two cores two of them take a third more time than one."""
+IN_OWN_SESSION = (
+    sys.executable,
+    "-ISc",
+    "import os, sys; os.setsid(); os.environ.setdefault(*sys.argv[1:3]); os.execv(sys.argv[3], sys.argv[3:])",
+    "GOMAXPROCS",
+    str(GO_THREADS),
+)
 """p2pd takes no notice of signals that are blocked or ignored when it starts. In a session of its own it gets neither
 the Ctrl-C nor the hang-up of our terminal, which would end it before we can tell anybody that we leave."""
 

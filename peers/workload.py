@@ -51,10 +51,11 @@ class Workload(Protocol):
         """Load theta into the worker and run at most `steps` inner steps of outer step `index` on a lease's ranges, in
         their order. Cancelling stops the worker within an inner step."""
 
-    async def contribution(self) -> bytes:
-        """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local."""
+    async def contribution(self) -> Blocks:
+        """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local. The bytes may
+        lie where those of the call before lay."""
 
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
+    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> Blocks:
         """Average checked blocks from `first_block` on: in fp32, in this order, weighted by tokens; quantized once.
 
         Raises: BadBlocksError or DilocoPeerError when there is no such average; if so, it does for more of them, too.

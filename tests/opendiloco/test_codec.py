@@ -13,10 +13,12 @@ VALUES = 5000  # four whole blocks and a short one
 
 def contributions(codec: BlockCodec, count: int) -> list[bytes]:
     random = np.random.default_rng(0)
-    theta = random.standard_normal(VALUES).astype(np.float32)
-    return [
-        codec.encode_difference(theta, theta + random.standard_normal(VALUES).astype(np.float32)) for _ in range(count)
-    ]
+    theta, out = random.standard_normal(VALUES).astype(np.float32), codec.empty_payload()
+    encoded = []
+    for _ in range(count):
+        codec.encode_difference(theta, theta + random.standard_normal(VALUES).astype(np.float32), out)
+        encoded.append(bytes(out))
+    return encoded
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)

@@ -122,7 +122,7 @@ def test_it_is_a_workload_of_whole_and_ragged_blocks(workload: LocalWorkload) ->
 
 @pytest.mark.parametrize("first_block", [0, 1, 2])
 def test_check_knows_which_blocks_are_whole(workload: LocalWorkload, first_block: int) -> None:
-    payload = asyncio.run(workload.contribution())
+    payload = bytes(asyncio.run(workload.contribution()))
     start, stop = workload.byte_range(first_block, 3)
     workload.check(payload[start:stop], first_block)
     for wrong in (payload[start : stop - 1], payload[start:stop] + b"\0", b"\xff" * (stop - start)):
@@ -141,7 +141,7 @@ def test_check_takes_full_blocks_from_the_middle_and_none_past_the_end(workload:
 def test_a_payload_is_applied_whole_or_not_at_all(workload: LocalWorkload, small_config: RunConfig) -> None:
     async def story() -> None:
         before = await workload.state_digest()
-        payload = await workload.contribution()
+        payload = bytes(await workload.contribution())
         corrupt = payload[:2056] + b"\xff\xff\xff\xff" + payload[2060:]
         for wrong in (payload[:-1], b"", corrupt):
             with pytest.raises(BadBlocksError):

@@ -46,9 +46,11 @@ class VectorWorkload:
         return Trained(samples, 8 * sample_count(samples), 1.0)
 
     async def contribution(self) -> bytes:
-        return self.codec.encode_difference(self.base, self.local)
+        payload = self.codec.empty_payload()
+        self.codec.encode_difference(self.base, self.local, payload)
+        return bytes(payload)
 
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
+    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> Blocks:
         return self.codec.average(contributions, first_block)
 
     def check(self, blocks: Blocks, first_block: int) -> None:
