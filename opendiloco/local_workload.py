@@ -6,16 +6,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from opendiloco import kernels
 from opendiloco.codec import BlockCodec
 from opendiloco.config import RunConfig
 from opendiloco.control import Evaluated, RunFacts
 from opendiloco.errors import WorkerError
-from opendiloco.outer import OuterState, digest_of_state
+from opendiloco.outer import OuterState
 from opendiloco.shared_memory import Vector
-from opendiloco.snapshot import SNAPSHOT_OVERHEAD, decode_snapshot, encode_snapshot
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
+from peers.state_chunks import digest_of_state
 from peers.workload import Blocks, Progress, SnapshotError, Trained
 
 
@@ -73,15 +75,16 @@ class LocalWorkload:
     async def state_digest(self) -> bytes:
         return await asyncio.to_thread(self._state.digest)
 
-    async def snapshot(self) -> bytes:
-        return await asyncio.to_thread(encode_snapshot, self._state.theta, self._state.momentum)
-
     @property
-    def snapshot_limit(self) -> int:
-        return 8 * self.parameter_count + SNAPSHOT_OVERHEAD
+    def state_size(self) -> int:
+        return 8 * self.parameter_count
 
-    async def restore(self, snapshot: bytes, state_digest: bytes) -> None:
-        await asyncio.to_thread(self._restore, snapshot, state_digest)
+    async def copy_state(self, out: memoryview) -> None:
+        await asyncio.to_thread(self._copy_state, out)
+
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        """Raises: SnapshotError, and changes nothing."""
+        await asyncio.to_thread(self._restore, state, state_digest)
 
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta. Not while training."""
@@ -108,8 +111,17 @@ class LocalWorkload:
         self._state.apply(checked)
         return self._state.digest()
 
-    def _restore(self, snapshot: bytes, state_digest: bytes) -> None:
-        theta, momentum = decode_snapshot(snapshot, self.parameter_count)
-        if digest_of_state(theta, momentum) != state_digest:
-            raise SnapshotError("it is not the state with the digest that its donor signed")
+    def _copy_state(self, out: memoryview) -> None:
+        momentum, theta = self._state.vectors
+        out[: len(momentum)] = momentum
+        out[len(momentum) :] = theta
+
+    def _restore(self, state: Blocks, state_digest: bytes) -> None:
+        if len(state) != self.state_size or digest_of_state([state]) != state_digest:
+            raise SnapshotError("it is not the state with that digest")
+        momentum, theta = np.frombuffer(state, np.float32).reshape(2, -1)
+        for name, vector in (("momentum", momentum), ("theta", theta)):
+            if not np.isfinite(vector).all():
+                raise SnapshotError(f"{name} holds NaN or infinity")
+        self._base = None
         self._state.replace(theta, momentum)

@@ -10,11 +10,11 @@ An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with N
 from __future__ import annotations
 
 import numpy as np
-from blake3 import blake3
 
 from opendiloco import kernels
 from opendiloco.config import OuterOptimizerSection
 from opendiloco.shared_memory import Vector
+from peers.state_chunks import digest_of_state
 
 
 class OuterState:
@@ -37,11 +37,9 @@ class OuterState:
         self.momentum[:] = momentum
 
     def digest(self) -> bytes:
-        return digest_of_state(self.theta, self.momentum)
+        return digest_of_state(self.vectors)
 
-
-def digest_of_state(theta: Vector, momentum: Vector) -> bytes:
-    """BLAKE3 (32 bytes) of theta's bytes, then momentum's, on all cores: training waits for it."""
-    hasher = blake3(theta.view(np.uint8).data, max_threads=blake3.AUTO)
-    hasher.update(momentum.view(np.uint8).data)
-    return hasher.digest()
+    @property
+    def vectors(self) -> tuple[memoryview, memoryview]:
+        """The state's bytes, in the order of snapshots: momentum, theta."""
+        return self.momentum.view(np.uint8).data, self.theta.view(np.uint8).data

@@ -34,7 +34,7 @@ class Workload(Protocol):
     """The state machine that the log drives: theta, momentum and the worker behind them.
 
     A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
-    momentum and may run beside anything, `snapshot` beside `train` and `reduce`, and `apply` beside `train` once it has
+    momentum and may run beside anything, `copy_state` beside `train` and `reduce`, and `apply` beside `train` once it has
     reported progress; other calls are never concurrent.
     """
 
@@ -71,17 +71,17 @@ class Workload(Protocol):
         """
 
     async def state_digest(self) -> bytes:
-        """Digest (32 bytes) of theta and momentum, the same on every peer at one log position."""
-
-    async def snapshot(self) -> bytes:
-        """theta and momentum as safetensors bytes."""
+        """Digest of momentum and theta (see state_chunks.py), the same on every peer at one log position."""
 
     @property
-    def snapshot_limit(self) -> int:
-        """Bytes that no snapshot of this run exceeds."""
+    def state_size(self) -> int:
+        """Bytes of momentum and theta together."""
 
-    async def restore(self, snapshot: bytes, state_digest: bytes) -> None:
-        """Replace theta and momentum. Raises: SnapshotError, and changes nothing, when these bytes are not the state
+    async def copy_state(self, out: memoryview) -> None:
+        """Write momentum's bytes, then theta's."""
+
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        """Replace momentum and theta. Raises: SnapshotError, and changes nothing, when these bytes are not the state
         with that digest."""
 
 
@@ -90,4 +90,4 @@ class BadBlocksError(Exception):
 
 
 class SnapshotError(Exception):
-    """Snapshot bytes that do not describe this run's state."""
+    """Bytes that are not the state that they should be."""
