@@ -12,6 +12,7 @@ from typing import Protocol
 
 from peers import metrics
 from peers.buffers import PayloadBuffers
+from peers.download import PullTransport
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.events import (
     Applied,
@@ -47,6 +48,7 @@ from peers.events import (
     TrainingProgress,
     Undelivered,
 )
+from peers.headers import serve_headers
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.log import Header
@@ -55,8 +57,10 @@ from peers.payloads import PayloadError, Payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.settings import RunSettings
-from peers.snapshots import PullTransport, Snapshots
+from peers.snapshot_fetch import fetch_snapshot
+from peers.snapshots import Snapshots
 from peers.spoiler import find_spoiler
+from peers.storage import MemoryStorage, Storage
 from peers.streams import PeerRefusedError, PeerUnreachableError
 from peers.traffic import StreamTransport, Traffic
 from peers.wire import WireError
@@ -73,6 +77,8 @@ KEPT_BYTES = 1 << 30  # payloads kept for who fell behind
 
 
 class Transport(PullTransport, StreamTransport, PulseTransport, Protocol):
+    no_round: asyncio.Event
+
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
     async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
 
@@ -91,6 +97,7 @@ class Driver:
         settings: RunSettings,
         state_digest: bytes,
         kept_bytes: int = KEPT_BYTES,
+        storage: Storage | None = None,
     ) -> None:
         self._buffers = PayloadBuffers(workload, kept_bytes)
         self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, time.monotonic())
@@ -102,7 +109,8 @@ class Driver:
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._traffic = Traffic(self.peer, transport, workload, self._buffers, self)
         self._payloads = Payloads(transport, self._buffers)
-        self._snapshots = Snapshots(self.peer, transport, workload, self)
+        self._storage = storage or MemoryStorage()
+        self._snapshots = Snapshots(self.peer, transport, workload, self._storage, self)
         self._reducing = asyncio.Semaphore(REDUCERS)
         self._round: Round | None = None
         self._tasks: asyncio.TaskGroup
@@ -118,6 +126,7 @@ class Driver:
                 await self._transport.on_call(CALL, self._receive)
                 for service in (self._traffic, self._payloads, self._snapshots):
                     await service.serve()
+                await serve_headers(self._transport, self.peer.recent_headers)
                 clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
                 await self._stopped.wait()
                 for clock in clocks:  # nothing after the last words
@@ -171,7 +180,10 @@ class Driver:
             return
         self._round = round
         if round is None:
+            self._transport.no_round.set()
             self._buffers.close()
+        else:
+            self._transport.no_round.clear()
         self._traffic.tidy(round.name if round else None, round.remaining if round else ())
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
@@ -211,8 +223,8 @@ class Driver:
                 self.start(self._fetch_payload(header, donors))
             case Apply():
                 self.start(self._apply(effect))
-            case FetchSnapshot(donor):
-                self.start(self._fetch(donor))
+            case FetchSnapshot():
+                self.start(self._fetch(effect))
 
     # Network --------------------------------------------------------------------------------------------------
     async def _send(self, to: str, message: Message) -> None:
@@ -244,15 +256,21 @@ class Driver:
             metrics.PAYLOADS_FETCHED.inc()
             self.handle(PayloadFetched(header))
 
-    async def _fetch(self, donor: str) -> None:
+    async def _fetch(self, fetch: FetchSnapshot) -> None:
+        donors = (fetch.donor, *fetch.others)
         try:
             async with self._worker:
-                header, state_digest = await self._snapshots.fetch(donor)
-        except (PeerUnreachableError, RemoteProtocolError, SnapshotError) as error:
-            self.handle(SnapshotFailed(donor, str(error)))
+                snapshot = await fetch_snapshot(
+                    self._transport, donors, self.peer.log, fetch.least, self._storage, self._workload.state_size
+                )
+                async with self._snapshots.state_lock:
+                    await self._workload.restore(snapshot.data, snapshot.state_digest)
+        except (SnapshotError, OSError) as error:
+            self.handle(SnapshotFailed(fetch.donor, str(error)))
         else:
             metrics.STATES_FETCHED.inc()
-            self.handle(SnapshotRestored(donor, header, state_digest))
+            self.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest))
+            self._snapshots.hold(snapshot)
 
     # Time -----------------------------------------------------------------------------------------------------
     async def _tick(self) -> None:
@@ -323,6 +341,13 @@ class Driver:
         metrics.ENTRIES_APPLIED.inc()
         self.handle(Applied(apply.header, state_digest))
         self.on_entry(apply.header, state_digest)
+        self.start(self._freeze())
+
+    async def _freeze(self) -> None:
+        try:
+            await self._snapshots.freeze_if_chosen()
+        except OSError as error:
+            logger.warning("no snapshot of outer step %d: %s", self.peer.log.position.index, error)
 
 
 def _first(group: BaseExceptionGroup[DilocoPeerError]) -> DilocoPeerError:

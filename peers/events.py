@@ -266,7 +266,11 @@ class Apply:
 
 @dataclass(frozen=True)
 class FetchSnapshot:
+    """Take over a state of the donor's lineage, at index `least` or later; `others` may have it, too."""
+
     donor: str
+    others: tuple[str, ...] = ()
+    least: int = 0
 
 
 @dataclass(frozen=True)

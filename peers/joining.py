@@ -12,8 +12,6 @@ from peers.states import State
 
 RECENT_ENTRIES = 64
 """How many of the last headers a peer can name to one that fell behind."""
-REPLAY_LIMIT = 8
-"""Entries that are replayed rather than skipped with a snapshot, which is eight times as large as an int8 payload."""
 CATCHING_UP = frozenset({State.JOINING, State.TRAINING, State.READY, State.AVERAGING})
 """States in which a peer looks whether others are further on."""
 
@@ -29,6 +27,7 @@ class Joining(PeerCore):
             if self._due():
                 self._catch_up()
             return
+        self._has_snapshot = False
         lease = self.log.leases.get(self.me)
         if lease is not None:
             self._train(lease, self.settings.inner_steps)
@@ -77,6 +76,7 @@ class Joining(PeerCore):
         self._joined_at = self.log.position.head
         self._settle(state_digest)
         self._recent.clear()
+        self._has_snapshot = True
         self._emit(Note("info", f"state at {self.log.position} fetched from {donor}"))
         self._enter(State.JOINING)
         self._join()
@@ -95,11 +95,16 @@ class Joining(PeerCore):
         if ahead is None:
             return
         entries = self._live()[ahead].index - self.log.position.index
-        if 0 < entries <= REPLAY_LIMIT:
+        if entries > 0 and (entries <= self.settings.snapshot_every or self._has_snapshot):
             self._emit(Send(ahead, Inquire(position=self.log.position)))
         else:
-            self._emit(Note("warning", f"{ahead} is at {self._live()[ahead].index}: fetching its state"))
-            self._fetch(ahead)
+            self._emit(Note("warning", f"{ahead} is at {self._live()[ahead].index}: fetching a snapshot"))
+            self._fetch(ahead, self._index_past_ours(ahead))
+
+    def _index_past_ours(self, ahead: str) -> int:
+        """At which a snapshot brings us further; of who is not further on, but heavier, any does."""
+        index = self.log.position.index
+        return index + 1 if self._live()[ahead].index > index else 0
 
     def _replay(self, sender: str, header: Header) -> None:
         """Others went on without us: get the payload of their entry, and apply it.
@@ -157,7 +162,7 @@ class Joining(PeerCore):
             self._joined_at = self.log.position.head  # what we may have held here is forgotten
             self._enter(State.JOINING)
         else:
-            self._fetch(ahead)
+            self._fetch(ahead, self._index_past_ours(ahead))
 
     def _refused(self, leader: str, reason: str) -> None:
         """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again."""

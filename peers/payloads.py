@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 from peers.buffers import Payload, PayloadBuffers, empty
 from peers.chunks import payload_digest
+from peers.download import PULL_TIMEOUT, Download, DownloadError, PullTransport, Wanted
 from peers.errors import RemoteProtocolError
 from peers.log import Header
-from peers.snapshots import PULL_TIMEOUT, PullTransport
+from peers.places import Places
 from peers.streams import Buffer, PeerUnreachableError, RefusalError
-from peers.wire import DIGEST_BYTES, Count, Digest, Value, digest_of, pack, unpack_from
+from peers.wire import DIGEST_BYTES, Count, Digest, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
 PAYLOAD = "payload"
 READERS = 8  # peers that are served at once
+PULLS = 3  # of one peer at once
 RANGE = 16  # chunks asked for at once
-DONORS = 4  # that are asked at once
 
 
 class PayloadRequest(Value):
@@ -43,12 +43,11 @@ class Payloads:
     def __init__(self, transport: PullTransport, buffers: PayloadBuffers) -> None:
         self._transport = transport
         self._buffers = buffers
-        self._places = asyncio.Semaphore(READERS)
-        self._readers: set[str] = set()
+        self._places = Places(READERS, PULLS)
         self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def serve(self) -> None:
-        await self._transport.on_pull(PAYLOAD, self._serve)
+        await self._transport.on_pull(PAYLOAD, self._serve, gives_way=True)
 
     @asynccontextmanager
     async def _serve(self, sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
@@ -56,12 +55,7 @@ class Payloads:
         payload = self._buffers.kept.get(request.payload)
         if payload is None:
             raise RefusalError("that payload is not kept here")
-        if self._places.locked() or sender in self._readers:
-            raise RefusalError("too many fetch payloads now")
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._places)
-            self._readers.add(sender)
-            stack.callback(self._readers.discard, sender)
+        async with self._places.one_for(sender):
             if request.first >= request.last:
                 yield b"", b"".join(payload.chunk_digests)
             elif request.last > self._buffers.size.chunks:
@@ -78,18 +72,18 @@ class Payloads:
 
     async def _fetch(self, header: Header, donors: Sequence[str]) -> None:
         digests, donors = await self._digests(header.payload, donors)
+        wanted = Wanted(
+            name=PAYLOAD,
+            digests=digests,
+            bounds=self._buffers.chunks_bytes,
+            request=lambda first, last: pack(PayloadRequest(payload=header.payload, first=first, last=last)),
+            range=RANGE,
+        )
         data = empty(self._buffers.size.bytes)
-        count = self._buffers.size.chunks
-        missing = deque((first, min(first + RANGE, count)) for first in range(0, count, RANGE))
-        reasons = list[str]()
-        while missing and donors:
-            asked, others = donors[:DONORS], donors[DONORS:]
-            work = [self._fetch_from(donor, header.payload, digests, missing, data) for donor in asked]
-            failures = dict(zip(asked, await asyncio.gather(*work), strict=True))
-            donors = [donor for donor, failure in failures.items() if failure is None] + others
-            reasons += [failure for failure in failures.values() if failure]
-        if missing:
-            raise PayloadError("; ".join(reasons))
+        try:
+            await Download(self._transport, wanted, data).run(donors)
+        except DownloadError as error:
+            raise PayloadError(str(error)) from error
         self._buffers.kept.keep(Payload(data, digests))
 
     async def _digests(self, payload: bytes, donors: Sequence[str]) -> tuple[tuple[bytes, ...], list[str]]:
@@ -108,35 +102,3 @@ class Payloads:
                 return digests, list(donors[place:])
             reasons.append(f"peer {donor} has other digests")
         raise PayloadError("; ".join(reasons) or "nobody has it")
-
-    async def _fetch_from(
-        self,
-        donor: str,
-        payload: bytes,
-        digests: Sequence[bytes],
-        missing: deque[tuple[int, int]],
-        data: memoryview,
-    ) -> str | None:
-        """Take ranges from `missing` as long as there are any; a range that fails goes back. Why it stopped early."""
-        while missing:
-            first, last = missing.popleft()
-            start, stop = self._buffers.chunks_bytes(first, last)
-            request = pack(PayloadRequest(payload=payload, first=first, last=last))
-            try:
-                _, chunks = await self._transport.pull(donor, PAYLOAD, request, stop - start, PULL_TIMEOUT)
-                self._check(donor, first, last, digests, chunks)
-            except (PeerUnreachableError, RemoteProtocolError) as error:
-                missing.append((first, last))
-                logger.debug("%s", error)
-                return str(error)
-            data[start:stop] = chunks
-        return None
-
-    def _check(self, donor: str, first: int, last: int, digests: Sequence[bytes], chunks: bytearray) -> None:
-        """Raises: RemoteProtocolError unless these are the chunks [first, last) with those digests."""
-        base = self._buffers.chunk_bytes(first)[0]
-        view = memoryview(chunks)
-        for chunk in range(first, last):
-            start, stop = self._buffers.chunk_bytes(chunk)
-            if digest_of(view[start - base : stop - base]) != digests[chunk]:
-                raise RemoteProtocolError(donor, f"chunk {chunk} of its payload is not the run's")

@@ -56,6 +56,7 @@ class PeerCore:
         self._replaying: Header | None = None
         self._lease: Lease | None = None
         self._is_kept = False
+        self._has_snapshot = False  # and is on the way from there to where the others are
         self._rate = 0
         self._training_since = now
         self._training_seconds: float | None = None
@@ -94,6 +95,15 @@ class PeerCore:
         """theta and momentum are where the log is; until an outer step is done, heartbeats name the place before."""
         self.state_digest = state_digest
         self.settled = self.log
+
+    @property
+    def lineage(self) -> tuple[bytes, ...]:
+        """The last places in our log, as heads, the present one last."""
+        return (*self._recent, self.log.position.head)
+
+    def recent_headers(self, first: int, last: int) -> list[Header]:
+        """Of the entries [first, last) those applied here lately."""
+        return [header for header in self._recent.values() if first <= header.index < last]
 
     def _due(self) -> bool:
         """Whether it is time to say again what has not been answered."""
@@ -142,11 +152,12 @@ class PeerCore:
         self._enter(State.TRAINING)
         self._emit(Train(self.log.position.index, lease, steps))
 
-    def _fetch(self, donor: str) -> None:
+    def _fetch(self, donor: str, least: int = 0) -> None:
         self._drop_work()
         self._joined_at = self.log.position.head  # also when the fetch fails: what we held here is forgotten
         self._enter(State.FETCHING)
-        self._emit(FetchSnapshot(donor))
+        able = {peer for peer, beat in self._live().items() if beat.state in PARTICIPATING} - self._distrusted
+        self._emit(FetchSnapshot(donor, tuple(sorted(able - {donor})), least))
 
     def _grace(self) -> float:
         """How long to wait for who still trains: a part of what training took us, as it is not lost to be late."""

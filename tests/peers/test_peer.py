@@ -41,7 +41,7 @@ from peers.events import (
     Undelivered,
 )
 from peers.heartbeat import PeerState
-from peers.joining import RECENT_ENTRIES, REPLAY_LIMIT
+from peers.joining import RECENT_ENTRIES
 from peers.leases import PIECE_LIMIT, SampleRange
 from peers.log import Header, LogState
 from peers.messages import (
@@ -149,7 +149,7 @@ IN_STATE: dict[State, Callable[[], Rig]] = {
 
 
 def fetching(rig: Rig) -> Rig:
-    rig.see(ahead_by(rig, REPLAY_LIMIT + 1))
+    rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
     assert rig.is_in(State.FETCHING)
     return rig
 
@@ -308,7 +308,7 @@ def test_late_news_of_training_is_void(state: State) -> None:
 
 # The table of transitions --------------------------------------------------------------------------------------
 def seen_far_ahead(rig: Rig) -> None:
-    rig.see(ahead_by(rig, REPLAY_LIMIT + 1))
+    rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
 
 
 def leaves_at_once(rig: Rig) -> None:
@@ -750,7 +750,7 @@ BEHIND = pytest.mark.parametrize("state", [State.JOINING, State.TRAINING, State.
 
 
 @BEHIND
-@pytest.mark.parametrize("entries", range(1, REPLAY_LIMIT + 1))
+@pytest.mark.parametrize("entries", range(1, SETTINGS.snapshot_every + 1))
 def test_who_is_a_few_entries_behind_asks_what_followed(state: State, entries: int) -> None:
     rig = IN_STATE[state]()
     effects = rig.see(ahead_by(rig, entries))
@@ -762,8 +762,8 @@ def test_who_is_a_few_entries_behind_asks_what_followed(state: State, entries: i
 @BEHIND
 def test_who_is_far_behind_takes_a_snapshot(state: State) -> None:
     rig = IN_STATE[state]()
-    effects = rig.see(ahead_by(rig, REPLAY_LIMIT + 1))
-    assert of(effects, FetchSnapshot) == [FetchSnapshot("c")]
+    effects = rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
+    assert of(effects, FetchSnapshot) == [FetchSnapshot("c", ("a",), rig.peer.log.position.index + 1)]
     assert bool(of(effects, StopTraining)) is (state is State.TRAINING)
     assert not sends(effects, Inquire)
 
@@ -819,7 +819,9 @@ def test_a_payload_that_is_not_to_be_had_ends_in_a_snapshot() -> None:
     header = rig.peer._replaying
     assert header is not None
     log = rig.peer.log
-    assert of(rig.do(PayloadNotFetched(header, "all are busy")), FetchSnapshot) == [FetchSnapshot("c")]
+    assert of(rig.do(PayloadNotFetched(header, "all are busy")), FetchSnapshot) == [
+        FetchSnapshot("c", ("a",), rig.peer.log.position.index + 1)
+    ]
     assert rig.peer.log == log
 
 
@@ -917,7 +919,7 @@ def test_the_recent_log_is_as_long_as_anybody_can_need_and_not_endless() -> None
         rig.do(Applied(header, STATE))
         passed.append(rig.peer.log.position)
     assert not sends(rig.hear("c", Inquire(position=LOG.position)), Commit)
-    for position in passed[-REPLAY_LIMIT - 1 : -1]:
+    for position in passed[-SETTINGS.snapshot_every - 1 : -1]:
         assert sends(rig.hear("c", Inquire(position=position)), Commit)
 
 
@@ -945,7 +947,7 @@ def replays(rig: Rig) -> Rig:
 def newcomer() -> Rig:
     """Has fetched the state at a position where it may have been before."""
     rig = fetching(at_second())
-    rig.do(SnapshotRestored("c", ahead_by(rig, REPLAY_LIMIT + 1).last, STATE))
+    rig.do(SnapshotRestored("c", ahead_by(rig, SETTINGS.snapshot_every + 1).last, STATE))
     return rig
 
 
@@ -980,7 +982,7 @@ def test_the_heavier_lineage_wins_and_the_smaller_digest_among_equals() -> None:
 
 def test_a_fetched_state_leads_to_a_lease() -> None:
     rig = fetching(at_second())
-    theirs = ahead_by(rig, REPLAY_LIMIT + 1)
+    theirs = ahead_by(rig, SETTINGS.snapshot_every + 1)
     effects = rig.do(SnapshotRestored("c", theirs.last, OTHER))
     assert rig.peer.log.position == theirs.position
     assert rig.is_in(State.JOINING)
@@ -992,7 +994,8 @@ def test_a_failed_donor_is_not_asked_again_for_a_while() -> None:
     rig = fetching(at_second())
     rig.do(SnapshotFailed("c", "gone"))
     assert rig.is_in(State.JOINING)
-    assert of(rig.tick(), FetchSnapshot) == [FetchSnapshot("a")]
+    [fetch] = of(rig.tick(), FetchSnapshot)
+    assert fetch.donor == "a"
 
 
 @pytest.mark.parametrize("how", ["restored", "failed"])

@@ -17,7 +17,6 @@ from peers.averaging import Averaging
 from peers.events import Dropped, Effect, Event, FetchPayload, FetchSnapshot, Note, Send, SendChunk, Undelivered
 from peers.exchange import Exchange
 from peers.history import InvariantError
-from peers.joining import REPLAY_LIMIT
 from peers.leader import Leader
 from peers.leases import SampleRange
 from peers.log import Header
@@ -325,7 +324,7 @@ class Fetches:
         return self._carry_out(effect, now)
 
 
-@pytest.mark.parametrize("missed", [1, 3, REPLAY_LIMIT, REPLAY_LIMIT + 2])
+@pytest.mark.parametrize("missed", [1, 3, SETTINGS.snapshot_every, SETTINGS.snapshot_every + 2])
 def test_who_missed_a_few_entries_replays_them_and_who_missed_more_takes_a_snapshot(missed: int) -> None:
     """It was cut off for so many entries; the others kept the payloads that long."""
     swarm = Swarm(3, SETTINGS, kept_bytes=10_000)
@@ -341,7 +340,7 @@ def test_who_missed_a_few_entries_replays_them_and_who_missed_more_takes_a_snaps
     missing = max(one.index for one in others) - late.index
     swarm.heal()
     goes_on(swarm)
-    if missing <= REPLAY_LIMIT:
+    if missing <= SETTINGS.snapshot_every:
         assert fetches.payloads >= missing
         assert fetches.snapshots == 0
     else:
