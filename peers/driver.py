@@ -48,6 +48,7 @@ from peers.events import (
     TrainingProgress,
     Undelivered,
 )
+from peers.freezing import Freezer
 from peers.headers import serve_headers
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
@@ -58,7 +59,7 @@ from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.settings import RunSettings
 from peers.snapshot_fetch import fetch_snapshot
-from peers.snapshots import Snapshots
+from peers.snapshots import serve_snapshots
 from peers.spoiler import find_spoiler
 from peers.storage import MemoryStorage, Storage
 from peers.streams import PeerRefusedError, PeerUnreachableError
@@ -110,7 +111,7 @@ class Driver:
         self._traffic = Traffic(self.peer, transport, workload, self._buffers, self)
         self._payloads = Payloads(transport, self._buffers)
         self._storage = storage or MemoryStorage()
-        self._snapshots = Snapshots(self.peer, transport, workload, self._storage, self)
+        self._freezer = Freezer(self.peer, workload, self._storage, self)
         self._reducing = asyncio.Semaphore(REDUCERS)
         self._round: Round | None = None
         self._tasks: asyncio.TaskGroup
@@ -124,9 +125,10 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._transport.on_call(CALL, self._receive)
-                for service in (self._traffic, self._payloads, self._snapshots):
+                for service in (self._traffic, self._payloads):
                     await service.serve()
-                await serve_headers(self._transport, self.peer.recent_headers)
+                await serve_headers(self._transport, {self._settings.run: self.peer.recent_headers})
+                await serve_snapshots(self._transport, {self._settings.run: self._freezer})
                 clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
                 await self._stopped.wait()
                 for clock in clocks:  # nothing after the last words
@@ -263,14 +265,14 @@ class Driver:
                 snapshot = await fetch_snapshot(
                     self._transport, donors, self.peer.log, fetch.least, self._storage, self._workload.state_size
                 )
-                async with self._snapshots.state_lock:
+                async with self._freezer.state_lock:
                     await self._workload.restore(snapshot.data, snapshot.state_digest)
         except (SnapshotError, OSError) as error:
             self.handle(SnapshotFailed(fetch.donor, str(error)))
         else:
             metrics.STATES_FETCHED.inc()
             self.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest))
-            self._snapshots.hold(snapshot)
+            self._freezer.hold(snapshot)
 
     # Time -----------------------------------------------------------------------------------------------------
     async def _tick(self) -> None:
@@ -298,7 +300,7 @@ class Driver:
         async with self._worker:  # a training that was stopped needs a moment to end
             await asyncio.to_thread(self._buffers.prepare)
             trained = await self._workload.train(train.index, train.lease, train.steps, self._progress)
-            async with self._snapshots.state_lock:
+            async with self._freezer.state_lock:
                 self._buffers.own = await self._workload.contribution()  # now, so that no round waits for it
         self.handle(TrainingDone(trained))
 
@@ -336,7 +338,7 @@ class Driver:
         kept = self._buffers.kept.get(apply.header.payload)
         if kept is None:
             raise LocalProtocolError(f"the payload of entry {apply.header.index} is to be applied and not here")
-        async with self._snapshots.state_lock:
+        async with self._freezer.state_lock:
             state_digest = await self._workload.apply(kept.data, apply.keeps_work)
         metrics.ENTRIES_APPLIED.inc()
         self.handle(Applied(apply.header, state_digest))
@@ -345,7 +347,7 @@ class Driver:
 
     async def _freeze(self) -> None:
         try:
-            await self._snapshots.freeze_if_chosen()
+            await self._freezer.freeze_if_chosen()
         except OSError as error:
             logger.warning("no snapshot of outer step %d: %s", self.peer.log.position.index, error)
 

@@ -103,7 +103,7 @@ class Following:
     async def _next(self, donor: str) -> LogState:
         """Raises: PeerUnreachableError, RemoteProtocolError, LogError."""
         index = self.log.position.index
-        headers = await fetch_headers(self._transport, donor, index, index + 1)
+        headers = await fetch_headers(self._transport, donor, self.log.run, index, index + 1)
         if not headers:
             raise LogError(f"it has no entry {index}")
         return self.log.append(headers[0])

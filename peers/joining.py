@@ -4,8 +4,9 @@ on; then a lease from the leader."""
 from __future__ import annotations
 
 from peers.events import Apply, Dropped, FetchPayload, Note, Send
+from peers.heartbeat import PeerState
 from peers.log import Header, LogError, LogState
-from peers.membership import PARTICIPATING
+from peers.membership import DONATING, PARTICIPATING
 from peers.messages import Inquire, LeaseGrant, LeaseRequest
 from peers.peer_core import PeerCore
 from peers.states import State
@@ -55,7 +56,8 @@ class Joining(PeerCore):
         if self.log.position.index > 0 or any(beat.state in PARTICIPATING for beat in live.values()):
             return True
         settled = self._now - self._started_at >= 2 * self.settings.timing.heartbeat
-        return settled and len(live) + 1 >= self.settings.minimum_peers
+        trainers = [beat for beat in live.values() if beat.state is not PeerState.ARCHIVING]
+        return settled and len(trainers) + 1 >= self.settings.minimum_peers
 
     def _furthest(self) -> str | None:
         """The live peer with the heaviest lineage, if it is heavier than ours; equal weight is decided by digest."""
@@ -65,7 +67,7 @@ class Joining(PeerCore):
             for peer, beat in self._live().items()
             if (beat.lineage_tokens > tokens or (beat.lineage_tokens == tokens and beat.head < head))
             and beat.lineage_tokens > 0
-            and beat.state in PARTICIPATING
+            and beat.state in DONATING
             and peer not in self._distrusted
         }
         return max(heavier, key=lambda peer: heavier[peer], default=None)

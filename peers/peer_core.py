@@ -18,11 +18,11 @@ from peers.events import (
     Train,
 )
 from peers.exchange import Exchange
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import Heartbeat, PeerState
 from peers.leader import Leader
 from peers.leases import Lease
 from peers.log import Header
-from peers.membership import PARTICIPATING, Membership
+from peers.membership import DONATING, PARTICIPATING, Membership
 from peers.messages import Adopt, Attempt, Held, Leaving
 from peers.settings import RunSettings
 from peers.states import SHOWN_AS, TRANSITIONS, State
@@ -126,7 +126,11 @@ class PeerCore:
             for peer, beat in live.items()
             if beat.state in PARTICIPATING and beat.index + 1 >= self.log.position.index
         }
-        candidates = {peer for peer, beat in live.items() if beat.index == self.log.position.index} | {self.me}
+        candidates = {
+            peer
+            for peer, beat in live.items()
+            if beat.index == self.log.position.index and beat.state is not PeerState.ARCHIVING
+        } | {self.me}
         if SHOWN_AS[self.state] in PARTICIPATING:
             able.add(self.me)
         return elect(self.log.roster, able - self._distrusted, candidates - self._distrusted)
@@ -156,7 +160,7 @@ class PeerCore:
         self._drop_work()
         self._joined_at = self.log.position.head  # also when the fetch fails: what we held here is forgotten
         self._enter(State.FETCHING)
-        able = {peer for peer, beat in self._live().items() if beat.state in PARTICIPATING} - self._distrusted
+        able = {peer for peer, beat in self._live().items() if beat.state in DONATING} - self._distrusted
         self._emit(FetchSnapshot(donor, tuple(sorted(able - {donor})), least))
 
     def _grace(self) -> float:

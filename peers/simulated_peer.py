@@ -223,7 +223,7 @@ class SimulatedPeer:
         if self._frozen is None or self.peer.log.at(self._frozen[0]).position.index < least:
             self._frozen = (self.peer.log.last, self.workload.state)
         last, state = self._frozen
-        offer = Offer.model_construct(last=last, state_digest=state, lineage=self.peer.lineage)
+        offer = Offer.model_construct(last=last, bytes=0, state_digest=state, lineage=self.peer.lineage)
         return Offered(offer, self.peer.log.at(last).position, ())
 
     def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:

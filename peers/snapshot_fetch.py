@@ -34,7 +34,7 @@ class Offered:
 async def fetch_snapshot(
     transport: PullTransport, donors: Sequence[str], log: LogState, least: int, storage: Storage, size: int
 ) -> Snapshot:
-    """The snapshot of `size` bytes, at index `least` or later, that most donors have, of the lineage of the first donor.
+    """The snapshot of `size` bytes, at index `least` or later, that most donors have, on the first donor's lineage.
 
     Raises: SnapshotError when there is none, or no donor is left before all of it is here; OSError when there is no
     room.
@@ -47,7 +47,7 @@ async def fetch_snapshot(
         name=SNAPSHOT,
         digests=chosen.chunk_digests,
         bounds=chunking.bounds,
-        request=lambda first, last: pack(SnapshotRequest(head=head, least=0, first=first, last=last)),
+        request=lambda first, last: pack(SnapshotRequest(run=log.run, head=head, least=0, first=first, last=last)),
         range=max(1, min(RANGE, chunking.count // RANGES)),
     )
     memory = await asyncio.to_thread(storage.download, chosen.offer.state_digest, size)
@@ -58,7 +58,7 @@ async def fetch_snapshot(
     except DownloadError as error:
         raise SnapshotError(str(error)) from error
     storage.downloaded()
-    return Snapshot(chosen.offer.last, chosen.offer.state_digest, chosen.chunk_digests, memory)
+    return Snapshot(chosen.offer.last, chosen.offer.state_digest, chosen.chunk_digests, memory.data, memory)
 
 
 async def _offers(
@@ -67,11 +67,15 @@ async def _offers(
     """What each donor has; who does not say is left out."""
 
     async def ask(donor: str) -> Offered:
-        request = pack(SnapshotRequest(head=None, least=least, first=0, last=0))
+        request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
         packed, digests = await transport.pull(donor, SNAPSHOT, request, DIGEST_BYTES * chunking.count, PULL_TIMEOUT)
         offer = unpack_from(donor, Offer, packed)
         chunks = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
-        if len(chunks) != chunking.count or digest_of_chunks(chunks) != offer.state_digest:
+        if (
+            offer.bytes != chunking.bytes
+            or len(chunks) != chunking.count
+            or digest_of_chunks(chunks) != offer.state_digest
+        ):
             raise RemoteProtocolError(donor, "its snapshot has other chunks than its digest says")
         if offer.last is not None and offer.last.run != log.run:
             raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
