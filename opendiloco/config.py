@@ -91,13 +91,17 @@ class TrainingSection(Section):
 
 
 class InnerOptimizerSection(Section):
-    """AdamW. Weight decay applies to matrices, not to vectors (norms, biases)."""
+    """AdamW. Weight decay applies to matrices, not to vectors (norms, biases).
+
+    A peer that joins in the middle begins with fresh moments: its learning rate rises over `rewarmup_steps` inner steps.
+    """
 
     kind: Literal["adamw"] = "adamw"
     learning_rate: PositiveFloat
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     epsilon: PositiveFloat = 1e-8
     weight_decay: NotNegativeFloat = 0.1
+    rewarmup_steps: StepCount = 10
 
 
 class ScheduleSection(Section):
