@@ -93,7 +93,7 @@ class TrainingSection(Section):
 class InnerOptimizerSection(Section):
     """AdamW. Weight decay applies to matrices, not to vectors (norms, biases).
 
-    A peer that joins in the middle begins with fresh moments: its learning rate rises over `rewarmup_steps` inner steps.
+    Who joins in the middle has fresh moments: its learning rate rises over `rewarmup_steps` inner steps.
     """
 
     kind: Literal["adamw"] = "adamw"

@@ -93,7 +93,6 @@ class Replica:
         self._optimizer.step()
         return value
 
-
     def _rewarmup(self) -> float:
         """Who joins in the middle has fresh moments: the first steps are smaller, until they mean something."""
         steps = self._config.inner_optimizer.rewarmup_steps

@@ -54,7 +54,7 @@ from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.log import Header
 from peers.messages import Message, Round, pack_message, unpack_message
-from peers.payloads import PayloadError, Payloads
+from peers.payloads import PayloadError, Payloads, serve_payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.settings import RunSettings
@@ -109,7 +109,7 @@ class Driver:
         self._waiting: list[asyncio.Future[None]] = []
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._traffic = Traffic(self.peer, transport, workload, self._buffers, self)
-        self._payloads = Payloads(transport, self._buffers)
+        self._payloads = Payloads(transport, settings.run, self._buffers)
         self._storage = storage or MemoryStorage()
         self._freezer = Freezer(self.peer, workload, self._storage, self)
         self._reducing = asyncio.Semaphore(REDUCERS)
@@ -125,10 +125,11 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._transport.on_call(CALL, self._receive)
-                for service in (self._traffic, self._payloads):
-                    await service.serve()
-                await serve_headers(self._transport, {self._settings.run: self.peer.recent_headers})
-                await serve_snapshots(self._transport, {self._settings.run: self._freezer})
+                await self._traffic.serve()
+                run = self._settings.run
+                await serve_payloads(self._transport, {run: self._buffers})
+                await serve_headers(self._transport, {run: self.peer.recent_headers})
+                await serve_snapshots(self._transport, {run: self._freezer})
                 clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
                 await self._stopped.wait()
                 for clock in clocks:  # nothing after the last words

@@ -42,7 +42,7 @@ class Following:
         self._workload = workload
         self._storage = storage
         self._buffers = PayloadBuffers(workload)
-        self._payloads = Payloads(transport, self._buffers)
+        self._payloads = Payloads(transport, settings.run, self._buffers)
         self._connected: set[str] = set()
 
     async def live(self) -> list[Heartbeat]:

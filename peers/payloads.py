@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
@@ -15,7 +15,7 @@ from peers.errors import RemoteProtocolError
 from peers.log import Header
 from peers.places import Places
 from peers.streams import Buffer, PeerUnreachableError, RefusalError
-from peers.wire import DIGEST_BYTES, Count, Digest, Value, pack, unpack_from
+from peers.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ RANGE = 16  # chunks asked for at once
 class PayloadRequest(Value):
     """Chunks [first, last) of a kept payload; of none: the digests of all its chunks."""
 
+    run: RunId
     payload: Digest
     first: Count
     last: Count
@@ -37,32 +38,37 @@ class PayloadError(Exception):
     """A payload can't be had from the peers that should have it."""
 
 
-class Payloads:
-    """Serves and fetches kept payloads for one peer."""
-
-    def __init__(self, transport: PullTransport, buffers: PayloadBuffers) -> None:
-        self._transport = transport
-        self._buffers = buffers
-        self._places = Places(READERS, PULLS)
-        self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-
-    async def serve(self) -> None:
-        await self._transport.on_pull(PAYLOAD, self._serve, gives_way=True)
+async def serve_payloads(transport: PullTransport, kept: Mapping[str, PayloadBuffers]) -> None:
+    """Give the payloads that are kept of these runs to who asks, from now on."""
+    places = Places(READERS, PULLS)
 
     @asynccontextmanager
-    async def _serve(self, sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
+    async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, PayloadRequest, packed)
-        payload = self._buffers.kept.get(request.payload)
-        if payload is None:
+        buffers = kept.get(request.run)
+        payload = buffers.kept.get(request.payload) if buffers else None
+        if buffers is None or payload is None:
             raise RefusalError("that payload is not kept here")
-        async with self._places.one_for(sender):
+        async with places.one_for(sender):
             if request.first >= request.last:
                 yield b"", b"".join(payload.chunk_digests)
-            elif request.last > self._buffers.size.chunks:
+            elif request.last > buffers.size.chunks:
                 raise RemoteProtocolError(sender, f"there is no chunk {request.last - 1} in a payload")
             else:
-                start, stop = self._buffers.chunks_bytes(request.first, request.last)
+                start, stop = buffers.chunks_bytes(request.first, request.last)
                 yield b"", payload.data[start:stop]
+
+    await transport.on_pull(PAYLOAD, serve, gives_way=True)
+
+
+class Payloads:
+    """Fetches payloads of one run for one peer."""
+
+    def __init__(self, transport: PullTransport, run: str, buffers: PayloadBuffers) -> None:
+        self._transport = transport
+        self._run = run
+        self._buffers = buffers
+        self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, header: Header, donors: Sequence[str]) -> None:
         """Get and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
@@ -76,7 +82,9 @@ class Payloads:
             name=PAYLOAD,
             digests=digests,
             bounds=self._buffers.chunks_bytes,
-            request=lambda first, last: pack(PayloadRequest(payload=header.payload, first=first, last=last)),
+            request=lambda first, last: pack(
+                PayloadRequest(run=self._run, payload=header.payload, first=first, last=last)
+            ),
             range=RANGE,
         )
         data = empty(self._buffers.size.bytes)
@@ -91,7 +99,7 @@ class Payloads:
         reasons = []
         size = DIGEST_BYTES * self._buffers.size.chunks
         for place, donor in enumerate(donors):
-            request = pack(PayloadRequest(payload=payload, first=0, last=0))
+            request = pack(PayloadRequest(run=self._run, payload=payload, first=0, last=0))
             try:
                 _, packed = await self._transport.pull(donor, PAYLOAD, request, size, PULL_TIMEOUT)
             except PeerUnreachableError as error:
