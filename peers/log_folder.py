@@ -66,12 +66,12 @@ class RunLog(ABC):
 
     def header_at(self, index: int) -> Header | None:
         entry = self._at(index)
-        return entry and entry.header
+        return None if entry is None else entry.header
 
     def state_digest_at(self, index: int) -> bytes | None:
         """The digest of the state after the entry, if both are here."""
         entry = self._at(index)
-        return entry and entry.state_digest
+        return None if entry is None else entry.state_digest
 
     def append(self, header: Header, state_digest: bytes | None, payload: Payload | None) -> None:
         """Add an entry that was applied. One that is already here gets what it lacked.
