@@ -88,6 +88,7 @@ class _Swarm:
         identity.save(key_file)
         arguments = ["join", "--plain", "--run", self.run.run_id, "--initial-peer", self.address]
         arguments += ["--identity", str(key_file), "--listen", LOOPBACK]
+        arguments += ["--state", str(self.folder / "state")]
         if is_local(source := self.run.config.data.source):
             arguments += ["--data", source]
         child = await start_child(name, arguments, self.folder, self.children)

@@ -29,6 +29,18 @@ class WorkerError(DilocoPeerError):
     exit_code = 8
 
 
+class CheckpointError(DilocoPeerError):
+    """A checkpoint is missing, damaged, or of another run."""
+
+    exit_code = 9
+
+
+class RemoteError(DilocoPeerError):
+    """A remote folder cannot be used: its URL, the package for it, or its credentials."""
+
+    exit_code = 10
+
+
 class DemoError(DilocoPeerError):
     """The demo did not show what it is there to show."""
 

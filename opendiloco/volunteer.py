@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from opendiloco.checkpointing import Checkpointer
 from opendiloco.config import RunConfig
 from opendiloco.journal import Journal
 from opendiloco.local_workload import LocalWorkload
@@ -63,6 +64,10 @@ class Volunteer:
     def record(self, journal: Journal) -> None:
         """Write every entry that is applied from now on into the journal."""
         self._driver.on_entry = journal.append
+
+    def checkpoint_with(self, checkpointer: Checkpointer) -> None:
+        """Have every state that is frozen from now on written to the disk."""
+        self._driver.on_snapshot = checkpointer.take
 
     async def train(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""

@@ -35,6 +35,13 @@ class Payload:
     data: memoryview
     chunk_digests: tuple[bytes, ...]
 
+    @classmethod
+    def cut(cls, data: memoryview, block_bytes: int) -> Payload:
+        """From bytes alone, which are digested now. All blocks have `block_bytes` bytes, but for the last."""
+        chunking = Chunking(-(-len(data) // block_bytes))
+        size = chunking.size * block_bytes
+        return cls(data, tuple(digest_of(data[start : start + size]) for start in range(0, len(data), size)))
+
     @property
     def digest(self) -> bytes:
         return payload_digest(self.chunk_digests)

@@ -12,6 +12,8 @@ EXIT_CODES: dict[int, str] = {
     6: "this machine does not fit: memory, disk, torch, or a device that is not there",
     7: "the corpus is missing, unreadable, too small, or a local folder not named with --data",
     8: "training failed: the worker died, or a loss or weight is not finite",
+    9: "a checkpoint is missing, damaged, or of another run",
+    10: "a remote folder cannot be used: its URL, the package for it, or its credentials",
     70: "the protocol was broken: a bug, ours or a peer's",
     130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
 }

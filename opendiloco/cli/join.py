@@ -13,6 +13,7 @@ import click
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
+    FOLDER,
     announce_option,
     initial_peers_option,
     limit_option,
@@ -49,6 +50,41 @@ THIS_MACHINE = "this machine"
 )
 @limit_option("upload", "Send")
 @limit_option("download", "Receive")
+@click.option(
+    "--state",
+    type=FOLDER,
+    metavar="FOLDER",
+    help="Keep checkpoints and what else outlives this process in FOLDER/<run id>/<peer id>.  "
+    "[default: ~/.local/state/diloco-peer]",
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=2,
+    show_default=True,
+    help="Keep the newest N checkpoints; each takes 8 bytes a parameter.",
+)
+@click.option(
+    "--keep-every",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    help="Keep those, too, whose outer step is a multiple of N.",
+)
+@click.option(
+    "--remote",
+    metavar="URL",
+    help="Copy each checkpoint to a folder at this URL, any that fsspec knows: s3://, gs://, hf://, sftp://, a path.",
+)
+@click.option(
+    "--checkpoint-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MBIT",
+    default=1600.0,
+    show_default=True,
+    help="Write and copy checkpoints at no more than so many megabits a second; to a remote, --upload-limit holds, too.",
+)
 @click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
 @click.option(
     "--metrics-port",
@@ -70,15 +106,23 @@ def command(
     data: Path | None,
     upload_limit: float | None,
     download_limit: float | None,
+    state: Path | None,
+    keep: int,
+    keep_every: int,
+    remote: str | None,
+    checkpoint_limit: float,
     journal: Path | None,
     metrics_port: int | None,
     plain: bool,
 ) -> None:
     """Train in a run with this machine until Ctrl-C."""
+    from opendiloco.checkpointing import Checkpointer, Plan
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
     from opendiloco.journal import Journal
+    from opendiloco.remote import check_url
     from opendiloco.run import find_run
+    from opendiloco.run_folder import RunFolder
     from opendiloco.volunteer import connected, volunteering
     from peers.metrics import serve_metrics
     from peers.throttle import Caps
@@ -88,16 +132,25 @@ def command(
         log.start("info")
     invite = parse_run(run, initial_peers)
     record = None if journal is None else Journal.open(journal)
+    if remote is not None:
+        check_url(remote)
     if metrics_port is not None:
         serve_metrics(metrics_port)
+    caps, rate = Caps.of_megabits(upload_limit, download_limit), checkpoint_limit * 1e6 / 8
 
     async def main(interrupts: Interrupts) -> None:
         async with connected(key, invite.addresses, listen, announce) as transport:
-            transport.cap(Caps.of_megabits(upload_limit, download_limit))
+            transport.cap(caps)
             found = (await find_run(transport, invite.run_id)).with_data(data)
+            folder = RunFolder.open(found, key.peer_id, state)
+            plan = Plan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
-            async with volunteering(found, key, transport, device, threads) as volunteer:
+            async with (
+                volunteering(found, key, transport, device, threads) as volunteer,
+                Checkpointer(plan) as checkpointer,
+            ):
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)
+                volunteer.checkpoint_with(checkpointer)
                 if record is not None:
                     volunteer.record(record)
                 interrupts.polite = lambda: leave(volunteer, console)

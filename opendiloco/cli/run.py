@@ -60,17 +60,10 @@ def show(log: LogOptions, manifest: Path) -> None:
     """Check the file of a signed MANIFEST, and print what it says."""
     import json
 
-    from opendiloco.run import Run
-    from peers.errors import ManifestError
-    from peers.manifest import SignedManifest
+    from opendiloco.run_folder import read_manifest
 
     log.start()
-    try:
-        packed = manifest.read_bytes()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ManifestError(f"{manifest}: cannot be read ({reason}).", "Give a manifest that exists.") from error
-    run = Run.from_manifest(SignedManifest.unpack(packed))
+    run = read_manifest(manifest)
     click.echo(f"run id:     {run.run_id}\norganiser:  {run.manifest.organiser}")
     click.echo(json.dumps(run.manifest.values, indent=2))
 

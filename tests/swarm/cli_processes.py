@@ -80,6 +80,7 @@ class Site:
         self.environment = os.environ | {
             MARK: self.mark,
             "XDG_CONFIG_HOME": str(folder / "config"),
+            "XDG_STATE_HOME": str(folder / "state"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",

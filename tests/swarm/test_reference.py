@@ -44,7 +44,9 @@ async def train_as_a_swarm(folder: Path) -> list[Journal]:
         journals = [Journal(folder / f"journal-{number}.jsonl") for number in range(VOLUNTEERS)]
         volunteers = [
             await start(
-                f"volunteer-{number}", "join", "--run", invite, "--listen", LOOPBACK, "--journal", str(journal.path)
+                f"volunteer-{number}",
+                *("join", "--run", invite, "--listen", LOOPBACK),
+                *("--journal", str(journal.path), "--state", str(folder / "state")),
             )
             for number, journal in enumerate(journals)
         ]

@@ -1,0 +1,81 @@
+"""Where a machine keeps what it knows of a run: one folder for each run and peer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from opendiloco.errors import MachineError
+from opendiloco.run import Run
+from peers.errors import ManifestError
+from peers.manifest import SignedManifest
+
+MANIFEST = "run.manifest"
+
+
+def default_state_folder() -> Path:
+    """`~/.local/state/diloco-peer`, or where XDG_STATE_HOME says."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "diloco-peer"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Made by `open`. Two peers on one machine share nothing."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, run: Run, peer_id: str, base: Path | None = None) -> RunFolder:
+        """`base`/<run id>/<peer id>, made if need be, with the run's manifest in it.
+
+        Raises: MachineError when it cannot be made or written to.
+        """
+        folder = cls(((default_state_folder() if base is None else base) / run.run_id / peer_id).absolute())
+        try:
+            for path in (folder.path, folder.checkpoints, folder.log, folder.download):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial = folder.manifest.with_suffix(".partial")
+            partial.write_bytes(run.manifest.pack())
+            partial.replace(folder.manifest)
+        except OSError as error:
+            raise MachineError(
+                f"the folder {folder.path} for what this machine keeps of the run cannot be used: {error.strerror}.",
+                "Name a folder on a disk with space with --state.",
+            ) from error
+        return folder
+
+    @property
+    def run_id(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def peer_id(self) -> str:
+        return self.path.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def download(self) -> Path:
+        return self.path / "download"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / MANIFEST
+
+
+def read_manifest(path: Path) -> Run:
+    """The run of a signed manifest's file. Raises: ManifestError."""
+    try:
+        packed = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ManifestError(f"{path}: cannot be read ({reason}).", "Give a manifest that exists.") from error
+    return Run.from_manifest(SignedManifest.unpack(packed))
