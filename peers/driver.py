@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from peers import metrics
-from peers.buffers import PayloadBuffers
+from peers.buffers import Payload, PayloadBuffers
 from peers.download import PullTransport
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.events import (
@@ -49,10 +49,11 @@ from peers.events import (
     Undelivered,
 )
 from peers.freezing import Freezer
-from peers.headers import serve_headers
+from peers.headers import HEADERS_AT_ONCE, fetch_headers, serve_headers
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
-from peers.log import Header
+from peers.log import Header, LogError, LogState
+from peers.log_folder import LogFolderError, MemoryLog, RunLog
 from peers.messages import Message, Round, pack_message, unpack_message
 from peers.payloads import PayloadError, Payloads, serve_payloads
 from peers.peer import Peer
@@ -97,11 +98,15 @@ class Driver:
         workload: Workload,
         settings: RunSettings,
         state_digest: bytes,
-        kept_bytes: int = KEPT_BYTES,
+        log: RunLog | None = None,
+        position: LogState | None = None,
         storage: Storage | None = None,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        self._buffers = PayloadBuffers(workload, kept_bytes)
-        self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, time.monotonic())
+        """`position` is where the workload's state is, with `state_digest`; `log` keeps what is applied from there."""
+        self._log = MemoryLog(settings.empty_log, 0) if log is None else log
+        self._buffers = PayloadBuffers(workload, kept_bytes, self._log.payload)
+        self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, time.monotonic(), position)
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
         self._transport = transport
         self._workload = workload
@@ -117,6 +122,7 @@ class Driver:
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[None] | None = None
         self._worker = asyncio.Lock()
+        self._recording = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
 
@@ -128,7 +134,7 @@ class Driver:
                 await self._traffic.serve()
                 run = self._settings.run
                 await serve_payloads(self._transport, {run: self._buffers})
-                await serve_headers(self._transport, {run: self.peer.recent_headers})
+                await serve_headers(self._transport, {run: self._log.headers})
                 await serve_snapshots(self._transport, {run: self._freezer})
                 clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
                 await self._stopped.wait()
@@ -344,6 +350,7 @@ class Driver:
         metrics.ENTRIES_APPLIED.inc()
         self.handle(Applied(apply.header, state_digest))
         self.on_entry(apply.header, state_digest)
+        self.start(self._record(apply.header, state_digest, kept))
         self.start(self._freeze())
 
     async def _freeze(self) -> None:
@@ -351,6 +358,25 @@ class Driver:
             await self._freezer.freeze_if_chosen()
         except OSError as error:
             logger.warning("no snapshot of outer step %d: %s", self.peer.log.position.index, error)
+
+    async def _record(self, header: Header, state_digest: bytes, payload: Payload) -> None:
+        """Into the log; without room there it goes on from memory."""
+        async with self._recording:
+            try:
+                await asyncio.to_thread(self._log.append, header, state_digest, payload)
+            except LogFolderError as error:
+                logger.warning("entry %d is not kept: %s", header.index, error)
+            if self._log.first:
+                await self._complete_log()
+
+    async def _complete_log(self) -> None:
+        """Who joined in the middle asks for the headers before, a few hundred after each entry."""
+        first = max(0, self._log.first - HEADERS_AT_ONCE)
+        for donor in self.peer.membership.live(time.monotonic()):
+            with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
+                headers = await fetch_headers(self._transport, donor, self._settings.run, first, self._log.first)
+                await asyncio.to_thread(self._log.prepend, headers)
+                return
 
 
 def _first(group: BaseExceptionGroup[DilocoPeerError]) -> DilocoPeerError:

@@ -17,7 +17,7 @@ from peers.wire import Count, RunId, Value, pack, unpack_from
 HEADERS = "headers"
 READERS = 4
 PULLS = 1  # of one peer at once
-ANSWER_LIMIT = 256  # headers
+HEADERS_AT_ONCE = 256  # headers
 BYTES_LIMIT = 1 << 26  # bytes; headers of 1,000 peers are a quarter of a MB each
 
 Past: TypeAlias = Callable[[int, int], Sequence[Header]]
@@ -33,7 +33,7 @@ class HeadersRequest(Value):
 
 
 class Headers(Value):
-    headers: Annotated[tuple[Header, ...], Field(max_length=ANSWER_LIMIT)]
+    headers: Annotated[tuple[Header, ...], Field(max_length=HEADERS_AT_ONCE)]
 
 
 async def serve_headers(transport: PullTransport, pasts: Mapping[str, Past]) -> None:
@@ -47,7 +47,7 @@ async def serve_headers(transport: PullTransport, pasts: Mapping[str, Past]) -> 
         if past is None:
             raise RefusalError(f"run {request.run} is not here")
         async with places.one_for(sender):
-            last = min(request.last, request.first + ANSWER_LIMIT)
+            last = min(request.last, request.first + HEADERS_AT_ONCE)
             yield b"", pack(Headers(headers=tuple(past(request.first, last))))
 
     await transport.on_pull(HEADERS, serve, gives_way=True)

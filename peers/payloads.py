@@ -46,7 +46,7 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, PayloadBuf
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, PayloadRequest, packed)
         buffers = kept.get(request.run)
-        payload = buffers.kept.get(request.payload) if buffers else None
+        payload = await asyncio.to_thread(buffers.find, request.payload) if buffers else None
         if buffers is None or payload is None:
             raise RefusalError("that payload is not kept here")
         async with places.one_for(sender):
@@ -73,7 +73,7 @@ class Payloads:
     async def fetch(self, header: Header, donors: Sequence[str]) -> None:
         """Get and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
         async with self._fetches.setdefault(header.payload, asyncio.Lock()):
-            if not self._buffers.kept.get(header.payload):
+            if not await asyncio.to_thread(self._buffers.find, header.payload):
                 await self._fetch(header, donors)
 
     async def _fetch(self, header: Header, donors: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from peers.exchange import Exchange
 from peers.heartbeat import Heartbeat, PeerState
 from peers.leader import Leader
 from peers.leases import Lease
-from peers.log import Header
+from peers.log import Header, LogState
 from peers.membership import DONATING, PARTICIPATING, Membership
 from peers.messages import Adopt, Attempt, Held, Leaving
 from peers.settings import RunSettings
@@ -34,11 +34,20 @@ GRACE_SHARE = 0.5
 class PeerCore:
     """State and vocabulary of one peer; `Peer` is the class to use."""
 
-    def __init__(self, me: str, settings: RunSettings, payload: PayloadSize, state_digest: bytes, now: float) -> None:
+    def __init__(
+        self,
+        me: str,
+        settings: RunSettings,
+        payload: PayloadSize,
+        state_digest: bytes,
+        now: float,
+        log: LogState | None = None,
+    ) -> None:
+        """`log` is where the state is, if not before the first entry."""
         self.me = me
         self.settings = settings
         self.payload = payload
-        self.log = settings.empty_log
+        self.log = log or settings.empty_log
         self.settled = self.log
         self.state = State.JOINING
         self.state_digest = state_digest
@@ -100,10 +109,6 @@ class PeerCore:
     def lineage(self) -> tuple[bytes, ...]:
         """The last places in our log, as heads, the present one last."""
         return (*self._recent, self.log.position.head)
-
-    def recent_headers(self, first: int, last: int) -> list[Header]:
-        """Of the entries [first, last) those applied here lately."""
-        return [header for header in self._recent.values() if first <= header.index < last]
 
     def _due(self) -> bool:
         """Whether it is time to say again what has not been answered."""
