@@ -30,7 +30,6 @@ from peers.events import (
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    Quantized,
     RateMeasured,
     Received,
     ReduceChunk,
@@ -288,11 +287,8 @@ class Driver:
 
     def _open_round(self, opened: OpenRound) -> None:
         metrics.ROUNDS.inc()
-        name = opened.round.name
-        self._buffers.open(name)
-        self._traffic.begin(name)
-        if opened.contribute:
-            self.handle(Quantized(name))
+        self._buffers.open(opened.round.name)
+        self._traffic.begin(opened.round.name)
 
     async def _reduce(self, reduce: ReduceChunk) -> None:
         buffers, round, chunk = self._buffers, reduce.round, reduce.chunk

@@ -42,14 +42,9 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrainingDone:
+    """What we trained is quantized, too: no round waits for it."""
+
     trained: Trained
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """Our contribution to the round is ready to be sent."""
-
-    round: Attempt
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,6 @@ Event = (
     | Undelivered
     | TrainingProgress
     | TrainingDone
-    | Quantized
     | ContributionArrived
     | BadBlocks
     | ReducedArrived
@@ -207,10 +201,9 @@ class StopTraining:
 
 @dataclass(frozen=True)
 class OpenRound:
-    """Make room for a round; to `contribute`, quantize what we trained (ends in Quantized). Other rounds are over."""
+    """Make room for a round. Other rounds are over."""
 
     round: Round
-    contribute: bool
 
 
 @dataclass(frozen=True)

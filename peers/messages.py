@@ -210,12 +210,11 @@ class Want(Value):
 
 
 class Waiting(Value):
-    """Member → leader: so many chunks of the payload are here; for the others I need something from these peers."""
+    """Member → leader: chunks of the payload are missing; I need something from these peers."""
 
     kind: ClassVar[Literal["waiting"]] = "waiting"
     attempt: Attempt
     missing: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
-    chunks: Count
 
     @property
     def position(self) -> Position:

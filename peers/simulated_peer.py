@@ -18,7 +18,6 @@ from peers.events import (
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    Quantized,
     RateMeasured,
     ReduceChunk,
     ReducedArrived,
@@ -143,18 +142,16 @@ class SimulatedPeer:
             case Train(lease=lease, steps=steps):
                 tokens = world.settings.tokens_per_sample * sample_count(lease)
                 self._trained = Trained(lease, tokens, 1.0)
+                buffers.own = self.workload.contribution(self._trained)
                 world.soon(self, TrainingProgress(Progress(inner_step=1, loss=1.0, tokens_per_second=1.0)))
                 world.later(self, TrainingDone(self._trained), world.training_time(steps))
             case StopTraining():
                 self._trained = None
             case Stop():
                 world.farewell(self)
-            case OpenRound(round, contribute):
+            case OpenRound(round):
                 self._began_at = now
                 buffers.open(round.name)
-                if contribute and self._trained:
-                    buffers.own = self.workload.contribution(self._trained)
-                    world.soon(self, Quantized(round.name))
             case SendChunk():
                 if buffers.round(effect.round):
                     read = buffers.averaged if effect.reduced else buffers.contribution

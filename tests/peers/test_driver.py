@@ -17,7 +17,7 @@ from peers import driver as driver_module
 from peers.buffers import Payload, RoundBuffers
 from peers.driver import Driver, Transport
 from peers.errors import DilocoPeerError, LocalProtocolError
-from peers.events import Apply, ContributionArrived, OpenRound, Received, ReduceChunk, ReducedArrived, Train
+from peers.events import Apply, ContributionArrived, OpenRound, Received, ReduceChunk, ReducedArrived, SendChunk, Train
 from peers.identity import Identity
 from peers.leases import SampleRange
 from peers.messages import Abort, Accuse, Attempt, Commit, Complete, Message, unpack_message
@@ -146,8 +146,9 @@ class DriverOf(Driver):
     def carry_on(self, rig: Rig) -> None:
         """Begin what the rig's last event asked for."""
         for effect in rig.effects:
-            if isinstance(effect, OpenRound):
+            if isinstance(effect, OpenRound | SendChunk):
                 self._carry_out(effect)
+        self._follow_round()
 
     @property
     def round(self) -> Attempt:

@@ -456,8 +456,8 @@ def with_a_liar(lie: Callable[[Ready], Ready]) -> Swarm:
     return swarm
 
 
-def the_honest_go_on(swarm: Swarm) -> None:
-    goal = swarm.longest + 5
+def the_honest_go_on(swarm: Swarm, entries: int = 5) -> None:
+    goal = swarm.longest + entries
     honest = [one for one in swarm.living if one.name != "peer2"]
     assert swarm.run(1000.0, until=lambda: min(one.index for one in honest) >= goal)
     assert len(swarm.living) == 5
@@ -468,7 +468,7 @@ def test_a_liar_stops_nobody(lie: Callable[[Ready], Ready]) -> None:
     swarm = with_a_liar(lie)
     # Some train for much longer than others: meanwhile it says Ready again and again.
     swarm.training_time = lambda steps: steps * swarm.random.uniform(2, 5)  # type: ignore[method-assign]
-    the_honest_go_on(swarm)
+    the_honest_go_on(swarm, 20)
     assert any(isinstance(what, Dropped) and what.peer == "peer2" for line in swarm.trace for what in line)
 
 
