@@ -68,7 +68,7 @@ class Averaging(Joining):
     def _keep_averaging(self) -> None:
         """Say where we are, repeat what failed, and give up on a leader that is gone or does not conclude."""
         leader, attempt = self._pledged_to, self._attempt
-        if leader is None or attempt is None or (leader != self.me and leader not in self._live()):
+        if leader is None or attempt is None or (leader != self.me and not self.is_live(leader)):
             self._back_to_ready()
             return
         if self._now - self._progress_at > 2 * self.settings.timing.round_timeout:

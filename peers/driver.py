@@ -49,7 +49,7 @@ from peers.events import (
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.log import Header
-from peers.messages import Message, Round, pack_message, unpack_message
+from peers.messages import Message, Packer, Round, unpack_message
 from peers.payloads import PayloadError, Payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
@@ -98,6 +98,7 @@ class Driver:
         self._workload = workload
         self._settings = settings
         self._waiting: list[asyncio.Future[None]] = []
+        self._packer = Packer(settings.run)
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._traffic = Traffic(self.peer, transport, workload, self._buffers, self)
         self._payloads = Payloads(transport, self._buffers)
@@ -132,7 +133,7 @@ class Driver:
     async def _farewell(self) -> None:
         """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more."""
         goodbye = self.peer.goodbye
-        packed = pack_message(self._settings.run, goodbye)
+        packed = self._packer.pack(goodbye)
         others = self.peer.membership.live(time.monotonic())
         last_words: list[Awaitable[object]] = [
             self._transport.call(peer, CALL, packed, FAREWELL_TIMEOUT) for peer in others
@@ -216,7 +217,7 @@ class Driver:
     # Network --------------------------------------------------------------------------------------------------
     async def _send(self, to: str, message: Message) -> None:
         try:
-            await self._transport.call(to, CALL, pack_message(self._settings.run, message), CALL_TIMEOUT)
+            await self._transport.call(to, CALL, self._packer.pack(message), CALL_TIMEOUT)
         except PeerRefusedError as error:
             logger.warning("%s", error)
         except PeerUnreachableError as error:

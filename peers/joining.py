@@ -106,10 +106,9 @@ class Joining(PeerCore):
 
         Whom we asked for a lease, or to lead us, knows better than its last heartbeat how far it is.
         """
-        live = self._live()
-        donors = {peer for peer, beat in live.items() if beat.index > header.index}
+        donors = {peer for peer, beat in self._live().items() if beat.index > header.index}
         asked = self.state is State.JOINING or (self.state is State.READY and sender == self._pledged_to)
-        if asked and sender in live:
+        if asked and self.is_live(sender):
             donors.add(sender)
         if sender not in donors:
             return

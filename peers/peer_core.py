@@ -107,7 +107,7 @@ class PeerCore:
 
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""
-        return peer in self._live()
+        return self.membership.is_live(peer, self._now)
 
     def _elect(self) -> str | None:
         live = self._live()

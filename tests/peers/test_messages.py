@@ -29,6 +29,7 @@ from peers.messages import (
     LeaseRequest,
     Leaving,
     Message,
+    Packer,
     Ready,
     Refuse,
     Round,
@@ -247,6 +248,14 @@ def short_header() -> Header:
 )
 def test_who_missed_how_many_chunks_is_checked(missed: object) -> None:
     assert "Complete.missed" in refused(of(Complete), 2, missed)
+
+
+def test_what_is_said_to_many_is_packed_once() -> None:
+    packer = Packer(RUN)
+    first, second = (Elsewhere(position=LOG.position) for _ in range(2))
+    assert packer.pack(first) is packer.pack(first)
+    assert unpack_message(RUN, packer.pack(of(Begin))) == of(Begin)
+    assert packer.pack(second) == packer.pack(first)
 
 
 @pytest.mark.parametrize("count", [-1, 2**62, 1.5, "1", True, None], ids=str)
