@@ -92,9 +92,9 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
     reasons = []
     for donor in await donors(transport, run):
         try:
-            last, state_digest, snapshot = await pull_snapshot(transport, donor, log, workload.snapshot_limit)
+            header, state_digest, snapshot = await pull_snapshot(transport, donor, log, workload.snapshot_limit)
             await workload.restore(snapshot, state_digest)
-            return last
+            return header.last
         except (PeerUnreachableError, RemoteProtocolError, SnapshotError) as error:
             reasons.append(f"{donor}: {error}")
     raise SwarmUnreachableError(f"no peer gave its state: {'; '.join(reasons)}.", "Try again in a minute.")

@@ -41,6 +41,7 @@ from peers.events import (
     Stop,
     StopTraining,
     Tick,
+    TokensLost,
     Train,
     TrainingDone,
     TrainingProgress,
@@ -97,8 +98,8 @@ class Driver:
         self._transport = transport
         self._workload = workload
         self._settings = settings
-        self._waiting: list[asyncio.Future[None]] = []
         self._packer = Packer(settings.run)
+        self._waiting: list[asyncio.Future[None]] = []
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._traffic = Traffic(self.peer, transport, workload, self._buffers, self)
         self._payloads = Payloads(transport, self._buffers)
@@ -188,6 +189,9 @@ class Driver:
             case Dropped(peer, what, reason):
                 metrics.DROPPED.labels(what).inc()
                 logger.warning("dropped a %s of %s: %s", what, peer, reason)
+            case TokensLost(what, tokens, reason):
+                metrics.TOKENS_LOST.labels(what).inc(tokens)
+                logger.warning("%d tokens that we trained are lost: %s", tokens, reason)
             case Stop():
                 self._stopped.set()
             case StopTraining():
@@ -252,7 +256,7 @@ class Driver:
             self.handle(SnapshotFailed(donor, str(error)))
         else:
             metrics.STATES_FETCHED.inc()
-            self.handle(SnapshotRestored(donor, header, state_digest))
+            self.handle(SnapshotRestored(donor, header.last, state_digest, header.before))
 
     # Time -----------------------------------------------------------------------------------------------------
     async def _tick(self) -> None:

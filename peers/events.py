@@ -137,11 +137,15 @@ class Applied:
 
 @dataclass(frozen=True)
 class SnapshotRestored:
-    """theta and momentum are the donor's, at the position after `header` (None: before the first entry)."""
+    """theta and momentum are the donor's, at the position after `header` (None: before the first entry).
+
+    `before`: digests of the entries before that, oldest first, as far back as the donor names them.
+    """
 
     donor: str
     header: Header | None
     state_digest: bytes
+    before: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -284,6 +288,18 @@ class Dropped:
     reason: str
 
 
+@dataclass(frozen=True)
+class TokensLost:
+    """Tokens that this peer trained are in no entry of its log: to be logged and counted by `what`.
+
+    "work" was for an entry that went on without it; "entries" are of a lineage that the peer has left.
+    """
+
+    what: str
+    tokens: int
+    reason: str
+
+
 Effect = (
     Send
     | Train
@@ -298,4 +314,5 @@ Effect = (
     | Stop
     | Note
     | Dropped
+    | TokensLost
 )

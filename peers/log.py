@@ -69,6 +69,10 @@ class Header(Value):
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def tokens_of(self, peer: str) -> int:
+        """The peer's tokens that count in this entry. They do not where blocks of it are missing."""
+        return sum(member.tokens for member in self.roster if member.peer == peer and not member.missed)
+
     @property
     def peers(self) -> tuple[str, ...]:
         return tuple(member.peer for member in self.roster)

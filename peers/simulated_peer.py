@@ -215,7 +215,8 @@ class SimulatedPeer:
         for source in self.world.fetch_from(self, (donor,)):
             if source.is_settled:
                 self.workload.state = source.workload.state
-                restored = SnapshotRestored(donor, source.peer.log.last, source.workload.state)
+                log, before = source.peer.log, source.peer.lineage.before
+                restored = SnapshotRestored(donor, log.last, source.workload.state, before)
                 self.world.soon(self, restored, delays=5.0)
                 return
         self.world.soon(self, SnapshotFailed(donor, "not there"))

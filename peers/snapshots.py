@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 from weakref import WeakValueDictionary
 
+from pydantic import Field
+
 from peers.heartbeat import Heartbeat
+from peers.lineage import RECENT_ENTRIES
 from peers.log import Header, LogState
 from peers.peer import Peer
 from peers.states import State
 from peers.streams import Buffer, RefusalError, Serve
-from peers.wire import Value, pack, unpack_from
+from peers.wire import Digest, Value, pack, unpack_from
 from peers.workload import SnapshotError, Workload
 
 SNAPSHOT = "snapshot"
@@ -25,9 +28,13 @@ STRANGERS = 2  # besides, others: who exports the model has no heartbeat, nor ha
 
 
 class SnapshotHeader(Value):
-    """Where in the log a snapshot stands: the last header (None before the first), and the donor's word for it."""
+    """Where in the log a snapshot stands: the last header (None before the first), and the donor's word for it.
+
+    `before`: digests of the entries before the last, oldest first. They tell who was on another lineage what it loses.
+    """
 
     last: Header | None
+    before: Annotated[tuple[Digest, ...], Field(max_length=RECENT_ENTRIES)]
     heartbeat: bytes
 
 
@@ -54,8 +61,8 @@ class Host(Protocol):
 
 async def pull_snapshot(
     transport: PullTransport, donor: str, log: LogState, limit: int
-) -> tuple[Header | None, bytes, bytes]:
-    """A donor's last header, the digest that it signed for its state there, and the snapshot, not yet held against it.
+) -> tuple[SnapshotHeader, bytes, bytes]:
+    """Where a donor stands, the digest that it signed for its state there, and the snapshot, not yet held against it.
 
     Raises: PeerUnreachableError, RemoteProtocolError, SnapshotError.
     """
@@ -66,7 +73,7 @@ async def pull_snapshot(
     said = (heartbeat.peer, heartbeat.index, heartbeat.head, heartbeat.lineage_tokens)
     if said != (donor, theirs.position.index, theirs.position.head, theirs.lineage_tokens):
         raise SnapshotError("its header is not the one that the donor signed")
-    return header.last, heartbeat.state_digest, bytes(snapshot)
+    return header, heartbeat.state_digest, bytes(snapshot)
 
 
 class Snapshots:
@@ -86,8 +93,8 @@ class Snapshots:
     async def serve(self) -> None:
         await self._transport.on_pull(SNAPSHOT, self._serve)
 
-    async def fetch(self, donor: str) -> tuple[Header | None, bytes]:
-        """Take over the donor's state. Returns its last header and the state digest.
+    async def fetch(self, donor: str) -> tuple[SnapshotHeader, bytes]:
+        """Take over the donor's state. Returns where it stands and the state digest.
 
         Raises: PeerUnreachableError, RemoteProtocolError, SnapshotError; our state is then as it was.
         """
@@ -124,8 +131,9 @@ class Snapshots:
                 raise RefusalError("no settled state to give") from None
             async with self.state_lock:
                 if _settled(self._peer):  # an outer step may have begun while we waited for the lock
-                    header = SnapshotHeader(last=self._peer.log.last, heartbeat=self._host.signed_heartbeat())
-                    head = self._peer.log.position.head
+                    log, before = self._peer.log, self._peer.lineage.before
+                    header = SnapshotHeader(last=log.last, before=before, heartbeat=self._host.signed_heartbeat())
+                    head = log.position.head
                     snapshot = self._snapshots.get(head) or Snapshot(await self._workload.snapshot())
                     self._snapshots[head] = snapshot
                     return pack(header), snapshot

@@ -40,8 +40,9 @@ from peers.events import (
     Undelivered,
 )
 from peers.heartbeat import PeerState
-from peers.joining import RECENT_ENTRIES, REPLAY_LIMIT
+from peers.joining import REPLAY_LIMIT
 from peers.leases import PIECE_LIMIT, SampleRange
+from peers.lineage import RECENT_ENTRIES
 from peers.log import Header, LogState
 from peers.messages import (
     Abort,
