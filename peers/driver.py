@@ -31,7 +31,6 @@ from peers.events import (
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    Quantized,
     RateMeasured,
     Received,
     ReduceChunk,
@@ -43,6 +42,7 @@ from peers.events import (
     Stop,
     StopTraining,
     Tick,
+    TokensLost,
     Train,
     TrainingDone,
     TrainingProgress,
@@ -54,7 +54,7 @@ from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.log import Header, LogError, LogState
 from peers.log_folder import LogFolderError, MemoryLog, RunLog
-from peers.messages import Message, Round, pack_message, unpack_message
+from peers.messages import Message, Packer, Round, unpack_message
 from peers.payloads import PayloadError, Payloads, serve_payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
@@ -111,6 +111,7 @@ class Driver:
         self._transport = transport
         self._workload = workload
         self._settings = settings
+        self._packer = Packer(settings.run)
         self._waiting: list[asyncio.Future[None]] = []
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._traffic = Traffic(self.peer, transport, workload, self._buffers, self)
@@ -151,7 +152,7 @@ class Driver:
     async def _farewell(self) -> None:
         """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more."""
         goodbye = self.peer.goodbye
-        packed = pack_message(self._settings.run, goodbye)
+        packed = self._packer.pack(goodbye)
         others = self.peer.membership.live(time.monotonic())
         last_words: list[Awaitable[object]] = [
             self._transport.call(peer, CALL, packed, FAREWELL_TIMEOUT) for peer in others
@@ -209,6 +210,9 @@ class Driver:
             case Dropped(peer, what, reason):
                 metrics.DROPPED.labels(what).inc()
                 logger.warning("dropped a %s of %s: %s", what, peer, reason)
+            case TokensLost(what, tokens, reason):
+                metrics.TOKENS_LOST.labels(what).inc(tokens)
+                logger.warning("%d tokens that we trained are lost: %s", tokens, reason)
             case Stop():
                 self._stopped.set()
             case StopTraining():
@@ -238,7 +242,7 @@ class Driver:
     # Network --------------------------------------------------------------------------------------------------
     async def _send(self, to: str, message: Message) -> None:
         try:
-            await self._transport.call(to, CALL, pack_message(self._settings.run, message), CALL_TIMEOUT)
+            await self._transport.call(to, CALL, self._packer.pack(message), CALL_TIMEOUT)
         except PeerRefusedError as error:
             logger.warning("%s", error)
         except PeerUnreachableError as error:
@@ -269,7 +273,7 @@ class Driver:
         donors = (fetch.donor, *fetch.others)
         try:
             async with self._worker:
-                snapshot = await fetch_snapshot(
+                snapshot, lineage = await fetch_snapshot(
                     self._transport, donors, self.peer.log, fetch.least, self._storage, self._workload.state_size
                 )
                 async with self._freezer.state_lock:
@@ -278,7 +282,7 @@ class Driver:
             self.handle(SnapshotFailed(fetch.donor, str(error)))
         else:
             metrics.STATES_FETCHED.inc()
-            self.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest))
+            self.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest, lineage))
             self._freezer.hold(snapshot)
 
     # Time -----------------------------------------------------------------------------------------------------
@@ -316,11 +320,8 @@ class Driver:
 
     def _open_round(self, opened: OpenRound) -> None:
         metrics.ROUNDS.inc()
-        name = opened.round.name
-        self._buffers.open(name)
-        self._traffic.begin(name)
-        if opened.contribute:
-            self.handle(Quantized(name))
+        self._buffers.open(opened.round.name)
+        self._traffic.begin(opened.round.name)
 
     async def _reduce(self, reduce: ReduceChunk) -> None:
         buffers, round, chunk = self._buffers, reduce.round, reduce.chunk

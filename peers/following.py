@@ -62,7 +62,7 @@ class Following:
         reasons = []
         while donors:
             try:
-                snapshot = await fetch_snapshot(
+                snapshot, _ = await fetch_snapshot(
                     self._transport, donors, self.log, 0, self._storage, self._workload.state_size
                 )
                 await self._workload.restore(snapshot.data, snapshot.state_digest)

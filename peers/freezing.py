@@ -52,7 +52,7 @@ class Freezer:
 
     @property
     def lineage(self) -> tuple[bytes, ...]:
-        return self._peer.lineage
+        return self._peer.lineage.heads
 
     def is_member(self, peer: str) -> bool:
         return self._peer.is_live(peer)

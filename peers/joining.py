@@ -11,8 +11,6 @@ from peers.messages import Inquire, LeaseGrant, LeaseRequest
 from peers.peer_core import PeerCore
 from peers.states import State
 
-RECENT_ENTRIES = 64
-"""How many of the last headers a peer can name to one that fell behind."""
 CATCHING_UP = frozenset({State.JOINING, State.TRAINING, State.READY, State.AVERAGING})
 """States in which a peer looks whether others are further on."""
 
@@ -72,16 +70,23 @@ class Joining(PeerCore):
         }
         return max(heavier, key=lambda peer: heavier[peer], default=None)
 
-    def _restored(self, donor: str, header: Header | None, state_digest: bytes) -> None:
+    def _restored(self, donor: str, header: Header | None, state_digest: bytes, theirs: tuple[bytes, ...]) -> None:
         self._require(State.FETCHING)
         self.log = self.log.at(header)
         self._joined_at = self.log.position.head
         self._settle(state_digest)
-        self._recent.clear()
+        self._leave_lineage(donor, header, theirs)
         self._has_snapshot = True
         self._emit(Note("info", f"state at {self.log.position} fetched from {donor}"))
         self._enter(State.JOINING)
         self._join()
+
+    def _leave_lineage(self, donor: str, header: Header | None, theirs: tuple[bytes, ...]) -> None:
+        """Our tokens in entries that the donor's lineage does not have are lost. Everybody says so of its own alone."""
+        left = self.lineage.move(header, theirs)
+        if left:
+            reason = f"our entries from {left[0].index} on are not in the lineage of {donor}"
+            self._lose("entries", sum(entry.tokens_of(self.me) for entry in left), reason)
 
     def _not_restored(self, donor: str, reason: str) -> None:
         self._require(State.FETCHING)
@@ -113,10 +118,9 @@ class Joining(PeerCore):
 
         Whom we asked for a lease, or to lead us, knows better than its last heartbeat how far it is.
         """
-        live = self._live()
-        donors = {peer for peer, beat in live.items() if beat.index > header.index}
+        donors = {peer for peer, beat in self._live().items() if beat.index > header.index}
         asked = self.state is State.JOINING or (self.state is State.READY and sender == self._pledged_to)
-        if asked and sender in live:
+        if asked and self.is_live(sender):
             donors.add(sender)
         if sender not in donors:
             return
@@ -130,7 +134,7 @@ class Joining(PeerCore):
         if self._is_kept:
             self._forget_round()
         else:
-            self._drop_work()
+            self._drop_work(header)
         if not incumbent:  # we may have been there before, and forgotten what we held
             self._joined_at = header.digest
         self._enter(State.REPLAYING)
@@ -147,11 +151,9 @@ class Joining(PeerCore):
 
     def _apply(self, header: Header) -> None:
         if not self._is_kept:
-            self._lease = self._trained = self.progress = None
+            self._end_work(header)
         self.log = self.log.append(header)
-        self._recent[header.previous] = header
-        while len(self._recent) > RECENT_ENTRIES:
-            self._recent.popitem(last=False)
+        self.lineage.append(header)
         self._enter(State.APPLYING)
         self._forget_round()
         self._emit(Apply(header, self._is_kept))

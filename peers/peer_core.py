@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 
 from peers.chunks import PayloadSize
 from peers.election import elect
@@ -15,12 +15,14 @@ from peers.events import (
     Send,
     Stop,
     StopTraining,
+    TokensLost,
     Train,
 )
 from peers.exchange import Exchange
 from peers.heartbeat import Heartbeat, PeerState
 from peers.leader import Leader
-from peers.leases import Lease
+from peers.leases import Lease, sample_count
+from peers.lineage import Lineage
 from peers.log import Header, LogState
 from peers.membership import DONATING, PARTICIPATING, Membership
 from peers.messages import Adopt, Attempt, Held, Leaving
@@ -49,6 +51,7 @@ class PeerCore:
         self.payload = payload
         self.log = log or settings.empty_log
         self.settled = self.log
+        self.lineage = Lineage()
         self.state = State.JOINING
         self.state_digest = state_digest
         self.membership = Membership(me, settings.timing.heartbeat_expiry)
@@ -73,7 +76,6 @@ class PeerCore:
         self._joined_at = self.log.position.head
         self._distrusted_until: dict[str, float] = {}
         self._sent_at = -float("inf")
-        self._recent: OrderedDict[bytes, Header] = OrderedDict()
         self._leave_by: float | None = None
         self._effects: list[Effect] = []
         self._queue: deque[Event] = deque()
@@ -105,11 +107,6 @@ class PeerCore:
         self.state_digest = state_digest
         self.settled = self.log
 
-    @property
-    def lineage(self) -> tuple[bytes, ...]:
-        """The last places in our log, as heads, the present one last."""
-        return (*self._recent, self.log.position.head)
-
     def _due(self) -> bool:
         """Whether it is time to say again what has not been answered."""
         if self._now - self._sent_at < self.settings.timing.resend:
@@ -122,7 +119,7 @@ class PeerCore:
 
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""
-        return peer in self._live()
+        return self.membership.is_live(peer, self._now)
 
     def _elect(self) -> str | None:
         live = self._live()
@@ -180,13 +177,33 @@ class PeerCore:
         """Whether the worker is at work; also while an entry that was missed is applied beside it."""
         return self._lease is not None and self._trained is None
 
-    def _drop_work(self) -> None:
-        """What we trained since the last entry is void."""
+    @property
+    def _work(self) -> int:
+        """The tokens that we have trained and that are in no entry yet."""
+        if self._trained is not None:
+            return self._trained.tokens
+        if self.progress is None or self._lease is None:
+            return 0
+        samples = self.progress.inner_step * self.settings.samples_per_lease // self.settings.inner_steps
+        return min(samples, sample_count(self._lease)) * self.settings.tokens_per_sample
+
+    def _end_work(self, entry: Header | None = None) -> None:
+        """What we have trained is in this entry, or void."""
+        if entry is None or not entry.tokens_of(self.me):
+            self._lose("work", self._work, f"no entry after {self.log.position} takes what we have trained")
+        self._lease = self._trained = self.progress = None
+
+    def _drop_work(self, entry: Header | None = None) -> None:
+        """We go on without the work in hand, which may be in this entry."""
         if self.is_training:
             self._emit(StopTraining())
-        self._lease = self._trained = self.progress = None
+        self._end_work(entry)
         self._is_kept = False
         self._forget_round()
+
+    def _lose(self, what: str, tokens: int, reason: str) -> None:
+        if tokens:
+            self._emit(TokensLost(what, tokens, reason))
 
     def _forget_round(self) -> None:
         """Nothing of the present position's round matters any more."""

@@ -18,7 +18,6 @@ from peers.events import (
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    Quantized,
     RateMeasured,
     ReduceChunk,
     ReducedArrived,
@@ -39,7 +38,7 @@ from peers.log import Header
 from peers.messages import Message
 from peers.peer import Peer
 from peers.settings import RunSettings
-from peers.snapshot_fetch import Offered, choose
+from peers.snapshot_fetch import Offered, choose, lineage_of
 from peers.snapshots import Offer
 from peers.states import SHOWN_AS, State
 from peers.wire import digest_of
@@ -146,18 +145,16 @@ class SimulatedPeer:
             case Train(lease=lease, steps=steps):
                 tokens = world.settings.tokens_per_sample * sample_count(lease)
                 self._trained = Trained(lease, tokens, 1.0)
+                buffers.own = self.workload.contribution(self._trained)
                 world.soon(self, TrainingProgress(Progress(inner_step=1, loss=1.0, tokens_per_second=1.0)))
                 world.later(self, TrainingDone(self._trained), world.training_time(steps))
             case StopTraining():
                 self._trained = None
             case Stop():
                 world.farewell(self)
-            case OpenRound(round, contribute):
+            case OpenRound(round):
                 self._began_at = now
                 buffers.open(round.name)
-                if contribute and self._trained:
-                    buffers.own = self.workload.contribution(self._trained)
-                    world.soon(self, Quantized(round.name))
             case SendChunk():
                 if buffers.round(effect.round):
                     read = buffers.averaged if effect.reduced else buffers.contribution
@@ -223,7 +220,7 @@ class SimulatedPeer:
         if self._frozen is None or self.peer.log.at(self._frozen[0]).position.index < least:
             self._frozen = (self.peer.log.last, self.workload.state)
         last, state = self._frozen
-        offer = Offer.model_construct(last=last, bytes=0, state_digest=state, lineage=self.peer.lineage)
+        offer = Offer.model_construct(last=last, bytes=0, state_digest=state, lineage=self.peer.lineage.heads)
         return Offered(offer, self.peer.log.at(last).position, ())
 
     def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:
@@ -241,4 +238,5 @@ class SimulatedPeer:
             return
         self.workload.state = chosen.offer.state_digest
         self._frozen = (chosen.offer.last, chosen.offer.state_digest)
-        self.world.soon(self, SnapshotRestored(fetch.donor, *self._frozen), delays=5.0)
+        restored = SnapshotRestored(fetch.donor, *self._frozen, lineage_of(offered, donors))
+        self.world.soon(self, restored, delays=5.0)

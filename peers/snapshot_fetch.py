@@ -33,8 +33,10 @@ class Offered:
 
 async def fetch_snapshot(
     transport: PullTransport, donors: Sequence[str], log: LogState, least: int, storage: Storage, size: int
-) -> Snapshot:
+) -> tuple[Snapshot, tuple[bytes, ...]]:
     """The snapshot of `size` bytes, at index `least` or later, that most donors have, on the first donor's lineage.
+
+    Returns that lineage, too, as far as it is known: the digests of its newest entries, oldest first.
 
     Raises: SnapshotError when there is none, or no donor is left before all of it is here; OSError when there is no
     room.
@@ -58,7 +60,8 @@ async def fetch_snapshot(
     except DownloadError as error:
         raise SnapshotError(str(error)) from error
     storage.downloaded()
-    return Snapshot(chosen.offer.last, chosen.offer.state_digest, chosen.chunk_digests, memory.data, memory)
+    snapshot = Snapshot(chosen.offer.last, chosen.offer.state_digest, chosen.chunk_digests, memory.data, memory)
+    return snapshot, lineage_of(offered, donors)
 
 
 async def _offers(
@@ -98,15 +101,20 @@ async def _offers(
 
 def choose(offered: dict[str, Offered], donors: Sequence[str], least: int) -> tuple[Offered, list[str]]:
     """The snapshot that most have, the newer one if as many have two; and who has it. Raises: SnapshotError."""
-    leading = offered.get(donors[0])
-    lineage = set(leading.offer.lineage) | {leading.position.head} if leading else None
+    lineage = set(lineage_of(offered, donors))
     votes = Counter(
         (offer.position, offer.offer.state_digest)
         for offer in offered.values()
-        if offer.position.index >= least and (lineage is None or offer.position.head in lineage)
+        if offer.position.index >= least and (not lineage or offer.offer.last is None or offer.position.head in lineage)
     )
     if not votes:
         raise SnapshotError(f"nobody has a snapshot of outer step {least} or later")
     best = max(votes, key=lambda vote: (votes[vote], vote[0].index, vote[1]))
     having = [donor for donor, offer in offered.items() if (offer.position, offer.offer.state_digest) == best]
     return offered[having[0]], having
+
+
+def lineage_of(offered: dict[str, Offered], donors: Sequence[str]) -> tuple[bytes, ...]:
+    """What the first donor says of its log; nothing if it did not answer."""
+    leading = offered.get(donors[0])
+    return leading.offer.lineage if leading else ()

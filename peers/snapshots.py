@@ -12,6 +12,7 @@ from pydantic import Field
 
 from peers.download import PullTransport
 from peers.errors import RemoteProtocolError
+from peers.lineage import RECENT_ENTRIES
 from peers.log import Header
 from peers.memory_file import MemoryFile
 from peers.places import Places
@@ -24,7 +25,6 @@ READERS = 8  # pulls of peers of the run that are served at once
 STRANGERS = 3  # besides, others: who exports the model has no heartbeat, nor has who only wants to keep us busy
 PULLS = 3  # of one peer at once
 IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
-LINEAGE_LIMIT = 128
 
 
 class SnapshotRequest(Value):
@@ -40,14 +40,14 @@ class SnapshotRequest(Value):
 class Offer(Value):
     """A donor's newest snapshot: the last entry in it (None: before the first), its bytes and its digest.
 
-    `lineage` names the donor's last places in the log, the present one included. The digests of the snapshot's chunks
-    come with it.
+    `lineage` are the digests of the donor's newest entries, oldest first, those after the snapshot included. The
+    digests of the snapshot's chunks come with it.
     """
 
     last: Header | None
     bytes: Count
     state_digest: Digest
-    lineage: Annotated[tuple[Digest, ...], Field(max_length=LINEAGE_LIMIT)]
+    lineage: Annotated[tuple[Digest, ...], Field(max_length=RECENT_ENTRIES)]
 
 
 @dataclass(eq=False)
@@ -119,6 +119,6 @@ async def _offer(source: SnapshotSource, least: int) -> tuple[bytes, bytes]:
         last=snapshot.last,
         bytes=len(snapshot.data),
         state_digest=snapshot.state_digest,
-        lineage=source.lineage[-LINEAGE_LIMIT:],
+        lineage=source.lineage,
     )
     return pack(offer), b"".join(snapshot.chunk_digests)

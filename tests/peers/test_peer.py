@@ -26,7 +26,6 @@ from peers.events import (
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    Quantized,
     RateMeasured,
     ReducedArrived,
     SendChunk,
@@ -41,8 +40,8 @@ from peers.events import (
     Undelivered,
 )
 from peers.heartbeat import PeerState
-from peers.joining import RECENT_ENTRIES
 from peers.leases import PIECE_LIMIT, SampleRange
+from peers.lineage import RECENT_ENTRIES
 from peers.log import Header, LogState
 from peers.messages import (
     Abort,
@@ -212,12 +211,11 @@ def test_a_whole_round_of_a_member() -> None:
     (say,) = sends(rig.do(TrainingDone(trained(rig.lease))), Ready)
     assert say == ("a", ready(LOG, "b", samples=rig.lease, incumbent=False))
     begin = rig.begin()
-    assert of(rig.hear("a", begin), OpenRound) == [OpenRound(begin.round, contribute=True)]
-    rig.do(Quantized(begin.attempt))
-    waiting = Waiting(attempt=attempt(LOG), missing=("a", "c"), chunks=0)
+    assert of(rig.hear("a", begin), OpenRound) == [OpenRound(begin.round)]
+    waiting = Waiting(attempt=attempt(LOG), missing=("a", "c"))
     assert sends(rig.tick(), Waiting) == [("a", waiting)]
     rig.do(ReducedArrived(begin.attempt, "c", 4, ()))
-    assert sends(rig.tick(), Waiting) == [("a", waiting.model_copy(update={"chunks": 1}))]
+    assert sends(rig.tick(), Waiting) == [("a", waiting)]
     effects = rig.do(PayloadAssembled(begin.attempt, PAYLOAD))
     complete = Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=())
     assert sends(effects, Complete) == [("a", complete)]
@@ -277,7 +275,6 @@ def test_only_the_transitions_in_the_table_are_possible() -> None:
 
 LATE = attempt(LOG, 99)
 LATE_NEWS: list[Event] = [
-    Quantized(LATE),
     ContributionArrived(LATE, "a", 2),
     BadBlocks(LATE, "a", 2, "code -128"),
     ReducedArrived(LATE, "a", 0, ()),
@@ -449,7 +446,7 @@ def test_a_later_attempt_replaces_the_one_we_are_in(state: State) -> None:
     rig = IN_STATE[state]()
     assert takes_part(rig, "a", rig.begin(2))
     assert rig.is_in(State.AVERAGING)
-    assert of(rig.effects, OpenRound) == [OpenRound(rig.begin(2).round, contribute=True)]
+    assert of(rig.effects, OpenRound) == [OpenRound(rig.begin(2).round)]
     assert not takes_part(rig, "a", rig.begin(1)), "that one is over"
 
 
@@ -601,14 +598,13 @@ def test_a_payload_averaged_between_two_attempts_is_held_in_the_next() -> None:
 # Somebody is lost ----------------------------------------------------------------------------------------------
 def test_a_revised_attempt_goes_on_with_the_round() -> None:
     rig = at_second().trained().averaging()
-    rig.do(Quantized(rig.attempt()))
     rig.do(ReducedArrived(rig.attempt(), "c", 4, ()))
     effects = rig.hear("a", rig.begin(2, lost="c", name=rig.attempt()))
     assert not of(effects, OpenRound), "what has arrived stays"
     assert sends(effects, Holding) == [("a", Holding(attempt=rig.attempt(2), chunks=chunk_set([4])))]
     assert rig.peer.exchange is not None
     assert rig.peer.exchange.round.remaining == ("a", "b")
-    assert sends(rig.tick(), Waiting)[0][1] == Waiting(attempt=rig.attempt(2), missing=("a",), chunks=1)
+    assert sends(rig.tick(), Waiting)[0][1] == Waiting(attempt=rig.attempt(2), missing=("a",))
 
 
 def test_what_is_held_in_an_unbroken_attempt_is_held_in_its_revision() -> None:
@@ -648,7 +644,6 @@ def test_who_lacks_in_how_many_chunks_is_said_and_in_the_header() -> None:
 
 def test_members_settle_what_becomes_of_a_lost_members_chunks() -> None:
     rig = leading()
-    rig.do(Quantized(rig.attempt()))
     rig.hear("c", Leaving(position=rig.peer.log.position, holds=False))
     at = rig.attempt(2)
     effects = rig.hear("b", Holding(attempt=at, chunks=chunk_set([4])))
@@ -1086,7 +1081,7 @@ def test_an_unreachable_member_that_is_heard_again_is_not_gone() -> None:
     rig = leading()
     rig.do(Undelivered("c"))
     rig.tick(0.0)
-    rig.hear("c", Waiting(attempt=rig.attempt(), missing=("b",), chunks=0))
+    rig.hear("c", Waiting(attempt=rig.attempt(), missing=("b",)))
     rig.see(others="b", state=PeerState.AVERAGING)
     assert not sends(rig.tick(TIMING.heartbeat), Begin)
 
@@ -1259,7 +1254,7 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
         Adopt(attempt=which, held=held, holders=draw.choice([("a",), ("z", "b")])),
         Holding(attempt=which, chunks=mask),
         Want(attempt=which, reduced=mask, own=draw.choice([b"", mask])),
-        Waiting(attempt=which, missing=("a", "z"), chunks=number),
+        Waiting(attempt=which, missing=("a", "z")),
         Accuse(attempt=which, accused=draw.choice("abz"), reason="x"),
         Complete(attempt=which, payload=digest, missed=missed),
         Commit(header=header),
@@ -1311,7 +1306,6 @@ def exchange_event(name: Attempt, rig: Rig, draw: random.Random) -> Event:
     exchange, chunk, sender = rig.peer.exchange, draw.randrange(SIZE.chunks), draw.choice("abc")
     assert exchange is not None
     events: list[Event] = [
-        Quantized(name),
         ChunkSent(name, sender, chunk, True),
         ChunksUnsent(name, sender, (0, 1), True),
     ]
@@ -1319,7 +1313,7 @@ def exchange_event(name: Attempt, rig: Rig, draw: random.Random) -> Event:
         events += [ContributionArrived(name, sender, chunk), BadBlocks(name, sender, chunk, "x")]
     if exchange.wants_reduced(sender, chunk):
         events.append(ReducedArrived(name, sender, chunk, draw.choice([(), ("c",), ("a", "b")])))
-    if exchange.chunks_here == SIZE.chunks or draw.random() < 0.2:
+    if len(exchange._here) == SIZE.chunks or draw.random() < 0.2:
         events.append(PayloadAssembled(name, draw.choice([PAYLOAD, OTHER])))
     return draw.choice(events)
 
