@@ -21,12 +21,12 @@ VALUES = 5000
 class VectorWorkload:
     """Real kernels, a real outer step, and inner steps that take no time unless `may_train` is cleared."""
 
-    codec = BlockCodec(INT8, VALUES)
-    block_count = codec.block_count
-    state_size = 8 * VALUES
-
-    def __init__(self) -> None:
-        theta = np.random.default_rng(0).standard_normal(VALUES).astype(np.float32)
+    def __init__(self, values: int = VALUES) -> None:
+        self.values = values
+        self.codec = BlockCodec(INT8, values)
+        self.block_count = self.codec.block_count
+        self.state_size = 8 * values
+        theta = np.random.default_rng(0).standard_normal(values).astype(np.float32)
         self.state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.6))
         self.base = self.local = theta.copy()
         self.may_train = asyncio.Event()
@@ -39,7 +39,7 @@ class VectorWorkload:
         self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
     ) -> Trained:
         await self.may_train.wait()
-        noise = np.random.default_rng([index, samples[0].start]).standard_normal(VALUES).astype(np.float32)
+        noise = np.random.default_rng([index, samples[0].start]).standard_normal(self.values).astype(np.float32)
         self.base = self.state.theta.copy()
         self.local = self.base + noise / np.float32(100)
         on_progress(Progress(steps, 1.0, 1.0))
