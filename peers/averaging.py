@@ -14,6 +14,8 @@ from peers.events import (
     Send,
 )
 from peers.exchange import Exchange, ExchangeEvent
+from peers.gathering import HOPELESS
+from peers.heartbeat import PeerState
 from peers.joining import CATCHING_UP, Joining
 from peers.log import Header, LogError
 from peers.messages import Accuse, Adopt, Attempt, Begin, Complete, Held, Holding, Ready, Round, Waiting, Want
@@ -39,8 +41,7 @@ class Averaging(Joining):
         self._say_ready()
 
     def _say_ready(self) -> None:
-        patience = self.settings.timing
-        if self._now - self._ready_since > patience.grace + patience.partition_grace + 2 * patience.round_timeout:
+        if self._now - self._ready_since > self._patience():
             self._give_up_on_leader()
         leader = self._elect()
         if leader != self._pledged_to:
@@ -64,6 +65,13 @@ class Averaging(Joining):
         self._emit(Send(leader, ready))
         if self.exchange:
             self._emit_all(self.exchange.repeat())
+
+    def _patience(self) -> float:
+        """How long a leader may take to begin a round; it waits long for those who are at work."""
+        timing = self.settings.timing
+        at_work = any(beat.state is PeerState.TRAINING for beat in self._live().values())
+        partition_grace = timing.partition_grace * (HOPELESS if at_work else 1)
+        return timing.grace + partition_grace + 2 * timing.round_timeout
 
     def _keep_averaging(self) -> None:
         """Say where we are, repeat what failed, and give up on a leader that is gone or does not conclude."""
