@@ -94,9 +94,13 @@ def read_entries(path: Path, empty_log: LogState | None = None) -> tuple[list[En
 
 
 def _following(log: LogState, header: Header) -> LogState:
-    """Raises: LogError."""
-    if log.last is None and header.index > 0 and header.run == log.run:
+    """Raises: LogError, which says in words what is most likely wrong."""
+    if header.run != log.run:
+        raise LogError(f"entry {header.index} is of the run {header.run}")
+    if log.last is None and header.index > 0:
         return log.at(header)
+    if (header.index, header.previous) != (log.position.index, log.position.head):
+        raise LogError(f"entry {header.index} does not follow from {log.position}")
     return log.append(header)
 
 
