@@ -17,6 +17,7 @@ from opendiloco.config import RunConfig
 from opendiloco.model import initial_theta
 from opendiloco.run import Run
 from opendiloco.run_folder import RunFolder
+from peers.buffers import Payload
 from peers.identity import Identity
 from peers.log_files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries
 from peers.log_folder import LogFolder
@@ -224,6 +225,15 @@ def test_a_changed_payload_is_found(folder: RunFolder, recorded: RecordedRun) ->
     assert "not verified: states, without the payload of entry 3: entries 3 to 4\n" in said
 
 
+def test_a_payload_that_no_encoder_makes_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
+    nonsense = Payload.cut(memoryview(b"\xff" * len(recorded.payloads[0].data)), BLOCK_BYTES)
+    log_folder = LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES)
+    at = recorded.empty_log.at(recorded.headers[2])
+    log_folder.append(at.next_header(recorded.headers[3].roster, nonsense.digest), None, nonsense)
+    said = assert_wrong(folder, 3, "its payload cannot be applied")
+    assert "verified: states, from the manifest on: entries 0 to 2\n" in said
+
+
 @pytest.mark.parametrize("start", [None, 1, 2])
 def test_a_wrong_state_digest_is_found(folder: RunFolder, recorded: RecordedRun, start: int | None) -> None:
     def lie(found: list[Entry]) -> list[Entry]:
@@ -245,6 +255,16 @@ def test_a_damaged_checkpoint_is_refused(folder: RunFolder, recorded: RecordedRu
     path = checkpoint(folder, recorded, 2)
     path.write_bytes(path.read_bytes()[:-4] + b"\1\2\3\4")
     assert log("verify", "--folder", folder.path, "--checkpoint", path).exit_code == 9
+
+
+def test_a_disk_that_cannot_be_read(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(path: Path, block_bytes: int) -> Payload:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("opendiloco.audit.read_payload", unreadable)
+    result = log("verify", "--folder", folder.path)
+    assert result.exit_code == 6
+    assert f"the log in {folder.log} cannot be read: Input/output error." in result.stderr
 
 
 def test_the_first_of_several_wrong_entries_is_named(folder: RunFolder, recorded: RecordedRun) -> None:
