@@ -40,7 +40,7 @@ class Gathering:
         self._strikes: Counter[str] = Counter()
         self._overtaken: Counter[str] = Counter()
         self._first_ready_at: float | None = None
-        self._together_at = self._ticked_at = -float("inf")
+        self._together_at, self._ticked_at = -float("inf"), float("inf")
         self._minimum = settings.minimum_peers
         self.grace = settings.timing.grace
         self._last_number = 0

@@ -21,8 +21,8 @@ from peers.wire import digest_of, pack, unpack
 
 ENTRIES = "entries.jsonl"
 PAYLOADS = "payloads"
-PAYLOAD_SUFFIX = ".payload"
-PARTIAL_SUFFIX = ".partial"
+SUFFIX = ".payload"
+PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Entry:
         fields = {
             "index": self.index,
             "header": self.packed.hex(),
-            "state_digest": self.state_digest and self.state_digest.hex(),
+            "state_digest": None if self.state_digest is None else self.state_digest.hex(),
             "checksum": digest_of(self.packed + (self.state_digest or b"")).hex()[:16],
         }
         return json.dumps(fields).encode() + b"\n"
@@ -61,11 +61,8 @@ class Entry:
         """Raises: LogError unless the line is one that `line` has written, to the last bit."""
         try:
             fields = json.loads(line)
-            state_digest = fields["state_digest"]
-            entry = cls.of(
-                unpack(Header, bytes.fromhex(fields["header"])),
-                None if state_digest is None else bytes.fromhex(state_digest),
-            )
+            header, state_digest = (bytes.fromhex(fields[name] or "") for name in ("header", "state_digest"))
+            entry = cls.of(unpack(Header, header), state_digest or None)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise LogError("it is corrupt, or cut short") from error
         if entry.line() != line:
@@ -94,21 +91,31 @@ def read_entries(path: Path, empty_log: LogState | None = None) -> tuple[list[En
 
 
 def _following(log: LogState, header: Header) -> LogState:
-    """Raises: LogError."""
-    if log.last is None and header.index > 0 and header.run == log.run:
+    """Raises: LogError, which says in words what is most likely wrong."""
+    if header.run != log.run:
+        raise LogError(f"entry {header.index} is of the run {header.run}")
+    if log.last is None and header.index > 0:
         return log.at(header)
+    if (header.index, header.previous) != (log.position.index, log.position.head):
+        raise LogError(f"entry {header.index} does not follow from {log.position}")
     return log.append(header)
 
 
 def payload_path(folder: Path, index: int, digest: bytes) -> Path:
     """The file of an entry's payload, in the folder of payloads."""
-    return folder / f"{index}-{digest.hex()[:8]}{PAYLOAD_SUFFIX}"
+    return folder / f"{index}-{digest.hex()[:8]}{SUFFIX}"
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what a process that was killed while it wrote has left of a log's files. Raises: OSError."""
+    for path in (*folder.glob(f"{ENTRIES}{PARTIAL}"), *folder.glob(f"{PAYLOADS}/*{SUFFIX}{PARTIAL}")):
+        path.unlink()
 
 
 def index_of(path: Path) -> int | None:
     """The entry whose payload a file is; None if it is none."""
     index = path.name.partition("-")[0]
-    return int(index) if index.isdecimal() and path.suffix == PAYLOAD_SUFFIX else None
+    return int(index) if index.isdecimal() and path.suffix == SUFFIX else None
 
 
 def read_payload(path: Path, block_bytes: int) -> Payload:
@@ -127,7 +134,7 @@ def read_payload(path: Path, block_bytes: int) -> Payload:
 
 def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Put a file in its place, whole or not at all. Raises: OSError."""
-    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    partial = path.with_name(path.name + PARTIAL)
     try:
         with partial.open("wb") as file:
             file.writelines(pieces)

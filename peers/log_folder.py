@@ -17,14 +17,14 @@ from peers.errors import DilocoPeerError
 from peers.log import Header, LogError, LogState
 from peers.log_files import (
     ENTRIES,
-    PARTIAL_SUFFIX,
-    PAYLOAD_SUFFIX,
     PAYLOADS,
+    SUFFIX,
     Entry,
     index_of,
     payload_path,
     read_entries,
     read_payload,
+    remove_partial,
     write_whole,
 )
 
@@ -188,8 +188,7 @@ class LogFolder(RunLog):
         file = path / ENTRIES
         try:
             (path / PAYLOADS).mkdir(parents=True, exist_ok=True)
-            for partial in path.rglob(f"*{PARTIAL_SUFFIX}"):  # of a process that was killed while it wrote
-                partial.unlink()
+            remove_partial(path)
             file.touch()
             entries, problem = read_entries(file, empty_log)
             log = cls(path, empty_log, block_bytes, entries)
@@ -204,7 +203,7 @@ class LogFolder(RunLog):
 
     def payload(self, digest: bytes) -> Payload | None:
         """From the disk, its chunks digested anew. A corrupt file is named in a warning, and removed."""
-        for path in (self.path / PAYLOADS).glob(f"*-{digest.hex()[:8]}{PAYLOAD_SUFFIX}"):
+        for path in (self.path / PAYLOADS).glob(f"*-{digest.hex()[:8]}{SUFFIX}"):
             try:
                 payload = read_payload(path, self._block_bytes)
                 if payload.digest == digest:
@@ -217,7 +216,7 @@ class LogFolder(RunLog):
 
     def prune(self, before: int) -> None:
         try:
-            for path in (self.path / PAYLOADS).glob(f"*{PAYLOAD_SUFFIX}"):
+            for path in (self.path / PAYLOADS).glob(f"*{SUFFIX}"):
                 index = index_of(path)
                 if index is not None and index < before:
                     path.unlink(missing_ok=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from peers.buffers import Payload
 from peers.leases import SampleRange
@@ -183,6 +186,23 @@ def test_a_payload_can_be_read_after_it_was_pruned(tmp_path: Path) -> None:
     assert read == payload(0)
 
 
+@given(st.lists(st.tuples(st.sampled_from(HEADERS + FORK), st.booleans(), st.booleans()), max_size=12))
+def test_whatever_is_appended_is_the_end_of_one_lineage(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Header, bool, bool]]
+) -> None:
+    path = tmp_path_factory.mktemp("log")
+    folder, memory = opened(path), MemoryLog(LOG)
+    for header, has_state, is_restarted in steps:
+        for log in (folder, memory):
+            log.append(header, state(header.index) if has_state else None, None)
+            assert log.header_at(header.index) == header
+            chain = log.headers(log.first, log.next_index)
+            assert all(after.previous == before.digest for before, after in pairwise(chain))
+        assert listed(folder) == listed(memory)
+        folder = opened(path) if is_restarted else folder
+    assert listed(opened(path)) == listed(memory)
+
+
 # Damage -----------------------------------------------------------------------------------------------------------
 def test_a_last_line_that_was_cut_short_anywhere_is_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fill(opened(tmp_path), HEADERS[:3])
@@ -213,8 +233,21 @@ def test_every_flipped_bit_of_a_line_is_noticed() -> None:
                 Entry.from_line(bytes(flipped))
 
 
+EMPTY_DIGEST = Entry.of(HEADERS[2], None).line().replace(b"null", b'""')
+
+
 @pytest.mark.parametrize(
-    "line", [b"\n", b"[]\n", b"7\n", b"{}\n", b"\0" * 64 + b"\n", b"[" * 9999, b'{"header":1,"state_digest":null}\n']
+    "line",
+    [
+        b"\n",
+        b"[]\n",
+        b"7\n",
+        b"{}\n",
+        b"\0" * 64 + b"\n",
+        b"[" * 9999,
+        b'{"header":1,"state_digest":null}\n',
+        EMPTY_DIGEST,
+    ],
 )
 def test_other_lines_are_no_entries(line: bytes) -> None:
     with pytest.raises(LogError):
@@ -305,10 +338,12 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     opened(tmp_path)
     left = [tmp_path / "entries.jsonl.partial", tmp_path / PAYLOADS / "3-00000000.payload.partial"]
-    for path in left:
+    others = [tmp_path / "mine.partial", tmp_path / PAYLOADS / "mine.partial"]
+    for path in (*left, *others):
         path.write_bytes(b"half")
     opened(tmp_path)
     assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
 
 
 def test_what_a_full_disk_did_not_take_is_written_with_the_next_entry(
