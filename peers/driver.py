@@ -60,7 +60,7 @@ from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.settings import RunSettings
 from peers.snapshot_fetch import fetch_snapshot
-from peers.snapshots import serve_snapshots
+from peers.snapshots import FrozenSnapshot, serve_snapshots
 from peers.spoiler import find_spoiler
 from peers.storage import MemoryStorage, Storage
 from peers.streams import PeerRefusedError, PeerUnreachableError
@@ -88,7 +88,8 @@ class Transport(PullTransport, StreamTransport, PulseTransport, Protocol):
 class Driver:
     """One peer of one run. `run` returns when it has left, and raises what made going on impossible.
 
-    `on_entry` is told of every entry applied here, with the state digest after it.
+    `on_entry` is told of every entry applied here, with the state digest after it; `on_snapshot` of every state that is
+    frozen here or fetched.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Driver:
         self._buffers = PayloadBuffers(workload, kept_bytes, self._log.payload)
         self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, time.monotonic(), position)
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
+        self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
         self._transport = transport
         self._workload = workload
         self._settings = settings
@@ -118,6 +120,7 @@ class Driver:
         self._payloads = Payloads(transport, settings.run, self._buffers)
         self._storage = storage or MemoryStorage()
         self._freezer = Freezer(self.peer, workload, self._storage, self)
+        self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
         self._reducing = asyncio.Semaphore(REDUCERS)
         self._round: Round | None = None
         self._tasks: asyncio.TaskGroup

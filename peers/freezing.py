@@ -14,7 +14,7 @@ from typing import Protocol
 
 from peers.log import LogState
 from peers.peer import Peer
-from peers.snapshots import Snapshot
+from peers.snapshots import FrozenSnapshot, Snapshot
 from peers.state_chunks import chunk_digests, digest_of_chunks
 from peers.states import State
 from peers.storage import Storage
@@ -42,7 +42,7 @@ class Freezer:
 
     def __init__(self, peer: Peer, workload: Workload, storage: Storage, host: Host) -> None:
         self.state_lock = asyncio.Lock()
-        self.on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None
+        self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
         self._peer = peer
         self._workload = workload
         self._storage = storage
@@ -76,7 +76,7 @@ class Freezer:
             raise RefusalError("no room for a snapshot") from error
         return snapshot
 
-    def hold(self, snapshot: Snapshot) -> None:
+    def hold(self, snapshot: FrozenSnapshot) -> None:
         """Give this one from now on; older ones only as long as somebody fetches them."""
         self._held = {head: held for head, held in self._held.items() if held.is_in_use}
         self._held[self._peer.log.at(snapshot.last).position.head] = snapshot
@@ -101,7 +101,7 @@ class Freezer:
         if digest_of_chunks(digests) != state_digest:
             logger.error("the state at %s is not the one that its digest names: no snapshot of it", log.position)
             return
-        self.hold(Snapshot(log.last, state_digest, digests, memory.data, memory))
+        self.hold(FrozenSnapshot(log.last, state_digest, digests, memory.data, memory=memory))
 
     @property
     def _last(self) -> Snapshot | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from peers.download import PULL_TIMEOUT, Download, DownloadError, PullTransport, Wanted
 from peers.errors import RemoteProtocolError
 from peers.log import LogState, Position
-from peers.snapshots import SNAPSHOT, Offer, Snapshot, SnapshotRequest
+from peers.snapshots import SNAPSHOT, FrozenSnapshot, Offer, SnapshotRequest
 from peers.state_chunks import StateChunking, digest_of_chunks
 from peers.storage import Storage
 from peers.streams import PeerUnreachableError
@@ -33,7 +33,7 @@ class Offered:
 
 async def fetch_snapshot(
     transport: PullTransport, donors: Sequence[str], log: LogState, least: int, storage: Storage, size: int
-) -> tuple[Snapshot, tuple[bytes, ...]]:
+) -> tuple[FrozenSnapshot, tuple[bytes, ...]]:
     """The snapshot of `size` bytes, at index `least` or later, that most donors have, on the first donor's lineage.
 
     Returns that lineage, too, as far as it is known: the digests of its newest entries, oldest first.
@@ -60,7 +60,8 @@ async def fetch_snapshot(
     except DownloadError as error:
         raise SnapshotError(str(error)) from error
     storage.downloaded()
-    snapshot = Snapshot(chosen.offer.last, chosen.offer.state_digest, chosen.chunk_digests, memory.data, memory)
+    digests = chosen.chunk_digests
+    snapshot = FrozenSnapshot(chosen.offer.last, chosen.offer.state_digest, digests, memory.data, memory=memory)
     return snapshot, lineage_of(offered, donors)
 
 

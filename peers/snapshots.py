@@ -58,7 +58,6 @@ class Snapshot:
     state_digest: bytes
     chunk_digests: tuple[bytes, ...]
     data: memoryview
-    memory: MemoryFile | None = None
     used_at: float = field(default=-IN_USE)
 
     @property
@@ -70,6 +69,13 @@ class Snapshot:
     def is_in_use(self) -> bool:
         """Whether somebody is fetching it, as far as can be seen."""
         return self.used_at > time.monotonic() - IN_USE
+
+
+@dataclass(eq=False)
+class FrozenSnapshot(Snapshot):
+    """In memory that another process may inherit."""
+
+    memory: MemoryFile = field(kw_only=True)
 
 
 class SnapshotSource(Protocol):
