@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -80,14 +80,25 @@ class RoundBuffers:
 class PayloadBuffers:
     """The present round's blocks, and the payloads that are kept."""
 
-    def __init__(self, workload: Workload, budget: int = 0) -> None:
+    def __init__(
+        self, workload: Workload, budget: int = 0, older: Callable[[bytes], Payload | None] = lambda digest: None
+    ) -> None:
+        """`older` finds payloads that are not in memory any more."""
         self._byte_range = workload.byte_range
         self.chunking = Chunking(workload.block_count)
         self.size = PayloadSize(self.chunking.count, workload.byte_range(0, workload.block_count)[1])
         self.kept = KeptPayloads(budget)
+        self._older = older
         self.own: Blocks = b""  # what we trained last, for this round or a later one
         self._round: RoundBuffers | None = None
         self._spare: memoryview | None = None
+
+    def find(self, digest: bytes) -> Payload | None:
+        """A payload that is kept here. May read all of it from a disk."""
+        payload = self.kept.get(digest)
+        if payload is None and (payload := self._older(digest)):
+            self.kept.keep(payload)
+        return payload
 
     def prepare(self) -> None:
         """Take the next round's memory from the system: within a round everything else would wait for that."""

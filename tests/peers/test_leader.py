@@ -85,7 +85,7 @@ class Lead:
         return effects
 
     def waiting(self, peer: str, running: Begin | Adopt, missing: str) -> list[Effect]:
-        return self.leader.on_waiting(peer, Waiting(attempt=running.attempt, missing=tuple(missing), chunks=0))
+        return self.leader.on_waiting(peer, Waiting(attempt=running.attempt, missing=tuple(missing)))
 
     def accuse(self, peer: str, running: Begin | Adopt, accused: str) -> list[Effect]:
         accuse = Accuse(attempt=running.attempt, accused=accused, reason="code -128")
