@@ -71,7 +71,7 @@ def file_header(state_bytes: int, metadata: Mapping[str, str]) -> bytes:
         for name, start in (("momentum", 0), ("theta", half))
     }
     content = {"__metadata__": dict(sorted(metadata.items())), **tensors}
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=True).encode()
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so that the values are aligned where the file is mapped
     return len(text).to_bytes(8, "little") + text
 

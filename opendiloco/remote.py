@@ -76,6 +76,7 @@ class Remote:
     def send(self, path: Path, name: str) -> None:
         """Copy a file into it, the way that its kind of storage does it best. Raises: RemoteError."""
         with self._errors():
+            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
             self._files.put_file(str(path), self._path(name))
 
     def send_whole(self, path: Path, name: str, owner: str, rate: float | None = None) -> None:

@@ -99,6 +99,10 @@ def test_the_protocol_has_no_input_or_output(name: str) -> None:
     assert ours <= {*PROTOCOL, "errors", "heartbeat", "workload"}
 
 
+def test_remote_storage_is_behind_one_module() -> None:
+    assert importers("fsspec") == {"opendiloco.remote"}
+
+
 def test_no_peer_needs_the_simulation() -> None:
     names = ("crowds", "history", "schedules", "simulated_peer", "simulation", "trace")
     simulation = {f"peers.{name}" for name in names}

@@ -83,7 +83,7 @@ THIS_MACHINE = "this machine"
     metavar="MBIT",
     default=1600.0,
     show_default=True,
-    help="Write and copy checkpoints at no more than so many megabits a second; to a remote, --upload-limit holds, too.",
+    help="Write and copy checkpoints at no more than so many megabits a second; --upload-limit holds for copies, too.",
 )
 @click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
 @click.option(

@@ -1,0 +1,53 @@
+"""States as the swarm freezes them, made up, and jobs for the process that writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opendiloco.checkpoint_writer import Job
+from opendiloco.checkpointing import Plan
+from opendiloco.run_folder import RunFolder
+from peers.leases import SampleRange
+from peers.log import Header, LogState, Member
+from peers.memory_file import MemoryFile
+from peers.state_chunks import digest_of_state
+from peers.wire import digest_of
+
+RUN = "tiny-" + "a" * 32
+VALUES = 300_000  # of each vector: 2.4 MB in all, so that there are three chunks
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenState:
+    last: Header | None
+    state_digest: bytes
+    memory: MemoryFile
+
+
+def header_at(index: int, run: str = RUN) -> Header:
+    """A header whose entry takes the log to `index` outer steps."""
+    log = LogState(run, digest_of(b"manifest"), samples_per_lease=8, tokens_per_sample=10)
+    member = Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))
+    first = log.next_header([member], digest_of(b"payload"))
+    return Header(**(dict(first) | {"index": index - 1}))
+
+
+def frozen(index: int, values: int = VALUES, run: str = RUN) -> FrozenState:
+    """A state after `index` outer steps whose values depend on it."""
+    state = np.random.default_rng(index).standard_normal(2 * values, np.float32).tobytes()
+    memory = MemoryFile.in_memory(len(state))
+    memory.data[:] = state
+    return FrozenState(header_at(index, run) if index else None, digest_of_state([state]), memory)
+
+
+def plan(base: Path, **more: Any) -> Plan:
+    return Plan(RunFolder(base / RUN / "PeerA"), **more)
+
+
+def job(folder: Path, state: FrozenState, **more: Any) -> Job:
+    """To write `state` into `folder`."""
+    return replace(plan(folder).job(state), folder=str(folder), **more)

@@ -1,0 +1,56 @@
+"""Where a machine keeps what it knows of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opendiloco.config import RunConfig
+from opendiloco.errors import MachineError
+from opendiloco.run import Run
+from opendiloco.run_folder import RunFolder, read_manifest
+from peers.errors import ManifestError
+from peers.identity import Identity
+
+
+@pytest.fixture
+def run(small_config: RunConfig) -> Run:
+    return Run.sign(small_config, Identity.generate())
+
+
+def test_the_default_is_in_the_users_state(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = RunFolder.open(run, "PeerA")
+    assert folder.path == tmp_path / "state" / "diloco-peer" / run.run_id / "PeerA"
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = RunFolder.open(run, "PeerA")
+    assert folder.path == tmp_path / "home" / ".local" / "state" / "diloco-peer" / run.run_id / "PeerA"
+
+
+def test_what_is_in_it(run: Run, tmp_path: Path) -> None:
+    for _ in range(2):  # it may be there already
+        folder = RunFolder.open(run, "PeerA", tmp_path)
+    assert folder == RunFolder(tmp_path / run.run_id / "PeerA")
+    assert (folder.run_id, folder.peer_id) == (run.run_id, "PeerA")
+    assert {path.name for path in folder.path.iterdir()} == {"checkpoints", "log", "download", "run.manifest"}
+    assert read_manifest(folder.manifest) == run
+
+
+def test_one_that_cannot_be_made(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        MachineError, match=r"cannot be used: Not a directory\. Name a folder .* with --state"
+    ) as caught:
+        RunFolder.open(run, "PeerA", tmp_path / "file")
+    assert caught.value.exit_code == 6
+
+
+def test_a_manifest_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "run.manifest").write_bytes(b"nonsense")
+    with pytest.raises(ManifestError, match="not a manifest"):
+        read_manifest(tmp_path / "run.manifest")
+    with pytest.raises(ManifestError, match="cannot be read"):
+        read_manifest(tmp_path / "missing")
