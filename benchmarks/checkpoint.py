@@ -4,7 +4,7 @@ Ours stops it for the copy of momentum and theta into memory, which was had befo
 that to the disk. "total" is until the file is safe there: flushed, under its name, and the name flushed, too. What is
 saved at once is flushed as well, since a file that a power cut takes away is no checkpoint. Contenders take turns.
 
-The bar: saving at once takes at least 5 times as long as ours blocks. The copy reads and writes the state once; saving
+The bar: the faster way of saving at once takes at least 5 times as long as ours blocks. The copy reads and writes the state once; saving
 at once does that, too, into the kernel's cache, and then waits for the disk. So anything near 1 means that the trainer
 waits for more than the copy, and 5 is what is left of memory's lead over the faster disks: some 5 GB/s against 1 GB/s.
 
@@ -69,13 +69,11 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
 
 async def save_in_a_process(state: OuterState, plan: Plan) -> tuple[float, float]:
     """Seconds that the trainer waits, and until the checkpoint is safe on the disk."""
-    momentum, theta = state.vectors
-    memory = MemoryFile.in_memory(momentum.nbytes + theta.nbytes)
+    memory = MemoryFile.in_memory(state.theta.nbytes + state.momentum.nbytes)
     digest = state.digest()
     async with Checkpointer(plan) as checkpointer:
         start = time.perf_counter()
-        memory.data[: momentum.nbytes] = momentum
-        memory.data[momentum.nbytes :] = theta
+        state.copy_to(memory.data)
         blocked = time.perf_counter() - start
         checkpointer.take(Frozen(digest, memory))
         await checkpointer.idle()
@@ -138,8 +136,8 @@ def main(sizes: str, rounds: int, limit: float | None, folder: Path | None, json
             times = measure(values, rounds, Path(place), None if limit is None else limit * 1e6 / 8)
         blocked = {name: each.blocked for name, each in times.items()}
         rows += [row_of(name, each, values, blocked) for name, each in times.items()]
-        name = f"save at once / blocked, {8 * values / 1e6:.0f} MB"
-        bars.append(Bar(name, speed_ratio(blocked, OURS, SAFETENSORS), AT_LEAST))
+        faster = min(speed_ratio(blocked, OURS, other) for other in blocked if other != OURS)
+        bars.append(Bar(f"faster save at once / blocked, {8 * values / 1e6:.0f} MB", faster, AT_LEAST))
     report("checkpoints: how long the trainer waits", rows, bars, json_file)
 
 
