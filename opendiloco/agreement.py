@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import Heartbeat, PeerState
 
 
 class Agreement:
@@ -17,6 +17,8 @@ class Agreement:
 
     def observe(self, heartbeats: Iterable[Heartbeat]) -> None:
         for beat in heartbeats:
+            if beat.state is PeerState.ARCHIVING:
+                continue  # it has no state to compare
             self._peers[beat.index].add(beat.peer)
             self._digests[beat.index].add((beat.head, beat.state_digest))
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -81,6 +82,7 @@ class Checkpointer:
     """Writes one checkpoint at a time, in a process of its own. Nothing that goes wrong here reaches the training."""
 
     def __init__(self, plan: Plan) -> None:
+        self.on_saved: Callable[[], None] = lambda: None
         self._plan = plan
         self._waiting: Frozen | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -137,6 +139,7 @@ class Checkpointer:
             what = f"the checkpoint of outer step {index_after(state.last)}"
             if outcome == "saved":
                 logger.info("%s is saved: %s", what, said)
+                self.on_saved()
             else:
                 logger.warning("%s failed: %s", what, said or f"its process ended with {status}")
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from opendiloco.config_errors import explain_toml_error, explain_validation_error
 from peers.errors import ManifestError
-from peers.settings import Timing
+from peers.settings import RunSettings, Timing
 
 # The upper bounds are far beyond what makes sense, and keep every number that is made of these within what the wire,
 # fp32 and the clocks can carry.
@@ -91,13 +91,17 @@ class TrainingSection(Section):
 
 
 class InnerOptimizerSection(Section):
-    """AdamW. Weight decay applies to matrices, not to vectors (norms, biases)."""
+    """AdamW. Weight decay applies to matrices, not to vectors (norms, biases).
+
+    Who joins in the middle has fresh moments: its learning rate rises over `rewarmup_steps` inner steps.
+    """
 
     kind: Literal["adamw"] = "adamw"
     learning_rate: PositiveFloat
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     epsilon: PositiveFloat = 1e-8
     weight_decay: NotNegativeFloat = 0.1
+    rewarmup_steps: StepCount = 10
 
 
 class ScheduleSection(Section):
@@ -149,6 +153,12 @@ class RoundsSection(Section):
         return self
 
 
+class SnapshotsSection(Section):
+    """How often the state is frozen for who joins, in outer steps. What came since is replayed."""
+
+    every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
+
+
 class RunConfig(Section):
     """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents."""
 
@@ -163,6 +173,7 @@ class RunConfig(Section):
     outer_optimizer: OuterOptimizerSection = OuterOptimizerSection()
     codec: CodecSection = CodecSection()
     rounds: RoundsSection = RoundsSection()
+    snapshots: SnapshotsSection = SnapshotsSection()
 
     @model_validator(mode="after")
     def check_across_sections(self) -> Self:

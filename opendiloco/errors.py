@@ -41,6 +41,12 @@ class RemoteError(DilocoPeerError):
     exit_code = 10
 
 
+class DamagedLogError(DilocoPeerError):
+    """A log's headers, payloads or states are not what its digests say."""
+
+    exit_code = 11
+
+
 class DemoError(DilocoPeerError):
     """The demo did not show what it is there to show."""
 

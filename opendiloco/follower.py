@@ -12,15 +12,12 @@ from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
-from peers.errors import RemoteProtocolError, SwarmUnreachableError
+from peers.following import Following, nobody_trains
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.log import Header
 from peers.manifest import Invite
-from peers.membership import PARTICIPATING
-from peers.snapshots import pull_snapshot
-from peers.streams import PeerUnreachableError
-from peers.workload import SnapshotError
+from peers.storage import MemoryStorage
 
 HELD_OUT_WINDOWS = 256  # for the loss on the model card: about 1 % of the default corpus
 
@@ -34,7 +31,8 @@ async def export_run(invite: Invite, folder: Path) -> RunFacts:
     with new_folder(folder):
         async with connected(Identity.generate(), invite.addresses) as transport:
             run = await find_run(transport, invite.run_id)
-            await donors(transport, run)  # a run that nobody trains in should not cost the start of a worker
+            if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
+                raise nobody_trains(run.run_id)
             async with working(run) as workload:
                 last = await fetch_state(run, transport, workload)
                 return await export_state(run, last, workload, folder)
@@ -70,34 +68,16 @@ def make_folder(folder: Path) -> None:
         raise MachineError(f"{folder} cannot be used: {error.strerror}.", remedy) from error
 
 
-async def donors(transport: HivemindTransport, run: Run) -> list[str]:
-    """The live peers that have the run's state, the furthest on first. Raises: SwarmUnreachableError if nobody has."""
-    heartbeats = [beat for beat in await transport.heartbeats(run.run_id) if beat.state in PARTICIPATING]
-    heartbeats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
-    for beat in heartbeats:
-        await transport.connect(beat.peer, beat.addresses)
-    if not heartbeats:
-        raise SwarmUnreachableError(
-            f"nobody trains in the run {run.run_id} now, so nobody has its state.", "Ask a volunteer to join it again."
-        )
-    return [beat.peer for beat in heartbeats]
-
-
 async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWorkload) -> Header | None:
-    """Take over the state of the peer furthest on, or of the next one. Returns the log's last header there.
+    """Take over the newest state. Returns the log's last header there.
 
     Raises: SwarmUnreachableError when no peer gives a state that holds up.
     """
-    log = run.settings.empty_log
-    reasons = []
-    for donor in await donors(transport, run):
-        try:
-            last, state_digest, snapshot = await pull_snapshot(transport, donor, log, workload.snapshot_limit)
-            await workload.restore(snapshot, state_digest)
-            return last
-        except (PeerUnreachableError, RemoteProtocolError, SnapshotError) as error:
-            reasons.append(f"{donor}: {error}")
-    raise SwarmUnreachableError(f"no peer gave its state: {'; '.join(reasons)}.", "Try again in a minute.")
+    following = Following(transport, workload, run.settings, MemoryStorage())
+    await following.begin()
+    while await following.advance():
+        pass
+    return following.log.last
 
 
 async def export_state(run: Run, last: Header | None, workload: LocalWorkload, folder: Path) -> RunFacts:

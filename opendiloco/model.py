@@ -10,6 +10,7 @@ import difflib
 import re
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +19,7 @@ from opendiloco.config import RunConfig, misfit
 from opendiloco.errors import MachineError, first_line
 from opendiloco.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.tokenizer import Tokenizer
+from opendiloco.tokenizer import Tokenizer, build_tokenizer
 from peers.errors import ManifestError
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
@@ -41,6 +42,18 @@ def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
     model = _from_path(config.model.path) if config.model.path else _from_config(config, tokenizer)
     _check_size(model, config, tokenizer)
     return model.float()
+
+
+def initial_theta(config: RunConfig) -> Vector:
+    """The weights that a run begins with, as every peer has them before the first entry.
+
+    Raises: see `build_model`; DataError when the tokenizer cannot be had.
+    """
+    model = build_model(config, build_tokenizer(config.tokenizer))
+    layout = layout_of(model)
+    theta: Vector = np.empty(layout.size, np.float32)
+    store_weights(model, layout, theta)
+    return theta
 
 
 def _check_size(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -40,6 +40,7 @@ class Replica:
         self._samples = samples
         self._device = device
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
+        self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
 
     def load(self, theta: Vector) -> None:
         load_weights(self.model, self.layout, theta)
@@ -57,6 +58,8 @@ class Replica:
 
         Raises: WorkerError when a loss or gradient is not finite.
         """
+        if self._warmed_up is None:  # from the run's beginning its schedule has a warmup of its own
+            self._warmed_up = 0 if index else self._config.inner_optimizer.rewarmup_steps
         self.load(theta)
         self.model.train()
         batch_size = self._config.training.batch_size
@@ -75,7 +78,8 @@ class Replica:
     def _inner_step(self, batch: NDArray[np.int64], step: int) -> float:
         settings = self._config.inner_optimizer
         for group in self._optimizer.param_groups:
-            group["lr"] = settings.learning_rate * learning_rate_factor(self._config.schedule, step)
+            factor = learning_rate_factor(self._config.schedule, step) * self._rewarmup()
+            group["lr"] = settings.learning_rate * factor
         self._optimizer.zero_grad(set_to_none=True)
         loss = window_loss(self.model, torch.from_numpy(self._samples.read(batch)).to(self._device))
         loss.backward()
@@ -88,6 +92,12 @@ class Replica:
             )
         self._optimizer.step()
         return value
+
+    def _rewarmup(self) -> float:
+        """Who joins in the middle has fresh moments: the first steps are smaller, until they mean something."""
+        steps = self._config.inner_optimizer.rewarmup_steps
+        self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
+        return self._warmed_up / steps if steps else 1.0
 
 
 def window_loss(model: Any, windows: torch.Tensor) -> torch.Tensor:

@@ -15,17 +15,25 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from opendiloco.checkpointing import Checkpointer
+from opendiloco.checkpoints import Checkpoints
 from opendiloco.config import RunConfig
 from opendiloco.journal import Journal
 from opendiloco.local_workload import LocalWorkload
+from opendiloco.resume import resume
 from opendiloco.run import Run
+from opendiloco.run_folder import RunFolder
+from opendiloco.shared_memory import available_memory
 from opendiloco.worker_process import WorkerProcess
 from peers.driver import Driver
+from peers.errors import DilocoPeerError
 from peers.heartbeat import Heartbeat
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.leases import SampleRange
-from peers.workload import Progress, Trained
+from peers.log import LogState
+from peers.log_folder import LogFolder
+from peers.storage import FolderStorage
+from peers.workload import Progress, SnapshotError, Trained
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +58,21 @@ class RunWorkload(LocalWorkload):
 class Volunteer:
     """A peer that trains. Made by `volunteering`."""
 
-    def __init__(self, run: Run, driver: Driver, transport: HivemindTransport, workload: LocalWorkload) -> None:
+    def __init__(
+        self,
+        run: Run,
+        driver: Driver,
+        transport: HivemindTransport,
+        workload: LocalWorkload,
+        folder: RunFolder | None = None,
+        log: LogFolder | None = None,
+    ) -> None:
         self.run = run
         self._driver = driver
         self._transport = transport
         self._workload = workload
+        self._folder = folder
+        self._log = log
         self._leaving = False
 
     @property
@@ -66,8 +84,18 @@ class Volunteer:
         self._driver.on_entry = journal.append
 
     def checkpoint_with(self, checkpointer: Checkpointer) -> None:
-        """Have every state that is frozen from now on written to the disk."""
+        """Have every state that is frozen from now on written to the disk; what came before them is dropped there."""
         self._driver.on_snapshot = checkpointer.take
+        checkpointer.on_saved = self._prune_log
+
+    def _prune_log(self) -> None:
+        if self._folder is None or self._log is None:
+            return
+        try:
+            indices = Checkpoints(self._folder.checkpoints, self._folder.run_id).indices()
+            self._log.prune(min(indices, default=0))
+        except DilocoPeerError as error:
+            logger.warning("%s", error)
 
     async def train(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
@@ -120,12 +148,39 @@ async def connected(
 
 @asynccontextmanager
 async def volunteering(
-    run: Run, identity: Identity, transport: HivemindTransport, device: str = "auto", threads: int = 1
+    run: Run,
+    identity: Identity,
+    transport: HivemindTransport,
+    device: str = "auto",
+    threads: int = 1,
+    folder: RunFolder | None = None,
 ) -> AsyncIterator[Volunteer]:
-    """A volunteer with a worker that is ready to train. Raises: DilocoPeerError when this machine does not fit."""
+    """A volunteer with a worker that is ready to train; with a folder, from where this machine left off.
+
+    Raises: DilocoPeerError when this machine does not fit.
+    """
     async with working(run, device, threads) as workload:
-        driver = Driver(identity, transport, workload, run.settings, await workload.state_digest())
-        yield Volunteer(run, driver, transport, workload)
+        log, position, storage = None, None, None
+        if folder is not None:
+            log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
+            storage = FolderStorage(folder.download, available_memory)
+            position = await resume_from(folder, workload, log)
+        digest = await workload.state_digest()
+        driver = Driver(identity, transport, workload, run.settings, digest, log, position, storage)
+        yield Volunteer(run, driver, transport, workload, folder, log)
+
+
+async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:
+    """The newest state that this machine can make of what it has, and where in the log that is."""
+    checkpoint = Checkpoints(folder.checkpoints, folder.run_id).load_newest()
+    try:
+        position = await resume(workload, log, checkpoint)
+    except SnapshotError as error:
+        logger.warning("%s: %s. The run begins anew here, and is fetched.", folder.checkpoints, error)
+        return log.empty_log
+    if position.last:
+        logger.info("this machine goes on after outer step %d", position.position.index)
+    return position
 
 
 @asynccontextmanager

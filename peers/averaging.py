@@ -6,19 +6,16 @@ from peers.election import ATTEMPT_LEAP
 from peers.errors import LocalProtocolError
 from peers.events import (
     BadBlocks,
-    ChunkSent,
-    ChunksUnsent,
-    ContributionArrived,
     Dropped,
     Event,
     FetchPayload,
     Note,
     PayloadAssembled,
-    Quantized,
-    ReducedArrived,
     Send,
 )
-from peers.exchange import Exchange
+from peers.exchange import Exchange, ExchangeEvent
+from peers.gathering import HOPELESS
+from peers.heartbeat import PeerState
 from peers.joining import CATCHING_UP, Joining
 from peers.log import Header, LogError
 from peers.messages import Accuse, Adopt, Attempt, Begin, Complete, Held, Holding, Ready, Round, Waiting, Want
@@ -44,8 +41,7 @@ class Averaging(Joining):
         self._say_ready()
 
     def _say_ready(self) -> None:
-        patience = self.settings.timing
-        if self._now - self._ready_since > patience.grace + patience.partition_grace + 2 * patience.round_timeout:
+        if self._now - self._ready_since > self._patience():
             self._give_up_on_leader()
         leader = self._elect()
         if leader != self._pledged_to:
@@ -70,10 +66,17 @@ class Averaging(Joining):
         if self.exchange:
             self._emit_all(self.exchange.repeat())
 
+    def _patience(self) -> float:
+        """How long a leader may take to begin a round; it waits long for those who are at work."""
+        timing = self.settings.timing
+        at_work = any(beat.state is PeerState.TRAINING for beat in self._live().values())
+        partition_grace = timing.partition_grace * (HOPELESS if at_work else 1)
+        return timing.grace + partition_grace + 2 * timing.round_timeout
+
     def _keep_averaging(self) -> None:
         """Say where we are, repeat what failed, and give up on a leader that is gone or does not conclude."""
         leader, attempt = self._pledged_to, self._attempt
-        if leader is None or attempt is None or (leader != self.me and leader not in self._live()):
+        if leader is None or attempt is None or (leader != self.me and not self.is_live(leader)):
             self._back_to_ready()
             return
         if self._now - self._progress_at > 2 * self.settings.timing.round_timeout:
@@ -89,8 +92,7 @@ class Averaging(Joining):
             if self.exchange.payload is not None:
                 self._hold_round(self.exchange)
             else:
-                here, missing = self.exchange.chunks_here, self.exchange.missing()
-                self._emit(Send(leader, Waiting(attempt=attempt, missing=missing, chunks=here)))
+                self._emit(Send(leader, Waiting(attempt=attempt, missing=self.exchange.missing())))
 
     def _give_up_on_leader(self) -> None:
         self._ready_since = self._now
@@ -197,10 +199,7 @@ class Averaging(Joining):
     # The exchange ---------------------------------------------------------------------------------------------
     def _exchanged(self, event: Event) -> None:
         """Something of the round's data has moved."""
-        kinds = (
-            Quantized | ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
-        )
-        if not isinstance(event, kinds):
+        if not isinstance(event, ExchangeEvent):
             raise LocalProtocolError(f"no such event: {event!r}")
         if self.state not in (State.READY, State.AVERAGING) or not self.exchange or event.round != self.exchange.name:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -34,6 +34,13 @@ class Payload:
 
     data: memoryview
     chunk_digests: tuple[bytes, ...]
+
+    @classmethod
+    def cut(cls, data: memoryview, block_bytes: int) -> Payload:
+        """From bytes alone, which are digested now. All blocks have `block_bytes` bytes, but for the last."""
+        chunking = Chunking(-(-len(data) // block_bytes))
+        size = chunking.size * block_bytes
+        return cls(data, tuple(digest_of(data[start : start + size]) for start in range(0, len(data), size)))
 
     @property
     def digest(self) -> bytes:
@@ -73,14 +80,25 @@ class RoundBuffers:
 class PayloadBuffers:
     """The present round's blocks, and the payloads that are kept."""
 
-    def __init__(self, workload: Workload, budget: int = 0) -> None:
+    def __init__(
+        self, workload: Workload, budget: int = 0, older: Callable[[bytes], Payload | None] = lambda digest: None
+    ) -> None:
+        """`older` finds payloads that are not in memory any more."""
         self._byte_range = workload.byte_range
         self.chunking = Chunking(workload.block_count)
         self.size = PayloadSize(self.chunking.count, workload.byte_range(0, workload.block_count)[1])
         self.kept = KeptPayloads(budget)
+        self._older = older
         self.own: Blocks = b""  # what we trained last, for this round or a later one
         self._round: RoundBuffers | None = None
         self._spare: memoryview | None = None
+
+    def find(self, digest: bytes) -> Payload | None:
+        """A payload that is kept here. May read all of it from a disk."""
+        payload = self.kept.get(digest)
+        if payload is None and (payload := self._older(digest)):
+            self.kept.keep(payload)
+        return payload
 
     def prepare(self) -> None:
         """Take the next round's memory from the system: within a round everything else would wait for that."""

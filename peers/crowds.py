@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from peers.events import Event
+from peers.messages import Message, Packer
 from peers.settings import RunSettings, Timing
 from peers.simulated_peer import SimulatedPeer
 from peers.simulation import Swarm
@@ -22,6 +23,16 @@ class Crowd(Swarm):
 
     leader: str = ""
     leader_seconds: float = 0.0
+    leader_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._packer = Packer(self.settings.run)
+
+    def send(self, sender: SimulatedPeer, to: str, message: Message) -> None:
+        if sender.name == self.leader:
+            self.leader_bytes += len(self._packer.pack(message))
+        super().send(sender, to, message)
 
     def handle(self, peer: SimulatedPeer, event: Event) -> None:
         if peer.name != self.leader:
@@ -38,7 +49,7 @@ def measure(peers: int) -> dict[str, float]:
     settings = RunSettings("crowd", digest_of(b"manifest"), 5, 10, 10, peers, timing)
     crowd = Crowd(1, settings, block_count=BLOCKS, wire_checks=1 << 30, traced=False)
     for number in range(peers):
-        crowd.start(f"peer{number:04}")
+        crowd.start(f"{number:052}")  # as long as libp2p's ids
     if not crowd.run(600.0, until=lambda: crowd.longest >= 1):
         raise SystemExit(f"{peers} peers have made no entry in ten minutes")
     crowd.leader = next(iter(crowd.peers))
@@ -50,6 +61,7 @@ def measure(peers: int) -> dict[str, float]:
         "peers": peers,
         "messages": sent.total() / ROUNDS,
         "by the leader": sent[crowd.leader] / ROUNDS,
+        "MB by the leader": crowd.leader_bytes / ROUNDS / 1e6,
         "chunks": moved.total() / ROUNDS,
         "leader's CPU s": crowd.leader_seconds / ROUNDS,
         "simulated s": (crowd.now - began) / ROUNDS,

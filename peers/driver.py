@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from peers import metrics
-from peers.buffers import PayloadBuffers
+from peers.buffers import Payload, PayloadBuffers
+from peers.download import PullTransport
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.events import (
     Applied,
@@ -30,7 +31,6 @@ from peers.events import (
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    Quantized,
     RateMeasured,
     Received,
     ReduceChunk,
@@ -42,21 +42,27 @@ from peers.events import (
     Stop,
     StopTraining,
     Tick,
+    TokensLost,
     Train,
     TrainingDone,
     TrainingProgress,
     Undelivered,
 )
+from peers.freezing import Freezer
+from peers.headers import HEADERS_AT_ONCE, fetch_headers, serve_headers
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
-from peers.log import Header
-from peers.messages import Message, Round, pack_message, unpack_message
-from peers.payloads import PayloadError, Payloads
+from peers.log import Header, LogError, LogState
+from peers.log_folder import LogFolderError, MemoryLog, RunLog
+from peers.messages import Message, Packer, Round, unpack_message
+from peers.payloads import PayloadError, Payloads, serve_payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.settings import RunSettings
-from peers.snapshots import PullTransport, Snapshots
+from peers.snapshot_fetch import fetch_snapshot
+from peers.snapshots import FrozenSnapshot, serve_snapshots
 from peers.spoiler import find_spoiler
+from peers.storage import MemoryStorage, Storage
 from peers.streams import PeerRefusedError, PeerUnreachableError
 from peers.traffic import StreamTransport, Traffic
 from peers.wire import WireError
@@ -73,6 +79,8 @@ KEPT_BYTES = 1 << 30  # payloads kept for who fell behind
 
 
 class Transport(PullTransport, StreamTransport, PulseTransport, Protocol):
+    no_round: asyncio.Event
+
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
     async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
 
@@ -80,7 +88,8 @@ class Transport(PullTransport, StreamTransport, PulseTransport, Protocol):
 class Driver:
     """One peer of one run. `run` returns when it has left, and raises what made going on impossible.
 
-    `on_entry` is told of every entry applied here, with the state digest after it.
+    `on_entry` is told of every entry applied here, with the state digest after it; `on_snapshot` of every state that is
+    frozen here or fetched.
     """
 
     def __init__(
@@ -90,24 +99,34 @@ class Driver:
         workload: Workload,
         settings: RunSettings,
         state_digest: bytes,
+        log: RunLog | None = None,
+        position: LogState | None = None,
+        storage: Storage | None = None,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        self._buffers = PayloadBuffers(workload, kept_bytes)
-        self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, time.monotonic())
+        """`position` is where the workload's state is, with `state_digest`; `log` keeps what is applied from there."""
+        self._log = MemoryLog(settings.empty_log, 0) if log is None else log
+        self._buffers = PayloadBuffers(workload, kept_bytes, self._log.payload)
+        self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, time.monotonic(), position)
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
+        self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
         self._transport = transport
         self._workload = workload
         self._settings = settings
+        self._packer = Packer(settings.run)
         self._waiting: list[asyncio.Future[None]] = []
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._traffic = Traffic(self.peer, transport, workload, self._buffers, self)
-        self._payloads = Payloads(transport, self._buffers)
-        self._snapshots = Snapshots(self.peer, transport, workload, self)
+        self._payloads = Payloads(transport, settings.run, self._buffers)
+        self._storage = storage or MemoryStorage()
+        self._freezer = Freezer(self.peer, workload, self._storage, self)
+        self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
         self._reducing = asyncio.Semaphore(REDUCERS)
         self._round: Round | None = None
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[None] | None = None
         self._worker = asyncio.Lock()
+        self._recording = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
 
@@ -116,8 +135,11 @@ class Driver:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._transport.on_call(CALL, self._receive)
-                for service in (self._traffic, self._payloads, self._snapshots):
-                    await service.serve()
+                await self._traffic.serve()
+                run = self._settings.run
+                await serve_payloads(self._transport, {run: self._buffers})
+                await serve_headers(self._transport, {run: self._log.headers})
+                await serve_snapshots(self._transport, {run: self._freezer})
                 clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
                 await self._stopped.wait()
                 for clock in clocks:  # nothing after the last words
@@ -133,7 +155,7 @@ class Driver:
     async def _farewell(self) -> None:
         """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more."""
         goodbye = self.peer.goodbye
-        packed = pack_message(self._settings.run, goodbye)
+        packed = self._packer.pack(goodbye)
         others = self.peer.membership.live(time.monotonic())
         last_words: list[Awaitable[object]] = [
             self._transport.call(peer, CALL, packed, FAREWELL_TIMEOUT) for peer in others
@@ -171,7 +193,10 @@ class Driver:
             return
         self._round = round
         if round is None:
+            self._transport.no_round.set()
             self._buffers.close()
+        else:
+            self._transport.no_round.clear()
         self._traffic.tidy(round.name if round else None, round.remaining if round else ())
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
@@ -188,6 +213,9 @@ class Driver:
             case Dropped(peer, what, reason):
                 metrics.DROPPED.labels(what).inc()
                 logger.warning("dropped a %s of %s: %s", what, peer, reason)
+            case TokensLost(what, tokens, reason):
+                metrics.TOKENS_LOST.labels(what).inc(tokens)
+                logger.warning("%d tokens that we trained are lost: %s", tokens, reason)
             case Stop():
                 self._stopped.set()
             case StopTraining():
@@ -211,13 +239,13 @@ class Driver:
                 self.start(self._fetch_payload(header, donors))
             case Apply():
                 self.start(self._apply(effect))
-            case FetchSnapshot(donor):
-                self.start(self._fetch(donor))
+            case FetchSnapshot():
+                self.start(self._fetch(effect))
 
     # Network --------------------------------------------------------------------------------------------------
     async def _send(self, to: str, message: Message) -> None:
         try:
-            await self._transport.call(to, CALL, pack_message(self._settings.run, message), CALL_TIMEOUT)
+            await self._transport.call(to, CALL, self._packer.pack(message), CALL_TIMEOUT)
         except PeerRefusedError as error:
             logger.warning("%s", error)
         except PeerUnreachableError as error:
@@ -244,15 +272,21 @@ class Driver:
             metrics.PAYLOADS_FETCHED.inc()
             self.handle(PayloadFetched(header))
 
-    async def _fetch(self, donor: str) -> None:
+    async def _fetch(self, fetch: FetchSnapshot) -> None:
+        donors = (fetch.donor, *fetch.others)
         try:
             async with self._worker:
-                header, state_digest = await self._snapshots.fetch(donor)
-        except (PeerUnreachableError, RemoteProtocolError, SnapshotError) as error:
-            self.handle(SnapshotFailed(donor, str(error)))
+                snapshot, lineage = await fetch_snapshot(
+                    self._transport, donors, self.peer.log, fetch.least, self._storage, self._workload.state_size
+                )
+                async with self._freezer.state_lock:
+                    await self._workload.restore(snapshot.data, snapshot.state_digest)
+        except (SnapshotError, OSError) as error:
+            self.handle(SnapshotFailed(fetch.donor, str(error)))
         else:
             metrics.STATES_FETCHED.inc()
-            self.handle(SnapshotRestored(donor, header, state_digest))
+            self.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest, lineage))
+            self._freezer.hold(snapshot)
 
     # Time -----------------------------------------------------------------------------------------------------
     async def _tick(self) -> None:
@@ -280,7 +314,7 @@ class Driver:
         async with self._worker:  # a training that was stopped needs a moment to end
             await asyncio.to_thread(self._buffers.prepare)
             trained = await self._workload.train(train.index, train.lease, train.steps, self._progress)
-            async with self._snapshots.state_lock:
+            async with self._freezer.state_lock:
                 self._buffers.own = await self._workload.contribution()  # now, so that no round waits for it
         self.handle(TrainingDone(trained))
 
@@ -289,11 +323,8 @@ class Driver:
 
     def _open_round(self, opened: OpenRound) -> None:
         metrics.ROUNDS.inc()
-        name = opened.round.name
-        self._buffers.open(name)
-        self._traffic.begin(name)
-        if opened.contribute:
-            self.handle(Quantized(name))
+        self._buffers.open(opened.round.name)
+        self._traffic.begin(opened.round.name)
 
     async def _reduce(self, reduce: ReduceChunk) -> None:
         buffers, round, chunk = self._buffers, reduce.round, reduce.chunk
@@ -318,11 +349,38 @@ class Driver:
         kept = self._buffers.kept.get(apply.header.payload)
         if kept is None:
             raise LocalProtocolError(f"the payload of entry {apply.header.index} is to be applied and not here")
-        async with self._snapshots.state_lock:
+        async with self._freezer.state_lock:
             state_digest = await self._workload.apply(kept.data, apply.keeps_work)
         metrics.ENTRIES_APPLIED.inc()
         self.handle(Applied(apply.header, state_digest))
         self.on_entry(apply.header, state_digest)
+        self.start(self._record(apply.header, state_digest, kept))
+        self.start(self._freeze())
+
+    async def _freeze(self) -> None:
+        try:
+            await self._freezer.freeze_if_chosen()
+        except OSError as error:
+            logger.warning("no snapshot of outer step %d: %s", self.peer.log.position.index, error)
+
+    async def _record(self, header: Header, state_digest: bytes, payload: Payload) -> None:
+        """Into the log; without room there it goes on from memory."""
+        async with self._recording:
+            try:
+                await asyncio.to_thread(self._log.append, header, state_digest, payload)
+            except LogFolderError as error:
+                logger.warning("entry %d is not kept: %s", header.index, error)
+            if self._log.first:
+                await self._complete_log()
+
+    async def _complete_log(self) -> None:
+        """Who joined in the middle asks for the headers before, a few hundred after each entry."""
+        first = max(0, self._log.first - HEADERS_AT_ONCE)
+        for donor in self.peer.membership.live(time.monotonic()):
+            with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
+                headers = await fetch_headers(self._transport, donor, self._settings.run, first, self._log.first)
+                await asyncio.to_thread(self._log.prepend, headers)
+                return
 
 
 def _first(group: BaseExceptionGroup[DilocoPeerError]) -> DilocoPeerError:

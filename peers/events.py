@@ -42,14 +42,9 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrainingDone:
+    """What we trained is quantized, too: no round waits for it."""
+
     trained: Trained
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """Our contribution to the round is ready to be sent."""
-
-    round: Attempt
 
 
 @dataclass(frozen=True)
@@ -142,11 +137,15 @@ class Applied:
 
 @dataclass(frozen=True)
 class SnapshotRestored:
-    """theta and momentum are the donor's, at the position after `header` (None: before the first entry)."""
+    """theta and momentum are the donor's, at the position after `header` (None: before the first entry).
+
+    `lineage`: digests of the donor's newest entries, oldest first, those after that one included.
+    """
 
     donor: str
     header: Header | None
     state_digest: bytes
+    lineage: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,6 @@ Event = (
     | Undelivered
     | TrainingProgress
     | TrainingDone
-    | Quantized
     | ContributionArrived
     | BadBlocks
     | ReducedArrived
@@ -207,10 +205,9 @@ class StopTraining:
 
 @dataclass(frozen=True)
 class OpenRound:
-    """Make room for a round; to `contribute`, quantize what we trained (ends in Quantized). Other rounds are over."""
+    """Make room for a round. Other rounds are over."""
 
     round: Round
-    contribute: bool
 
 
 @dataclass(frozen=True)
@@ -266,7 +263,11 @@ class Apply:
 
 @dataclass(frozen=True)
 class FetchSnapshot:
+    """Take over a state of the donor's lineage, at index `least` or later; `others` may have it, too."""
+
     donor: str
+    others: tuple[str, ...] = ()
+    least: int = 0
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,18 @@ class Dropped:
     reason: str
 
 
+@dataclass(frozen=True)
+class TokensLost:
+    """Tokens that this peer trained are in no entry of its log: to be logged and counted by `what`.
+
+    "work" was for an entry that went on without it; "entries" are of a lineage that the peer has left.
+    """
+
+    what: str
+    tokens: int
+    reason: str
+
+
 Effect = (
     Send
     | Train
@@ -305,4 +318,5 @@ Effect = (
     | Stop
     | Note
     | Dropped
+    | TokensLost
 )

@@ -26,7 +26,6 @@ from peers.events import (
     Effect,
     OpenRound,
     PayloadAssembled,
-    Quantized,
     ReduceChunk,
     ReducedArrived,
     Send,
@@ -34,9 +33,7 @@ from peers.events import (
 )
 from peers.messages import Attempt, Holding, Round, Want, chunk_set, chunks_in
 
-ExchangeEvent = (
-    Quantized | ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
-)
+ExchangeEvent = ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
 
 
 class Exchange:
@@ -61,15 +58,10 @@ class Exchange:
         self._wanted: dict[str, tuple[set[int], set[int]]] = {}  # asked of each: averaged chunks, own blocks
         self._owed: defaultdict[tuple[str, bool], set[int]] = defaultdict(set)  # to peer, reduced
         self._in_flight: set[tuple[str, bool, int]] = set()
-        self._quantized = False
         self._settle_who_is_left()
 
     def open(self) -> list[Effect]:
-        return [OpenRound(self.round, self._me in self._tokens), *self._report()]
-
-    @property
-    def chunks_here(self) -> int:
-        return len(self._here)
+        return [OpenRound(self.round), *self._report(), *self._contribute()]
 
     def missed(self) -> dict[str, int]:
         """In how many chunks whose blocks are missing, by peer, in roster order."""
@@ -141,8 +133,7 @@ class Exchange:
                 self._wanted[holders[chunk % len(holders)]][0].add(chunk)
             else:
                 self._undecided.discard(chunk)
-                if self._quantized:
-                    self._arrived[chunk].add(self._me)
+                self._arrived[chunk].add(self._me)
                 for peer in self._awaited - {self._me} - self._arrived[chunk]:
                     self._wanted[peer][1].add(chunk)
         return effects + self._ask() + self._reduce(mine)
@@ -159,14 +150,12 @@ class Exchange:
             return []
         theirs = {chunk for chunk, reducer in self._reducer_of.items() if reducer == sender}
         reduced = theirs.intersection(chunks_in(want.reduced)) & self._here.keys()
-        own = theirs.intersection(chunks_in(want.own)) if self._quantized else set()
+        own = theirs.intersection(chunks_in(want.own)) if self._contributes else set()
         return self._owe([sender], True, reduced) + self._owe([sender], False, own)
 
     # What comes in --------------------------------------------------------------------------------------------
     def handle(self, event: ExchangeEvent) -> list[Effect]:
         match event:
-            case Quantized():
-                return self._contribute()
             case ContributionArrived(sender=sender, chunk=chunk):
                 if self.wants_contribution(sender, chunk):
                     self._arrived[chunk].add(sender)
@@ -224,8 +213,13 @@ class Exchange:
         mine = self._reducer_of.get(chunk) == self._me and chunk not in self._undecided
         return mine and chunk not in self._here and chunk not in self._reducing
 
+    @property
+    def _contributes(self) -> bool:
+        return self._me in self._tokens
+
     def _contribute(self) -> list[Effect]:
-        self._quantized = True
+        if not self._contributes:
+            return []
         effects: list[Effect] = []
         inherited = self._inherited()
         for chunk, reducer in self._reducer_of.items():

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from peers.chunks import PayloadSize
 from peers.election import ATTEMPT_LEAP, quorum
 from peers.events import Dropped, Effect, Send
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import Heartbeat, PeerState
 from peers.leases import Lease
 from peers.log import MEMBER_LIMIT, LogError, LogState, Member
 from peers.membership import PARTICIPATING
@@ -16,6 +16,8 @@ from peers.messages import Abort, Attempt, LeaseGrant, LeaseRequest, Ready, Refu
 from peers.settings import RunSettings
 from peers.wire import printable
 
+HOPELESS = 10
+"""Partition graces after which who still trains is not waited for."""
 OVERTAKING_LIMIT = 8
 """How often one peer may make the others at a position say Ready again."""
 
@@ -38,6 +40,8 @@ class Gathering:
         self._strikes: Counter[str] = Counter()
         self._overtaken: Counter[str] = Counter()
         self._first_ready_at: float | None = None
+        self._together_at, self._ticked_at = -float("inf"), float("inf")
+        self._minimum = settings.minimum_peers
         self.grace = settings.timing.grace
         self._last_number = 0
 
@@ -103,13 +107,30 @@ class Gathering:
         expected = at_work | (set(self._granted) & set(live)) | {self._me}
         barred = {peer for peer, until in self._barred_until.items() if now < until}
         everyone = expected - barred <= set(self._ready)
-        timing = self._settings.timing
-        return (everyone or waited >= self.grace) and (self._enough(self._ready) or waited >= timing.partition_grace)
+        is_cut_off = self._is_cut_off(now, live)
+        return (everyone or waited >= self.grace) and (self._enough(self._ready) or is_cut_off)
+
+    def _is_cut_off(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
+        """Whether for the partition grace too few of the last roster were ready or alive and at work.
+
+        Who seems to be at work for ever does not keep the others for ever.
+        """
+        grace = self._settings.timing.partition_grace
+        assert self._first_ready_at is not None
+        at_work = {peer for peer, beat in live.items() if beat.state is PeerState.TRAINING and peer not in self._ready}
+        coming = at_work | {peer for peer, ready in self._ready.items() if ready.incumbent} | {self._me}
+        enough = quorum(self._log.roster, self.left, coming) if self._log.roster else len(coming) >= self._minimum
+        has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
+        if enough or has_slept:
+            self._together_at = now
+        self._ticked_at = now
+        since = max(self._together_at, self._first_ready_at)
+        return now - since >= grace or now - self._first_ready_at >= HOPELESS * grace
 
     def _enough(self, peers: Collection[str]) -> bool:
         """Whether these are more than half of the last roster; before the first entry, the minimum of peers."""
         if not self._log.roster:
-            return len(peers) >= self._settings.minimum_peers
+            return len(peers) >= self._minimum
         incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent and peer in peers}
         return quorum(self._log.roster, self.left, incumbents)
 

@@ -36,8 +36,9 @@ Address = Annotated[str, Field(strict=True, min_length=1, max_length=ADDRESS_LEN
 
 
 class PeerState(StrEnum):
-    """What a peer is doing, as others see it. Nobody publishes STARTING: there is no state to name before the worker
-    has one; it is for whoever shows peers that they started themselves."""
+    """What a peer is doing, as others see it. An archive keeps the log, and has neither a state of its own nor a part
+    in rounds. Nobody publishes STARTING: there is no state to name before the worker has one; it is for whoever shows
+    peers that they started themselves."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -45,6 +46,7 @@ class PeerState(StrEnum):
     READY = "ready"
     AVERAGING = "averaging"
     LEAVING = "leaving"
+    ARCHIVING = "archiving"
 
 
 class SignedHeartbeat(Value):

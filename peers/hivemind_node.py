@@ -126,6 +126,10 @@ class HivemindNode:
         status = await self._daemon._child.wait()
         return LocalNetworkError(f"libp2p's daemon ended unexpectedly (status {status}).", "Start the peer again.")
 
+    def expect_answers_within(self, seconds: float) -> None:
+        """Do without a DHT node, for a while, that takes longer to answer. Never waits longer than by default."""
+        self._node.protocol.wait_timeout = min(seconds, DHT_WAIT)
+
     async def refresh_addresses(self) -> tuple[str, ...]:
         """Ask the daemon where others can reach us now (relays and port mappings come with time).
 

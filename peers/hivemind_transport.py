@@ -46,6 +46,9 @@ class HivemindTransport(HivemindNode):
         super().__init__(daemon, node, addresses)
         self._serving: set[asyncio.Task[None]] = set()
         self._upload = self._download = UNLIMITED
+        self.no_round = asyncio.Event()
+        """Whether bulk data that is in no hurry may have the link to itself."""
+        self.no_round.set()
 
     def cap(self, caps: Caps) -> None:
         """Let all streams together use no more than this of the link."""
@@ -109,9 +112,15 @@ class HivemindTransport(HivemindNode):
         async with self.stream(peer_id, f"pull/{name}") as channel, asyncio.timeout(timeout):
             return await pull(channel, header, max_bytes)
 
-    async def on_pull(self, name: str, serve: Serve) -> None:
-        """Answer `pull`s of this name."""
-        await self.on_stream(f"pull/{name}", lambda channel: serve_pull(channel, serve))
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
+        """Answer `pull`s of this name; what `gives_way` is sent while no round is under way, or slowly."""
+
+        async def answer(channel: Channel) -> None:
+            if gives_way:
+                channel.give_way(self.no_round)
+            await serve_pull(channel, serve)
+
+        await self.on_stream(f"pull/{name}", answer)
 
     @asynccontextmanager
     async def stream(self, peer_id: str, protocol: str) -> AsyncIterator[Channel]:

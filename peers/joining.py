@@ -4,16 +4,13 @@ on; then a lease from the leader."""
 from __future__ import annotations
 
 from peers.events import Apply, Dropped, FetchPayload, Note, Send
+from peers.heartbeat import PeerState
 from peers.log import Header, LogError, LogState
-from peers.membership import PARTICIPATING
+from peers.membership import DONATING, PARTICIPATING
 from peers.messages import Inquire, LeaseGrant, LeaseRequest
 from peers.peer_core import PeerCore
 from peers.states import State
 
-RECENT_ENTRIES = 64
-"""How many of the last headers a peer can name to one that fell behind."""
-REPLAY_LIMIT = 8
-"""Entries that are replayed rather than skipped with a snapshot, which is eight times as large as an int8 payload."""
 CATCHING_UP = frozenset({State.JOINING, State.TRAINING, State.READY, State.AVERAGING})
 """States in which a peer looks whether others are further on."""
 
@@ -29,6 +26,7 @@ class Joining(PeerCore):
             if self._due():
                 self._catch_up()
             return
+        self._has_snapshot = False
         lease = self.log.leases.get(self.me)
         if lease is not None:
             self._train(lease, self.settings.inner_steps)
@@ -56,7 +54,8 @@ class Joining(PeerCore):
         if self.log.position.index > 0 or any(beat.state in PARTICIPATING for beat in live.values()):
             return True
         settled = self._now - self._started_at >= 2 * self.settings.timing.heartbeat
-        return settled and len(live) + 1 >= self.settings.minimum_peers
+        trainers = [beat for beat in live.values() if beat.state is not PeerState.ARCHIVING]
+        return settled and len(trainers) + 1 >= self.settings.minimum_peers
 
     def _furthest(self) -> str | None:
         """The live peer with the heaviest lineage, if it is heavier than ours; equal weight is decided by digest."""
@@ -66,20 +65,28 @@ class Joining(PeerCore):
             for peer, beat in self._live().items()
             if (beat.lineage_tokens > tokens or (beat.lineage_tokens == tokens and beat.head < head))
             and beat.lineage_tokens > 0
-            and beat.state in PARTICIPATING
+            and beat.state in DONATING
             and peer not in self._distrusted
         }
         return max(heavier, key=lambda peer: heavier[peer], default=None)
 
-    def _restored(self, donor: str, header: Header | None, state_digest: bytes) -> None:
+    def _restored(self, donor: str, header: Header | None, state_digest: bytes, theirs: tuple[bytes, ...]) -> None:
         self._require(State.FETCHING)
         self.log = self.log.at(header)
         self._joined_at = self.log.position.head
         self._settle(state_digest)
-        self._recent.clear()
+        self._leave_lineage(donor, header, theirs)
+        self._has_snapshot = True
         self._emit(Note("info", f"state at {self.log.position} fetched from {donor}"))
         self._enter(State.JOINING)
         self._join()
+
+    def _leave_lineage(self, donor: str, header: Header | None, theirs: tuple[bytes, ...]) -> None:
+        """Our tokens in entries that the donor's lineage does not have are lost. Everybody says so of its own alone."""
+        left = self.lineage.move(header, theirs)
+        if left:
+            reason = f"our entries from {left[0].index} on are not in the lineage of {donor}"
+            self._lose("entries", sum(entry.tokens_of(self.me) for entry in left), reason)
 
     def _not_restored(self, donor: str, reason: str) -> None:
         self._require(State.FETCHING)
@@ -95,21 +102,25 @@ class Joining(PeerCore):
         if ahead is None:
             return
         entries = self._live()[ahead].index - self.log.position.index
-        if 0 < entries <= REPLAY_LIMIT:
+        if entries > 0 and (entries <= self.settings.snapshot_every or self._has_snapshot):
             self._emit(Send(ahead, Inquire(position=self.log.position)))
         else:
-            self._emit(Note("warning", f"{ahead} is at {self._live()[ahead].index}: fetching its state"))
-            self._fetch(ahead)
+            self._emit(Note("warning", f"{ahead} is at {self._live()[ahead].index}: fetching a snapshot"))
+            self._fetch(ahead, self._index_past_ours(ahead))
+
+    def _index_past_ours(self, ahead: str) -> int:
+        """At which a snapshot brings us further; of who is not further on, but heavier, any does."""
+        index = self.log.position.index
+        return index + 1 if self._live()[ahead].index > index else 0
 
     def _replay(self, sender: str, header: Header) -> None:
         """Others went on without us: get the payload of their entry, and apply it.
 
         Whom we asked for a lease, or to lead us, knows better than its last heartbeat how far it is.
         """
-        live = self._live()
-        donors = {peer for peer, beat in live.items() if beat.index > header.index}
+        donors = {peer for peer, beat in self._live().items() if beat.index > header.index}
         asked = self.state is State.JOINING or (self.state is State.READY and sender == self._pledged_to)
-        if asked and sender in live:
+        if asked and self.is_live(sender):
             donors.add(sender)
         if sender not in donors:
             return
@@ -123,7 +134,7 @@ class Joining(PeerCore):
         if self._is_kept:
             self._forget_round()
         else:
-            self._drop_work()
+            self._drop_work(header)
         if not incumbent:  # we may have been there before, and forgotten what we held
             self._joined_at = header.digest
         self._enter(State.REPLAYING)
@@ -140,11 +151,9 @@ class Joining(PeerCore):
 
     def _apply(self, header: Header) -> None:
         if not self._is_kept:
-            self._lease = self._trained = self.progress = None
+            self._end_work(header)
         self.log = self.log.append(header)
-        self._recent[header.previous] = header
-        while len(self._recent) > RECENT_ENTRIES:
-            self._recent.popitem(last=False)
+        self.lineage.append(header)
         self._enter(State.APPLYING)
         self._forget_round()
         self._emit(Apply(header, self._is_kept))
@@ -157,7 +166,7 @@ class Joining(PeerCore):
             self._joined_at = self.log.position.head  # what we may have held here is forgotten
             self._enter(State.JOINING)
         else:
-            self._fetch(ahead)
+            self._fetch(ahead, self._index_past_ours(ahead))
 
     def _refused(self, leader: str, reason: str) -> None:
         """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again."""

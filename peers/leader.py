@@ -204,10 +204,10 @@ class Leader(Gathering):
         if running is None or running.attempt != complete.attempt or sender not in self._members:
             return self._set_right(sender, complete.attempt)
         self._complete[sender] = complete
-        if set(self._complete) != set(self._members):
+        if len(self._complete) < len(self._members):
             return []
         if isinstance(running, Adopt):
-            return [Send(peer, Commit(header=running.held.header)) for peer in self._members]
+            return self._commit(running.held.header)
         outcomes = {peer: (said.payload, said.missed) for peer, said in self._complete.items()}
         (payload, missed), _ = Counter(outcomes.values()).most_common(1)[0]
         wrong = [peer for peer, outcome in outcomes.items() if outcome != (payload, missed)]
@@ -216,12 +216,16 @@ class Leader(Gathering):
         except LogError as error:
             return self._abort(f"what its members say can be no entry: {error}")
         if not wrong:
-            return [Send(peer, Commit(header=header)) for peer in self._members]
+            return self._commit(header)
         self._spoiled.add(running.round.name)  # should it be aborted
         for peer in wrong:
             self._bar(peer, now)
         reason = f"{', '.join(wrong)} hold another payload"
         return self._lose(wrong, reason, now) or self._abort(reason)
+
+    def _commit(self, header: Header) -> list[Effect]:
+        commit = Commit(header=header)
+        return [Send(peer, commit) for peer in self._members]
 
     def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
         """The sender speaks of another attempt than the one that runs."""

@@ -32,6 +32,10 @@ class Member(Value):
     samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
     missed: Count = 0
 
+    def lacking(self, missed: int) -> Member:
+        """The same share, of whose blocks so many chunks are missing."""
+        return self if missed == self.missed else self.model_copy(update={"missed": missed})
+
 
 class Assignment(Value):
     """The samples that a peer trains on next, as entry `since` gave them.
@@ -61,6 +65,13 @@ class Header(Value):
     @cached_property
     def digest(self) -> bytes:
         return digest_of(pack(self))
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def tokens_of(self, peer: str) -> int:
+        """The peer's tokens that count in this entry. They do not where blocks of it are missing."""
+        return sum(member.tokens for member in self.roster if member.peer == peer and not member.missed)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -175,11 +186,12 @@ class LogState:
 
     def next_header(self, roster: Sequence[Member], payload: bytes) -> Header:
         """The only header that may follow, given who took part and what came out. Raises: LogError."""
+        return _next_header(self, tuple(roster), payload)
+
+    def make_header(self, roster: Sequence[Member], payload: bytes) -> Header:
+        """`next_header`, worked out. Raises: LogError."""
         if not any(member.tokens for member in roster):
             raise LogError("nobody in the roster has trained anything")
-        return self._header(roster, payload)
-
-    def _header(self, roster: Sequence[Member], payload: bytes) -> Header:
         peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
@@ -214,3 +226,9 @@ class LogState:
     def at(self, header: Header | None) -> LogState:
         """The state after `header`, taken on trust (from a snapshot whose digest peers vouch for)."""
         return replace(self, last=header)
+
+
+@lru_cache(maxsize=8)
+def _next_header(log: LogState, roster: tuple[Member, ...], payload: bytes) -> Header:
+    """A round asks several times for what follows from one outcome, and with many members that is much work."""
+    return log.make_header(roster, payload)

@@ -9,6 +9,8 @@ from peers.heartbeat import Heartbeat, PeerState
 
 PARTICIPATING = frozenset({PeerState.TRAINING, PeerState.READY, PeerState.AVERAGING})
 """States in which a peer holds the run's state and works on the next entry."""
+DONATING = PARTICIPATING | {PeerState.ARCHIVING}
+"""States in which a peer has the run's state to give."""
 FORGOTTEN = 3600.0
 """Seconds of silence after which a peer is forgotten; heartbeats older than that are expired everywhere."""
 
@@ -68,8 +70,10 @@ class Membership:
 
     def live(self, now: float) -> dict[str, Heartbeat]:
         """Latest heartbeats of the other peers that are alive and not leaving, by peer."""
-        return {
-            peer: sighting.heartbeat
-            for peer, sighting in sorted(self._seen.items())
-            if sighting.reachable and peer not in self._left and now - sighting.advanced_at <= self._expiry
-        }
+        return {peer: self._seen[peer].heartbeat for peer in self._seen if self.is_live(peer, now)}
+
+    def is_live(self, peer: str, now: float) -> bool:
+        sighting = self._seen.get(peer)
+        if sighting is None or not sighting.reachable or peer in self._left:
+            return False
+        return now - sighting.advanced_at <= self._expiry

@@ -10,7 +10,7 @@ from typing import Self
 
 
 class MemoryFile:
-    """`size` bytes, mapped at `data`. The memory is given back when it is closed, or forgotten, and nobody has views."""
+    """`size` bytes, mapped at `data`. The memory is given back once it is closed and nobody looks at it."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         """Takes over the descriptor. Raises: OSError when there is no room."""

@@ -112,7 +112,7 @@ class Round(Value):
 
     def entry_roster(self, missed: Mapping[str, int]) -> tuple[Member, ...]:
         """Who the entry says took part, given in how many chunks whose blocks are missing: not who is in none."""
-        roster = (member.model_copy(update={"missed": missed.get(member.peer, 0)}) for member in self.roster)
+        roster = (member.lacking(missed.get(member.peer, 0)) for member in self.roster)
         return tuple(member for member in roster if member.missed < self.chunks)
 
     def without(self, lost: Iterable[str]) -> Round:
@@ -210,12 +210,11 @@ class Want(Value):
 
 
 class Waiting(Value):
-    """Member → leader: so many chunks of the payload are here; for the others I need something from these peers."""
+    """Member → leader: chunks of the payload are missing; I need something from these peers."""
 
     kind: ClassVar[Literal["waiting"]] = "waiting"
     attempt: Attempt
     missing: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
-    chunks: Count
 
     @property
     def position(self) -> Position:
@@ -349,6 +348,19 @@ def pack_message(run: str, message: Message) -> bytes:
     """Envelope: [protocol version, run id, kind, body]."""
     packed: bytes = msgpack.packb([PROTOCOL_VERSION, run, message.kind, to_plain(message)], use_bin_type=True)
     return packed
+
+
+class Packer:
+    """Packs messages of one run, and the same one once: what a leader tells all its members names all of them."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._last: tuple[Message | None, bytes] = (None, b"")
+
+    def pack(self, message: Message) -> bytes:
+        if message is not self._last[0]:
+            self._last = message, pack_message(self._run, message)
+        return self._last[1]
 
 
 def unpack_message(run: str, data: bytes) -> Message:

@@ -10,6 +10,7 @@ ENTRIES_APPLIED = Counter("diloco_peer_entries_applied", "Entries of the log app
 ROUNDS = Counter("diloco_peer_rounds", "Rounds that this peer took part in")
 PAYLOADS_FETCHED = Counter("diloco_peer_payloads_fetched", "Entries that this peer missed and got from others")
 STATES_FETCHED = Counter("diloco_peer_states_fetched", "Snapshots taken over from other peers")
+TOKENS_LOST = Counter("diloco_peer_tokens_lost", "Tokens that this peer trained and that no entry counts", ["what"])
 DROPPED = Counter("diloco_peer_dropped", "What peers sent and the door refused", ["what"])
 OUTER_STEP = Gauge("diloco_peer_outer_step", "Entries in this peer's log")
 LIVE_PEERS = Gauge("diloco_peer_live_peers", "Other peers of the run that are alive")

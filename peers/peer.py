@@ -80,8 +80,8 @@ class Peer(Averaging):
                 self._trained_all(trained)
             case Applied(header, state_digest):
                 self._applied(header, state_digest)
-            case SnapshotRestored(donor, header, state_digest):
-                self._restored(donor, header, state_digest)
+            case SnapshotRestored(donor, header, state_digest, lineage):
+                self._restored(donor, header, state_digest, lineage)
             case SnapshotFailed(donor, reason):
                 self._not_restored(donor, reason)
             case PayloadFetched(header):
@@ -164,7 +164,7 @@ class Peer(Averaging):
 
     def _answer_elsewhere(self, sender: str, message: Message) -> None:
         """The sender is at a place that we have left, or have not reached."""
-        followed = self._recent.get(message.position.head)
+        followed = self.lineage.after(message.position.head)
         if followed is not None:
             self._emit(Send(sender, Commit(header=followed)))
         elif isinstance(message, Inquire):

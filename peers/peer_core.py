@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 
 from peers.chunks import PayloadSize
 from peers.election import elect
@@ -15,14 +15,16 @@ from peers.events import (
     Send,
     Stop,
     StopTraining,
+    TokensLost,
     Train,
 )
 from peers.exchange import Exchange
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import Heartbeat, PeerState
 from peers.leader import Leader
-from peers.leases import Lease
-from peers.log import Header
-from peers.membership import PARTICIPATING, Membership
+from peers.leases import Lease, sample_count
+from peers.lineage import Lineage
+from peers.log import Header, LogState
+from peers.membership import DONATING, PARTICIPATING, Membership
 from peers.messages import Adopt, Attempt, Held, Leaving
 from peers.settings import RunSettings
 from peers.states import SHOWN_AS, TRANSITIONS, State
@@ -34,12 +36,22 @@ GRACE_SHARE = 0.5
 class PeerCore:
     """State and vocabulary of one peer; `Peer` is the class to use."""
 
-    def __init__(self, me: str, settings: RunSettings, payload: PayloadSize, state_digest: bytes, now: float) -> None:
+    def __init__(
+        self,
+        me: str,
+        settings: RunSettings,
+        payload: PayloadSize,
+        state_digest: bytes,
+        now: float,
+        log: LogState | None = None,
+    ) -> None:
+        """`log` is where the state is, if not before the first entry."""
         self.me = me
         self.settings = settings
         self.payload = payload
-        self.log = settings.empty_log
+        self.log = log or settings.empty_log
         self.settled = self.log
+        self.lineage = Lineage()
         self.state = State.JOINING
         self.state_digest = state_digest
         self.membership = Membership(me, settings.timing.heartbeat_expiry)
@@ -56,6 +68,7 @@ class PeerCore:
         self._replaying: Header | None = None
         self._lease: Lease | None = None
         self._is_kept = False
+        self._has_snapshot = False  # and is on the way from there to where the others are
         self._rate = 0
         self._training_since = now
         self._training_seconds: float | None = None
@@ -63,7 +76,6 @@ class PeerCore:
         self._joined_at = self.log.position.head
         self._distrusted_until: dict[str, float] = {}
         self._sent_at = -float("inf")
-        self._recent: OrderedDict[bytes, Header] = OrderedDict()
         self._leave_by: float | None = None
         self._effects: list[Effect] = []
         self._queue: deque[Event] = deque()
@@ -107,7 +119,7 @@ class PeerCore:
 
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""
-        return peer in self._live()
+        return self.membership.is_live(peer, self._now)
 
     def _elect(self) -> str | None:
         live = self._live()
@@ -116,7 +128,11 @@ class PeerCore:
             for peer, beat in live.items()
             if beat.state in PARTICIPATING and beat.index + 1 >= self.log.position.index
         }
-        candidates = {peer for peer, beat in live.items() if beat.index == self.log.position.index} | {self.me}
+        candidates = {
+            peer
+            for peer, beat in live.items()
+            if beat.index == self.log.position.index and beat.state is not PeerState.ARCHIVING
+        } | {self.me}
         if SHOWN_AS[self.state] in PARTICIPATING:
             able.add(self.me)
         return elect(self.log.roster, able - self._distrusted, candidates - self._distrusted)
@@ -142,11 +158,12 @@ class PeerCore:
         self._enter(State.TRAINING)
         self._emit(Train(self.log.position.index, lease, steps))
 
-    def _fetch(self, donor: str) -> None:
+    def _fetch(self, donor: str, least: int = 0) -> None:
         self._drop_work()
         self._joined_at = self.log.position.head  # also when the fetch fails: what we held here is forgotten
         self._enter(State.FETCHING)
-        self._emit(FetchSnapshot(donor))
+        able = {peer for peer, beat in self._live().items() if beat.state in DONATING} - self._distrusted
+        self._emit(FetchSnapshot(donor, tuple(sorted(able - {donor})), least))
 
     def _grace(self) -> float:
         """How long to wait for who still trains: a part of what training took us, as it is not lost to be late."""
@@ -160,13 +177,33 @@ class PeerCore:
         """Whether the worker is at work; also while an entry that was missed is applied beside it."""
         return self._lease is not None and self._trained is None
 
-    def _drop_work(self) -> None:
-        """What we trained since the last entry is void."""
+    @property
+    def _work(self) -> int:
+        """The tokens that we have trained and that are in no entry yet."""
+        if self._trained is not None:
+            return self._trained.tokens
+        if self.progress is None or self._lease is None:
+            return 0
+        samples = self.progress.inner_step * self.settings.samples_per_lease // self.settings.inner_steps
+        return min(samples, sample_count(self._lease)) * self.settings.tokens_per_sample
+
+    def _end_work(self, entry: Header | None = None) -> None:
+        """What we have trained is in this entry, or void."""
+        if entry is None or not entry.tokens_of(self.me):
+            self._lose("work", self._work, f"no entry after {self.log.position} takes what we have trained")
+        self._lease = self._trained = self.progress = None
+
+    def _drop_work(self, entry: Header | None = None) -> None:
+        """We go on without the work in hand, which may be in this entry."""
         if self.is_training:
             self._emit(StopTraining())
-        self._lease = self._trained = self.progress = None
+        self._end_work(entry)
         self._is_kept = False
         self._forget_round()
+
+    def _lose(self, what: str, tokens: int, reason: str) -> None:
+        if tokens:
+            self._emit(TokensLost(what, tokens, reason))
 
     def _forget_round(self) -> None:
         """Nothing of the present position's round matters any more."""

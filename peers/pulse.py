@@ -14,11 +14,15 @@ from peers.peer import Peer
 from peers.states import SHOWN_AS
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
+SHARE_FOR_SILENCE = 0.25
+"""Of a heartbeat's expiry, how long a beat may wait for a DHT node that is silent. A beat has two such waits at most,
+and others must still see it in time: one machine that is frozen must not make all others deaf to each other."""
 
 
 class PulseTransport(Protocol):
     addresses: tuple[str, ...]
 
+    def expect_answers_within(self, seconds: float) -> None: ...
     async def refresh_addresses(self) -> tuple[str, ...]: ...
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     async def publish(self, heartbeat: bytes, run_id: str) -> bool: ...
@@ -43,6 +47,7 @@ class Pulse:
         self._sequence = 0
         self._beats = 0
         self._connected: set[str] = set()
+        transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
     async def beat(self) -> tuple[Heartbeat, ...]:
         """Publish ours; returns the newest of every peer, and begins to connect to those that are new."""

@@ -41,6 +41,8 @@ class RunSettings:
     timing: Timing = Timing()
     staleness: int = 1
     """Entries that a peer may miss and still contribute what it trained meanwhile."""
+    snapshot_every: int = 8
+    """Entries from one snapshot to the next."""
 
     @property
     def empty_log(self) -> LogState:

@@ -18,7 +18,6 @@ from peers.events import (
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    Quantized,
     RateMeasured,
     ReduceChunk,
     ReducedArrived,
@@ -39,9 +38,11 @@ from peers.log import Header
 from peers.messages import Message
 from peers.peer import Peer
 from peers.settings import RunSettings
+from peers.snapshot_fetch import Offered, choose, lineage_of
+from peers.snapshots import Offer
 from peers.states import SHOWN_AS, State
 from peers.wire import digest_of
-from peers.workload import Progress, Trained
+from peers.workload import Progress, SnapshotError, Trained
 
 BLOCK_BYTES = 8
 
@@ -100,6 +101,7 @@ class SimulatedPeer:
         self.sequence = 0
         self.heartbeat: Heartbeat | None = None
         self._trained: Trained | None = None
+        self._frozen: tuple[Header | None, bytes] | None = None
         self._began_at = 0.0
 
     def time(self, now: float) -> float:
@@ -143,18 +145,16 @@ class SimulatedPeer:
             case Train(lease=lease, steps=steps):
                 tokens = world.settings.tokens_per_sample * sample_count(lease)
                 self._trained = Trained(lease, tokens, 1.0)
+                buffers.own = self.workload.contribution(self._trained)
                 world.soon(self, TrainingProgress(Progress(inner_step=1, loss=1.0, tokens_per_second=1.0)))
                 world.later(self, TrainingDone(self._trained), world.training_time(steps))
             case StopTraining():
                 self._trained = None
             case Stop():
                 world.farewell(self)
-            case OpenRound(round, contribute):
+            case OpenRound(round):
                 self._began_at = now
                 buffers.open(round.name)
-                if contribute and self._trained:
-                    buffers.own = self.workload.contribution(self._trained)
-                    world.soon(self, Quantized(round.name))
             case SendChunk():
                 if buffers.round(effect.round):
                     read = buffers.averaged if effect.reduced else buffers.contribution
@@ -169,8 +169,8 @@ class SimulatedPeer:
                 self._fetch_payload(header, donors)
             case Apply(header):
                 self._apply(header)
-            case FetchSnapshot(donor):
-                self._fetch_snapshot(donor)
+            case FetchSnapshot():
+                self._fetch_snapshot(effect)
             case _:
                 world.note(self.name, effect)
         return None
@@ -202,6 +202,8 @@ class SimulatedPeer:
             raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
         state = self.workload.apply(bytes(kept.data))
         self.world.recorded(self, header)
+        if (header.index + 1) % self.world.settings.snapshot_every == 0:
+            self._frozen = (header, state)
         self.world.soon(self, Applied(header, state))
 
     def _fetch_payload(self, header: Header, donors: tuple[str, ...]) -> None:
@@ -213,12 +215,28 @@ class SimulatedPeer:
                 return
         self.world.soon(self, PayloadNotFetched(header, "nobody has it"))
 
-    def _fetch_snapshot(self, donor: str) -> None:
-        self.world.note(self.name, "fetches the state of", donor)
-        for source in self.world.fetch_from(self, (donor,)):
-            if source.is_settled:
-                self.workload.state = source.workload.state
-                restored = SnapshotRestored(donor, source.peer.log.last, source.workload.state)
-                self.world.soon(self, restored, delays=5.0)
-                return
-        self.world.soon(self, SnapshotFailed(donor, "not there"))
+    def offered(self, least: int) -> Offered:
+        """The state frozen last, or the present one if that is older than `least`."""
+        if self._frozen is None or self.peer.log.at(self._frozen[0]).position.index < least:
+            self._frozen = (self.peer.log.last, self.workload.state)
+        last, state = self._frozen
+        offer = Offer.model_construct(last=last, bytes=0, state_digest=state, lineage=self.peer.lineage.heads)
+        return Offered(offer, self.peer.log.at(last).position, ())
+
+    def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:
+        self.world.note(self.name, "fetches a state of", fetch.donor)
+        donors = (fetch.donor, *fetch.others)
+        offered = {
+            source.name: source.offered(fetch.least)
+            for source in self.world.fetch_from(self, donors)
+            if source.is_settled
+        }
+        try:
+            chosen, _ = choose(offered, donors, fetch.least)
+        except SnapshotError as error:
+            self.world.soon(self, SnapshotFailed(fetch.donor, str(error)))
+            return
+        self.workload.state = chosen.offer.state_digest
+        self._frozen = (chosen.offer.last, chosen.offer.state_digest)
+        restored = SnapshotRestored(fetch.donor, *self._frozen, lineage_of(offered, donors))
+        self.world.soon(self, restored, delays=5.0)

@@ -1,136 +1,130 @@
-"""The state of one peer, pulled by joiners. Nothing is stored unchecked."""
+"""Snapshots of the outer state, as they are given to who joins: which there is, and its chunks."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Protocol
-from weakref import WeakValueDictionary
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol
 
-from peers.heartbeat import Heartbeat
-from peers.log import Header, LogState
-from peers.peer import Peer
-from peers.states import State
-from peers.streams import Buffer, RefusalError, Serve
-from peers.wire import Value, pack, unpack_from
-from peers.workload import SnapshotError, Workload
+from pydantic import Field
+
+from peers.download import PullTransport
+from peers.errors import RemoteProtocolError
+from peers.lineage import RECENT_ENTRIES
+from peers.log import Header
+from peers.memory_file import MemoryFile
+from peers.places import Places
+from peers.state_chunks import StateChunking
+from peers.streams import Buffer, RefusalError
+from peers.wire import Count, Digest, RunId, Value, pack, unpack_from
 
 SNAPSHOT = "snapshot"
-PULL_TIMEOUT = 3600.0  # seconds for one transfer; a stalled one ends much earlier, in the stream
-SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for a place, or for the donor to finish an outer step
-READERS = 4  # peers of the run that fetch our state at once; a slow one may hold 8 bytes a parameter of ours
-STRANGERS = 2  # besides, others: who exports the model has no heartbeat, nor has who only wants to keep us busy
+READERS = 8  # pulls of peers of the run that are served at once
+STRANGERS = 3  # besides, others: who exports the model has no heartbeat, nor has who only wants to keep us busy
+PULLS = 3  # of one peer at once
+IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
 
 
-class SnapshotHeader(Value):
-    """Where in the log a snapshot stands: the last header (None before the first), and the donor's word for it."""
+class SnapshotRequest(Value):
+    """Chunks [first, last) of the snapshot at `head`; without one: which there is, at index `least` or later."""
+
+    run: RunId
+    head: Digest | None
+    least: Count
+    first: Count
+    last: Count
+
+
+class Offer(Value):
+    """A donor's newest snapshot: the last entry in it (None: before the first), its bytes and its digest.
+
+    `lineage` are the digests of the donor's newest entries, oldest first, those after the snapshot included. The
+    digests of the snapshot's chunks come with it.
+    """
 
     last: Header | None
-    heartbeat: bytes
+    bytes: Count
+    state_digest: Digest
+    lineage: Annotated[tuple[Digest, ...], Field(max_length=RECENT_ENTRIES)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Snapshot:
-    """Packed theta and momentum; gone when nobody is sending it any more."""
+    """The state after entry `last`. Its memory is given back when nobody refers to it any more."""
 
-    data: bytes
+    last: Header | None
+    state_digest: bytes
+    chunk_digests: tuple[bytes, ...]
+    data: memoryview
+    used_at: float = field(default=-IN_USE)
 
+    @property
+    def index(self) -> int:
+        """Entries that are in it."""
+        return self.last.index + 1 if self.last else 0
 
-class PullTransport(Protocol):
-    async def pull(
-        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
-    ) -> tuple[bytes, bytearray]: ...
-    async def on_pull(self, name: str, serve: Serve) -> None: ...
-
-
-class Host(Protocol):
-    """The driver that snapshots are served for."""
-
-    async def until(self, condition: Callable[[Peer], bool]) -> None: ...
-    def signed_heartbeat(self) -> bytes: ...
-
-
-async def pull_snapshot(
-    transport: PullTransport, donor: str, log: LogState, limit: int
-) -> tuple[Header | None, bytes, bytes]:
-    """A donor's last header, the digest that it signed for its state there, and the snapshot, not yet held against it.
-
-    Raises: PeerUnreachableError, RemoteProtocolError, SnapshotError.
-    """
-    packed, snapshot = await transport.pull(donor, SNAPSHOT, b"", limit, PULL_TIMEOUT)
-    header = unpack_from(donor, SnapshotHeader, packed)
-    heartbeat = Heartbeat.verify(header.heartbeat, log.run)
-    theirs = log.at(header.last)
-    said = (heartbeat.peer, heartbeat.index, heartbeat.head, heartbeat.lineage_tokens)
-    if said != (donor, theirs.position.index, theirs.position.head, theirs.lineage_tokens):
-        raise SnapshotError("its header is not the one that the donor signed")
-    return header.last, heartbeat.state_digest, bytes(snapshot)
+    @property
+    def is_in_use(self) -> bool:
+        """Whether somebody is fetching it, as far as can be seen."""
+        return self.used_at > time.monotonic() - IN_USE
 
 
-class Snapshots:
-    """Serves and fetches for one peer. `state_lock` is held while theta and momentum change or are read."""
+@dataclass(eq=False)
+class FrozenSnapshot(Snapshot):
+    """In memory that another process may inherit."""
 
-    def __init__(self, peer: Peer, transport: PullTransport, workload: Workload, host: Host) -> None:
-        self._peer = peer
-        self._transport = transport
-        self._workload = workload
-        self._host = host
-        self.state_lock = asyncio.Lock()
-        self._snapshots: WeakValueDictionary[bytes, Snapshot] = WeakValueDictionary()  # by head of the log
-        self._readers: set[str] = set()
-        self._places = asyncio.Semaphore(READERS)
-        self._places_for_strangers = asyncio.Semaphore(STRANGERS)
+    memory: MemoryFile = field(kw_only=True)
 
-    async def serve(self) -> None:
-        await self._transport.on_pull(SNAPSHOT, self._serve)
 
-    async def fetch(self, donor: str) -> tuple[Header | None, bytes]:
-        """Take over the donor's state. Returns its last header and the state digest.
+class SnapshotSource(Protocol):
+    """Whoever has snapshots of one run."""
 
-        Raises: PeerUnreachableError, RemoteProtocolError, SnapshotError; our state is then as it was.
-        """
-        limit = self._workload.snapshot_limit
-        header, state_digest, snapshot = await pull_snapshot(self._transport, donor, self._peer.log, limit)
-        async with self.state_lock:
-            await self._workload.restore(snapshot, state_digest)
-        return header, state_digest
+    @property
+    def lineage(self) -> tuple[bytes, ...]: ...
+    def is_member(self, peer: str) -> bool: ...
+    async def newest(self, least: int) -> Snapshot:
+        """At index `least` or later. Raises: RefusalError when there is none."""
+
+    def held(self, head: bytes) -> Snapshot | None:
+        """The one at a head of the log."""
+
+
+async def serve_snapshots(transport: PullTransport, sources: Mapping[str, SnapshotSource]) -> None:
+    """Give the snapshots of these runs to who asks, from now on."""
+    places, places_for_strangers = Places(READERS, PULLS), Places(STRANGERS, PULLS)
 
     @asynccontextmanager
-    async def _serve(self, sender: str, request: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
-        """Our state and where in the log it stands. Its memory is held until the context ends."""
-        if sender in self._readers:
-            raise RefusalError("another copy is on its way to you")
-        places = self._places if self._peer.is_live(sender) else self._places_for_strangers
-        async with AsyncExitStack() as stack:
-            self._readers.add(sender)
-            stack.callback(self._readers.discard, sender)
-            try:
-                async with asyncio.timeout(SETTLE_TIMEOUT):
-                    await stack.enter_async_context(places)
-            except TimeoutError:
-                raise RefusalError("too many fetch this state now") from None
-            header, snapshot = await self._settled_snapshot()
-            yield header, snapshot.data
+    async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
+        request = unpack_from(sender, SnapshotRequest, packed)
+        source = sources.get(request.run)
+        if source is None:
+            raise RefusalError(f"run {request.run} is not here")
+        async with (places if source.is_member(sender) else places_for_strangers).one_for(sender):
+            if request.head is None:
+                yield await _offer(source, request.least)
+                return
+            snapshot = source.held(request.head)
+            if snapshot is None:
+                raise RefusalError("that snapshot is not here any more")
+            chunking = StateChunking(len(snapshot.data))
+            if not request.first < request.last <= chunking.count:
+                raise RemoteProtocolError(sender, f"there are no chunks {request.first} to {request.last}")
+            start, stop = chunking.bounds(request.first, request.last)
+            snapshot.used_at = time.monotonic()
+            yield b"", snapshot.data[start:stop]
+            snapshot.used_at = time.monotonic()
 
-    async def _settled_snapshot(self) -> tuple[bytes, Snapshot]:
-        """Once no outer step is under way. Whoever fetches the state at one position shares one copy."""
-        while True:
-            try:
-                async with asyncio.timeout(SETTLE_TIMEOUT):
-                    await self._host.until(_settled)
-            except TimeoutError:
-                raise RefusalError("no settled state to give") from None
-            async with self.state_lock:
-                if _settled(self._peer):  # an outer step may have begun while we waited for the lock
-                    header = SnapshotHeader(last=self._peer.log.last, heartbeat=self._host.signed_heartbeat())
-                    head = self._peer.log.position.head
-                    snapshot = self._snapshots.get(head) or Snapshot(await self._workload.snapshot())
-                    self._snapshots[head] = snapshot
-                    return pack(header), snapshot
+    await transport.on_pull(SNAPSHOT, serve, gives_way=True)
 
 
-def _settled(peer: Peer) -> bool:
-    """Whether theta and momentum are those of the position in the log."""
-    return peer.state not in (State.APPLYING, State.FETCHING)
+async def _offer(source: SnapshotSource, least: int) -> tuple[bytes, bytes]:
+    snapshot = await source.newest(least)
+    offer = Offer(
+        last=snapshot.last,
+        bytes=len(snapshot.data),
+        state_digest=snapshot.state_digest,
+        lineage=source.lineage,
+    )
+    return pack(offer), b"".join(snapshot.chunk_digests)

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.throttle import UNLIMITED, Throttle
+from peers.throttle import UNLIMITED, GivingWay, Throttle
 from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -192,6 +192,10 @@ class Channel:
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 if await self._reader.read(1):
                     raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")
+
+    def give_way(self, is_free: asyncio.Event) -> None:
+        """From now on send data while the event is set, and else slowly."""
+        self._upload = GivingWay(self._upload, is_free)
 
     def close(self) -> None:
         self._writer.close()

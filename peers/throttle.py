@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 PIECE = 1 << 18  # bytes that are let through at once
@@ -50,6 +51,22 @@ class Throttle:
 
 
 UNLIMITED = Throttle(None)
+PATIENCE = 5.0  # seconds for which one piece gives way: its reader must not take us for dead
+
+
+class GivingWay(Throttle):
+    """Lets bytes through when nothing more important is under way, or after waiting long for that."""
+
+    def __init__(self, throttle: Throttle, is_free: asyncio.Event) -> None:
+        self.piece = throttle.piece
+        self._throttle = throttle
+        self._is_free = is_free
+
+    async def take(self, count: int) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                await self._is_free.wait()
+        await self._throttle.take(count)
 
 
 class RateMeter:

@@ -33,8 +33,8 @@ def _details(message: Message) -> str:
             return f"round {round.name}, lost {round.lost}"
         case Adopt(held=held, holders=holders):
             return f"{_held(held)} from {holders}"
-        case Waiting(chunks=count, missing=missing):
-            return f"{count} chunks, missing {missing}"
+        case Waiting(missing=missing):
+            return f"for {missing}"
         case Holding(chunks=mask):
             return str(chunks_in(mask))
         case Want(reduced=reduced, own=own):

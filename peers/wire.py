@@ -107,9 +107,9 @@ def unpack(kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> Value
     return from_plain(kind, decode(data, limit))
 
 
-def unpack_from(peer: str, kind: type[ValueT], data: bytes) -> ValueT:
+def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
     """What `peer` sent as a checked model. Raises: RemoteProtocolError."""
     try:
-        return unpack(kind, data)
+        return unpack(kind, data, limit)
     except WireError as error:
         raise RemoteProtocolError(peer, str(error)) from error

@@ -34,8 +34,8 @@ class Workload(Protocol):
     """The state machine that the log drives: theta, momentum and the worker behind them.
 
     A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
-    momentum and may run beside anything, `copy_state` beside `train` and `reduce`, and `apply` beside `train` once it has
-    reported progress; other calls are never concurrent.
+    momentum and may run beside anything, `copy_state` beside `train` and `reduce`, and `apply` beside `train` once it
+    has reported progress; other calls are never concurrent.
     """
 
     @property

@@ -77,6 +77,7 @@ PROTOCOL = (
     "joining",
     "leader",
     "leases",
+    "lineage",
     "log",
     "membership",
     "messages",

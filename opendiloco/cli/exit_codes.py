@@ -14,6 +14,7 @@ EXIT_CODES: dict[int, str] = {
     8: "training failed: the worker died, or a loss or weight is not finite",
     9: "a checkpoint is missing, damaged, or of another run",
     10: "a remote folder cannot be used: its URL, the package for it, or its credentials",
+    11: "a log whose headers, payloads or states are not what its digests say",
     70: "the protocol was broken: a bug, ours or a peer's",
     130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
 }

@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "join": "opendiloco.cli.join",
     "status": "opendiloco.cli.status",
     "export": "opendiloco.cli.export",
+    "log": "opendiloco.cli.log",
     "kernels": "opendiloco.cli.kernels",
 }
 """Each command in the order of `--help`, and the module that has it under the name `command`."""

@@ -63,7 +63,7 @@ THIS_MACHINE = "this machine"
     metavar="N",
     default=2,
     show_default=True,
-    help="Keep the newest N checkpoints; each takes 8 bytes a parameter.",
+    help="Keep the newest N checkpoints, each of 8 bytes a parameter, and the log since; 0: nothing.",
 )
 @click.option(
     "--keep-every",
@@ -146,7 +146,7 @@ def command(
             plan = Plan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             async with (
-                volunteering(found, key, transport, device, threads) as volunteer,
+                volunteering(found, key, transport, device, threads, folder if keep else None) as volunteer,
                 Checkpointer(plan) as checkpointer,
             ):
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)

@@ -30,6 +30,9 @@ COMMANDS = [
     ["join"],
     ["status"],
     ["export"],
+    ["log"],
+    ["log", "show"],
+    ["log", "verify"],
     ["kernels"],
 ]
 

@@ -60,6 +60,23 @@ def test_adamw_goes_on_where_it_was_while_theta_starts_afresh(small_config: RunC
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
+def test_who_joins_in_the_middle_begins_with_small_steps(small_config: RunConfig) -> None:
+    """AdamW's first step is as large as its learning rate, whatever the gradient."""
+    lease, moved = (SampleRange(0, 2),), []
+    rewarmup_steps = small_config.inner_optimizer.rewarmup_steps
+    for index, past in ((0, 0), (5, 0), (5, rewarmup_steps)):
+        replica, theta = make_replica(small_config)
+        for _ in range(past):
+            replica.train(theta, 5, lease, 1)
+        after = np.empty_like(theta)
+        replica.train(theta, index, lease, 1)
+        replica.store(after)
+        moved.append(float(np.abs(after - theta).max()))
+    from_the_start, fresh, warmed_up = moved
+    assert fresh < from_the_start / 2
+    assert warmed_up > 3 * fresh
+
+
 def test_training_learns_and_can_be_stopped_after_any_step(small_config: RunConfig) -> None:
     replica, theta = make_replica(small_config)
     seen: list[tuple[int, float, int]] = []

@@ -17,7 +17,17 @@ from peers import driver as driver_module
 from peers.buffers import Payload, RoundBuffers
 from peers.driver import Driver, Transport
 from peers.errors import DilocoPeerError, LocalProtocolError
-from peers.events import Apply, ContributionArrived, OpenRound, Received, ReduceChunk, ReducedArrived, Train
+from peers.events import (
+    Apply,
+    ContributionArrived,
+    OpenRound,
+    Received,
+    ReduceChunk,
+    ReducedArrived,
+    SendChunk,
+    TokensLost,
+    Train,
+)
 from peers.identity import Identity
 from peers.leases import SampleRange
 from peers.messages import Abort, Accuse, Attempt, Commit, Complete, Message, unpack_message
@@ -63,6 +73,9 @@ class SlowTransport(FakeTransport):
         self.streaming: Counter[tuple[str, Attempt]] = Counter()
         self.donors: dict[str, SlowTransport] = {}
         self.too_large = False
+
+    def expect_answers_within(self, seconds: float) -> None:
+        pass  # everybody answers at once
 
     @property
     def streams(self) -> set[tuple[str, Attempt]]:
@@ -146,8 +159,9 @@ class DriverOf(Driver):
     def carry_on(self, rig: Rig) -> None:
         """Begin what the rig's last event asked for."""
         for effect in rig.effects:
-            if isinstance(effect, OpenRound):
+            if isinstance(effect, OpenRound | SendChunk):
                 self._carry_out(effect)
+        self._follow_round()
 
     @property
     def round(self) -> Attempt:
@@ -400,6 +414,19 @@ def test_an_entry_whose_payload_is_not_here_is_not_applied(monkeypatch: pytest.M
     (error,) = caught.value.exceptions
     assert isinstance(error, LocalProtocolError)
     assert "payload of entry 1 is to be applied and not here" in str(error)
+
+
+def test_what_is_lost_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    before = counted("tokens_lost", what="entries")
+
+    async def scenario() -> None:
+        async with driving(at_second(), monkeypatch) as (driver, _):
+            driver._carry_out(TokensLost("entries", 300, "our entries from 7 on are not in the lineage of a"))
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert counted("tokens_lost", what="entries") == before + 300
+    assert "300 tokens that we trained are lost: our entries from 7 on are not in the lineage of a" in caplog.messages
 
 
 def test_a_message_too_large_to_be_sent_is_named_and_nothing_ends(

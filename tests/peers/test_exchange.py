@@ -22,7 +22,6 @@ from peers.events import (
     Effect,
     OpenRound,
     PayloadAssembled,
-    Quantized,
     ReduceChunk,
     ReducedArrived,
     Send,
@@ -85,11 +84,10 @@ def arrived(sender: str, chunk: int, absent: str = "") -> ReducedArrived:
 # Nobody is lost ------------------------------------------------------------------------------------------------
 def test_three_members_the_whole_way() -> None:
     exchange = exchange_of("b")
-    assert exchange.open() == [OpenRound(exchange.round, contribute=True)]
+    assert exchange.open() == [OpenRound(exchange.round), own("a", 0), own("c", 2)]
     assert exchange.missing() == ("a", "c")
     table: list[tuple[ExchangeEvent, list[Effect]]] = [
         (ContributionArrived(AT, "c", 1), []),
-        (Quantized(AT), [own("a", 0), own("c", 2)]),
         (ChunkSent(AT, "a", 0, reduced=False), []),
         (arrived("c", 2), []),
         (ContributionArrived(AT, "a", 1), [reduce(1, "abc")]),
@@ -105,7 +103,7 @@ def test_three_members_the_whole_way() -> None:
     for event, effects in table:
         assert exchange.handle(event) == effects, event
     assert exchange.payload == PAYLOAD
-    assert (exchange.chunks_here, exchange.missing(), exchange.missed()) == (3, (), {})
+    assert (len(exchange._here), exchange.missing(), exchange.missed()) == (3, (), {})
     assert exchange.repeat() == []
 
 
@@ -113,7 +111,8 @@ def test_three_members_the_whole_way() -> None:
 def test_what_did_not_arrive_is_sent_again_when_asked_and_not_before(reduced: bool) -> None:
     exchange = exchange_of("b")
     sent = average("c", 1) if reduced else own("c", 2)
-    for event in (Quantized(AT), ContributionArrived(AT, "a", 1), ContributionArrived(AT, "c", 1), arrived("b", 1)):
+    exchange.open()
+    for event in (ContributionArrived(AT, "a", 1), ContributionArrived(AT, "c", 1), arrived("b", 1)):
         exchange.handle(event)
     assert exchange.repeat() == [], "it is under way"
     assert exchange.handle(ChunksUnsent(AT, "c", (sent.chunk,), reduced)) == []
@@ -123,7 +122,7 @@ def test_what_did_not_arrive_is_sent_again_when_asked_and_not_before(reduced: bo
 
 def test_missing_names_who_holds_us_up() -> None:
     exchange = exchange_of("b")
-    exchange.handle(Quantized(AT))
+    exchange.open()
     exchange.handle(ContributionArrived(AT, "a", 1))
     exchange.handle(arrived("a", 0))
     assert exchange.missing() == ("c",)
@@ -149,7 +148,8 @@ def test_a_sender_hears_whether_it_is_rid_of_a_chunk() -> None:
     exchange = exchange_of("b")
     assert not exchange.is_done_with("a", 1, reduced=False)
     assert not exchange.is_done_with("a", 0, reduced=True)
-    for event in (Quantized(AT), ContributionArrived(AT, "a", 1), arrived("a", 0)):
+    exchange.open()
+    for event in (ContributionArrived(AT, "a", 1), arrived("a", 0)):
         exchange.handle(event)
     assert exchange.is_done_with("a", 1, reduced=False)
     assert not exchange.is_done_with("c", 1, reduced=False)
@@ -170,16 +170,16 @@ def test_somebody_must_be_in_an_average() -> None:
 
 def test_alone_it_reduces_its_own() -> None:
     exchange = exchange_of("a", "a")
-    assert exchange.handle(Quantized(AT)) == [reduce(0, "a")]
+    assert exchange.open() == [OpenRound(exchange.round), reduce(0, "a")]
     assert exchange.handle(arrived("a", 0)) == [AssemblePayload(AT)]
 
 
 def test_who_has_trained_nothing_sends_nothing_and_gets_the_average() -> None:
     idle = Exchange("c", AT, round_among("abc", idle="c"))
-    assert idle.open() == [OpenRound(idle.round, contribute=False)]
+    assert idle.open() == [OpenRound(idle.round)]
     assert idle.missing() == ("a", "b")
     other = Exchange("a", AT, round_among("abc", idle="c"))
-    assert other.handle(Quantized(AT)) == [own("b", 1)]
+    assert other.open() == [OpenRound(other.round), own("b", 1)]
     assert not other.wants_contribution("c", 0)
     assert other.handle(ContributionArrived(AT, "b", 0)) == [reduce(0, "ab")]
     assert other.handle(arrived("a", 0)) == [average("b", 0), average("c", 0)]
@@ -191,13 +191,14 @@ def test_who_has_trained_nothing_sends_nothing_and_gets_the_average() -> None:
 def test_who_trained_on_a_slow_link_contributes_and_reduces_nothing() -> None:
     shares = [member("a", 60, 80), member("b", 80, 100)]
     exchange = Exchange("b", AT, round_of(AT, shares, chunks=[2, 0]))
-    assert exchange.handle(Quantized(AT)) == [own("a", 0), own("a", 1)]
+    assert exchange.open() == [OpenRound(exchange.round), own("a", 0), own("a", 1)]
     assert exchange.missing() == ("a",)
 
 
 def test_blocks_that_turn_out_bad_are_waited_for_again() -> None:
     exchange = exchange_of("b")
-    for event in (Quantized(AT), ContributionArrived(AT, "a", 1), ContributionArrived(AT, "c", 1)):
+    exchange.open()
+    for event in (ContributionArrived(AT, "a", 1), ContributionArrived(AT, "c", 1)):
         exchange.handle(event)
     assert exchange.handle(BadBlocks(AT, "c", 1, "codes add up to nothing")) == []
     assert exchange.wants_contribution("c", 1)
@@ -207,7 +208,7 @@ def test_blocks_that_turn_out_bad_are_waited_for_again() -> None:
 # A sender is lost ----------------------------------------------------------------------------------------------
 def test_blocks_of_the_lost_that_arrived_count() -> None:
     exchange = exchange_of("b")
-    exchange.handle(Quantized(AT))
+    exchange.open()
     exchange.handle(ContributionArrived(AT, "c", 1))
     loses(exchange, "c")
     assert exchange.handle(ContributionArrived(AT, "a", 1)) == [reduce(1, "abc")]
@@ -217,7 +218,7 @@ def test_blocks_of_the_lost_that_arrived_count() -> None:
 
 def test_blocks_of_the_lost_that_did_not_arrive_are_not_waited_for() -> None:
     exchange = exchange_of("b")
-    exchange.handle(Quantized(AT))
+    exchange.open()
     exchange.handle(ContributionArrived(AT, "a", 1))
     assert reduce(1, "ab", absent="c") in loses(exchange, "c")
     assert exchange.handle(arrived("b", 1, absent="c")) == [average("a", 1, absent="c")]
@@ -234,7 +235,7 @@ def test_how_much_is_missed_is_the_same_for_all_whoever_reduced() -> None:
 
 def test_the_lost_is_owed_nothing() -> None:
     exchange = exchange_of("b")
-    exchange.handle(Quantized(AT))
+    exchange.open()
     exchange.handle(ChunksUnsent(AT, "c", (2,), reduced=False))
     loses(exchange, "c")
     assert [effect for effect in exchange.repeat() if isinstance(effect, SendChunk)] == []
@@ -248,7 +249,7 @@ def test_nothing_is_taken_from_the_lost_any_more() -> None:
     loses(exchange, "c")
     assert not exchange.wants_contribution("c", 1)
     assert not exchange.wants_reduced("c", 2)
-    exchange.handle(Quantized(AT))
+    exchange.open()
     exchange.handle(ContributionArrived(AT, "a", 1))
     assert exchange.handle(ContributionArrived(AT, "c", 1)) == [], "it was on its way through the driver"
     assert exchange.handle(arrived("b", 1, absent="c")) == [average("a", 1, absent="c")]
@@ -256,8 +257,8 @@ def test_nothing_is_taken_from_the_lost_any_more() -> None:
 
 def test_an_average_under_way_is_not_begun_again() -> None:
     exchange = exchange_of("b")
-    for event in (Quantized(AT), ContributionArrived(AT, "a", 1)):
-        exchange.handle(event)
+    exchange.open()
+    exchange.handle(ContributionArrived(AT, "a", 1))
     assert exchange.handle(ContributionArrived(AT, "c", 1)) == [reduce(1, "abc")]
     assert [effect for effect in loses(exchange, "c") if isinstance(effect, ReduceChunk)] == []
 
@@ -292,11 +293,10 @@ def test_who_reduces_nothing_inherits_nothing() -> None:
     assert [effect.to for effect in loses(exchange, "c") if isinstance(effect, Send)] == ["a"]
 
 
-def heir(names: str = "abcd", quantized: bool = True) -> Exchange:
+def heir(names: str = "abcd") -> Exchange:
     """The peer a, which inherits the chunk of the last of `names`."""
     exchange = exchange_of("a", names)
-    if quantized:
-        exchange.handle(Quantized(AT))
+    exchange.open()
     assert loses(exchange, names[-1]) == []
     return exchange
 
@@ -331,13 +331,6 @@ def test_what_nobody_holds_is_averaged_anew() -> None:
     assert exchange.handle(arrived("a", 3, absent="d")) == [average("b", 3, absent="d"), average("c", 3, absent="d")]
 
 
-def test_an_heir_that_has_not_quantized_yet_averages_when_it_has() -> None:
-    exchange = heir("abc", quantized=False)
-    assert exchange.on_holding("b", holding()) == [want("b", own=[2])]
-    assert exchange.handle(ContributionArrived(AT, "b", 2)) == []
-    assert reduce(2, "ab", absent="c") in exchange.handle(Quantized(AT))
-
-
 def test_nothing_is_averaged_before_all_have_said_what_they_hold() -> None:
     """Else a chunk that somebody holds already would get a second value."""
     exchange = heir()
@@ -362,7 +355,7 @@ def test_only_the_first_report_of_a_member_of_this_attempt_counts() -> None:
 def test_the_heir_dies_too() -> None:
     """Whom its own chunks and the inherited ones fall to starts from what is held then."""
     exchange = exchange_of("b", "abcd")
-    exchange.handle(Quantized(AT))
+    exchange.open()
     exchange.handle(ContributionArrived(AT, "a", 1))
     assert loses(exchange, "d") == [Send("a", holding())]
     exchange.handle(arrived("a", 3, absent="d"))
@@ -376,7 +369,7 @@ def test_the_heir_dies_too() -> None:
 
 def test_the_last_one_left_averages_what_is_missing_from_its_own_blocks() -> None:
     exchange = exchange_of("c")
-    exchange.handle(Quantized(AT))
+    exchange.open()
     exchange.handle(ContributionArrived(AT, "a", 2))
     exchange.handle(arrived("b", 1))
     effects = loses(exchange, "ab")
@@ -388,7 +381,7 @@ def test_the_last_one_left_averages_what_is_missing_from_its_own_blocks() -> Non
 
 def test_a_member_answers_what_the_heir_asks() -> None:
     exchange = exchange_of("b", "abcd")
-    exchange.handle(Quantized(AT))
+    exchange.open()
     exchange.handle(ChunkSent(AT, "d", 3, reduced=False))
     loses(exchange, "d")
     assert exchange.on_want("a", wanted(own=[3])) == [own("a", 3)]
@@ -414,25 +407,22 @@ def test_a_member_answers_what_the_heir_asks() -> None:
 )
 def test_nobody_else_may_ask(sender: str, ask: Want) -> None:
     exchange = exchange_of("b", "abcd")
-    exchange.handle(Quantized(AT))
+    exchange.open()
     exchange.handle(arrived("c", 2))
     loses(exchange, "d")
     assert exchange.on_want(sender, ask) == []
 
 
-def test_blocks_are_not_sent_before_they_are_quantized() -> None:
-    exchange = exchange_of("b")
+def test_who_has_trained_nothing_has_no_blocks_to_give() -> None:
+    exchange = Exchange("b", AT, round_among("abc", idle="b"))
     loses(exchange, "c")
     assert exchange.on_want("a", wanted(own=[2])) == []
-    assert exchange.handle(Quantized(AT)) == [own("a", 0)], "the lost chunk is sent when it is asked for"
-    assert exchange.on_want("a", wanted(own=[2])) == [own("a", 2)]
 
 
 def test_who_enters_late_reports_that_it_holds_nothing() -> None:
     """The first Begin that reaches it may name somebody lost already."""
     exchange = Exchange("b", SECOND, round_among("abc", lost="c"))
-    assert exchange.open() == [OpenRound(exchange.round, contribute=True), Send("a", holding())]
-    assert exchange.handle(Quantized(AT)) == [own("a", 0)]
+    assert exchange.open() == [OpenRound(exchange.round), Send("a", holding()), own("a", 0)]
     assert exchange.missing() == ("a",)
 
 
@@ -469,7 +459,7 @@ class Circle:
     def do(self, name: str, effect: Effect) -> None:
         match effect:
             case OpenRound():
-                self.later(name, lambda: self.handle(name, Quantized(AT)))
+                pass
             case Send(to, message):
                 assert isinstance(message, Holding | Want)
                 self.later(name, lambda: self.tell(name, to, message))

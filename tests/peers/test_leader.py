@@ -9,7 +9,7 @@ import pytest
 
 from peers.election import ATTEMPT_LEAP
 from peers.events import Dropped, Effect
-from peers.gathering import OVERTAKING_LIMIT
+from peers.gathering import HOPELESS, OVERTAKING_LIMIT
 from peers.leader import MARGIN, Leader
 from peers.leases import SampleRange
 from peers.log import LogState, _grants
@@ -46,6 +46,8 @@ from tests.peers.builders import (
 
 LOG = first_log()
 OTHER = digest_of(b"another payload")
+STEP = TIMING.heartbeat
+"""Seconds between two ticks, if nothing else is to be seen."""
 ROSTER = (member("a", 60, 80), member("b", 80, 100), member("c", 100, 120))
 
 
@@ -65,8 +67,13 @@ class Lead:
         ]
 
     def tick(self, live: str = "bc", after: float = 0.0, left: Collection[str] = ()) -> list[Effect]:
+        """Time passes as on a machine that is awake."""
+        effects: list[Effect] = []
+        while after > STEP:
+            self.now, after = self.now + STEP, after - STEP
+            effects += self.leader.tick(self.now, beats(self.log, live), left)
         self.now += after
-        return self.leader.tick(self.now, beats(self.log, live), left)
+        return effects + self.leader.tick(self.now, beats(self.log, live), left)
 
     def begun(self, names: str = "abc", live: str = "bc", **changes: Any) -> Begin:
         self.ready(names, **changes)
@@ -85,7 +92,7 @@ class Lead:
         return effects
 
     def waiting(self, peer: str, running: Begin | Adopt, missing: str) -> list[Effect]:
-        return self.leader.on_waiting(peer, Waiting(attempt=running.attempt, missing=tuple(missing), chunks=0))
+        return self.leader.on_waiting(peer, Waiting(attempt=running.attempt, missing=tuple(missing)))
 
     def accuse(self, peer: str, running: Begin | Adopt, accused: str) -> list[Effect]:
         accuse = Accuse(attempt=running.attempt, accused=accused, reason="code -128")
@@ -156,6 +163,31 @@ def test_a_minority_waits_for_the_partition_grace() -> None:
     lead.ready("a")
     assert lead.tick(live="", after=TIMING.partition_grace - 1) == []
     assert [peer for peer, _ in sends(lead.tick(live="", after=1), Begin)] == ["a"]
+
+
+def test_a_majority_that_still_trains_is_no_partition() -> None:
+    """Regression: who was a partition grace faster than the others went on alone."""
+    lead = Lead()
+    lead.ready("a")
+    assert lead.tick(live="bc", after=3 * TIMING.partition_grace) == []
+    assert lead.tick(live="", after=TIMING.partition_grace - 1) == []
+    assert [peer for peer, _ in sends(lead.tick(live="", after=1 + STEP), Begin)] == ["a"]
+
+
+def test_who_seems_to_train_for_ever_is_not_waited_for() -> None:
+    lead = Lead()
+    lead.ready("a")
+    assert sends(lead.tick(live="bc", after=HOPELESS * TIMING.partition_grace), Begin)
+
+
+def test_who_was_stopped_for_long_does_not_go_on_alone_at_once() -> None:
+    """Regression: it had heard of nobody for so long, since it had not listened."""
+    lead = Lead()
+    lead.ready("a")
+    lead.tick()
+    lead.now += 2 * TIMING.partition_grace
+    assert lead.tick(live="") == []
+    assert sends(lead.tick(live="", after=TIMING.partition_grace), Begin)
 
 
 def test_polite_leavers_do_not_count() -> None:

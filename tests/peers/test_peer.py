@@ -26,7 +26,6 @@ from peers.events import (
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    Quantized,
     RateMeasured,
     ReducedArrived,
     SendChunk,
@@ -41,8 +40,8 @@ from peers.events import (
     Undelivered,
 )
 from peers.heartbeat import PeerState
-from peers.joining import RECENT_ENTRIES, REPLAY_LIMIT
 from peers.leases import PIECE_LIMIT, SampleRange
+from peers.lineage import RECENT_ENTRIES
 from peers.log import Header, LogState
 from peers.messages import (
     Abort,
@@ -149,7 +148,7 @@ IN_STATE: dict[State, Callable[[], Rig]] = {
 
 
 def fetching(rig: Rig) -> Rig:
-    rig.see(ahead_by(rig, REPLAY_LIMIT + 1))
+    rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
     assert rig.is_in(State.FETCHING)
     return rig
 
@@ -212,12 +211,11 @@ def test_a_whole_round_of_a_member() -> None:
     (say,) = sends(rig.do(TrainingDone(trained(rig.lease))), Ready)
     assert say == ("a", ready(LOG, "b", samples=rig.lease, incumbent=False))
     begin = rig.begin()
-    assert of(rig.hear("a", begin), OpenRound) == [OpenRound(begin.round, contribute=True)]
-    rig.do(Quantized(begin.attempt))
-    waiting = Waiting(attempt=attempt(LOG), missing=("a", "c"), chunks=0)
+    assert of(rig.hear("a", begin), OpenRound) == [OpenRound(begin.round)]
+    waiting = Waiting(attempt=attempt(LOG), missing=("a", "c"))
     assert sends(rig.tick(), Waiting) == [("a", waiting)]
     rig.do(ReducedArrived(begin.attempt, "c", 4, ()))
-    assert sends(rig.tick(), Waiting) == [("a", waiting.model_copy(update={"chunks": 1}))]
+    assert sends(rig.tick(), Waiting) == [("a", waiting)]
     effects = rig.do(PayloadAssembled(begin.attempt, PAYLOAD))
     complete = Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=())
     assert sends(effects, Complete) == [("a", complete)]
@@ -277,7 +275,6 @@ def test_only_the_transitions_in_the_table_are_possible() -> None:
 
 LATE = attempt(LOG, 99)
 LATE_NEWS: list[Event] = [
-    Quantized(LATE),
     ContributionArrived(LATE, "a", 2),
     BadBlocks(LATE, "a", 2, "code -128"),
     ReducedArrived(LATE, "a", 0, ()),
@@ -308,7 +305,7 @@ def test_late_news_of_training_is_void(state: State) -> None:
 
 # The table of transitions --------------------------------------------------------------------------------------
 def seen_far_ahead(rig: Rig) -> None:
-    rig.see(ahead_by(rig, REPLAY_LIMIT + 1))
+    rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
 
 
 def leaves_at_once(rig: Rig) -> None:
@@ -449,7 +446,7 @@ def test_a_later_attempt_replaces_the_one_we_are_in(state: State) -> None:
     rig = IN_STATE[state]()
     assert takes_part(rig, "a", rig.begin(2))
     assert rig.is_in(State.AVERAGING)
-    assert of(rig.effects, OpenRound) == [OpenRound(rig.begin(2).round, contribute=True)]
+    assert of(rig.effects, OpenRound) == [OpenRound(rig.begin(2).round)]
     assert not takes_part(rig, "a", rig.begin(1)), "that one is over"
 
 
@@ -601,14 +598,13 @@ def test_a_payload_averaged_between_two_attempts_is_held_in_the_next() -> None:
 # Somebody is lost ----------------------------------------------------------------------------------------------
 def test_a_revised_attempt_goes_on_with_the_round() -> None:
     rig = at_second().trained().averaging()
-    rig.do(Quantized(rig.attempt()))
     rig.do(ReducedArrived(rig.attempt(), "c", 4, ()))
     effects = rig.hear("a", rig.begin(2, lost="c", name=rig.attempt()))
     assert not of(effects, OpenRound), "what has arrived stays"
     assert sends(effects, Holding) == [("a", Holding(attempt=rig.attempt(2), chunks=chunk_set([4])))]
     assert rig.peer.exchange is not None
     assert rig.peer.exchange.round.remaining == ("a", "b")
-    assert sends(rig.tick(), Waiting)[0][1] == Waiting(attempt=rig.attempt(2), missing=("a",), chunks=1)
+    assert sends(rig.tick(), Waiting)[0][1] == Waiting(attempt=rig.attempt(2), missing=("a",))
 
 
 def test_what_is_held_in_an_unbroken_attempt_is_held_in_its_revision() -> None:
@@ -648,7 +644,6 @@ def test_who_lacks_in_how_many_chunks_is_said_and_in_the_header() -> None:
 
 def test_members_settle_what_becomes_of_a_lost_members_chunks() -> None:
     rig = leading()
-    rig.do(Quantized(rig.attempt()))
     rig.hear("c", Leaving(position=rig.peer.log.position, holds=False))
     at = rig.attempt(2)
     effects = rig.hear("b", Holding(attempt=at, chunks=chunk_set([4])))
@@ -750,7 +745,7 @@ BEHIND = pytest.mark.parametrize("state", [State.JOINING, State.TRAINING, State.
 
 
 @BEHIND
-@pytest.mark.parametrize("entries", range(1, REPLAY_LIMIT + 1))
+@pytest.mark.parametrize("entries", range(1, SETTINGS.snapshot_every + 1))
 def test_who_is_a_few_entries_behind_asks_what_followed(state: State, entries: int) -> None:
     rig = IN_STATE[state]()
     effects = rig.see(ahead_by(rig, entries))
@@ -762,8 +757,8 @@ def test_who_is_a_few_entries_behind_asks_what_followed(state: State, entries: i
 @BEHIND
 def test_who_is_far_behind_takes_a_snapshot(state: State) -> None:
     rig = IN_STATE[state]()
-    effects = rig.see(ahead_by(rig, REPLAY_LIMIT + 1))
-    assert of(effects, FetchSnapshot) == [FetchSnapshot("c")]
+    effects = rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
+    assert of(effects, FetchSnapshot) == [FetchSnapshot("c", ("a",), rig.peer.log.position.index + 1)]
     assert bool(of(effects, StopTraining)) is (state is State.TRAINING)
     assert not sends(effects, Inquire)
 
@@ -819,7 +814,9 @@ def test_a_payload_that_is_not_to_be_had_ends_in_a_snapshot() -> None:
     header = rig.peer._replaying
     assert header is not None
     log = rig.peer.log
-    assert of(rig.do(PayloadNotFetched(header, "all are busy")), FetchSnapshot) == [FetchSnapshot("c")]
+    assert of(rig.do(PayloadNotFetched(header, "all are busy")), FetchSnapshot) == [
+        FetchSnapshot("c", ("a",), rig.peer.log.position.index + 1)
+    ]
     assert rig.peer.log == log
 
 
@@ -917,7 +914,7 @@ def test_the_recent_log_is_as_long_as_anybody_can_need_and_not_endless() -> None
         rig.do(Applied(header, STATE))
         passed.append(rig.peer.log.position)
     assert not sends(rig.hear("c", Inquire(position=LOG.position)), Commit)
-    for position in passed[-REPLAY_LIMIT - 1 : -1]:
+    for position in passed[-SETTINGS.snapshot_every - 1 : -1]:
         assert sends(rig.hear("c", Inquire(position=position)), Commit)
 
 
@@ -945,7 +942,7 @@ def replays(rig: Rig) -> Rig:
 def newcomer() -> Rig:
     """Has fetched the state at a position where it may have been before."""
     rig = fetching(at_second())
-    rig.do(SnapshotRestored("c", ahead_by(rig, REPLAY_LIMIT + 1).last, STATE))
+    rig.do(SnapshotRestored("c", ahead_by(rig, SETTINGS.snapshot_every + 1).last, STATE))
     return rig
 
 
@@ -980,7 +977,7 @@ def test_the_heavier_lineage_wins_and_the_smaller_digest_among_equals() -> None:
 
 def test_a_fetched_state_leads_to_a_lease() -> None:
     rig = fetching(at_second())
-    theirs = ahead_by(rig, REPLAY_LIMIT + 1)
+    theirs = ahead_by(rig, SETTINGS.snapshot_every + 1)
     effects = rig.do(SnapshotRestored("c", theirs.last, OTHER))
     assert rig.peer.log.position == theirs.position
     assert rig.is_in(State.JOINING)
@@ -992,7 +989,8 @@ def test_a_failed_donor_is_not_asked_again_for_a_while() -> None:
     rig = fetching(at_second())
     rig.do(SnapshotFailed("c", "gone"))
     assert rig.is_in(State.JOINING)
-    assert of(rig.tick(), FetchSnapshot) == [FetchSnapshot("a")]
+    [fetch] = of(rig.tick(), FetchSnapshot)
+    assert fetch.donor == "a"
 
 
 @pytest.mark.parametrize("how", ["restored", "failed"])
@@ -1083,7 +1081,7 @@ def test_an_unreachable_member_that_is_heard_again_is_not_gone() -> None:
     rig = leading()
     rig.do(Undelivered("c"))
     rig.tick(0.0)
-    rig.hear("c", Waiting(attempt=rig.attempt(), missing=("b",), chunks=0))
+    rig.hear("c", Waiting(attempt=rig.attempt(), missing=("b",)))
     rig.see(others="b", state=PeerState.AVERAGING)
     assert not sends(rig.tick(TIMING.heartbeat), Begin)
 
@@ -1256,7 +1254,7 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
         Adopt(attempt=which, held=held, holders=draw.choice([("a",), ("z", "b")])),
         Holding(attempt=which, chunks=mask),
         Want(attempt=which, reduced=mask, own=draw.choice([b"", mask])),
-        Waiting(attempt=which, missing=("a", "z"), chunks=number),
+        Waiting(attempt=which, missing=("a", "z")),
         Accuse(attempt=which, accused=draw.choice("abz"), reason="x"),
         Complete(attempt=which, payload=digest, missed=missed),
         Commit(header=header),
@@ -1308,7 +1306,6 @@ def exchange_event(name: Attempt, rig: Rig, draw: random.Random) -> Event:
     exchange, chunk, sender = rig.peer.exchange, draw.randrange(SIZE.chunks), draw.choice("abc")
     assert exchange is not None
     events: list[Event] = [
-        Quantized(name),
         ChunkSent(name, sender, chunk, True),
         ChunksUnsent(name, sender, (0, 1), True),
     ]
@@ -1316,7 +1313,7 @@ def exchange_event(name: Attempt, rig: Rig, draw: random.Random) -> Event:
         events += [ContributionArrived(name, sender, chunk), BadBlocks(name, sender, chunk, "x")]
     if exchange.wants_reduced(sender, chunk):
         events.append(ReducedArrived(name, sender, chunk, draw.choice([(), ("c",), ("a", "b")])))
-    if exchange.chunks_here == SIZE.chunks or draw.random() < 0.2:
+    if len(exchange._here) == SIZE.chunks or draw.random() < 0.2:
         events.append(PayloadAssembled(name, draw.choice([PAYLOAD, OTHER])))
     return draw.choice(events)
 

@@ -27,6 +27,10 @@ class Network:
         self.published: list[Heartbeat] = []
         self.present: list[Heartbeat] = []
         self.connected: list[str] = []
+        self.patience = math.inf
+
+    def expect_answers_within(self, seconds: float) -> None:
+        self.patience = seconds
 
     async def refresh_addresses(self) -> tuple[str, ...]:
         self.asked += 1
@@ -62,6 +66,15 @@ def test_addresses_are_asked_for_now_and_then() -> None:
     asyncio.run(beats(network, new_peer(), REFRESH_BEATS + 1))
     assert network.asked == 2
     assert {heartbeat.addresses for heartbeat in network.published} == {(LATE,)}
+
+
+def test_a_silent_dht_node_does_not_use_up_a_beat() -> None:
+    """Regression: a beat was cut off while it still waited for one frozen machine, again and again; nobody heard of
+    anybody any more, and the run fell apart."""
+    network = Network()
+    asyncio.run(beats(network, new_peer(), 1))
+    waits = 2 * network.patience  # where to put ours, and where theirs are
+    assert waits + SETTINGS.timing.heartbeat < SETTINGS.timing.heartbeat_expiry
 
 
 def test_peers_that_are_gone_are_forgotten() -> None:

@@ -28,6 +28,7 @@ BLOCK = SIZE.bytes // SIZE.chunks
 GARBAGE = b"garbage!" * (BLOCK // 8)
 DONOR = Identity.generate()
 RESTORED = digest_of(b"restored")
+BEFORE = (digest_of(b"the entry before"),)
 
 
 class FakeTransport:
@@ -129,8 +130,11 @@ def signed(peer: Peer, **changes: Any) -> bytes:
 
 
 def answer(rig: Rig, **changes: object) -> tuple[bytes, bytearray]:
-    packed = SnapshotHeader(last=rig.peer.log.last, heartbeat=signed(rig.peer, **changes))
-    return pack(packed), bytearray(b"restored")
+    return pack(header_of(rig, **changes)), bytearray(b"restored")
+
+
+def header_of(rig: Rig, **changes: object) -> SnapshotHeader:
+    return SnapshotHeader(last=rig.peer.log.last, before=BEFORE, heartbeat=signed(rig.peer, **changes))
 
 
 def test_a_snapshot_is_what_its_donor_signed() -> None:
@@ -138,7 +142,7 @@ def test_a_snapshot_is_what_its_donor_signed() -> None:
         transport, donor = FakeTransport(), at_second()
         transport.answer = answer(donor, state_digest=RESTORED)
         fetched = await pull_snapshot(transport, DONOR.peer_id, LOG, 100)
-        assert fetched == (donor.peer.log.last, RESTORED, b"restored")
+        assert fetched == (header_of(donor, state_digest=RESTORED), RESTORED, b"restored")
 
     asyncio.run(scenario())
 
@@ -168,7 +172,9 @@ def test_a_snapshot_signed_by_another_is_refused() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("packed", [b"", b"nonsense", pack(SnapshotHeader(last=None, heartbeat=b"nonsense"))])
+@pytest.mark.parametrize(
+    "packed", [b"", b"nonsense", pack(SnapshotHeader(last=None, before=(), heartbeat=b"nonsense"))]
+)
 def test_a_snapshot_without_a_header_is_the_donors_mistake(packed: bytes) -> None:
     async def scenario() -> None:
         transport = FakeTransport()
@@ -203,6 +209,8 @@ def test_a_donor_in_an_outer_step_finishes_it_first() -> None:
         await host.notify()
         packed, snapshot = await serving
         assert (packed_log(packed), snapshot) == (host.rig.peer.log.last, b"mine")
+        first, _ = host.rig.peer.lineage.entries
+        assert unpack(SnapshotHeader, packed).before == (first.digest,)
 
     asyncio.run(scenario())
 

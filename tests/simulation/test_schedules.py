@@ -7,6 +7,7 @@ this would be noticed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -14,10 +15,20 @@ from itertools import count
 import pytest
 
 from peers.averaging import Averaging
-from peers.events import Dropped, Effect, Event, FetchPayload, FetchSnapshot, Note, Send, SendChunk, Undelivered
+from peers.events import (
+    Dropped,
+    Effect,
+    Event,
+    FetchPayload,
+    FetchSnapshot,
+    Note,
+    Send,
+    SendChunk,
+    TokensLost,
+    Undelivered,
+)
 from peers.exchange import Exchange
 from peers.history import InvariantError
-from peers.joining import REPLAY_LIMIT
 from peers.leader import Leader
 from peers.leases import SampleRange
 from peers.log import Header
@@ -123,7 +134,7 @@ def leader_of(swarm: Swarm) -> SimulatedPeer:
 
 def entries_of(swarm: Swarm) -> list[Header]:
     """The headers that a living peer still knows, oldest first."""
-    return list(max(swarm.living, key=lambda one: one.index).peer._recent.values())
+    return list(max(swarm.living, key=lambda one: one.index).peer.lineage.entries)
 
 
 def leader_dies_at_commit(seed: int, heirs: int) -> Swarm:
@@ -325,7 +336,7 @@ class Fetches:
         return self._carry_out(effect, now)
 
 
-@pytest.mark.parametrize("missed", [1, 3, REPLAY_LIMIT, REPLAY_LIMIT + 2])
+@pytest.mark.parametrize("missed", [1, 3, SETTINGS.snapshot_every, SETTINGS.snapshot_every + 2])
 def test_who_missed_a_few_entries_replays_them_and_who_missed_more_takes_a_snapshot(missed: int) -> None:
     """It was cut off for so many entries; the others kept the payloads that long."""
     swarm = Swarm(3, SETTINGS, kept_bytes=10_000)
@@ -341,7 +352,7 @@ def test_who_missed_a_few_entries_replays_them_and_who_missed_more_takes_a_snaps
     missing = max(one.index for one in others) - late.index
     swarm.heal()
     goes_on(swarm)
-    if missing <= REPLAY_LIMIT:
+    if missing <= SETTINGS.snapshot_every:
         assert fetches.payloads >= missing
         assert fetches.snapshots == 0
     else:
@@ -387,14 +398,20 @@ def test_who_hears_nothing_for_a_while_comes_back(what: str) -> None:
     assert len(swarm.living[0].peer.log.roster) == 5
 
 
-def test_two_lineages_become_the_heavier_one() -> None:
+def two_lineages() -> Swarm:
+    """peer0 and peer1 have made three entries by themselves, and so have the other three."""
     timing = replace(TIMING, partition_grace=20.0)
     swarm = swarm_of(5, settings=replace(SETTINGS, timing=timing), one_child=False)
     for name in ("peer0", "peer1"):
         swarm.cut_off(name)
+    goal = swarm.longest + 3
+    assert swarm.run(400.0, until=lambda: min(one.index for one in swarm.living) >= goal)
+    return swarm
+
+
+def test_two_lineages_become_the_heavier_one() -> None:
+    swarm = two_lineages()
     light, heavy = swarm.peers["peer0"].peer, swarm.peers["peer2"].peer
-    forked_at = swarm.longest
-    assert swarm.run(400.0, until=lambda: min(light.log.position.index, heavy.log.position.index) >= forked_at + 3)
     winner = max((light, heavy), key=lambda peer: peer.log.lineage_tokens)
     lineages = {light.log.position.head, heavy.log.position.head}
     assert len(lineages) == 2
@@ -404,6 +421,28 @@ def test_two_lineages_become_the_heavier_one() -> None:
     goes_on(swarm, 3)
     assert heads[0] in ancestors(swarm, winner.log.position.head)
     assert len(winner.log.roster) == 5
+
+
+def test_what_all_say_they_lost_is_all_that_the_lighter_lineage_had_trained() -> None:
+    swarm = two_lineages()
+    entries = {entry.digest: entry for one in swarm.living for entry in one.peer.lineage.entries}
+    swarm.on_apply = lambda name: entries.update((one.digest, one) for one in swarm.peers[name].peer.lineage.entries)
+    swarm.heal()
+    assert swarm.run(200.0, until=lambda: agreed(swarm))
+    goes_on(swarm)
+    dropped, head = dict(entries), swarm.living[0].peer.log.position.head
+    while head in dropped:
+        head = dropped.pop(head).previous
+    assert len(dropped) >= 3
+    trained = Counter[str]()
+    for header in dropped.values():
+        trained.update({member.peer: member.tokens for member in header.roster})
+    lost = Counter[str]()
+    for _, name, *what in swarm.trace:
+        lost.update(
+            {str(name): loss.tokens for loss in what if isinstance(loss, TokensLost) and loss.what == "entries"}
+        )
+    assert lost == trained
 
 
 def ancestors(swarm: Swarm, head: bytes) -> set[bytes]:
@@ -456,8 +495,8 @@ def with_a_liar(lie: Callable[[Ready], Ready]) -> Swarm:
     return swarm
 
 
-def the_honest_go_on(swarm: Swarm) -> None:
-    goal = swarm.longest + 5
+def the_honest_go_on(swarm: Swarm, entries: int = 5) -> None:
+    goal = swarm.longest + entries
     honest = [one for one in swarm.living if one.name != "peer2"]
     assert swarm.run(1000.0, until=lambda: min(one.index for one in honest) >= goal)
     assert len(swarm.living) == 5
@@ -468,7 +507,7 @@ def test_a_liar_stops_nobody(lie: Callable[[Ready], Ready]) -> None:
     swarm = with_a_liar(lie)
     # Some train for much longer than others: meanwhile it says Ready again and again.
     swarm.training_time = lambda steps: steps * swarm.random.uniform(2, 5)  # type: ignore[method-assign]
-    the_honest_go_on(swarm)
+    the_honest_go_on(swarm, 20)
     assert any(isinstance(what, Dropped) and what.peer == "peer2" for line in swarm.trace for what in line)
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -152,6 +152,33 @@ def test_heartbeats_are_seen_by_everybody_and_only_move_forward() -> None:
                 await one.publish(heartbeat(first, now).sign(first), RUN)
             reader._newest[RUN, second.peer_id] = heartbeat(second, now + 100)  # a replica that lags behind answers
             assert {item.sequence for item in await reader.heartbeats(RUN)} == {now + 1, now + 100}
+
+    asyncio.run(main())
+
+
+def test_a_frozen_node_makes_nobody_deaf() -> None:
+    """Regression: a beat that is cut off while it waits for a silent node never learns that the node is silent."""
+    expiry = 3.0  # at which beats are cut off; less than hivemind_node.DHT_WAIT
+
+    async def main() -> None:
+        identity = Identity.generate()
+
+        async def beat(speaker: HivemindTransport, listener: HivemindTransport) -> list[Heartbeat]:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(expiry):
+                    await speaker.publish(heartbeat(identity, milliseconds()).sign(identity), RUN)
+                    return await listener.heartbeats(RUN)
+            return []
+
+        async with swarm(3) as (one, other, frozen):
+            for node in (one, other):
+                node.expect_answers_within(expiry / 4)
+            os.kill(frozen._daemon._child.pid, signal.SIGSTOP)
+            try:
+                heard = [await beat(one, other) for _ in range(3)]
+            finally:
+                os.kill(frozen._daemon._child.pid, signal.SIGCONT)
+            assert heard[-1]
 
     asyncio.run(main())
 

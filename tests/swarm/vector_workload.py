@@ -10,9 +10,9 @@ import numpy as np
 from opendiloco.codec import BlockCodec
 from opendiloco.config import OuterOptimizerSection
 from opendiloco.kernels import INT8
-from opendiloco.outer import OuterState, digest_of_state
-from opendiloco.snapshot import decode_snapshot, encode_snapshot
+from opendiloco.outer import OuterState
 from peers.leases import SampleRange, sample_count
+from peers.state_chunks import digest_of_state
 from peers.workload import Blocks, Progress, SnapshotError, Trained
 
 VALUES = 5000
@@ -21,12 +21,12 @@ VALUES = 5000
 class VectorWorkload:
     """Real kernels, a real outer step, and inner steps that take no time unless `may_train` is cleared."""
 
-    codec = BlockCodec(INT8, VALUES)
-    block_count = codec.block_count
-    snapshot_limit = 8 * VALUES + 4096
-
-    def __init__(self) -> None:
-        theta = np.random.default_rng(0).standard_normal(VALUES).astype(np.float32)
+    def __init__(self, values: int = VALUES) -> None:
+        self.values = values
+        self.codec = BlockCodec(INT8, values)
+        self.block_count = self.codec.block_count
+        self.state_size = 8 * values
+        theta = np.random.default_rng(0).standard_normal(values).astype(np.float32)
         self.state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.6))
         self.base = self.local = theta.copy()
         self.may_train = asyncio.Event()
@@ -39,7 +39,7 @@ class VectorWorkload:
         self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
     ) -> Trained:
         await self.may_train.wait()
-        noise = np.random.default_rng([index, samples[0].start]).standard_normal(VALUES).astype(np.float32)
+        noise = np.random.default_rng([index, samples[0].start]).standard_normal(self.values).astype(np.float32)
         self.base = self.state.theta.copy()
         self.local = self.base + noise / np.float32(100)
         on_progress(Progress(steps, 1.0, 1.0))
@@ -63,11 +63,12 @@ class VectorWorkload:
     async def state_digest(self) -> bytes:
         return self.state.digest()
 
-    async def snapshot(self) -> bytes:
-        return encode_snapshot(self.state.theta, self.state.momentum)
+    async def copy_state(self, out: memoryview) -> None:
+        momentum, theta = self.state.vectors
+        out[:] = bytes(momentum) + bytes(theta)
 
-    async def restore(self, snapshot: bytes, state_digest: bytes) -> None:
-        theta, momentum = decode_snapshot(snapshot, VALUES)
-        if digest_of_state(theta, momentum) != state_digest:
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        if digest_of_state([state]) != state_digest:
             raise SnapshotError("not that state")
+        momentum, theta = np.frombuffer(state, np.float32).reshape(2, -1)
         self.state.replace(theta, momentum)

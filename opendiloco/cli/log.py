@@ -1,0 +1,174 @@
+"""`diloco-peer log …`: the entries of a run that this machine has, printed and verified."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.options import FILE
+
+if TYPE_CHECKING:
+    from opendiloco.run import Run
+    from peers.log_files import Entry
+
+logger = logging.getLogger(__name__)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+IN_PLACE = click.Path(exists=True, file_okay=False, path_type=Path)
+HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state")
+"""Of the columns: `in all` are the tokens of the lineage, and the last three are beginnings of digests."""
+NUMBERS = HEADINGS[:4]
+
+
+def log_options(command: Command) -> Command:
+    run = click.option("--run", metavar="ID|INVITE", help="The run whose log to take from this machine's own folders.")
+    folder = click.option(
+        "--folder", type=IN_PLACE, help="A folder with a log, instead: a run's on this machine, or any."
+    )
+    return run(folder(command))
+
+
+@click.group()
+def command() -> None:
+    """Look at the entries of a run that this machine has, and verify them."""
+
+
+@command.command()
+@log_options
+@click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the last N entries.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, with whole digests.")
+@click.pass_obj
+def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
+    """Print the entries of a log, one a line."""
+    import json
+
+    from peers.log_files import ENTRIES, read_entries
+
+    log.start()
+    entries, problem = read_entries(find_log(run, folder) / ENTRIES)
+    if problem:
+        logger.warning("%s. What comes after it is not shown", problem)
+    entries = entries[-last:] if last else entries
+    if as_json:
+        click.echo(json.dumps([plain(entry) for entry in entries], indent=2))
+    elif sys.stdout.isatty():
+        print_table(entries)
+    else:
+        for entry in entries:
+            said = zip(HEADINGS, cells(entry), strict=True)
+            click.echo(", ".join(f"{heading} {cell}" for heading, cell in said))
+
+
+@command.command()
+@log_options
+@click.option("--manifest", type=FILE, help="The run's signed manifest.  [default: the one in the run's folder]")
+@click.option("--checkpoint", type=FILE, help="Compute the states from this checkpoint on, which needs no model.")
+@click.pass_obj
+def verify(
+    log: LogOptions, run: str | None, folder: Path | None, manifest: Path | None, checkpoint: Path | None
+) -> None:
+    """Compute the digests of a log again, and compare.
+
+    These are the headers', from the manifest or the first entry that is here; those of the payloads that are here; and
+    with these those of the states, from a checkpoint or from the run's initial model. Nothing is changed.
+    """
+    from opendiloco.audit import audit
+    from opendiloco.checkpoints import load_checkpoint
+    from opendiloco.errors import DamagedLogError
+
+    log.start()
+    path = find_log(run, folder)
+    found = find_manifest(path, manifest)
+    findings = audit(path, found, None if checkpoint is None else load_checkpoint(checkpoint, found.run_id))
+    for line in findings.lines():
+        click.echo(line)
+    if findings.wrong:
+        index, what = min(findings.wrong)
+        raise DamagedLogError(
+            f"the log in {path} is not what its digests say, from entry {index} on: {what}.",
+            "`diloco-peer join` leaves out what is damaged, and gets it from other peers if there are any.",
+        )
+
+
+def find_log(run: str | None, folder: Path | None) -> Path:
+    """The log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
+    from opendiloco.run_folder import RunFolder, default_state_folder
+    from peers.log_files import ENTRIES
+    from peers.manifest import Invite
+
+    if (run is None) == (folder is None):
+        raise click.UsageError("say which log with either --run or --folder.")
+    if folder is not None:
+        candidates = [folder, RunFolder(folder).log]
+        where = str(folder)
+    else:
+        of_run = default_state_folder() / Invite.parse(str(run)).run_id
+        candidates = [RunFolder(path).log for path in sorted(of_run.glob("*"))]
+        where = str(of_run)
+    logs = [path for path in candidates if (path / ENTRIES).is_file()]
+    if not logs:
+        raise click.UsageError(f"there is no log in {where}: nobody has trained in that run on this machine, it seems.")
+    if len(logs) > 1:
+        raise click.UsageError(f"there are several: choose one with --folder: {', '.join(map(str, logs))}")
+    return logs[0]
+
+
+def find_manifest(log: Path, manifest: Path | None) -> Run:
+    """The run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
+    from opendiloco.run_folder import RunFolder, read_manifest
+    from peers.errors import ManifestError
+
+    if manifest is not None:
+        return read_manifest(manifest)
+    beside = [RunFolder(folder).manifest for folder in (log.absolute().parent, log)]
+    for path in filter(Path.exists, beside):
+        return read_manifest(path)
+    raise ManifestError(
+        f"there is no {beside[0]}.",
+        "Give the run's signed manifest with --manifest; `diloco-peer run create` has written one.",
+    )
+
+
+def cells(entry: Entry) -> tuple[str, ...]:
+    """An entry as the table shows it."""
+    header = entry.header
+    digests = (header.payload, header.digest, entry.state_digest)
+    counts = (header.index, len(header.roster), sum(member.tokens for member in header.roster), header.lineage_tokens)
+    return (
+        *(f"{count:,}" for count in counts),
+        *("-" if digest is None else digest.hex()[:8] for digest in digests),
+    )
+
+
+def plain(entry: Entry) -> dict[str, object]:
+    """An entry as JSON can say it, digests in hexadecimal."""
+    header = entry.header
+    return {
+        "index": header.index,
+        "peers": [{"peer": member.peer, "tokens": member.tokens, "missed": member.missed} for member in header.roster],
+        "tokens": sum(member.tokens for member in header.roster),
+        "lineage_tokens": header.lineage_tokens,
+        "previous": header.previous.hex(),
+        "payload": header.payload.hex(),
+        "header": header.digest.hex(),
+        "state": None if entry.state_digest is None else entry.state_digest.hex(),
+    }
+
+
+def print_table(entries: list[Entry]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in NUMBERS else "left", no_wrap=True)
+    for entry in entries:
+        table.add_row(*cells(entry))
+    Console().print(table)

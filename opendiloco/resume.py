@@ -1,0 +1,92 @@
+"""A run from this machine's own disk: a checkpoint, and the entries of the log that lead on from there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from peers.buffers import empty
+from peers.log import Header, LogError, LogState
+from peers.log_folder import RunLog
+from peers.workload import BadBlocksError, Workload
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoint(Protocol):
+    """A state, and the last entry of the log that led to it."""
+
+    @property
+    def last(self) -> Header | None: ...
+    @property
+    def state(self) -> memoryview: ...
+    @property
+    def state_digest(self) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """The state before the first entry."""
+
+    state: memoryview
+    state_digest: bytes
+    last: Header | None = None
+
+
+async def resume(workload: Workload, log: RunLog, checkpoint: Checkpoint | None = None) -> LogState:
+    """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead.
+
+    Each state is held against the digest that was recorded when it was first reached. The first entry that is missing,
+    or whose payload is missing or gives another state, is named in a warning, and the workload has the state before it.
+
+    Returns the log as it ends there, which may be before `log` does.
+
+    Raises: SnapshotError, and changes nothing, when the checkpoint is not a state of this model.
+    """
+    if checkpoint is None:
+        checkpoint = await _initial_state(workload)
+    else:
+        await workload.restore(checkpoint.state, checkpoint.state_digest)
+    stop = log.next_index
+    while True:
+        reached, wrong = await _replay(workload, log, log.empty_log.at(checkpoint.last), stop)
+        if wrong is None:
+            return reached
+        stop = wrong
+        await workload.restore(checkpoint.state, checkpoint.state_digest)  # there is no way back from a wrong state
+
+
+async def _initial_state(workload: Workload) -> InitialState:
+    state = empty(workload.state_size)
+    await workload.copy_state(state)
+    return InitialState(state, await workload.state_digest())
+
+
+async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:
+    """Apply the entries before `stop`, as far as they are sound.
+
+    Returns the log as it ends there; and if an entry has led to a wrong state, which the workload now has, its index.
+    """
+    while at.position.index < stop:
+        index = at.position.index
+        header = log.header_at(index)
+        if header is None:
+            logger.warning("entry %d is not in this machine's log: nothing after it is replayed", index)
+            break
+        try:
+            after = at.append(header)
+            payload = await asyncio.to_thread(log.payload, header.payload)
+            if payload is None:
+                logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
+                break
+            state_digest = await workload.apply(payload.data)
+        except (LogError, BadBlocksError) as error:
+            logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)
+            break
+        if log.state_digest_at(index) not in (None, state_digest):
+            logger.warning("entry %d gives another state than it did before: the run goes on from before it", index)
+            return at, index
+        at = after
+    return at, None

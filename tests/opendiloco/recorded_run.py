@@ -1,0 +1,82 @@
+"""A run that was recorded without a swarm: headers and payloads, and the states that real kernels make of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from opendiloco import kernels
+from opendiloco.codec import BlockCodec
+from opendiloco.config import RunConfig
+from opendiloco.outer import OuterState
+from opendiloco.run import Run
+from opendiloco.shared_memory import Vector
+from peers.buffers import Payload
+from peers.leases import SampleRange
+from peers.log import Header, LogState, Member
+from peers.log_folder import RunLog
+
+BLOCK_BYTES = kernels.INT8.block_bytes
+PEERS = "ab"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint."""
+
+    last: Header | None
+    state: memoryview
+    state_digest: bytes
+
+
+@dataclass
+class RecordedRun:
+    """`states[k]` is the checkpoint after k entries."""
+
+    run: Run
+    headers: list[Header] = field(default_factory=list)
+    payloads: list[Payload] = field(default_factory=list)
+    states: list[Saved] = field(default_factory=list)
+
+    @property
+    def empty_log(self) -> LogState:
+        return self.run.settings.empty_log
+
+    def fill(self, log: RunLog, first: int = 0) -> None:
+        """Append the entries from `first` on."""
+        for index in range(first, len(self.headers)):
+            log.append(self.headers[index], self.states[index + 1].state_digest, self.payloads[index])
+
+
+def record(run: Run, theta: Vector, entries: int, seed: int = 1) -> RecordedRun:
+    """Entries with random payloads, applied to this theta, which is left as it is."""
+    random = np.random.default_rng(seed)
+    recorded = RecordedRun(run)
+    state = OuterState(theta.copy(), run.config.outer_optimizer)
+    codec = BlockCodec(kernels.FORMATS[run.config.codec.kind], theta.size)
+    log = recorded.empty_log
+    recorded.states.append(saved(state, None))
+    for _ in range(entries):
+        average = codec.empty_payload()
+        codec.encode_difference(random.normal(size=theta.size).astype(np.float32), np.zeros_like(theta), average)
+        payload = Payload.cut(memoryview(bytes(average)), BLOCK_BYTES)
+        header = log.next_header(roster(run.config, log), payload.digest)
+        log = log.append(header)
+        state.apply(average)
+        recorded.headers.append(header)
+        recorded.payloads.append(payload)
+        recorded.states.append(saved(state, header))
+    return recorded
+
+
+def roster(config: RunConfig, log: LogState) -> list[Member]:
+    size = log.samples_per_lease
+    first = {peer: (SampleRange(place * size, (place + 1) * size),) for place, peer in enumerate(PEERS)}
+    leases = log.leases or first
+    tokens = size * config.training.sequence_length
+    return [Member(peer=peer, tokens=tokens, samples=leases[peer]) for peer in PEERS]
+
+
+def saved(state: OuterState, last: Header | None) -> Saved:
+    return Saved(last, memoryview(b"".join(state.vectors)), state.digest())

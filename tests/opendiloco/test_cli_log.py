@@ -1,0 +1,280 @@
+"""`diloco-peer log`: what it prints, and that it finds out what was changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from opendiloco.audit import entries
+from opendiloco.checkpoint_files import file_header
+from opendiloco.checkpoints import metadata_of
+from opendiloco.cli import main
+from opendiloco.config import RunConfig
+from opendiloco.model import initial_theta
+from opendiloco.run import Run
+from opendiloco.run_folder import RunFolder
+from peers.buffers import Payload
+from peers.identity import Identity
+from peers.log_files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries
+from peers.log_folder import LogFolder
+from peers.wire import digest_of
+from tests.opendiloco.recorded_run import BLOCK_BYTES, RecordedRun, record
+
+ENTRIES_OF_RUN = 5
+
+
+@pytest.fixture(scope="module")
+def recorded(small_config: RunConfig) -> RecordedRun:
+    return record(Run.sign(small_config, Identity.generate()), initial_theta(small_config), ENTRIES_OF_RUN)
+
+
+@pytest.fixture
+def folder(recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A volunteer's folder of the run, with the whole log."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = RunFolder.open(recorded.run, "peer")
+    recorded.fill(LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES))
+    return folder
+
+
+def log(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["log", *map(str, arguments)])
+
+
+def verify(folder: RunFolder, *arguments: object) -> list[str]:
+    """What it says of a sound log."""
+    result = log("verify", "--folder", folder.path, *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+def assert_wrong(folder: RunFolder, index: int, what: str, *arguments: object) -> str:
+    """It names the first bad entry, and changes nothing. Returns all that it says."""
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    result = log("verify", "--folder", folder.path, *arguments)
+    assert result.exit_code == 11, result.output
+    assert f"not what its digests say, from entry {index} on: " in result.stderr
+    assert what in result.stderr
+    assert before == {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    return result.output
+
+
+def payload_file(folder: RunFolder, recorded: RecordedRun, index: int) -> Path:
+    return payload_path(folder.log / PAYLOADS, index, recorded.headers[index].payload)
+
+
+def rewrite(folder: RunFolder, change: Callable[[list[Entry]], list[Entry]]) -> None:
+    """Change entries as somebody would who knows how they are written."""
+    file = folder.log / ENTRIES
+    changed = change(read_entries(file)[0])
+    file.write_bytes(b"".join(entry.line() for entry in changed))
+
+
+def checkpoint(folder: RunFolder, recorded: RecordedRun, index: int) -> Path:
+    saved = recorded.states[index]
+    path = folder.checkpoints / f"outer-step-{index:06}.safetensors"
+    metadata = metadata_of(recorded.run.run_id, saved.last, saved.state_digest)
+    path.write_bytes(file_header(len(saved.state), metadata) + saved.state)
+    return path
+
+
+# Show -------------------------------------------------------------------------------------------------------------
+def test_show_prints_a_line_per_entry(folder: RunFolder, recorded: RecordedRun) -> None:
+    result = log("show", "--run", recorded.run.run_id)
+    lines = result.stdout.splitlines()
+    assert len(lines) == ENTRIES_OF_RUN
+    header, state = recorded.headers[3], recorded.states[4].state_digest
+    assert lines[3] == (
+        f"entry 3, peers 2, tokens 256, in all 1,024, payload {header.payload.hex()[:8]}, "
+        f"header {header.digest.hex()[:8]}, state {state.hex()[:8]}"
+    )
+
+
+def test_show_prints_json(folder: RunFolder, recorded: RecordedRun) -> None:
+    for place in (folder.path, folder.log):
+        [shown] = json.loads(log("show", "--folder", place, "--json", "--last", 1).stdout)
+        assert shown["index"] == ENTRIES_OF_RUN - 1
+        assert [member["peer"] for member in shown["peers"]] == ["a", "b"]
+        assert (shown["tokens"], shown["lineage_tokens"]) == (256, 1280)
+        assert shown["previous"] == recorded.headers[-2].digest.hex()
+        assert shown["header"] == recorded.headers[-1].digest.hex()
+        assert shown["payload"] == recorded.headers[-1].payload.hex()
+        assert shown["state"] == recorded.states[-1].state_digest.hex()
+
+
+def test_show_has_a_table_for_a_terminal(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    from opendiloco.cli.log import print_table
+
+    print_table([Entry.of(header, None) for header in recorded.headers[:2]])
+    heading, first, _ = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["entry", "peers", "tokens", "in", "all", "payload", "header", "state"]
+    assert first.split()[-2:] == [recorded.headers[0].digest.hex()[:8], "-"]
+
+
+def test_show_ends_where_a_line_is_damaged(folder: RunFolder) -> None:
+    file = folder.log / ENTRIES
+    file.write_bytes(file.read_bytes()[:-9])
+    result = log("show", "--folder", folder.path)
+    assert len(result.stdout.splitlines()) == ENTRIES_OF_RUN - 1
+    assert "line 5: it is corrupt, or cut short" in result.stderr
+
+
+# Which log --------------------------------------------------------------------------------------------------------
+def test_which_log(folder: RunFolder, recorded: RecordedRun, tmp_path: Path) -> None:
+    run_id = recorded.run.run_id
+    assert log("show", "--run", f"diloco:{run_id}@/ip4/192.0.2.2/tcp/1/p2p/abc").exit_code == 0
+    for arguments in ((), ("--run", run_id, "--folder", folder.path)):
+        assert "either --run or --folder" in log("show", *arguments).stderr
+    assert log("show", "--run", "no run").exit_code == 3
+    other = run_id[:-1] + ("a" if run_id[-1] != "a" else "b")
+    assert "there is no log in" in log("show", "--run", other).stderr
+    assert "there is no log in" in log("verify", "--folder", tmp_path).stderr
+    second = RunFolder.open(recorded.run, "second")
+    LogFolder.open(second.log, recorded.empty_log, BLOCK_BYTES)
+    result = log("show", "--run", run_id)
+    assert result.exit_code == 2
+    assert f"choose one with --folder: {folder.log}, {second.log}" in result.stderr
+    assert verify(second) == []
+
+
+def test_which_manifest(folder: RunFolder, recorded: RecordedRun, small_config: RunConfig, tmp_path: Path) -> None:
+    moved = folder.manifest.rename(tmp_path / "other.manifest")
+    assert verify(folder, "--manifest", moved)
+    result = log("verify", "--folder", folder.log)
+    assert result.exit_code == 3
+    assert f"there is no {folder.manifest}. Give" in result.stderr
+    moved.write_bytes(Run.sign(small_config, Identity.generate()).manifest.pack())
+    assert_wrong(folder, 0, "entry 0 is of the run small-", "--manifest", moved)
+
+
+# Verify -----------------------------------------------------------------------------------------------------------
+def test_a_sound_log_is_verified_from_the_manifest_on(folder: RunFolder) -> None:
+    assert verify(folder) == [
+        "verified: headers, from the manifest on: entries 0 to 4",
+        "verified: payloads: entries 0 to 4",
+        "verified: states, from the manifest on: entries 0 to 4",
+    ]
+
+
+def test_a_sound_log_is_verified_from_a_checkpoint_on(folder: RunFolder, recorded: RecordedRun) -> None:
+    path = checkpoint(folder, recorded, 2)
+    LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES).prune(2)
+    assert verify(folder, "--checkpoint", path) == [
+        "verified: headers, from the manifest on: entries 0 to 4",
+        "verified: payloads: entries 2 to 4",
+        "verified: states, from the checkpoint on: entries 2 to 4",
+        "not verified: payloads, which are not here: entries 0 to 1",
+        "not verified: states, which come before the checkpoint: entries 0 to 1",
+    ]
+    assert "not verified: states, without a checkpoint to begin with: entries 0 to 4" in verify(folder)
+
+
+def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None:
+    rewrite(folder, lambda found: [found[2], *(Entry(one.index, one.packed, None) for one in found[3:])])
+    path = checkpoint(folder, recorded, 2)
+    assert verify(folder, "--checkpoint", path) == [
+        "verified: headers, from the first that is here on: entries 2 to 4",
+        "verified: payloads: entries 2 to 4",
+        "verified: states, from the checkpoint on: entry 2",
+        "not verified: states whose digest was not recorded: entries 3 to 4",
+    ]
+
+
+def test_states_are_verified_up_to_a_gap(folder: RunFolder, recorded: RecordedRun) -> None:
+    payload_file(folder, recorded, 2).unlink()
+    said = verify(folder)
+    assert "verified: payloads: entries 0 to 1, 3 to 4" in said
+    assert "not verified: payloads, which are not here: entry 2" in said
+    assert "not verified: states, without the payload of entry 2: entries 2 to 4" in said
+
+
+def test_a_checkpoint_of_another_lineage(folder: RunFolder, recorded: RecordedRun, small_config: RunConfig) -> None:
+    other = record(recorded.run, initial_theta(small_config), 2, seed=2)
+    said = verify(folder, "--checkpoint", checkpoint(folder, other, 2))
+    assert "not verified: states, since the log does not contain the checkpoint's last entry: entries 0 to 4" in said
+
+
+def test_a_changed_header_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
+    lines = (folder.log / ENTRIES).read_bytes().splitlines(keepends=True)
+    (folder.log / ENTRIES).write_bytes(b"".join([*lines[:3], lines[3].replace(b"a", b"b", 1), *lines[4:]]))
+    said = assert_wrong(folder, 3, "line 4: it is corrupt")
+    assert "verified: states, from the manifest on: entries 0 to 2\n" in said
+
+
+def test_a_changed_header_is_found_though_its_line_is_sound(folder: RunFolder, recorded: RecordedRun) -> None:
+    richer = recorded.headers[3].model_copy(update={"lineage_tokens": 10**9})
+    rewrite(folder, lambda found: [*found[:3], Entry.of(richer, found[3].state_digest), *found[4:]])
+    assert_wrong(folder, 3, "line 4: entry 3: its lineage_tokens does not follow from the log")
+
+
+def test_a_removed_entry_is_found(folder: RunFolder) -> None:
+    rewrite(folder, lambda found: [*found[:2], *found[3:]])
+    assert_wrong(folder, 2, "line 3: entry 3 does not follow from 2:")
+
+
+def test_a_changed_payload_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
+    path = payload_file(folder, recorded, 3)
+    changed = bytearray(path.read_bytes())
+    changed[100] ^= 1
+    path.write_bytes(changed)
+    said = assert_wrong(folder, 3, f"{path} is not the payload that its header names")
+    assert "not verified: states, without the payload of entry 3: entries 3 to 4\n" in said
+
+
+def test_a_payload_that_no_encoder_makes_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
+    nonsense = Payload.cut(memoryview(b"\xff" * len(recorded.payloads[0].data)), BLOCK_BYTES)
+    log_folder = LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES)
+    at = recorded.empty_log.at(recorded.headers[2])
+    log_folder.append(at.next_header(recorded.headers[3].roster, nonsense.digest), None, nonsense)
+    said = assert_wrong(folder, 3, "its payload cannot be applied")
+    assert "verified: states, from the manifest on: entries 0 to 2\n" in said
+
+
+@pytest.mark.parametrize("start", [None, 1, 2])
+def test_a_wrong_state_digest_is_found(folder: RunFolder, recorded: RecordedRun, start: int | None) -> None:
+    def lie(found: list[Entry]) -> list[Entry]:
+        return [*found[:2], Entry(2, found[2].packed, digest_of(b"other")), *found[3:]]
+
+    rewrite(folder, lie)
+    arguments = () if start is None else ("--checkpoint", checkpoint(folder, recorded, start))
+    said = assert_wrong(folder, 2, "leads to another state than the recorded one", *arguments)
+    assert "not verified: states, which follow from the wrong entry 2: entries 3 to 4\n" in said
+
+
+def test_a_state_digest_that_is_not_the_checkpoints_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
+    rewrite(folder, lambda found: [found[0], Entry(1, found[1].packed, digest_of(b"other")), *found[2:]])
+    path = checkpoint(folder, recorded, 2)
+    assert_wrong(folder, 1, "the recorded state is not the checkpoint's", "--checkpoint", path)
+
+
+def test_a_damaged_checkpoint_is_refused(folder: RunFolder, recorded: RecordedRun) -> None:
+    path = checkpoint(folder, recorded, 2)
+    path.write_bytes(path.read_bytes()[:-4] + b"\1\2\3\4")
+    assert log("verify", "--folder", folder.path, "--checkpoint", path).exit_code == 9
+
+
+def test_a_disk_that_cannot_be_read(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(path: Path, block_bytes: int) -> Payload:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("opendiloco.audit.read_payload", unreadable)
+    result = log("verify", "--folder", folder.path)
+    assert result.exit_code == 6
+    assert f"the log in {folder.log} cannot be read: Input/output error." in result.stderr
+
+
+def test_the_first_of_several_wrong_entries_is_named(folder: RunFolder, recorded: RecordedRun) -> None:
+    for index in (3, 1):
+        payload_file(folder, recorded, index).write_bytes(b"")
+    said = assert_wrong(folder, 1, "1-")
+    assert said.index("wrong: entry 1: ") < said.index("wrong: entry 3: ")
+
+
+def test_indices_in_words() -> None:
+    assert entries([7]) == "entry 7"
+    assert entries([1, 2, 3]) == "entries 1 to 3"
+    assert entries([0, 2, 3, 9]) == "entries 0, 2 to 3, 9"

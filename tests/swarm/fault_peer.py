@@ -1,0 +1,170 @@
+"""A peer without a model that strikes itself at a named moment: `python -m tests.swarm.fault_peer`, see test_faults.
+
+A line "MOMENT SIGNAL" on its standard input arms it: it sends itself the signal at that moment of the first round that
+it has not begun yet. Every entry that it applies is a line, see `benchmarks.processes`. Without a contact it is a
+bootstrap node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.processes import say
+from peers import hivemind_node
+from peers.driver import CALL, Driver
+from peers.events import ChunkSent, Event, ReducedArrived
+from peers.hivemind_daemon import Daemon
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.leases import SampleRange
+from peers.log import Header
+from peers.messages import Commit, unpack_message
+from peers.settings import RunSettings, Timing
+from peers.wire import digest_of
+from peers.workload import Progress, Trained
+from tests.swarm.vector_workload import VectorWorkload
+
+VALUES = 32 * 1024  # in 32 chunks
+TRAINING_SECONDS = 0.2
+TIMING = Timing(
+    heartbeat=0.5, heartbeat_expiry=3.0, grace=3.0, round_timeout=10.0, partition_grace=8.0, resend=0.2, leave=5.0
+)
+PEERS = 3
+SETTINGS = RunSettings("faults", digest_of(b"manifest"), 4, 8, 8, minimum_peers=PEERS, timing=TIMING)
+
+
+class Moment(StrEnum):
+    SENDING = "sending"
+    """Some chunks of its contribution are where they belong, the others are not."""
+    REDUCING = "reducing"
+    """It has averaged some chunks of its part, and told nobody of the last one."""
+    CONCLUDING = "concluding"
+    """The leader has decided on the entry, and told nobody."""
+    COMMITTING = "committing"
+    """The leader has told one member that the entry is committed, and none of the others."""
+
+
+TIMES = {Moment.SENDING: 4, Moment.REDUCING: 4}  # that it comes to this before it is the moment; else once
+
+
+class Fault:
+    """What strikes this process, once. Nothing does until it is armed."""
+
+    def __init__(self) -> None:
+        self._moment: Moment | None = None
+
+    def arm(self, moment: Moment, number: signal.Signals, index: int) -> None:
+        """For a round about entry `index` or a later one."""
+        self._moment, self._signal, self._index = moment, number, index
+        self._times = TIMES.get(moment, 1)
+
+    def awaits(self, moment: Moment, index: int) -> bool:
+        return moment is self._moment and index >= self._index
+
+    def reached(self, moment: Moment, index: int) -> None:
+        if not self.awaits(moment, index):
+            return
+        self._times -= 1
+        if self._times == 0:
+            self._moment = None
+            say("struck", index=index)
+            os.kill(os.getpid(), self._signal)
+
+
+class FaultyTransport(HivemindTransport):
+    """Sends commits one after another while a fault between them is awaited."""
+
+    def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
+        super().__init__(daemon, node, addresses)
+        self.fault = Fault()
+        self._commits = asyncio.Lock()
+
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
+        message = unpack_message(SETTINGS.run, payload) if name == CALL else None
+        if not isinstance(message, Commit):
+            return await super().call(peer_id, name, payload, timeout)
+        index = message.header.index
+        self.fault.reached(Moment.CONCLUDING, index)
+        if not self.fault.awaits(Moment.COMMITTING, index):
+            return await super().call(peer_id, name, payload, timeout)
+        async with self._commits:
+            answer = await super().call(peer_id, name, payload, timeout)
+            self.fault.reached(Moment.COMMITTING, index)
+        return answer
+
+
+class FaultyDriver(Driver):
+    def __init__(self, identity: Identity, transport: FaultyTransport, workload: VectorWorkload) -> None:
+        super().__init__(identity, transport, workload, SETTINGS, workload.state.digest())
+        self._fault = transport.fault
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case ChunkSent(round, reduced=False):
+                self._fault.reached(Moment.SENDING, round.position.index)
+            case ReducedArrived(round, sender) if sender == self.peer.me:
+                self._fault.reached(Moment.REDUCING, round.position.index)
+        super().handle(event)
+
+    async def listen(self) -> None:
+        """Do as we are told; leave when nobody is there any more to tell us anything."""
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            moment, number = line.decode().split()
+            self._fault.arm(Moment(moment), signal.Signals[number], self.peer.log.position.index + 1)
+        self.leave()
+
+
+class UnhurriedWorkload(VectorWorkload):
+    async def train(
+        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+    ) -> Trained:
+        trained = await super().train(index, samples, steps, on_progress)
+        await asyncio.sleep(TRAINING_SECONDS)
+        return trained
+
+
+def tell(header: Header, state_digest: bytes) -> None:
+    members = [member.peer for member in header.roster if not member.missed]
+    say("applied", index=header.index, head=header.digest.hex(), state=state_digest.hex(), members=members)
+
+
+async def run_peer(identity: Identity, listen: str, contact: str | None) -> None:
+    transport = await FaultyTransport.create(identity, [contact] if contact else [], [listen], local=True)
+    try:
+        say("listening", peer=identity.peer_id, address=transport.addresses[0])
+        if contact is None:
+            await asyncio.to_thread(sys.stdin.read)
+            return
+        driver = FaultyDriver(identity, transport, UnhurriedWorkload(VALUES))
+        driver.on_entry = tell
+        listening = asyncio.create_task(driver.listen())
+        await driver.run()
+        await listening
+    finally:
+        await transport.close()
+
+
+@click.command(help=__doc__)
+@click.option("--identity", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Kept here.")
+@click.option("--listen", required=True)
+@click.option("--contact", help="Address of the bootstrap node.")
+def main(identity: Path, listen: str, contact: str | None) -> None:
+    hivemind_node.REJOIN_INTERVAL = 1.0  # a network that is back is noticed sooner than any user needs
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    asyncio.run(run_peer(Identity.load_or_create(identity), listen, contact))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Processes that are killed, stopped, frozen and cut off at named moments of a round: the others go on as one.
+
+One swarm lives through all cases. Each ends with everybody in one entry again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack
+from typing import TypeAlias
+
+import pytest
+
+from tests.swarm.fault_peer import Moment
+from tests.swarm.fault_swarm import PLACES, Swarm, Volunteer, divergences
+from tests.swarm.networks import Network, NetworkError, network
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+Fault: TypeAlias = Callable[[Volunteer], AbstractAsyncContextManager[None]]
+Story: TypeAlias = Callable[[Swarm], Coroutine[None, None, None]]
+Tell: TypeAlias = Callable[[Story], None]
+LEADERS = (Moment.CONCLUDING, Moment.COMMITTING)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Network | str]:
+    """A network of the swarm's own, or why there is none."""
+    with ExitStack() as stack:
+        try:
+            yield stack.enter_context(network(PLACES))
+        except NetworkError as error:
+            yield str(error)
+
+
+@pytest.fixture(scope="module")
+def tell(machines: Network | str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tell]:
+    """Runs a story with the one swarm."""
+    with asyncio.Runner() as runner:
+        swarm = Swarm(None if isinstance(machines, str) else machines, tmp_path_factory.mktemp("swarm"))
+        try:
+            runner.run(swarm.start())
+            yield lambda story: runner.run(story(swarm))
+        finally:
+            runner.run(swarm.end())
+
+
+@pytest.fixture
+def cables(machines: Network | str) -> None:
+    """For who is about to cut one."""
+    if isinstance(machines, str):
+        pytest.skip(f"no network namespaces here: {machines}")
+
+
+async def strike(swarm: Swarm, fault: Fault, moment: Moment) -> tuple[Volunteer, int]:
+    """Wait until somebody has struck itself at this moment; who, and the entry that the round was about."""
+    leader, *members = swarm.in_roster_order()
+    victim = leader if moment in LEADERS else members[-1]
+    victim.arm(moment, signal.SIGKILL if fault is Volunteer.killed else signal.SIGSTOP)
+    await swarm.until(lambda: victim.struck_at is not None, f"a peer that is {moment}")
+    assert victim.struck_at is not None
+    return victim, victim.struck_at
+
+
+async def go_on_without(swarm: Swarm, victim: Volunteer, index: int) -> None:
+    """The others make the entry, and the next one."""
+    others = [one for one in swarm.volunteers if one is not victim]
+    await swarm.until(lambda: all(index in one.applied for one in others), f"entry {index}, begun with the victim")
+    await swarm.until(lambda: all(index + 1 in one.applied for one in others), f"entry {index + 1}, without it")
+    assert not divergences(others, index)
+
+
+async def become_whole(swarm: Swarm) -> None:
+    """Nobody goes on by itself: all end with the same bits."""
+    index = swarm.index + 1
+    await swarm.until(lambda: bool(swarm.whole(index)), "an entry of all")
+
+
+@pytest.mark.parametrize(
+    ("fault", "moment"),
+    [
+        (Volunteer.killed, Moment.SENDING),
+        (Volunteer.killed, Moment.REDUCING),
+        (Volunteer.killed, Moment.CONCLUDING),
+        (Volunteer.killed, Moment.COMMITTING),
+        (Volunteer.frozen, Moment.SENDING),
+        (Volunteer.stopped, Moment.REDUCING),
+        (Volunteer.stopped, Moment.COMMITTING),
+        (Volunteer.cut_off, Moment.SENDING),
+        (Volunteer.cut_off, Moment.COMMITTING),
+    ],
+)
+def test_the_others_go_on_and_it_comes_back(
+    tell: Tell, fault: Fault, moment: Moment, request: pytest.FixtureRequest
+) -> None:
+    if fault is Volunteer.cut_off:
+        request.getfixturevalue("cables")
+
+    async def story(swarm: Swarm) -> None:
+        victim, index = await strike(swarm, fault, moment)
+        async with fault(victim):
+            await go_on_without(swarm, victim, index)
+        await become_whole(swarm)
+
+    tell(story)
+
+
+@pytest.mark.usefixtures("cables")
+def test_two_lineages_become_one(tell: Tell) -> None:
+    """Who is cut off for longer than the partition grace makes entries of its own, until it meets the others."""
+
+    async def story(swarm: Swarm) -> None:
+        victim, index = await strike(swarm, Volunteer.cut_off, Moment.REDUCING)
+        async with victim.cut_off():
+            await go_on_without(swarm, victim, index)
+            await swarm.until(lambda: bool(divergences(swarm.volunteers, index)), "an entry of its own")
+        await become_whole(swarm)
+
+    tell(story)
