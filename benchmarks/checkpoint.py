@@ -4,9 +4,10 @@ Ours stops it for the copy of momentum and theta into memory, which was had befo
 that to the disk. "total" is until the file is safe there: flushed, under its name, and the name flushed, too. What is
 saved at once is flushed as well, since a file that a power cut takes away is no checkpoint. Contenders take turns.
 
-The bar: the faster way of saving at once takes at least 5 times as long as ours blocks. The copy reads and writes the state once; saving
-at once does that, too, into the kernel's cache, and then waits for the disk. So anything near 1 means that the trainer
-waits for more than the copy, and 5 is what is left of memory's lead over the faster disks: some 5 GB/s against 1 GB/s.
+The bar: the faster way of saving at once takes at least 5 times as long as ours blocks. The copy reads and writes the
+state once; saving at once does that, too, into the kernel's cache, and then waits for the disk. So anything near 1
+means that the trainer waits for more than the copy, and 5 is what is left of memory's lead over the faster disks: some
+5 GB/s against 1 GB/s.
 
 With --limit the process keeps to a rate, as `diloco-peer join` has it by default: total grows, blocked does not.
 """

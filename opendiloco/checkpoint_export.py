@@ -36,7 +36,9 @@ def find_run_of(source: Path, manifest: Path | None = None) -> Run:
     Raises: CheckpointError when there is nothing at `source`; ManifestError.
     """
     if not source.exists():
-        raise CheckpointError(f"{source} does not exist.", "Give a checkpoint, or the folder of a run or its checkpoints.")
+        raise CheckpointError(
+            f"{source} does not exist.", "Give a checkpoint, or the folder of a run or its checkpoints."
+        )
     if manifest is not None:
         return read_manifest(manifest)
     folder = source if source.is_dir() else source.parent

@@ -51,7 +51,7 @@ def test_one_at_a_time_and_of_those_that_wait_the_newest(tmp_path: Path, caplog:
         checkpointer.take(frozen(4))
         await checkpointer.idle()
 
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "opendiloco.checkpointing"):
         play(chosen, story)
     assert written(chosen) == [4, 3]
     assert count("skipped") == skipped + 2
