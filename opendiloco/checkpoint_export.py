@@ -33,8 +33,12 @@ async def export_checkpoint(run: Run, checkpoint: Checkpoint, folder: Path) -> R
 def find_run_of(source: Path, manifest: Path | None = None) -> Run:
     """The run that checkpoints belong to, by the manifest that is given, or that lies beside them or one folder above.
 
-    Raises: ManifestError.
+    Raises: CheckpointError when there is nothing at `source`; ManifestError.
     """
+    if not source.exists():
+        raise CheckpointError(
+            f"{source} does not exist.", "Give a checkpoint, or the folder of a run or its checkpoints."
+        )
     if manifest is not None:
         return read_manifest(manifest)
     folder = source if source.is_dir() else source.parent

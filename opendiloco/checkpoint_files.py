@@ -48,10 +48,14 @@ def kept(indices: Iterable[int], keep_newest: int, keep_every: int) -> set[int]:
     return multiples | set(newest_first[:keep_newest])
 
 
-def prune(folder: Path, keep_newest: int, keep_every: int) -> None:
-    """Remove the checkpoints that are not to be kept. Raises: OSError."""
+def prune(folder: Path, keep_newest: int, keep_every: int, last: int | None = None) -> None:
+    """Remove the checkpoints that are not to be kept. Raises: OSError.
+
+    `last` is the one just written. What comes after it is of a lineage that was left for a heavier one, and goes, too.
+    """
     indices = indices_in(path.name for path in folder.iterdir())
-    for index in set(indices) - kept(indices, keep_newest, keep_every):
+    lineage = [index for index in indices if last is None or index <= last]
+    for index in set(indices) - kept(lineage, keep_newest, keep_every):
         (folder / file_name(index)).unlink(missing_ok=True)
 
 

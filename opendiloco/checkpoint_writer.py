@@ -55,7 +55,7 @@ def main() -> int:
     path, began = Path(job.folder) / file_name(job.index), time.monotonic()
     try:
         write_checkpoint(path, job.descriptor, job.state_bytes, job.metadata, job.rate)
-        prune(path.parent, job.keep_newest, job.keep_every)
+        prune(path.parent, job.keep_newest, job.keep_every, job.index)
     except OSError as error:
         return _end(NOT_SAVED, f"{path} cannot be written: {_cause(error, path.parent, job.state_bytes)}")
     saved = f"{path} ({job.state_bytes / 1e6:.1f} MB in {time.monotonic() - began:.1f} s)"
@@ -104,7 +104,7 @@ def send(path: Path, job: Job) -> None:
     if job.manifest is not None and Path(job.manifest).exists():
         remote.send(Path(job.manifest), Path(job.manifest).name)
     remote.send_whole(path, path.name, job.owner, job.remote_rate)
-    remote.prune(job.keep_newest, job.keep_every)
+    remote.prune(job.keep_newest, job.keep_every, job.index)
 
 
 def _copy(source: int, target: int, count: int, pace: Pace) -> None:

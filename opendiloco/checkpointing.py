@@ -43,7 +43,7 @@ class Frozen(Protocol):
     @property
     def state_digest(self) -> bytes: ...
     @property
-    def memory(self) -> MemoryFile: ...
+    def memory(self) -> MemoryFile | None: ...
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Plan:
         """Whether a checkpoint after `index` outer steps is worth writing."""
         return index in kept([index], self.keep_newest, self.keep_every)
 
-    def job(self, state: Frozen) -> Job:
+    def job(self, state: Frozen, memory: MemoryFile) -> Job:
         return Job(
-            descriptor=state.memory.descriptor,
-            state_bytes=state.memory.data.nbytes,
+            descriptor=memory.descriptor,
+            state_bytes=memory.data.nbytes,
             index=index_after(state.last),
             metadata=metadata_of(self.folder.run_id, state.last, state.state_digest),
             folder=str(self.folder.checkpoints),
@@ -90,9 +90,10 @@ class Checkpointer:
     def take(self, state: Frozen) -> None:
         """Write it now, or once the one before is written, if no newer one has come by then.
 
-        Called on the event loop; returns at once. The state's memory is held until it is written.
+        Called on the event loop; returns at once. The state's memory is held until it is written. A state that lies in
+        no memory of its own has come from the disk.
         """
-        if not self._plan.keeps(index_after(state.last)):
+        if state.memory is None or not self._plan.keeps(index_after(state.last)):
             return
         if self._waiting is not None:
             CHECKPOINTS.labels("skipped").inc()
@@ -128,8 +129,9 @@ class Checkpointer:
     async def _write_waiting(self) -> None:
         while self._waiting is not None:
             state, self._waiting = self._waiting, None
+            assert state.memory is not None
             try:
-                status, said = await _run_writer(self._plan.job(state))
+                status, said = await _run_writer(self._plan.job(state, state.memory))
             except OSError as error:  # not even a process can be had
                 status, said = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")

@@ -80,7 +80,7 @@ class LocalWorkload:
         return 8 * self.parameter_count
 
     async def copy_state(self, out: memoryview) -> None:
-        await asyncio.to_thread(self._copy_state, out)
+        await asyncio.to_thread(self._state.copy_to, out)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
@@ -110,11 +110,6 @@ class LocalWorkload:
             self._base = self._state.theta.copy()
         self._state.apply(checked)
         return self._state.digest()
-
-    def _copy_state(self, out: memoryview) -> None:
-        momentum, theta = self._state.vectors
-        out[: len(momentum)] = momentum
-        out[len(momentum) :] = theta
 
     def _restore(self, state: Blocks, state_digest: bytes) -> None:
         if len(state) != self.state_size or digest_of_state([state]) != state_digest:

@@ -36,6 +36,12 @@ class OuterState:
         self.theta[:] = theta
         self.momentum[:] = momentum
 
+    def copy_to(self, out: memoryview) -> None:
+        """Write momentum's bytes, then theta's. By numpy, which lets other threads run meanwhile: bytes copied by
+        Python itself would keep the event loop waiting."""
+        momentum, theta = np.frombuffer(out, np.float32).reshape(2, -1)
+        momentum[:], theta[:] = self.momentum, self.theta
+
     def digest(self) -> bytes:
         return digest_of_state(self.vectors)
 

@@ -98,10 +98,11 @@ class Remote:
                     self._files.rm_file(partial)
                 raise
 
-    def prune(self, keep_newest: int, keep_every: int) -> None:
-        """Remove the checkpoints that are not to be kept. Raises: RemoteError."""
+    def prune(self, keep_newest: int, keep_every: int, last: int) -> None:
+        """Remove the checkpoints that are not to be kept, but not `last`, which was just sent: those after it may be of
+        a peer that is ahead. Raises: RemoteError."""
         indices = indices_in(self.names())
-        for index in set(indices) - kept(indices, keep_newest, keep_every):
+        for index in set(indices) - kept(indices, keep_newest, keep_every) - {last}:
             self.remove(file_name(index))
 
     def remove(self, name: str) -> None:

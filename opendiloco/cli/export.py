@@ -13,7 +13,7 @@ from opendiloco.cli.options import FILE, NEW_FOLDER, initial_peers_option, parse
 if TYPE_CHECKING:
     from opendiloco.control import RunFacts
 
-IN_PLACE = click.Path(exists=True, path_type=Path)
+ANY_PATH = click.Path(path_type=Path)
 
 
 @click.command()
@@ -21,7 +21,7 @@ IN_PLACE = click.Path(exists=True, path_type=Path)
     "--run", metavar="ID|INVITE", help="The run's id, or an invite to it: take the newest state of its peers."
 )
 @initial_peers_option
-@click.option("--from", "source", type=IN_PLACE, help="Take a checkpoint: its file, or the newest one of a folder.")
+@click.option("--from", "source", type=ANY_PATH, help="Take a checkpoint: its file, or the newest one of a folder.")
 @click.option("--at", type=click.IntRange(min=0), metavar="N", help="With --from: the checkpoint after N outer steps.")
 @click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: the one beside it]")
 @click.option("--out", type=NEW_FOLDER, help="A folder that is new or empty.")

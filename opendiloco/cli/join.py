@@ -149,6 +149,7 @@ def command(
                 volunteering(found, key, transport, device, threads, folder if keep else None) as volunteer,
                 Checkpointer(plan) as checkpointer,
             ):
+                say(f"what outlives this process is in {folder.path}", console)
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)
                 volunteer.checkpoint_with(checkpointer)
                 if record is not None:

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import accuracy, codecs
+from benchmarks import accuracy, checkpoint, codecs
 from benchmarks.reporting import Bar, report, speed_ratio, time_interleaved
 
 ROOT = Path(__file__).parent.parent.parent
@@ -21,8 +21,9 @@ ROOT = Path(__file__).parent.parent.parent
     [
         (codecs.main, ["--sizes", "0.25", "--rounds", "1", "--no-compile"], {"ours: quantize int8", codecs.LIMIT}),
         (accuracy.main, ["--run", str(ROOT / "examples/tiny.toml"), "--outer-steps", "1"], {"e3m0", "torch bf16"}),
+        (checkpoint.main, ["--sizes", "0.25", "--rounds", "1"], {checkpoint.OURS, checkpoint.SAFETENSORS}),
     ],
-    ids=["codecs", "accuracy"],
+    ids=["codecs", "accuracy", "checkpoint"],
 )
 def test_a_benchmark_reports(command: click.Command, arguments: Sequence[str], names: set[str], tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

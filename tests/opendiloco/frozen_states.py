@@ -50,4 +50,4 @@ def plan(base: Path, **more: Any) -> Plan:
 
 def job(folder: Path, state: FrozenState, **more: Any) -> Job:
     """To write `state` into `folder`."""
-    return replace(plan(folder).job(state), folder=str(folder), **more)
+    return replace(plan(folder).job(state, state.memory), folder=str(folder), **more)

@@ -111,7 +111,7 @@ def test_what_is_not_there(kept: Kept, tmp_path: Path) -> None:
         (("--from", tmp_path), 3, "there is no run.manifest beside"),
         (("--from", tmp_path, "--manifest", kept.folder.manifest), 9, "has no good checkpoint"),
         (("--from", tmp_path, "--manifest", one), 3, "not a manifest"),
-        (("--from", tmp_path / "missing"), 2, "does not exist"),
+        (("--from", tmp_path / "missing"), 9, "does not exist"),
         (("--from", kept.folder.path, "--push-to", "nonsense://there"), 10, "Protocol not known"),
     ):
         done = export(*arguments, *out)

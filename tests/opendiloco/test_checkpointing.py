@@ -51,7 +51,7 @@ def test_one_at_a_time_and_of_those_that_wait_the_newest(tmp_path: Path, caplog:
         checkpointer.take(frozen(4))
         await checkpointer.idle()
 
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "opendiloco.checkpointing"):
         play(chosen, story)
     assert written(chosen) == [4, 3]
     assert count("skipped") == skipped + 2
@@ -69,6 +69,18 @@ def test_one_that_comes_while_another_is_written_is_next(tmp_path: Path) -> None
 
     play(chosen, story)
     assert written(chosen) == [2, 1]
+
+
+def test_what_has_come_from_the_disk_is_not_written_again(tmp_path: Path) -> None:
+    class Loaded:
+        last, state_digest, memory = None, bytes(32), None
+
+    async def story(checkpointer: Checkpointer) -> None:
+        checkpointer.take(Loaded())
+        await checkpointer.idle()
+
+    play(plan(tmp_path), story)
+    assert written(plan(tmp_path)) == []
 
 
 def test_what_would_not_be_kept_is_not_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from blake3 import blake3
 from opendiloco import kernels
 from opendiloco.config import OuterOptimizerSection
 from opendiloco.outer import OuterState
+from peers.state_chunks import digest_of_state
 
 
 def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:
@@ -32,3 +33,12 @@ def test_the_digest_covers_theta_and_momentum() -> None:
     before = state.digest()
     state.momentum[4] = 1
     assert state.digest() != before
+
+
+def test_a_copy_is_the_state_that_the_digest_is_of() -> None:
+    state = OuterState(np.arange(5, dtype=np.float32), OuterOptimizerSection())
+    state.momentum[:] = 7
+    out = bytearray(40)
+    state.copy_to(memoryview(out))
+    assert out == b"".join(state.vectors)
+    assert digest_of_state([out]) == state.digest()

@@ -29,9 +29,17 @@ def test_files_arrive_whole_and_old_ones_go(bucket: MemoryFileSystem, tmp_path: 
         path = tmp_path / file_name(index)
         path.write_bytes(bytes([index]) * 3_000_000)
         remote.send_whole(path, path.name, "A")
-        remote.prune(2, 2)
+        remote.prune(2, 2, index)
     assert set(remote.names()) == {file_name(index) for index in (2, 4, 5)}
     assert bucket.cat(f"/bucket/run/{file_name(5)}") == b"\5" * 3_000_000
+
+
+def test_one_that_was_just_sent_stays(bucket: MemoryFileSystem) -> None:
+    for index in (3, 5, 20, 25):
+        bucket.pipe(f"/bucket/run/{file_name(index)}", b"")
+    remote = Remote(URL)
+    remote.prune(2, 0, 5)
+    assert set(remote.names()) == {file_name(index) for index in (5, 20, 25)}
 
 
 def test_what_breaks_off_leaves_nothing(

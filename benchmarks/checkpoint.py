@@ -1,0 +1,146 @@
+"""How long a checkpoint stops the trainer, beside saving at once: `python -m benchmarks.checkpoint`.
+
+Ours stops it for the copy of momentum and theta into memory, which was had before; a process of its own then brings
+that to the disk. "total" is until the file is safe there: flushed, under its name, and the name flushed, too. What is
+saved at once is flushed as well, since a file that a power cut takes away is no checkpoint. Contenders take turns.
+
+The bar: the faster way of saving at once takes at least 5 times as long as ours blocks. The copy reads and writes the
+state once; saving at once does that, too, into the kernel's cache, and then waits for the disk. So anything near 1
+means that the trainer waits for more than the copy, and 5 is what is left of memory's lead over the faster disks: some
+5 GB/s against 1 GB/s.
+
+With --limit the process keeps to a rate, as `diloco-peer join` has it by default: total grows, blocked does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from benchmarks.reporting import Bar, report, speed_ratio
+from opendiloco.checkpointing import Checkpointer, Plan
+from opendiloco.checkpoints import Checkpoints
+from opendiloco.config import OuterOptimizerSection
+from opendiloco.outer import OuterState
+from opendiloco.run_folder import RunFolder
+from peers.memory_file import MemoryFile
+
+OURS, SAFETENSORS, TORCH = "ours, in a process", "safetensors.save_file + fsync", "torch.save + fsync"
+RUN = "benchmark-" + "a" * 32
+AT_LEAST = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """What the swarm hands over."""
+
+    state_digest: bytes
+    memory: MemoryFile
+    last: None = None
+
+
+@dataclass
+class Times:
+    """Seconds of one contender, one value a round."""
+
+    blocked: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+
+
+def save_at_once(save: Callable[[Path], object], path: Path) -> float:
+    """Seconds until what `save` writes is safe on the disk."""
+    start = time.perf_counter()
+    save(path)
+    for each in (path, path.parent):
+        descriptor = os.open(each, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return time.perf_counter() - start
+
+
+async def save_in_a_process(state: OuterState, plan: Plan) -> tuple[float, float]:
+    """Seconds that the trainer waits, and until the checkpoint is safe on the disk."""
+    memory = MemoryFile.in_memory(state.theta.nbytes + state.momentum.nbytes)
+    digest = state.digest()
+    async with Checkpointer(plan) as checkpointer:
+        start = time.perf_counter()
+        state.copy_to(memory.data)
+        blocked = time.perf_counter() - start
+        checkpointer.take(Frozen(digest, memory))
+        await checkpointer.idle()
+        return blocked, time.perf_counter() - start
+
+
+def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[str, Times]:
+    """All contenders, the first round only to warm up. Raises: ClickException when a checkpoint is not what it was."""
+    import torch
+    from safetensors.numpy import save_file
+
+    draw = np.random.default_rng(1)
+    state = OuterState(draw.standard_normal(values, np.float32), OuterOptimizerSection(learning_rate=0.7, momentum=0.6))
+    state.momentum[:] = draw.standard_normal(values, np.float32)
+    tensors = {"momentum": state.momentum, "theta": state.theta}
+    as_torch = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+    plan = Plan(RunFolder(folder / RUN / "peer"), keep_newest=1, rate=rate)
+    at_once: dict[str, Callable[[Path], object]] = {
+        SAFETENSORS: lambda path: save_file(tensors, path),
+        TORCH: lambda path: torch.save(as_torch, path),
+    }
+    times = {name: Times() for name in (OURS, *at_once)}
+    for turn in range(rounds + 1):
+        seconds = {OURS: asyncio.run(save_in_a_process(state, plan))}
+        for name, save in at_once.items():
+            seconds[name] = (save_at_once(save, folder / "at-once"),) * 2
+        for name, (blocked, total) in seconds.items() if turn else ():
+            times[name].blocked.append(blocked)
+            times[name].total.append(total)
+    found = Checkpoints(plan.folder.checkpoints, RUN).load_newest()
+    if found is None or found.state_digest != state.digest():
+        raise click.ClickException(f"no good checkpoint was written to {plan.folder.checkpoints}")
+    return times
+
+
+def row_of(name: str, times: Times, values: int, blocked: dict[str, list[float]]) -> dict[str, Any]:
+    """One line of the table."""
+    seconds, total = statistics.median(times.blocked), statistics.median(times.total)
+    return {
+        "contender": name,
+        "MB": 8 * values / 1e6,
+        "blocked s": seconds,
+        "total s": total,
+        "blocked / total": seconds / total,
+        "times ours": speed_ratio(blocked, OURS, name),
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--sizes", default="8,64", show_default=True, help="Millions (2^20) of parameters.")
+@click.option("--rounds", default=5, show_default=True, help="Times that each contender saves.")
+@click.option("--limit", type=float, metavar="MBIT", help="Megabits a second for our process.  [default: none]")
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="On which disk.  [default: TMPDIR's]")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+def main(sizes: str, rounds: int, limit: float | None, folder: Path | None, json_file: Path | None) -> None:
+    rows: list[dict[str, Any]] = []
+    bars: list[Bar] = []
+    for values in (int(float(size) * 2**20) for size in sizes.split(",")):
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            times = measure(values, rounds, Path(place), None if limit is None else limit * 1e6 / 8)
+        blocked = {name: each.blocked for name, each in times.items()}
+        rows += [row_of(name, each, values, blocked) for name, each in times.items()]
+        faster = min(speed_ratio(blocked, OURS, other) for other in blocked if other != OURS)
+        bars.append(Bar(f"faster save at once / blocked, {8 * values / 1e6:.0f} MB", faster, AT_LEAST))
+    report("checkpoints: how long the trainer waits", rows, bars, json_file)
+
+
+if __name__ == "__main__":
+    main()
