@@ -108,6 +108,8 @@ async def ask_offer(transport: PullTransport, donor: str, log: LogState, least: 
 def choose(offered: dict[str, Offered], donors: Sequence[str], least: int) -> tuple[Offered, list[str]]:
     """The snapshot that most have, the newer one if as many have two; and who has it. Raises: SnapshotError."""
     lineage = set(lineage_of(offered, donors))
+    if leading := offered.get(donors[0]):
+        lineage.add(leading.position.head)  # which may be older than the entries that it names
     votes = Counter(
         (offer.position, offer.offer.state_digest)
         for offer in offered.values()
