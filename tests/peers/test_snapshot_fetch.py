@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peers import state_chunks
+from peers import snapshot_fetch, state_chunks
 from peers.log import Header, LogState
 from peers.snapshot_fetch import ASKED, Offered, choose, fetch_snapshot
 from peers.snapshots import Offer, Snapshot, SnapshotRequest, serve_snapshots
@@ -176,6 +176,24 @@ def test_who_has_another_snapshot_or_none_or_is_gone_is_not_asked_for_chunks() -
         donors.me.donors["gone"] = FakeTransport("gone")
         assert (await donors.fetch(least=5)).index == 8
         assert donors.chunks_asked_of("old") == donors.chunks_asked_of("gone") == []
+
+    asyncio.run(scenario())
+
+
+def test_who_takes_too_long_to_say_what_it_has_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a byte every half minute was enough to keep a joiner waiting for an hour."""
+    monkeypatch.setattr(snapshot_fetch, "OFFER_TIMEOUT", 0.1)
+
+    async def dawdles(name: str, header: bytes, data: bytearray) -> bytearray:
+        await asyncio.Event().wait()
+        return data
+
+    async def scenario() -> None:
+        donors = Donors()
+        (await donors.add("slow", ROUND[1])).meddle = dawdles
+        await donors.add("a", ROUND[1])
+        async with asyncio.timeout(10.0):
+            await donors.fetch()
 
     asyncio.run(scenario())
 

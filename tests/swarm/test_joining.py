@@ -1,0 +1,205 @@
+"""Joining over real libp2p: a snapshot from several donors at once, one of which dies or lies; a joiner that is killed.
+
+Two or three donors in this process, and what dies in another, have made a few entries and go no further.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.processes import PeerProcess, gone
+from peers.download import RANGES
+from peers.driver import Driver
+from peers.hivemind_daemon import sweep_sockets
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.states import State
+from peers.streams import Buffer
+from tests.swarm.joining_peer import CHUNKS, END, LOCAL, MeddlingTransport, WatchedTransport, still_driver
+
+pytestmark = pytest.mark.swarm
+PROGRAM = "tests.swarm.joining_peer"
+DEADLINE = 60.0
+
+
+class LyingTransport(MeddlingTransport):
+    """What it gives is not what its digests say."""
+
+    async def meddled(self, data: Buffer) -> Buffer:
+        lie = bytearray(data)
+        lie[len(lie) // 2] ^= 1
+        return lie
+
+
+@dataclass
+class Volunteer:
+    driver: Driver
+    transport: HivemindTransport
+    running: asyncio.Task[None]
+
+    @property
+    def id(self) -> str:
+        return self.driver.peer.me
+
+    async def until_it_trains(self) -> bytes:
+        """The digest of its state after the last entry."""
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await self.driver.until(lambda peer: peer.state is State.TRAINING and peer.log.position.index == END)
+        except TimeoutError:
+            pytest.fail(f"after {DEADLINE} s it is {self.driver.peer.state} at {self.driver.peer.log.position}")
+        return self.driver.peer.state_digest
+
+
+class Swarm:
+    def __init__(self, bootstrap: HivemindTransport, folder: Path) -> None:
+        self.contact = bootstrap.addresses[0]
+        self.volunteers: list[Volunteer] = []
+        self.processes: list[PeerProcess] = []
+        self.daemons: set[int] = set()
+        self._folder = folder
+
+    async def join(self, kind: type[HivemindTransport] = HivemindTransport) -> Volunteer:
+        identity = Identity.generate()
+        transport = await kind.create(identity, [self.contact], LOCAL)
+        driver = still_driver(identity, transport)
+        self.volunteers.append(Volunteer(driver, transport, asyncio.create_task(driver.run())))
+        return self.volunteers[-1]
+
+    async def start(self, name: str, *arguments: object) -> tuple[PeerProcess, str]:
+        """A peer in a process of its own, and its id."""
+        identity = self._folder / f"{name}.pem"
+        log = self._folder / f"{name}.log"
+        process = await PeerProcess.start([PROGRAM, "--identity", identity, "--contact", self.contact, *arguments], log)
+        self.processes.append(process)
+        listening = await process.event("listening", DEADLINE)
+        self.daemons |= process.children()
+        return process, listening["peer"]
+
+    async def end(self) -> None:
+        for volunteer in self.volunteers:
+            volunteer.running.cancel()
+            await asyncio.gather(volunteer.running, return_exceptions=True)
+            await volunteer.transport.close()
+        await asyncio.gather(*(process.end() for process in self.processes))
+        assert not await gone(self.daemons, DEADLINE), "daemons outlive their peers"
+        sweep_sockets()
+
+
+@asynccontextmanager
+async def swarm(folder: Path) -> AsyncIterator[Swarm]:
+    bootstrap = await HivemindTransport.create(Identity.generate(), (), LOCAL)
+    swarm = Swarm(bootstrap, folder)
+    try:
+        yield swarm
+    finally:
+        await swarm.end()
+        await bootstrap.close()
+
+
+async def agreed(volunteers: list[Volunteer]) -> bytes:
+    """The digest that all have after the last entry."""
+    (digest,) = {await one.until_it_trains() for one in volunteers}
+    return digest
+
+
+def watched(joiner: Volunteer) -> WatchedTransport:
+    assert isinstance(joiner.transport, WatchedTransport)
+    return joiner.transport
+
+
+def test_a_joiner_fetches_from_three_donors_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with swarm(tmp_path) as run:
+            donors = [await run.join() for _ in range(3)]
+            digest = await agreed(donors)
+            joiner = await run.join(WatchedTransport)
+            transport = watched(joiner)
+
+            async def wait_for_the_others(donor: str, chunk: int) -> None:
+                await transport.until(lambda: len(transport.given) == 3)
+
+            transport.after_each = wait_for_the_others
+            assert await joiner.until_it_trains() == digest
+            assert set(transport.given) == {donor.id for donor in donors}
+            assert transport.given.total() >= CHUNKS
+
+    asyncio.run(scenario())
+
+
+def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with swarm(tmp_path) as run:
+            donors = [await run.join() for _ in range(2)]
+            process, mortal = await run.start("mortal")
+            await process.event("training", DEADLINE)
+            digest = await agreed(donors)
+            joiner = await run.join(WatchedTransport)
+            transport = watched(joiner)
+
+            async def wait_for_the_death(donor: str) -> None:
+                if donor != mortal:
+                    await transport.until(lambda: mortal in transport.failed)
+
+            transport.before_each = wait_for_the_death
+            assert await joiner.until_it_trains() == digest
+            assert 1 <= transport.asked[mortal] <= RANGES
+            assert set(transport.given) == {donor.id for donor in donors}
+            async with asyncio.timeout(DEADLINE):
+                await process.ended()
+
+    asyncio.run(scenario())
+
+
+def test_a_donor_that_lies_is_avoided(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with swarm(tmp_path) as run:
+            donors = [await run.join() for _ in range(2)]
+            liar = await run.join(LyingTransport)
+            digest = await agreed([*donors, liar])
+            joiner = await run.join(WatchedTransport)
+            transport = watched(joiner)
+
+            async def wait_for_the_lie(donor: str) -> None:
+                if donor != liar.id:
+                    await transport.until(lambda: transport.given[liar.id] > 0)
+
+            transport.before_each = wait_for_the_lie
+            assert await joiner.until_it_trains() == digest
+            assert 1 <= transport.asked[liar.id] <= RANGES
+            assert sum(transport.given[donor.id] for donor in donors) >= CHUNKS
+
+    asyncio.run(scenario())
+
+
+def test_a_joiner_that_is_killed_fetches_only_the_rest_when_it_is_back(tmp_path: Path) -> None:
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+
+    async def scenario() -> None:
+        async with swarm(tmp_path) as run:
+            digest = await agreed([await run.join() for _ in range(3)])
+            fetched: list[set[int]] = []
+            for dies_after in (CHUNKS // 3, 0):
+                process, _ = await run.start("joiner", "--downloads", downloads, "--dies-after", dies_after)
+                fetched.append(set())
+                while event := await process.next_event():
+                    if event["event"] == "fetched":
+                        fetched[-1].add(event["chunk"])
+                    elif event["event"] == "training":
+                        break
+            assert event is not None, process.last_words()
+            assert event["state"] == digest.hex()
+            first, rest = fetched
+            assert len(first) >= CHUNKS // 3
+            assert first.isdisjoint(rest)
+            assert first | rest == set(range(CHUNKS))
+            assert list(downloads.iterdir()) == [], "nothing is left behind"
+
+    asyncio.run(scenario())
