@@ -12,6 +12,7 @@ from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
+from peers.errors import SwarmUnreachableError
 from peers.following import Following, nobody_trains
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
@@ -75,9 +76,12 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
     """
     following = Following(transport, workload, run.settings, MemoryStorage())
     await following.begin()
-    while await following.advance():
-        pass
-    return following.log.last
+    while True:
+        try:
+            if await following.advance() is None:
+                return following.log.last
+        except SwarmUnreachableError:  # perhaps nobody keeps the payload any more
+            await following.begin(following.log.position.index + 1)
 
 
 async def export_state(run: Run, last: Header | None, workload: LocalWorkload, folder: Path) -> RunFacts:

@@ -11,9 +11,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from peers.errors import LocalNetworkError, ManifestError
 from peers.hivemind_daemon import peer_id_of
@@ -90,6 +91,11 @@ class ManifestStore:
         )
 
 
+class Archive(Protocol):
+    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
+        """Keep these runs, until cancelled."""
+
+
 async def run_bootstrap(
     identity: Identity,
     listen: Sequence[str],
@@ -98,8 +104,10 @@ async def run_bootstrap(
     manifest_directory: Path,
     on_ready: Callable[[tuple[str, ...]], None],
     stop: asyncio.Event,
+    archive: Archive | None = None,
 ) -> None:
-    """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used.
+    """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used. `archive` keeps the
+    runs that are announced to it.
 
     Raises: ManifestError, LocalNetworkError, SwarmUnreachableError when it cannot start; LocalNetworkError when
     libp2p's daemon dies.
@@ -125,7 +133,13 @@ async def run_bootstrap(
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
         await _publish(transport, store)
         on_ready(transport.addresses)
-        await _until_stopped(transport, store, stop)
+        keeping = asyncio.create_task(archive.keep(transport, store)) if archive else None
+        try:
+            await _until_stopped(transport, store, stop)
+        finally:
+            if keeping:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
     finally:
         await transport.close()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from peers.chunks import Chunking, PayloadSize, payload_digest
 from peers.messages import Attempt
 from peers.wire import digest_of
-from peers.workload import Blocks, Workload
+from peers.workload import Blocked, Blocks
 
 KEPT_AT_LEAST = 3  # the one held, the last one applied, and one more that somebody may be fetching
 
@@ -81,12 +81,12 @@ class PayloadBuffers:
     """The present round's blocks, and the payloads that are kept."""
 
     def __init__(
-        self, workload: Workload, budget: int = 0, older: Callable[[bytes], Payload | None] = lambda digest: None
+        self, blocked: Blocked, budget: int = 0, older: Callable[[bytes], Payload | None] = lambda digest: None
     ) -> None:
         """`older` finds payloads that are not in memory any more."""
-        self._byte_range = workload.byte_range
-        self.chunking = Chunking(workload.block_count)
-        self.size = PayloadSize(self.chunking.count, workload.byte_range(0, workload.block_count)[1])
+        self._byte_range = blocked.byte_range
+        self.chunking = Chunking(blocked.block_count)
+        self.size = PayloadSize(self.chunking.count, blocked.byte_range(0, blocked.block_count)[1])
         self.kept = KeptPayloads(budget)
         self._older = older
         self.own: Blocks = b""  # what we trained last, for this round or a later one

@@ -56,14 +56,17 @@ class Following:
             raise nobody_trains(self.log.run)
         return beats
 
-    async def begin(self) -> None:
-        """Take over a snapshot. Raises: SwarmUnreachableError when no peer gives one that holds up."""
+    async def begin(self, least: int = 0) -> None:
+        """Take over a snapshot, at index `least` or later.
+
+        Raises: SwarmUnreachableError when no peer gives one that holds up.
+        """
         donors = [beat.peer for beat in await self.live()]
         reasons = []
         while donors:
             try:
                 snapshot, _ = await fetch_snapshot(
-                    self._transport, donors, self.log, 0, self._storage, self._workload.state_size
+                    self._transport, donors, self.log, least, self._storage, self._workload.state_size
                 )
                 await self._workload.restore(snapshot.data, snapshot.state_digest)
             except (SnapshotError, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from peers.events import Apply, Dropped, FetchPayload, Note, Send
 from peers.heartbeat import PeerState
+from peers.lineage import RECENT_ENTRIES
 from peers.log import Header, LogError, LogState
 from peers.membership import DONATING, PARTICIPATING
 from peers.messages import Inquire, LeaseGrant, LeaseRequest
@@ -106,12 +107,15 @@ class Joining(PeerCore):
             self._emit(Send(ahead, Inquire(position=self.log.position)))
         else:
             self._emit(Note("warning", f"{ahead} is at {self._live()[ahead].index}: fetching a snapshot"))
-            self._fetch(ahead, self._index_past_ours(ahead))
+            self._fetch(ahead, self._oldest_of_use(ahead))
 
-    def _index_past_ours(self, ahead: str) -> int:
-        """At which a snapshot brings us further; of who is not further on, but heavier, any does."""
-        index = self.log.position.index
-        return index + 1 if self._live()[ahead].index > index else 0
+    def _oldest_of_use(self, ahead: str) -> int:
+        """The index from which on a snapshot brings us further, and others still know what followed it.
+
+        Of who is not further on, but heavier, one brings us further at any index.
+        """
+        index, theirs = self.log.position.index, self._live()[ahead].index
+        return max(index + 1 if theirs > index else 0, theirs - RECENT_ENTRIES // 2)
 
     def _replay(self, sender: str, header: Header) -> None:
         """Others went on without us: get the payload of their entry, and apply it.
@@ -166,7 +170,7 @@ class Joining(PeerCore):
             self._joined_at = self.log.position.head  # what we may have held here is forgotten
             self._enter(State.JOINING)
         else:
-            self._fetch(ahead, self._index_past_ours(ahead))
+            self._fetch(ahead, self._oldest_of_use(ahead))
 
     def _refused(self, leader: str, reason: str) -> None:
         """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again."""
@@ -178,7 +182,7 @@ class Joining(PeerCore):
     def _elsewhere(self, sender: str) -> None:
         """Our inquiry led nowhere: what we hold is on another lineage than the heavier one."""
         if self.state in CATCHING_UP and self._furthest() == sender:
-            self._fetch(sender)
+            self._fetch(sender, self._oldest_of_use(sender))
 
 
 def _inverted(digest: bytes) -> int:

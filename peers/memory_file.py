@@ -19,7 +19,7 @@ class MemoryFile:
             os.posix_fallocate(descriptor, 0, max(size, 1))
             self.data = memoryview(mmap.mmap(descriptor, max(size, 1)))[:size]
         except OSError:
-            os.close(descriptor)
+            self.close()
             raise
 
     @classmethod

@@ -94,7 +94,7 @@ class SimulatedPeer:
         self.name = name
         self.world = world
         self.workload = SimulatedWorkload(name, block_count)
-        self.buffers = PayloadBuffers(self.workload, kept_bytes)  # type: ignore[arg-type]
+        self.buffers = PayloadBuffers(self.workload, kept_bytes)
         self.clock = clock
         self.peer = Peer(name, world.settings, self.buffers.size, self.workload.state, self.time(0.0))
         self.alive = True

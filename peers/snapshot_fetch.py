@@ -20,6 +20,7 @@ from peers.workload import SnapshotError
 ASKED = 16  # peers that are asked what they have
 RANGES = 64  # at least, if there are as many chunks, so that the last ones are not long
 RANGE = 8  # chunks asked for at once, at most
+DIGESTS_LIMIT = 1 << 26  # bytes; of a state of two TiB
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ async def fetch_snapshot(
     room.
     """
     chunking = StateChunking(size)
-    offered = await _offers(transport, donors[:ASKED], log, least, chunking)
+    offered = await _offers(transport, donors[:ASKED], log, least, size)
     chosen, having = choose(offered, donors, least)
     head = chosen.position.head
     wanted = Wanted(
@@ -66,24 +67,15 @@ async def fetch_snapshot(
 
 
 async def _offers(
-    transport: PullTransport, donors: Sequence[str], log: LogState, least: int, chunking: StateChunking
+    transport: PullTransport, donors: Sequence[str], log: LogState, least: int, size: int
 ) -> dict[str, Offered]:
-    """What each donor has; who does not say is left out."""
+    """What each donor has; who does not say is left out. Raises: SnapshotError when nobody does."""
 
     async def ask(donor: str) -> Offered:
-        request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
-        packed, digests = await transport.pull(donor, SNAPSHOT, request, DIGEST_BYTES * chunking.count, PULL_TIMEOUT)
-        offer = unpack_from(donor, Offer, packed)
-        chunks = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
-        if (
-            offer.bytes != chunking.bytes
-            or len(chunks) != chunking.count
-            or digest_of_chunks(chunks) != offer.state_digest
-        ):
-            raise RemoteProtocolError(donor, "its snapshot has other chunks than its digest says")
-        if offer.last is not None and offer.last.run != log.run:
-            raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
-        return Offered(offer, log.at(offer.last).position, chunks)
+        offered = await ask_offer(transport, donor, log, least)
+        if offered.offer.bytes != size:
+            raise RemoteProtocolError(donor, f"its snapshot has {offered.offer.bytes} bytes, not {size}")
+        return offered
 
     answers = await asyncio.gather(*map(ask, donors), return_exceptions=True)
     offered: dict[str, Offered] = {}
@@ -100,9 +92,24 @@ async def _offers(
     return offered
 
 
+async def ask_offer(transport: PullTransport, donor: str, log: LogState, least: int = 0) -> Offered:
+    """What snapshot a donor has. Raises: PeerUnreachableError, RemoteProtocolError."""
+    request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
+    packed, digests = await transport.pull(donor, SNAPSHOT, request, DIGESTS_LIMIT, PULL_TIMEOUT)
+    offer = unpack_from(donor, Offer, packed)
+    chunks = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
+    if len(chunks) != StateChunking(offer.bytes).count or digest_of_chunks(chunks) != offer.state_digest:
+        raise RemoteProtocolError(donor, "its snapshot has other chunks than its digest says")
+    if offer.last is not None and offer.last.run != log.run:
+        raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
+    return Offered(offer, log.at(offer.last).position, chunks)
+
+
 def choose(offered: dict[str, Offered], donors: Sequence[str], least: int) -> tuple[Offered, list[str]]:
     """The snapshot that most have, the newer one if as many have two; and who has it. Raises: SnapshotError."""
     lineage = set(lineage_of(offered, donors))
+    if leading := offered.get(donors[0]):
+        lineage.add(leading.position.head)  # which may be older than the entries that it names
     votes = Counter(
         (offer.position, offer.offer.state_digest)
         for offer in offered.values()

@@ -30,13 +30,8 @@ class Trained:
     loss: float
 
 
-class Workload(Protocol):
-    """The state machine that the log drives: theta, momentum and the worker behind them.
-
-    A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
-    momentum and may run beside anything, `copy_state` beside `train` and `reduce`, and `apply` beside `train` once it
-    has reported progress; other calls are never concurrent.
-    """
+class Blocked(Protocol):
+    """How payloads are cut into blocks."""
 
     @property
     def block_count(self) -> int:
@@ -44,6 +39,15 @@ class Workload(Protocol):
 
     def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
         """Byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
+
+
+class Workload(Blocked, Protocol):
+    """The state machine that the log drives: theta, momentum and the worker behind them.
+
+    A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
+    momentum and may run beside anything, `copy_state` beside `train` and `reduce`, and `apply` beside `train` once it
+    has reported progress; other calls are never concurrent.
+    """
 
     async def train(
         self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, NEW_FOLDER, announce_option, initial_peers_option, listen_option
+from opendiloco.cli.options import FILE, FOLDER, NEW_FOLDER, announce_option, initial_peers_option, listen_option
 
 
 @click.command()
@@ -16,6 +16,7 @@ from opendiloco.cli.options import FILE, NEW_FOLDER, announce_option, initial_pe
 @announce_option
 @initial_peers_option
 @click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
+@click.option("--archive", type=FOLDER, help="Keep the log and the newest snapshots of these runs in this folder.")
 @click.pass_obj
 def command(
     log: LogOptions,
@@ -24,10 +25,12 @@ def command(
     announce: tuple[str, ...],
     initial_peers: tuple[str, ...],
     directory: Path | None,
+    archive: Path | None,
 ) -> None:
     """Be a node through which the peers of any run find each other. Needs no GPU and little memory."""
     import asyncio
 
+    from opendiloco.archive import Archive
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
     from peers.bootstrap import run_bootstrap
@@ -38,7 +41,8 @@ def command(
     async def main(interrupts: Interrupts) -> None:
         stop = asyncio.Event()
         interrupts.polite = stop.set
-        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop)
+        kept = None if archive is None else Archive(key, archive)
+        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, kept)
 
     with hold_identity(identity) as key:
         run_interruptible(main)

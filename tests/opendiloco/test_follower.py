@@ -1,13 +1,19 @@
-"""The folder for a model: made first, and gone again if there is nothing to put into it."""
+"""What an export gets from the swarm, and the folder for it: made first, gone again if there is nothing to put in."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from opendiloco.errors import MachineError
-from opendiloco.follower import new_folder
+from opendiloco.follower import fetch_state, new_folder
+from peers.errors import SwarmUnreachableError
+from tests.peers.builders import SETTINGS, beat
+from tests.peers.test_following import Donor, Run, Swarm
 
 
 def test_it_is_there_before_the_work_begins(tmp_path: Path) -> None:
@@ -41,3 +47,37 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
             pytest.fail("it was said to be usable")
         assert caught.value.exit_code == 6
         assert "--out" in caught.value.remedy
+
+
+# The newest state -----------------------------------------------------------------------------------------------
+async def fetched(swarm: Swarm) -> object:
+    """The last header of the state that the swarm's follower then has."""
+    run: Any = SimpleNamespace(settings=SETTINGS)
+    transport: Any = swarm
+    workload: Any = swarm.workload
+    return await fetch_state(run, transport, workload)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 1000])
+def test_the_newest_state_is_fetched_though_payloads_are_not_kept_for_long(kept: int) -> None:
+    """Regression: where payloads are large only the last three are kept, and snapshots are frozen more seldom."""
+
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(9)
+        for name in "ab":
+            await swarm.add(name, Donor(run, frozen=2, kept=kept))
+        assert await fetched(swarm) == run.logs[-1].last
+        assert swarm.workload.state == run.states[-1]
+
+    asyncio.run(scenario())
+
+
+def test_who_is_ahead_and_gives_nothing_is_named() -> None:
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(9)
+        await swarm.add("a", Donor(run, frozen=9))
+        swarm.beats["a"] = beat("a", Run(12).logs[-1])
+        with pytest.raises(SwarmUnreachableError, match="peer a refused: outer step 10 is not here yet"):
+            await fetched(swarm)
+
+    asyncio.run(scenario())

@@ -15,9 +15,9 @@ from opendiloco.control import RunFacts
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.outer import OuterState
 from opendiloco.reference import Reference, Work
-from opendiloco.snapshot import decode_snapshot
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
+from peers.state_chunks import digest_of_state
 from peers.workload import BadBlocksError, Progress, SnapshotError, Workload
 
 OUTER_STEPS = [
@@ -62,9 +62,7 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_config: Run
         try:
             digests = [await swarm_step(swarm, index, roster) for index, roster in enumerate(OUTER_STEPS)]
             assert digests == expected
-            theta, momentum = decode_snapshot(await swarm["a"].snapshot(), swarm["a"].parameter_count)
-            assert np.array_equal(theta, reference.state.theta)
-            assert np.array_equal(momentum, reference.state.momentum)
+            assert await state_of(swarm["a"]) == b"".join(reference.state.vectors)
             assert (await swarm["a"].evaluate(16)).loss == reference.held_out_loss(16)
             await a_snapshot_moves_the_state(swarm["a"], swarm["b"])
             await the_model_can_be_used(swarm["b"], tmp_path / "model")
@@ -74,17 +72,24 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_config: Run
     asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
 
 
+async def state_of(workload: LocalWorkload) -> bytes:
+    out = bytearray(workload.state_size)
+    await workload.copy_state(memoryview(out))
+    return bytes(out)
+
+
 async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload) -> None:
-    snapshot = await donor.snapshot()
-    zero = bytearray(kernels.INT8.payload_size(joiner.parameter_count))
-    assert await joiner.apply(bytes(zero)) != await donor.state_digest()  # momentum alone moves theta
-    before, wanted = await joiner.state_digest(), await donor.state_digest()
-    assert len(snapshot) <= joiner.snapshot_limit
-    for wrong, digest in ((snapshot[:-4], wanted), (snapshot, before)):
+    state, wanted = await state_of(donor), await donor.state_digest()
+    assert digest_of_state([state]) == wanted
+    zero = bytes(kernels.INT8.payload_size(joiner.parameter_count))
+    assert await joiner.apply(zero) != wanted  # momentum alone moves theta
+    before = await joiner.state_digest()
+    nan = state[:-4] + b"\xff\xff\xff\xff"
+    for wrong, digest in ((state[:-4], wanted), (state, before), (nan, digest_of_state([nan]))):
         with pytest.raises(SnapshotError):
             await joiner.restore(wrong, digest)
         assert await joiner.state_digest() == before
-    await joiner.restore(snapshot, wanted)
+    await joiner.restore(state, wanted)
     assert await joiner.state_digest() == wanted
 
 

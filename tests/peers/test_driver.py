@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 from prometheus_client import REGISTRY
@@ -31,16 +31,17 @@ from peers.events import (
 from peers.identity import Identity
 from peers.leases import SampleRange
 from peers.messages import Abort, Accuse, Attempt, Commit, Complete, Message, unpack_message
-from peers.payloads import PAYLOAD, Payloads
+from peers.payloads import PAYLOAD, serve_payloads
 from peers.states import State
-from peers.streams import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.streams import Channel
 from peers.traffic import CHUNKS, StreamHeader, Traffic
 from peers.wire import digest_of, unpack
 from peers.workload import Blocks, Progress, Trained
 from tests.peers.builders import RUN, SETTINGS, SIZE, STATE, Rig, ready
+from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload
 from tests.peers.test_peer import at_second
-from tests.peers.test_snapshots import BLOCK, FakeTransport, FakeWorkload
 
+T = TypeVar("T")
 TOKENS = (("a", 100), ("b", 100), ("c", 100))
 
 
@@ -63,7 +64,7 @@ class SlowChannel:
 
 
 class SlowTransport(FakeTransport):
-    """Streams never end; messages arrive unless they are said to be too large; pulls go to `donors`."""
+    """Streams never end; messages arrive unless they are said to be too large."""
 
     addresses = ()
 
@@ -71,7 +72,6 @@ class SlowTransport(FakeTransport):
         super().__init__()
         self.sent: list[tuple[str, Message]] = []
         self.streaming: Counter[tuple[str, Attempt]] = Counter()
-        self.donors: dict[str, SlowTransport] = {}
         self.too_large = False
 
     def expect_answers_within(self, seconds: float) -> None:
@@ -96,17 +96,6 @@ class SlowTransport(FakeTransport):
 
     async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None:
         raise NotImplementedError
-
-    async def pull(
-        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
-    ) -> tuple[bytes, bytearray]:
-        if peer_id not in self.donors:
-            raise PeerUnreachableError(peer_id, "no answer in time")
-        try:
-            async with self.donors[peer_id].serve[name]("b", header) as (answer, data):
-                return answer, bytearray(data)
-        except RefusalError as refusal:
-            raise PeerRefusedError(peer_id, str(refusal)) from refusal
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
         if self.too_large:
@@ -184,9 +173,15 @@ class DriverOf(Driver):
         self.handle(ReducedArrived(self.round, sender, chunk, ()))
 
 
+async def at_once(work: Callable[..., T], *arguments: Any) -> T:
+    """Instead of a thread, of which nobody knows when it is done."""
+    return work(*arguments)
+
+
 @asynccontextmanager
 async def driving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DriverOf, SlowTransport]]:
     monkeypatch.setattr(driver_module, "time", SimpleNamespace(monotonic=lambda: rig.now))
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
     transport = SlowTransport()
     driver = DriverOf(rig, transport)
     async with asyncio.TaskGroup() as driver._tasks:
@@ -360,7 +355,7 @@ async def donor(payload: Payload) -> SlowTransport:
     transport = SlowTransport()
     kept = DriverOf(at_second(), transport)._buffers
     kept.kept.keep(payload)
-    await Payloads(transport, kept).serve()
+    await serve_payloads(transport, {RUN: kept})
     assert PAYLOAD in transport.serve
     return transport
 

@@ -9,20 +9,29 @@ from typing import cast
 
 import pytest
 
+from peers import places as places_module
 from peers.buffers import Payload, PayloadBuffers
 from peers.chunks import CHUNK_BLOCKS
 from peers.errors import RemoteProtocolError
 from peers.log import Header
-from peers.payloads import DONORS, PAYLOAD, RANGE, READERS, PayloadError, PayloadRequest, Payloads
+from peers.payloads import (
+    PAYLOAD,
+    PULLS,
+    RANGE,
+    READERS,
+    PayloadError,
+    PayloadRequest,
+    Payloads,
+    serve_payloads,
+)
 from peers.simulated_peer import BLOCK_BYTES, SimulatedWorkload
 from peers.streams import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.wire import DIGEST_BYTES, digest_of, pack, unpack
 from peers.workload import Workload
-from tests.peers.builders import LOG, member
+from tests.peers.builders import LOG, RUN, member
 
 CHUNKS = 300
 SIZE = CHUNK_BLOCKS * BLOCK_BYTES  # of each chunk
-RANGES = -(-CHUNKS // RANGE)
 
 Meddle = Callable[[PayloadRequest, bytearray], bytearray]
 """What becomes of a donor's answer; PeerUnreachableError if none."""
@@ -54,7 +63,7 @@ class Network:
         kept = buffers()
         if payload:
             kept.kept.keep(payload)
-        await Payloads(Transport(self, name), kept).serve()
+        await serve_payloads(Transport(self, name), {RUN: kept})
         if meddle:
             self.meddle[name] = meddle
 
@@ -69,8 +78,8 @@ class Transport:
         self.network = network
         self.me = me
 
-    async def on_pull(self, name: str, serve: Serve) -> None:
-        assert name == PAYLOAD
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
+        assert (name, gives_way) == (PAYLOAD, True)
         self.network.serve[self.me] = serve
 
     async def pull(
@@ -97,7 +106,7 @@ class Transport:
 async def fetch(network: Network, donors: Sequence[str], header: Header = HEADER) -> PayloadBuffers:
     """What a peer has that fetched the payload."""
     mine = buffers()
-    await Payloads(Transport(network, "me"), mine).fetch(header, donors)
+    await Payloads(Transport(network, "me"), RUN, mine).fetch(header, donors)
     return mine
 
 
@@ -132,21 +141,6 @@ def dies_after(ranges: int, name: str) -> Meddle:
 
 
 # Fetching -------------------------------------------------------------------------------------------------------
-def test_several_donors_share_the_work() -> None:
-    async def scenario() -> None:
-        network = Network()
-        names = [f"donor{number}" for number in range(DONORS + 2)]
-        for name in names:
-            await network.donor(name)
-        assert_whole(await fetch(network, names))
-        shares = [network.asked_for_chunks(name) for name in names]
-        assert all(share >= CHUNKS // (2 * DONORS) for share in shares[:DONORS])
-        assert shares[DONORS:] == [0, 0], "no more than are needed are asked"
-        assert sum(shares) == CHUNKS, "nothing is fetched twice"
-
-    asyncio.run(scenario())
-
-
 def test_one_donor_is_enough() -> None:
     async def scenario() -> None:
         network = Network()
@@ -160,7 +154,7 @@ def test_what_is_kept_is_not_fetched() -> None:
     async def scenario() -> None:
         network, mine = Network(), buffers()
         mine.kept.keep(THE_PAYLOAD)
-        await Payloads(Transport(network, "me"), mine).fetch(HEADER, ["a"])
+        await Payloads(Transport(network, "me"), RUN, mine).fetch(HEADER, ["a"])
         assert network.asked == []
 
     asyncio.run(scenario())
@@ -197,47 +191,6 @@ def test_digests_of_another_number_of_chunks_are_none(size: int) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("ranges", [0, 1, RANGES // 2])
-def test_what_a_donor_that_dies_half_way_owed_comes_from_the_others(ranges: int) -> None:
-    async def scenario() -> None:
-        network = Network()
-        await network.donor("mortal", meddle=dies_after(ranges, "mortal"))
-        await network.donor("a")
-        assert_whole(await fetch(network, ["mortal", "a"]))
-        assert network.asked_for_chunks("mortal") <= (ranges + 1) * RANGE, "nothing is asked of the dead"
-
-    asyncio.run(scenario())
-
-
-def test_a_range_that_fails_last_of_all_is_not_forgotten() -> None:
-    """The other donors had run out of work when it came back."""
-
-    async def scenario() -> None:
-        network, others_are_done = Network(), asyncio.Event()
-
-        class Slow(Transport):
-            async def pull(
-                self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
-            ) -> tuple[bytes, bytearray]:
-                request = unpack(PayloadRequest, header)
-                if peer_id == "slow" and request.last:
-                    await others_are_done.wait()
-                    raise PeerUnreachableError(peer_id, "no answer in time")
-                answer = await super().pull(peer_id, name, header, max_bytes, timeout)
-                if self.network.asked_for_chunks("a") >= CHUNKS - RANGE:
-                    others_are_done.set()
-                return answer
-
-        for name in ("slow", "a"):
-            await network.donor(name)
-        mine = buffers()
-        async with asyncio.timeout(10.0):
-            await Payloads(Slow(network, "me"), mine).fetch(HEADER, ["slow", "a"])
-        assert_whole(mine)
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize("chunk", [0, 1, RANGE - 1, RANGE, CHUNKS - 1])
 def test_a_lie_in_any_chunk_is_found_out_and_the_truth_fetched_elsewhere(chunk: int) -> None:
     async def scenario() -> None:
@@ -251,37 +204,14 @@ def test_a_lie_in_any_chunk_is_found_out_and_the_truth_fetched_elsewhere(chunk: 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("length", [0, 1, SIZE * RANGE - 1])
-def test_too_few_bytes_are_a_lie_too(length: int) -> None:
-    async def scenario() -> None:
-        network = Network()
-        await network.donor("short", meddle=lambda request, data: data[:length] if request.last else data)
-        with pytest.raises(PayloadError, match="peer short"):
-            await fetch(network, ["short"])
-
-    asyncio.run(scenario())
-
-
 def test_of_a_fetch_that_fails_nothing_is_kept() -> None:
     async def scenario() -> None:
         network, mine = Network(), buffers()
         await network.donor("a", meddle=dies_after(3, "a"))
         await network.donor("b", meddle=lies_in(100))
         with pytest.raises(PayloadError, match=r"peer a did not answer.*; .*peer b|peer b.*; .*peer a"):
-            await Payloads(Transport(network, "me"), mine).fetch(HEADER, ["a", "b"])
+            await Payloads(Transport(network, "me"), RUN, mine).fetch(HEADER, ["a", "b"])
         assert mine.kept.get(THE_PAYLOAD.digest) is None
-
-    asyncio.run(scenario())
-
-
-def test_a_donor_behind_the_first_few_is_asked_when_those_fail() -> None:
-    async def scenario() -> None:
-        network = Network()
-        liars = [f"liar{number}" for number in range(DONORS)]
-        for number, name in enumerate(liars):
-            await network.donor(name, meddle=lies_in(number * RANGE))
-        await network.donor("honest")
-        assert_whole(await fetch(network, [*liars, "honest"]))
 
     asyncio.run(scenario())
 
@@ -318,7 +248,7 @@ def test_fetches_of_one_payload_at_once_share_the_work() -> None:
     async def scenario() -> None:
         network, mine = Network(), buffers()
         await network.donor("a")
-        payloads = Payloads(Transport(network, "me"), mine)
+        payloads = Payloads(Transport(network, "me"), RUN, mine)
         await asyncio.gather(*(payloads.fetch(HEADER, ["a"]) for _ in range(3)))
         assert_whole(mine)
         assert network.asked_for_chunks("a") == CHUNKS
@@ -328,7 +258,7 @@ def test_fetches_of_one_payload_at_once_share_the_work() -> None:
 
 # Serving --------------------------------------------------------------------------------------------------------
 def request(first: int, last: int, payload: bytes = THE_PAYLOAD.digest) -> bytes:
-    return pack(PayloadRequest(payload=payload, first=first, last=last))
+    return pack(PayloadRequest(run=RUN, payload=payload, first=first, last=last))
 
 
 async def serving() -> Serve:
@@ -378,7 +308,9 @@ def test_what_is_not_kept_is_refused() -> None:
     asyncio.run(scenario())
 
 
-def test_so_many_are_served_at_once_and_no_more() -> None:
+def test_so_many_are_served_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places_module, "WAIT", 0.01)
+
     async def scenario() -> None:
         serve = await serving()
         async with AsyncExitStack() as readers:
@@ -398,11 +330,10 @@ def test_one_peer_cannot_keep_all_others_from_being_served() -> None:
     async def scenario() -> None:
         serve = await serving()
         async with AsyncExitStack() as readers:
-            try:
-                for _ in range(READERS):
-                    await readers.enter_async_context(serve("greedy", request(0, 1)))
-            except RefusalError:
-                pass
+            for _ in range(PULLS):
+                await readers.enter_async_context(serve("greedy", request(0, 1)))
+            with pytest.raises(RefusalError, match="other parts"):
+                await readers.enter_async_context(serve("greedy", request(0, 1)))
             async with serve("z", request(0, 1)) as (_, data):
                 assert len(data) == SIZE
 

@@ -1,295 +1,198 @@
-"""The state of a peer for joiners: only a settled one goes out, and nothing is taken over unchecked."""
+"""Snapshots as they are given: which there is, its chunks, and to how many at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
 
 import pytest
 
+from peers import places as places_module
 from peers import snapshots as snapshots_module
 from peers.errors import RemoteProtocolError
-from peers.events import Applied, Event
-from peers.identity import Identity
-from peers.leases import SampleRange
-from peers.messages import Commit
-from peers.peer import Peer
-from peers.snapshots import SNAPSHOT, STRANGERS, SnapshotHeader, Snapshots, pull_snapshot
-from peers.states import State
+from peers.log import LogState
+from peers.snapshots import (
+    PULLS,
+    SNAPSHOT,
+    STRANGERS,
+    Offer,
+    Snapshot,
+    SnapshotRequest,
+    serve_snapshots,
+)
+from peers.state_chunks import STATE_CHUNK, chunk_digests, digest_of_chunks
 from peers.streams import Buffer, RefusalError, Serve
-from peers.wire import digest_of, pack, unpack
-from peers.workload import BadBlocksError, Blocks, Progress, SnapshotError, Trained
-from tests.peers.builders import LOG, SIZE, Rig, beat
-from tests.peers.test_peer import at_second
+from peers.wire import pack, unpack
+from tests.peers.builders import LOG, RUN, first_log
 
-BLOCK = SIZE.bytes // SIZE.chunks
-GARBAGE = b"garbage!" * (BLOCK // 8)
-DONOR = Identity.generate()
-RESTORED = digest_of(b"restored")
-BEFORE = (digest_of(b"the entry before"),)
+STATE = b"".join(bytes([number]) * STATE_CHUNK for number in range(3)) + b"the rest"
+HEAD = first_log().position.head
 
 
-class FakeTransport:
-    """Keeps what is registered; pulls are answered with `answer`."""
+def frozen(state: bytes = STATE, log: LogState | None = None) -> Snapshot:
+    digests = chunk_digests([state])
+    return Snapshot((log or first_log()).last, digest_of_chunks(digests), digests, memoryview(state))
+
+
+class FakeSource:
+    """Has one snapshot, and knows that a and c are of its run."""
+
+    def __init__(self, snapshot: Snapshot | None = None) -> None:
+        self.snapshot = snapshot or frozen()
+        self.lineage: tuple[bytes, ...] = (LOG.position.head, HEAD)
+        self.least = -1
+
+    def is_member(self, peer: str) -> bool:
+        return peer in ("a", "c")
+
+    async def newest(self, least: int) -> Snapshot:
+        self.least = least
+        if least > self.snapshot.index:
+            raise RefusalError(f"outer step {least} is not here yet")
+        return self.snapshot
+
+    def held(self, head: bytes) -> Snapshot | None:
+        return self.snapshot if head == LOG.at(self.snapshot.last).position.head else None
+
+
+def request(first: int = 0, last: int = 0, head: bytes | None = HEAD, run: str = RUN, least: int = 0) -> bytes:
+    return pack(SnapshotRequest(run=run, head=head, least=least, first=first, last=last))
+
+
+def ask(least: int = 0) -> bytes:
+    return request(head=None, least=least)
+
+
+class Registry:
+    """A transport that nobody is connected to."""
 
     def __init__(self) -> None:
-        self.answer: tuple[bytes, bytearray] = (b"", bytearray())
         self.serve: dict[str, Serve] = {}
+        self.giving_way: list[bool] = []
+
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
+        self.serve[name] = serve
+        self.giving_way.append(gives_way)
 
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
-        assert name == SNAPSHOT
-        return self.answer
-
-    async def on_pull(self, name: str, serve: Serve) -> None:
-        self.serve[name] = serve
-
-    async def give(self, sender: str) -> tuple[bytes, Buffer]:
-        """What a peer that pulls gets, once all of it is sent."""
-        async with self.serve[SNAPSHOT](sender, b"") as answer:
-            return answer
-
-
-class FakeWorkload:
-    """As many blocks as the payloads of the tests' rounds have chunks; `state` is what a snapshot would say."""
-
-    block_count = SIZE.chunks
-    snapshot_limit = 100
-
-    def __init__(self) -> None:
-        self.state = b"mine"
-
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
-        return BLOCK * first_block, BLOCK * last_block
-
-    def check(self, blocks: Blocks, first_block: int) -> None:
-        if blocks == GARBAGE:
-            raise BadBlocksError("code -128")
-
-    async def snapshot(self) -> bytes:
-        return self.state
-
-    async def restore(self, snapshot: bytes, state_digest: bytes) -> None:
-        if digest_of(snapshot) != state_digest:
-            raise SnapshotError("not that state")
-        self.state = snapshot
-
-    async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
-    ) -> Trained:
-        raise NotImplementedError
-
-    async def contribution(self) -> bytes:
-        raise NotImplementedError
-
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
-        raise NotImplementedError
-
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
-        raise NotImplementedError
-
-    async def state_digest(self) -> bytes:
         raise NotImplementedError
 
 
-class Host:
-    """b, with its snapshots on a transport that is none."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.rig = rig
-        self.changed = asyncio.Condition()
-        self.transport, self.workload = FakeTransport(), FakeWorkload()
-        self.snapshots = Snapshots(rig.peer, self.transport, self.workload, self)
-
-    @classmethod
-    async def create(cls, rig: Rig) -> Host:
-        host = cls(rig)
-        await host.snapshots.serve()
-        return host
-
-    def handle(self, event: Event) -> None:
-        self.rig.do(event)
-
-    async def until(self, condition: Callable[[Peer], bool]) -> None:
-        async with self.changed:
-            await self.changed.wait_for(lambda: condition(self.rig.peer))
-
-    async def notify(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
-
-    def signed_heartbeat(self) -> bytes:
-        return signed(self.rig.peer)
+async def serving(source: FakeSource) -> Serve:
+    registry = Registry()
+    await serve_snapshots(registry, {RUN: source})
+    assert registry.giving_way == [True], "a round comes first"
+    return registry.serve[SNAPSHOT]
 
 
-def signed(peer: Peer, **changes: Any) -> bytes:
-    return beat(DONOR.peer_id, peer.log, **{"state_digest": peer.state_digest, **changes}).sign(DONOR)
+async def give(serve: Serve, packed: bytes, sender: str = "a") -> tuple[bytes, Buffer]:
+    async with serve(sender, packed) as answer:
+        return answer
 
 
-def answer(rig: Rig, **changes: object) -> tuple[bytes, bytearray]:
-    return pack(header_of(rig, **changes)), bytearray(b"restored")
-
-
-def header_of(rig: Rig, **changes: object) -> SnapshotHeader:
-    return SnapshotHeader(last=rig.peer.log.last, before=BEFORE, heartbeat=signed(rig.peer, **changes))
-
-
-def test_a_snapshot_is_what_its_donor_signed() -> None:
+def test_what_there_is() -> None:
     async def scenario() -> None:
-        transport, donor = FakeTransport(), at_second()
-        transport.answer = answer(donor, state_digest=RESTORED)
-        fetched = await pull_snapshot(transport, DONOR.peer_id, LOG, 100)
-        assert fetched == (header_of(donor, state_digest=RESTORED), RESTORED, b"restored")
+        source = FakeSource()
+        packed, digests = await give(await serving(source), ask(least=1))
+        offer, snapshot = unpack(Offer, packed), source.snapshot
+        assert (offer.last, offer.bytes, offer.state_digest) == (snapshot.last, len(STATE), snapshot.state_digest)
+        assert offer.lineage == source.lineage
+        assert digests == b"".join(snapshot.chunk_digests)
+        assert source.least == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 3), (3, 4), (0, 4)])
+def test_chunks_are_served(first: int, last: int) -> None:
+    async def scenario() -> None:
+        answer, data = await give(await serving(FakeSource()), request(first, last))
+        assert (answer, bytes(data)) == (b"", STATE[first * STATE_CHUNK : last * STATE_CHUNK])
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
-    "lie",
-    [{"index": 7}, {"head": bytes(32)}, {"lineage_tokens": 10**9}],
-    ids=lambda lie: next(iter(lie)),
+    "packed",
+    [
+        b"",
+        b"nonsense",
+        request(0, 1)[:-1],
+        request(0, 0),
+        request(2, 1),
+        request(0, 5),
+        request(4, 5),
+        request(0, 2**61),
+    ],
 )
-def test_a_snapshot_from_elsewhere_than_its_donor_says_is_refused(lie: dict[str, object]) -> None:
+def test_what_is_no_request_is_the_senders_mistake(packed: bytes) -> None:
     async def scenario() -> None:
-        transport = FakeTransport()
-        transport.answer = answer(at_second(), **lie)
-        with pytest.raises(SnapshotError, match="not the one that the donor signed"):
-            await pull_snapshot(transport, DONOR.peer_id, LOG, 100)
-
-    asyncio.run(scenario())
-
-
-def test_a_snapshot_signed_by_another_is_refused() -> None:
-    async def scenario() -> None:
-        transport = FakeTransport()
-        transport.answer = answer(at_second())
-        with pytest.raises(SnapshotError):
-            await pull_snapshot(transport, Identity.generate().peer_id, LOG, 100)
+        serve = await serving(FakeSource())
+        with pytest.raises(RemoteProtocolError, match="peer a: "):
+            await give(serve, packed)
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
-    "packed", [b"", b"nonsense", pack(SnapshotHeader(last=None, before=(), heartbeat=b"nonsense"))]
+    ("packed", "reason"),
+    [
+        (request(0, 1, head=bytes(32)), "not here any more"),
+        (request(0, 1, run="another"), "run another is not here"),
+        (request(head=None, run="another"), "run another is not here"),
+        (ask(least=2), "outer step 2 is not here yet"),
+    ],
 )
-def test_a_snapshot_without_a_header_is_the_donors_mistake(packed: bytes) -> None:
+def test_what_is_not_here_is_refused(packed: bytes, reason: str) -> None:
     async def scenario() -> None:
-        transport = FakeTransport()
-        transport.answer = (packed, bytearray())
-        with pytest.raises(RemoteProtocolError):
-            await pull_snapshot(transport, DONOR.peer_id, LOG, 100)
+        serve = await serving(FakeSource())
+        with pytest.raises(RefusalError, match=reason):
+            await give(serve, packed)
 
     asyncio.run(scenario())
 
 
-def test_bytes_that_are_not_the_state_change_nothing() -> None:
+def test_a_snapshot_is_in_use_while_its_chunks_are_fetched_and_a_while_after(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        host = await Host.create(at_second())
-        host.transport.answer = answer(at_second(), state_digest=digest_of(b"another state"))
-        with pytest.raises(SnapshotError, match="not that state"):
-            await host.snapshots.fetch(DONOR.peer_id)
-        assert host.workload.state == b"mine"
-        host.transport.answer = answer(at_second(), state_digest=RESTORED)
-        await host.snapshots.fetch(DONOR.peer_id)
-        assert host.workload.state == b"restored"
-
-    asyncio.run(scenario())
-
-
-def test_a_donor_in_an_outer_step_finishes_it_first() -> None:
-    async def scenario() -> None:
-        host = await Host.create(at_second().trained().averaging().holding().applying())
-        serving = asyncio.ensure_future(host.transport.give("z"))
-        await asyncio.sleep(0)
-        assert not serving.done()
-        finish_applying(host)
-        await host.notify()
-        packed, snapshot = await serving
-        assert (packed_log(packed), snapshot) == (host.rig.peer.log.last, b"mine")
-        first, _ = host.rig.peer.lineage.entries
-        assert unpack(SnapshotHeader, packed).before == (first.digest,)
-
-    asyncio.run(scenario())
-
-
-def test_an_outer_step_that_began_while_we_waited_for_the_lock_is_finished_first() -> None:
-    """Regression: the snapshot was of the old state, and its header of the new position."""
-
-    async def scenario() -> None:
-        rig = at_second().trained().averaging().holding()
-        host = await Host.create(rig)
-        async with host.snapshots.state_lock:
-            serving = asyncio.ensure_future(host.transport.give("z"))
-            for _ in range(3):
-                await asyncio.sleep(0)
-            rig.hear("a", Commit(header=rig.next_header()))
-            assert rig.peer.state is State.APPLYING
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert not serving.done()
-        async with host.snapshots.state_lock:
-            finish_applying(host)
-            host.workload.state = b"after the step"
-        await host.notify()
-        packed, snapshot = await serving
-        assert (packed_log(packed), snapshot) == (rig.peer.log.last, b"after the step")
-
-    asyncio.run(scenario())
-
-
-def test_those_who_fetch_at_once_share_one_copy() -> None:
-    """Regression: each of any number of strangers got a copy of its own."""
-
-    async def scenario() -> None:
-        host = await Host.create(at_second())
-        async with (
-            host.transport.serve[SNAPSHOT]("a", b"") as (_, first),
-            host.transport.serve[SNAPSHOT]("c", b"") as (_, second),
-        ):
-            assert first is second
-            with pytest.raises(RefusalError, match="another copy"):
-                await host.transport.give("a")
-        host.workload.state = b"new"
-        assert (await host.transport.give("a"))[1] == b"new", "nobody held the old copy any more"
+        source = FakeSource()
+        serve = await serving(source)
+        await give(serve, ask())
+        assert not source.snapshot.is_in_use, "to ask is not to fetch"
+        async with serve("a", request(0, 1)):
+            assert source.snapshot.is_in_use
+        assert source.snapshot.is_in_use
+        monkeypatch.setattr(snapshots_module, "IN_USE", 0.0)
+        assert not source.snapshot.is_in_use
 
     asyncio.run(scenario())
 
 
 def test_strangers_do_not_keep_joiners_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots_module, "SETTLE_TIMEOUT", 0.01)
+    monkeypatch.setattr(places_module, "WAIT", 0.01)
 
     async def scenario() -> None:
-        host = await Host.create(at_second())
+        serve = await serving(FakeSource())
         async with AsyncExitStack() as stack:
             for number in range(STRANGERS):
-                await stack.enter_async_context(host.transport.serve[SNAPSHOT](f"stranger{number}", b""))
+                await stack.enter_async_context(serve(f"stranger{number}", request(0, 1)))
             with pytest.raises(RefusalError, match="too many"):
-                await host.transport.give("one more")
-            assert await host.transport.give("a")
-        assert await host.transport.give("one more")
+                await give(serve, request(0, 1), "one more")
+            assert await give(serve, request(0, 1), "a")
+        assert await give(serve, request(0, 1), "one more")
 
     asyncio.run(scenario())
 
 
-def test_a_donor_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots_module, "SETTLE_TIMEOUT", 0.01)
-
+def test_one_peer_has_its_share_and_no_more() -> None:
     async def scenario() -> None:
-        host = await Host.create(at_second().trained().averaging().holding().applying())
-        with pytest.raises(RefusalError, match="no settled state"):
-            await host.transport.give("z")
+        serve = await serving(FakeSource())
+        async with AsyncExitStack() as stack:
+            for _ in range(PULLS):
+                await stack.enter_async_context(serve("a", request(0, 1)))
+            with pytest.raises(RefusalError, match="other parts"):
+                await give(serve, request(0, 1), "a")
+            assert await give(serve, request(0, 1), "c")
 
     asyncio.run(scenario())
-
-
-def finish_applying(host: Host) -> None:
-    last = host.rig.peer.log.last
-    assert last is not None
-    host.handle(Applied(last, digest_of(b"after the step")))
-
-
-def packed_log(packed: bytes) -> object:
-    return unpack(SnapshotHeader, packed).last

@@ -9,7 +9,19 @@ from typing import Any, TypeVar
 
 import pytest
 
-from peers.throttle import BURST, PIECE, ROUNDS, WINDOW, Caps, RateMeter, Throttle
+from peers.streams import STALL_TIMEOUT
+from peers.throttle import (
+    BURST,
+    PATIENCE,
+    PIECE,
+    ROUNDS,
+    UNLIMITED,
+    WINDOW,
+    Caps,
+    GivingWay,
+    RateMeter,
+    Throttle,
+)
 
 MEGABYTE = 1_000_000
 CHUNK_BYTES = 1 << 19
@@ -192,3 +204,50 @@ def test_a_round_in_which_nothing_moved_does_not_hide_what_is_known() -> None:
 def test_caps_are_told_in_what_people_know_of_their_link() -> None:
     assert Caps.of_megabits(8.0, None) == Caps(upload=1e6, download=None)
     assert Caps() == Caps.of_megabits(None, None)
+
+
+# Giving way -----------------------------------------------------------------------------------------------------
+def test_bytes_that_are_in_no_hurry_pass_at_once_while_nothing_else_is_under_way() -> None:
+    async def scenario() -> None:
+        is_free = asyncio.Event()
+        is_free.set()
+        await GivingWay(UNLIMITED, is_free).take(PIECE)
+        assert now() == 0.0
+
+    simulate(scenario())
+
+
+def test_bytes_that_are_in_no_hurry_wait_for_the_end_of_a_round() -> None:
+    async def scenario() -> None:
+        is_free = asyncio.Event()
+        asyncio.get_running_loop().call_later(2.0, is_free.set)
+        await GivingWay(UNLIMITED, is_free).take(PIECE)
+        assert now() == 2.0
+
+    simulate(scenario())
+
+
+def test_nothing_gives_way_for_ever() -> None:
+    """A reader takes a stream on which nothing comes for dead."""
+
+    async def scenario() -> None:
+        giving_way = GivingWay(UNLIMITED, asyncio.Event())
+        for piece in range(1, 4):
+            await giving_way.take(PIECE)
+            assert now() == piece * PATIENCE
+
+    simulate(scenario())
+    assert PATIENCE < STALL_TIMEOUT / 2
+
+
+def test_who_gives_way_keeps_to_the_cap_too() -> None:
+    async def scenario() -> None:
+        is_free, cap = asyncio.Event(), Throttle(1000.0, now)
+        is_free.set()
+        giving_way = GivingWay(cap, is_free)
+        assert giving_way.piece == cap.piece
+        for _ in range(10):
+            await giving_way.take(giving_way.piece)
+        assert now() == pytest.approx(10 * cap.piece / 1000, abs=2 * BURST)
+
+    simulate(scenario())

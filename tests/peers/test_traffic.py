@@ -33,8 +33,8 @@ from peers.streams import FRAME, Buffer, Channel, PeerRefusedError, PeerUnreacha
 from peers.traffic import ADMISSION_TIMEOUT, CHUNKS, STREAMS, ChunkHeader, StreamHeader, Traffic
 from peers.wire import pack, unpack
 from tests.peers.builders import SIZE, Rig
+from tests.peers.fakes import BLOCK, GARBAGE, FakeWorkload
 from tests.peers.test_peer import at_second
-from tests.peers.test_snapshots import BLOCK, GARBAGE, FakeWorkload
 from tests.peers.test_streams import BROKEN, send_raw
 from tests.peers.test_throttle import now, simulate
 

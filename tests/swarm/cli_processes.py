@@ -68,6 +68,9 @@ heartbeat_expiry_seconds = 4.0
 grace_seconds = 5.0
 round_timeout_seconds = 10.0
 partition_grace_seconds = 10.0
+
+[snapshots]
+every = 2
 """
 
 

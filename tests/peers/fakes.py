@@ -1,0 +1,101 @@
+"""A network for pulls, and a training side, both without anything behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+from peers.leases import SampleRange
+from peers.state_chunks import digest_of_state
+from peers.streams import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
+from peers.workload import BadBlocksError, Blocks, Progress, SnapshotError, Trained
+from tests.peers.builders import SIZE
+
+BLOCK = SIZE.bytes // SIZE.chunks
+GARBAGE = b"garbage!" * (BLOCK // 8)
+
+Meddle: TypeAlias = Callable[[str, bytes, bytearray], Awaitable[bytearray]]
+"""(name of the pull, its header, data) -> the data that arrives; PeerUnreachableError if none does."""
+
+
+class FakeTransport:
+    """One peer's way to its `donors`; keeps what is registered here, and the pulls that were made from here."""
+
+    def __init__(self, me: str = "b") -> None:
+        self.me = me
+        self.no_round = asyncio.Event()
+        self.donors: dict[str, FakeTransport] = {}
+        self.serve: dict[str, Serve] = {}
+        self.giving_way: set[str] = set()
+        self.pulls: list[tuple[str, str, bytes]] = []  # donor, name, header
+        self.meddle: Meddle | None = None  # with what we give
+
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
+        self.serve[name] = serve
+        if gives_way:
+            self.giving_way.add(name)
+
+    async def pull(
+        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
+    ) -> tuple[bytes, bytearray]:
+        self.pulls.append((peer_id, name, header))
+        await asyncio.sleep(0)  # everybody's turn
+        donor = self.donors.get(peer_id)
+        if donor is None or name not in donor.serve:
+            raise PeerUnreachableError(peer_id, "no answer in time")
+        try:
+            async with donor.serve[name](self.me, header) as (answer, served):
+                data = bytearray(served)
+                if donor.meddle:
+                    data = await donor.meddle(name, header, data)
+        except RefusalError as refusal:
+            raise PeerRefusedError(peer_id, str(refusal)) from refusal
+        if len(data) > max_bytes:
+            raise PeerUnreachableError(peer_id, f"its answer of {len(data)} bytes exceeds the limit")
+        return answer, data
+
+
+class FakeWorkload:
+    """As many blocks as the payloads of the tests' rounds have chunks; nobody trains."""
+
+    block_count = SIZE.chunks
+
+    def __init__(self, state: bytes = b"mine") -> None:
+        self.state = state
+
+    @property
+    def state_size(self) -> int:
+        return len(self.state)
+
+    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+        return BLOCK * first_block, BLOCK * last_block
+
+    def check(self, blocks: Blocks, first_block: int) -> None:
+        if blocks == GARBAGE:
+            raise BadBlocksError("code -128")
+
+    async def state_digest(self) -> bytes:
+        return digest_of_state([self.state])
+
+    async def copy_state(self, out: memoryview) -> None:
+        out[:] = self.state
+
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        if digest_of_state([state]) != state_digest:
+            raise SnapshotError("not that state")
+        self.state = bytes(state)
+
+    async def train(
+        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+    ) -> Trained:
+        raise NotImplementedError
+
+    async def contribution(self) -> bytes:
+        raise NotImplementedError
+
+    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
+        raise NotImplementedError
+
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
+        raise NotImplementedError

@@ -1,0 +1,90 @@
+"""A run goes on after everybody has left: from what the machines have kept, or from an archive."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from opendiloco.journal import Journal
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, create_run, eventually
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
+BOOTSTRAP = ("bootstrap", "--identity", "bootstrap.pem", "--archive", "archive")
+
+
+def test_a_run_outlives_its_volunteers(tmp_path: Path) -> None:
+    """All leave, and the archive is started anew. A stranger goes on from what it has; who comes back has its own."""
+    site = Site(tmp_path)
+    with archive(site) as address:
+        invite = create_run(site, site.write_run("stdlib"), address)
+        with volunteer(site, invite, "one"), volunteer(site, invite, "two"):
+            eventually(lambda: index_of(site, "one") >= 6, "nobody comes to outer step 6")
+            eventually(lambda: archived(site, invite) >= 5, "the archive does not follow the run")
+    listen = address.partition("/p2p/")[0]
+    with archive(site, "--listen", listen):
+        with volunteer(site, invite, "three"):
+            eventually(lambda: index_of(site, "three") >= 7, "nobody goes on from the archive")
+            left_at = index_of(site, "two")
+            with volunteer(site, invite, "two") as two:
+                two.line(f"goes on after outer step {left_at}", "it begins anew")
+                eventually(lambda: index_of(site, "two") > left_at + 1, "who comes back is not taken in")
+                eventually(lambda: agree(site, "two", "three"), "two lineages stay two")
+        logs_are_sound(site, invite)
+    site.assert_nothing_is_left()
+
+
+@contextmanager
+def archive(site: Site, *arguments: str) -> Iterator[str]:
+    with site.start(*BOOTSTRAP, *(arguments or LOOPBACK)) as node:
+        yield node.line(r"/ip4/\S+/p2p/\w+", "the bootstrap node does not say where it is")
+        node.signal(signal.SIGINT)
+        assert node.finish().code == 0
+
+
+@contextmanager
+def volunteer(site: Site, invite: str, name: str) -> Iterator[Command]:
+    """One that leaves politely in the end."""
+    options = ("--identity", f"{name}.pem", "--journal", f"{name}.jsonl", "--device", "cpu", *LOOPBACK)
+    with site.start("join", "--run", invite, *options) as command:
+        command.line("joining as", f"{name} does not start")
+        yield command
+        command.signal(signal.SIGTERM)
+        assert command.finish().code == 0
+
+
+def index_of(site: Site, name: str) -> int:
+    """Outer steps taken, as this volunteer's journal says."""
+    return max((header.index + 1 for header, _ in journal(site, name)), default=0)
+
+
+def agree(site: Site, one: str, other: str) -> bool:
+    """On the newest entry that both have applied, and on the state after it. What the archive lacked may be lost."""
+    entries = [{header.index: (header.digest, state) for header, state in journal(site, name)} for name in (one, other)]
+    index = min(map(max, entries))
+    return entries[0][index] == entries[1][index]
+
+
+def journal(site: Site, name: str) -> Journal:
+    return Journal(site.folder / f"{name}.jsonl")
+
+
+def archived(site: Site, invite: str) -> int:
+    """The outer steps that the archive has."""
+    finished = site.run("status", "--run", invite, "--json")
+    assert finished.code == 0, finished.err
+    peers = json.loads(finished.out)["peers"]
+    return next((int(peer["outer_step"]) for peer in peers if peer["state"] == "archiving"), 0)
+
+
+def logs_are_sound(site: Site, invite: str) -> None:
+    """Of every volunteer that has kept one."""
+    run_id = invite.partition("@")[0].removeprefix("diloco:")
+    for folder in (site.folder / "state" / "diloco-peer" / run_id).iterdir():
+        verified = site.run("log", "verify", "--folder", str(folder))
+        assert verified.code == 0, verified.out + verified.err
