@@ -29,8 +29,8 @@ def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:
 
 def test_the_digest_covers_theta_and_momentum() -> None:
     state = OuterState(np.arange(5, dtype=np.float32), OuterOptimizerSection())
-    only_chunk = blake3(state.momentum.tobytes() + state.theta.tobytes()).digest()
-    assert state.digest() == blake3(only_chunk).digest()
+    chunk = blake3(state.momentum.tobytes() + state.theta.tobytes()).digest()
+    assert state.digest() == blake3(chunk).digest()
     before = state.digest()
     state.momentum[4] = 1
     assert state.digest() != before
