@@ -36,7 +36,7 @@ from peers.workload import Progress, Trained
 from tests.swarm.vector_workload import VectorWorkload
 
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
-VALUES = 3 << 20
+VALUES = 1 << 20
 CHUNKS = StateChunking(8 * VALUES).count
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=5.0, grace=10.0, round_timeout=20.0, partition_grace=100.0, resend=0.2, leave=5.0
@@ -148,8 +148,9 @@ class DyingTransport(MeddlingTransport):
 
 async def give_and_die(identity: Identity, contact: str) -> None:
     transport = await DyingTransport.create(identity, [contact], LOCAL)
-    transport.cap(Caps(upload=DYING_RATE))
-    await drive(still_driver(identity, transport), identity, transport)
+    driver = still_driver(identity, transport)
+    driver.on_entry = lambda header, _: transport.cap(Caps(upload=DYING_RATE)) if header.index == END - 1 else None
+    await drive(driver, identity, transport)
 
 
 async def fetch(identity: Identity, contact: str, downloads: Path, dies_after: int) -> None:

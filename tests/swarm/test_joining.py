@@ -69,8 +69,9 @@ class Swarm:
         identity = Identity.generate()
         transport = await kind.create(identity, [self.contact], LOCAL)
         driver = still_driver(identity, transport)
-        self.volunteers.append(Volunteer(driver, transport, asyncio.create_task(driver.run())))
-        return self.volunteers[-1]
+        volunteer = Volunteer(driver, transport, asyncio.create_task(driver.run()))
+        self.volunteers.append(volunteer)
+        return volunteer
 
     async def start(self, name: str, *arguments: object) -> tuple[PeerProcess, str]:
         """A peer in a process of its own, and its id."""
@@ -114,30 +115,62 @@ def watched(joiner: Volunteer) -> WatchedTransport:
     return joiner.transport
 
 
-def test_a_joiner_fetches_from_three_donors_at_once(tmp_path: Path) -> None:
+def test_joiners_fetch_from_three_donors_at_once_and_go_on_when_they_were_killed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:
-            donors = [await run.join() for _ in range(3)]
+            donors = await asyncio.gather(*(run.join() for _ in range(3)))
             digest = await agreed(donors)
-            joiner = await run.join(WatchedTransport)
-            transport = watched(joiner)
-
-            async def wait_for_the_others(donor: str, chunk: int) -> None:
-                await transport.until(lambda: len(transport.given) == 3)
-
-            transport.after_each = wait_for_the_others
-            assert await joiner.until_it_trains() == digest
-            assert set(transport.given) == {donor.id for donor in donors}
-            assert transport.given.total() >= CHUNKS
+            await a_joiner_fetches_from_all_at_once(run, digest, donors)
+            await a_killed_joiner_fetches_only_the_rest_when_it_is_back(run, digest, tmp_path / "downloads")
 
     asyncio.run(scenario())
+
+
+async def a_joiner_fetches_from_all_at_once(run: Swarm, digest: bytes, donors: list[Volunteer]) -> None:
+    joiner = await run.join(WatchedTransport)
+    transport = watched(joiner)
+
+    async def wait_for_the_others(donor: str, chunk: int) -> None:
+        await transport.until(lambda: len(transport.given) == len(donors))
+
+    transport.after_each = wait_for_the_others
+    assert await joiner.until_it_trains() == digest
+    assert set(transport.given) == {donor.id for donor in donors}
+    assert transport.given.total() >= CHUNKS
+
+
+async def a_killed_joiner_fetches_only_the_rest_when_it_is_back(run: Swarm, digest: bytes, downloads: Path) -> None:
+    downloads.mkdir()
+    first, _ = await fetched(run, downloads, dies_after=CHUNKS // 3)
+    rest, state = await fetched(run, downloads)
+    assert len(first) >= CHUNKS // 3
+    assert rest
+    assert first.isdisjoint(rest)
+    assert first | rest == set(range(CHUNKS))
+    assert state == digest.hex()
+    assert list(downloads.iterdir()) == [], "nothing is left behind"
+
+
+async def fetched(run: Swarm, downloads: Path, dies_after: int = 0) -> tuple[set[int], str | None]:
+    """The chunks that a joiner fetches before it dies, or trains; and then its state."""
+    process, _ = await run.start("joiner", "--downloads", downloads, "--dies-after", dies_after)
+    chunks = set[int]()
+    try:
+        async with asyncio.timeout(DEADLINE):
+            while event := await process.next_event():
+                if event["event"] == "training":
+                    return chunks, event["state"]
+                if event["event"] == "fetched":
+                    chunks.add(event["chunk"])
+    except TimeoutError:
+        pytest.fail(f"after {DEADLINE} s it neither trains nor is dead: {process.last_words()}")
+    return chunks, None
 
 
 def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:
-            donors = [await run.join() for _ in range(2)]
-            process, mortal = await run.start("mortal")
+            (process, mortal), *donors = await asyncio.gather(run.start("mortal"), run.join(), run.join())
             await process.event("training", DEADLINE)
             digest = await agreed(donors)
             joiner = await run.join(WatchedTransport)
@@ -160,8 +193,7 @@ def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_pat
 def test_a_donor_that_lies_is_avoided(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:
-            donors = [await run.join() for _ in range(2)]
-            liar = await run.join(LyingTransport)
+            liar, *donors = await asyncio.gather(run.join(LyingTransport), run.join(), run.join())
             digest = await agreed([*donors, liar])
             joiner = await run.join(WatchedTransport)
             transport = watched(joiner)
@@ -174,32 +206,5 @@ def test_a_donor_that_lies_is_avoided(tmp_path: Path) -> None:
             assert await joiner.until_it_trains() == digest
             assert 1 <= transport.asked[liar.id] <= RANGES
             assert sum(transport.given[donor.id] for donor in donors) >= CHUNKS
-
-    asyncio.run(scenario())
-
-
-def test_a_joiner_that_is_killed_fetches_only_the_rest_when_it_is_back(tmp_path: Path) -> None:
-    downloads = tmp_path / "downloads"
-    downloads.mkdir()
-
-    async def scenario() -> None:
-        async with swarm(tmp_path) as run:
-            digest = await agreed([await run.join() for _ in range(3)])
-            fetched: list[set[int]] = []
-            for dies_after in (CHUNKS // 3, 0):
-                process, _ = await run.start("joiner", "--downloads", downloads, "--dies-after", dies_after)
-                fetched.append(set())
-                while event := await process.next_event():
-                    if event["event"] == "fetched":
-                        fetched[-1].add(event["chunk"])
-                    elif event["event"] == "training":
-                        break
-            assert event is not None, process.last_words()
-            assert event["state"] == digest.hex()
-            first, rest = fetched
-            assert len(first) >= CHUNKS // 3
-            assert first.isdisjoint(rest)
-            assert first | rest == set(range(CHUNKS))
-            assert list(downloads.iterdir()) == [], "nothing is left behind"
 
     asyncio.run(scenario())
