@@ -20,6 +20,7 @@ from peers.hivemind_daemon import sweep_sockets
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.states import State
+from peers.storage import FolderStorage, Storage
 from peers.streams import Buffer
 from tests.swarm.joining_peer import CHUNKS, END, LOCAL, MeddlingTransport, WatchedTransport, still_driver
 
@@ -56,6 +57,11 @@ class Volunteer:
             pytest.fail(f"after {DEADLINE} s it is {self.driver.peer.state} at {self.driver.peer.log.position}")
         return self.driver.peer.state_digest
 
+    async def leave(self) -> None:
+        self.driver.leave()
+        async with asyncio.timeout(DEADLINE):
+            await self.running
+
 
 class Swarm:
     def __init__(self, bootstrap: HivemindTransport, folder: Path) -> None:
@@ -65,10 +71,12 @@ class Swarm:
         self.daemons: set[int] = set()
         self._folder = folder
 
-    async def join(self, kind: type[HivemindTransport] = HivemindTransport) -> Volunteer:
+    async def join(
+        self, kind: type[HivemindTransport] = HivemindTransport, storage: Storage | None = None
+    ) -> Volunteer:
         identity = Identity.generate()
         transport = await kind.create(identity, [self.contact], LOCAL)
-        driver = still_driver(identity, transport)
+        driver = still_driver(identity, transport, storage)
         volunteer = Volunteer(driver, transport, asyncio.create_task(driver.run()))
         self.volunteers.append(volunteer)
         return volunteer
@@ -115,18 +123,19 @@ def watched(joiner: Volunteer) -> WatchedTransport:
     return joiner.transport
 
 
-def test_joiners_fetch_from_three_donors_at_once_and_go_on_when_they_were_killed(tmp_path: Path) -> None:
+def test_joiners_one_after_another(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:
             donors = await asyncio.gather(*(run.join() for _ in range(3)))
             digest = await agreed(donors)
-            await a_joiner_fetches_from_all_at_once(run, digest, donors)
-            await a_killed_joiner_fetches_only_the_rest_when_it_is_back(run, digest, tmp_path / "downloads")
+            await one_fetches_from_all_at_once(run, digest, donors)
+            await one_is_killed_and_fetches_only_the_rest_when_it_is_back(run, digest, tmp_path / "downloads")
+            await one_avoids_a_donor_that_lies(run, digest, donors)
 
     asyncio.run(scenario())
 
 
-async def a_joiner_fetches_from_all_at_once(run: Swarm, digest: bytes, donors: list[Volunteer]) -> None:
+async def one_fetches_from_all_at_once(run: Swarm, digest: bytes, donors: list[Volunteer]) -> None:
     joiner = await run.join(WatchedTransport)
     transport = watched(joiner)
 
@@ -137,34 +146,47 @@ async def a_joiner_fetches_from_all_at_once(run: Swarm, digest: bytes, donors: l
     assert await joiner.until_it_trains() == digest
     assert set(transport.given) == {donor.id for donor in donors}
     assert transport.given.total() >= CHUNKS
+    await joiner.leave()
 
 
-async def a_killed_joiner_fetches_only_the_rest_when_it_is_back(run: Swarm, digest: bytes, downloads: Path) -> None:
+async def one_is_killed_and_fetches_only_the_rest_when_it_is_back(run: Swarm, digest: bytes, downloads: Path) -> None:
     downloads.mkdir()
-    first, _ = await fetched(run, downloads, dies_after=CHUNKS // 3)
-    rest, state = await fetched(run, downloads)
-    assert len(first) >= CHUNKS // 3
-    assert rest
-    assert first.isdisjoint(rest)
-    assert first | rest == set(range(CHUNKS))
-    assert state == digest.hex()
-    assert list(downloads.iterdir()) == [], "nothing is left behind"
-
-
-async def fetched(run: Swarm, downloads: Path, dies_after: int = 0) -> tuple[set[int], str | None]:
-    """The chunks that a joiner fetches before it dies, or trains; and then its state."""
-    process, _ = await run.start("joiner", "--downloads", downloads, "--dies-after", dies_after)
-    chunks = set[int]()
+    process, _ = await run.start("joiner", "--downloads", downloads, "--chunks", CHUNKS // 3)
+    first, rest = set[int](), set[int]()
     try:
         async with asyncio.timeout(DEADLINE):
             while event := await process.next_event():
-                if event["event"] == "training":
-                    return chunks, event["state"]
-                if event["event"] == "fetched":
-                    chunks.add(event["chunk"])
+                first.add(event["chunk"])
     except TimeoutError:
-        pytest.fail(f"after {DEADLINE} s it neither trains nor is dead: {process.last_words()}")
-    return chunks, None
+        pytest.fail(f"after {DEADLINE} s it is not dead: {process.last_words()}")
+    joiner = await run.join(WatchedTransport, FolderStorage(downloads, lambda: 1 << 40))
+
+    async def remember(donor: str, chunk: int) -> None:
+        rest.add(chunk)
+
+    watched(joiner).after_each = remember
+    assert await joiner.until_it_trains() == digest
+    assert len(first) >= CHUNKS // 3
+    assert rest == set(range(CHUNKS)) - first
+    assert rest
+    assert list(downloads.iterdir()) == [], "nothing is left behind"
+    await joiner.leave()
+
+
+async def one_avoids_a_donor_that_lies(run: Swarm, digest: bytes, donors: list[Volunteer]) -> None:
+    liar = await run.join(LyingTransport)
+    assert await liar.until_it_trains() == digest
+    joiner = await run.join(WatchedTransport)
+    transport = watched(joiner)
+
+    async def wait_for_the_lie(donor: str) -> None:
+        if donor != liar.id:
+            await transport.until(lambda: transport.given[liar.id] > 0)
+
+    transport.before_each = wait_for_the_lie
+    assert await joiner.until_it_trains() == digest
+    assert 1 <= transport.asked[liar.id] <= RANGES
+    assert sum(transport.given[donor.id] for donor in donors) >= CHUNKS
 
 
 def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_path: Path) -> None:
@@ -186,25 +208,5 @@ def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_pat
             assert set(transport.given) == {donor.id for donor in donors}
             async with asyncio.timeout(DEADLINE):
                 await process.ended()
-
-    asyncio.run(scenario())
-
-
-def test_a_donor_that_lies_is_avoided(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with swarm(tmp_path) as run:
-            liar, *donors = await asyncio.gather(run.join(LyingTransport), run.join(), run.join())
-            digest = await agreed([*donors, liar])
-            joiner = await run.join(WatchedTransport)
-            transport = watched(joiner)
-
-            async def wait_for_the_lie(donor: str) -> None:
-                if donor != liar.id:
-                    await transport.until(lambda: transport.given[liar.id] > 0)
-
-            transport.before_each = wait_for_the_lie
-            assert await joiner.until_it_trains() == digest
-            assert 1 <= transport.asked[liar.id] <= RANGES
-            assert sum(transport.given[donor.id] for donor in donors) >= CHUNKS
 
     asyncio.run(scenario())
