@@ -63,6 +63,7 @@ from peers.settings import RunSettings
 from peers.snapshot_fetch import fetch_snapshot
 from peers.snapshots import FrozenSnapshot, serve_snapshots
 from peers.spoiler import find_spoiler
+from peers.states import State
 from peers.storage import MemoryStorage, Storage
 from peers.streams import PeerRefusedError, PeerUnreachableError
 from peers.traffic import StreamTransport, Traffic
@@ -190,15 +191,16 @@ class Driver:
 
     def _follow_round(self) -> None:
         """Let go of what belongs to another round than the present one, or to who is lost from it."""
+        if self.peer.state is State.AVERAGING:
+            self._transport.no_round.clear()
+        else:  # also while a round may go on some time: perhaps when somebody has joined
+            self._transport.no_round.set()
         round = self.peer.exchange.round if self.peer.exchange else None
         if round is self._round:
             return
         self._round = round
         if round is None:
-            self._transport.no_round.set()
             self._buffers.close()
-        else:
-            self._transport.no_round.clear()
         self._traffic.tidy(round.name if round else None, round.remaining if round else ())
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:

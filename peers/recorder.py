@@ -63,4 +63,5 @@ class Recorder:
                 run = self._peer.settings.run
                 headers = await fetch_headers(self._transport, donor, run, first, self._log.first)
                 await asyncio.to_thread(self._log.prepend, headers)
-                return
+                if headers:
+                    return

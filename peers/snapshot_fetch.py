@@ -73,7 +73,7 @@ async def _offers(
     """What each donor has; who does not say is left out. Raises: SnapshotError when nobody does."""
 
     async def ask(donor: str) -> Offered:
-        offered = await ask_offer(transport, donor, log, least)
+        offered = await ask_offer(transport, donor, log, least, DIGEST_BYTES * StateChunking(size).count)
         if offered.offer.bytes != size:
             raise RemoteProtocolError(donor, f"its snapshot has {offered.offer.bytes} bytes, not {size}")
         return offered
@@ -93,10 +93,15 @@ async def _offers(
     return offered
 
 
-async def ask_offer(transport: PullTransport, donor: str, log: LogState, least: int = 0) -> Offered:
-    """What snapshot a donor has. Raises: PeerUnreachableError, RemoteProtocolError."""
+async def ask_offer(
+    transport: PullTransport, donor: str, log: LogState, least: int = 0, limit: int = DIGESTS_LIMIT
+) -> Offered:
+    """What snapshot a donor has, with digests of `limit` bytes at most.
+
+    Raises: PeerUnreachableError, RemoteProtocolError.
+    """
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
-    packed, digests = await transport.pull(donor, SNAPSHOT, request, DIGESTS_LIMIT, OFFER_TIMEOUT)
+    packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, Offer, packed)
     chunks = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
     if len(chunks) != StateChunking(offer.bytes).count or digest_of_chunks(chunks) != offer.state_digest:

@@ -240,11 +240,14 @@ def test_digests_that_are_not_those_of_the_state_are_refused() -> None:
     asyncio.run(scenario())
 
 
-def test_a_state_of_another_size_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("size", "reason"), [(SIZE - CHUNK, "bytes, not"), (SIZE + 1, "bytes, not"), (SIZE + CHUNK, "exceeds the limit")]
+)
+def test_a_state_of_another_size_is_refused(size: int, reason: str) -> None:
     async def scenario() -> None:
         donors = Donors()
-        await donors.add("small", ROUND[1], state=bytes(SIZE - CHUNK))
-        with pytest.raises(SnapshotError, match="peer small: "):
+        await donors.add("another", ROUND[1], state=bytes(size))
+        with pytest.raises(SnapshotError, match=f"peer another.*{reason}"):
             await donors.fetch()
 
     asyncio.run(scenario())

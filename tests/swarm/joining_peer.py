@@ -1,7 +1,7 @@
 """A peer of a run that stands still after a few entries, so that others can join: for test_joining.
 
-As a process, `python -m tests.swarm.joining_peer`, it can be told to kill itself while it gives a snapshot or fetches
-one. It says of every chunk that it has fetched which it was, and when it trains.
+As a process, `python -m tests.swarm.joining_peer`, it kills itself: while it gives a snapshot, or while it fetches one.
+It says when it trains, and of every chunk that it has fetched which it was.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from peers.workload import Progress, Trained
 from tests.swarm.vector_workload import VectorWorkload
 
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
-VALUES = 3 << 20
+VALUES = 1 << 20
 CHUNKS = StateChunking(8 * VALUES).count
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=5.0, grace=10.0, round_timeout=20.0, partition_grace=100.0, resend=0.2, leave=5.0
@@ -148,18 +148,19 @@ class DyingTransport(MeddlingTransport):
 
 async def give_and_die(identity: Identity, contact: str) -> None:
     transport = await DyingTransport.create(identity, [contact], LOCAL)
-    transport.cap(Caps(upload=DYING_RATE))
-    await drive(still_driver(identity, transport), identity, transport)
+    driver = still_driver(identity, transport)
+    driver.on_entry = lambda header, _: transport.cap(Caps(upload=DYING_RATE)) if header.index == END - 1 else None
+    await drive(driver, identity, transport)
 
 
-async def fetch(identity: Identity, contact: str, downloads: Path, dies_after: int) -> None:
+async def fetch_and_die(identity: Identity, contact: str, downloads: Path, chunks: int) -> None:
     transport = await WatchedTransport.create(identity, [contact], LOCAL)
 
     async def tell(donor: str, chunk: int) -> None:
         say("fetched", chunk=chunk)
 
     async def die_in_time(donor: str) -> None:
-        if dies_after and transport.given.total() >= dies_after:
+        if transport.given.total() >= chunks:
             die()
 
     transport.before_each, transport.after_each = die_in_time, tell
@@ -191,10 +192,10 @@ async def drive(driver: Driver, identity: Identity, transport: HivemindTransport
 @click.option("--identity", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Kept here.")
 @click.option("--contact", required=True, help="Address of the bootstrap node.")
 @click.option("--downloads", type=click.Path(path_type=Path), help="It fetches a snapshot to this folder.")
-@click.option("--dies-after", type=int, default=0, help="So many chunks that it has fetched; 0: not at all.")
-def main(identity: Path, contact: str, downloads: Path | None, dies_after: int) -> None:
+@click.option("--chunks", type=int, default=0, help="So many of it, before it dies.")
+def main(identity: Path, contact: str, downloads: Path | None, chunks: int) -> None:
     key = Identity.load_or_create(identity)
-    asyncio.run(fetch(key, contact, downloads, dies_after) if downloads else give_and_die(key, contact))
+    asyncio.run(fetch_and_die(key, contact, downloads, chunks) if downloads else give_and_die(key, contact))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from peers.hivemind_daemon import sweep_sockets
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.states import State
+from peers.storage import FolderStorage, Storage
 from peers.streams import Buffer
 from tests.swarm.joining_peer import CHUNKS, END, LOCAL, MeddlingTransport, WatchedTransport, still_driver
 
@@ -56,6 +57,11 @@ class Volunteer:
             pytest.fail(f"after {DEADLINE} s it is {self.driver.peer.state} at {self.driver.peer.log.position}")
         return self.driver.peer.state_digest
 
+    async def leave(self) -> None:
+        self.driver.leave()
+        async with asyncio.timeout(DEADLINE):
+            await self.running
+
 
 class Swarm:
     def __init__(self, bootstrap: HivemindTransport, folder: Path) -> None:
@@ -65,12 +71,15 @@ class Swarm:
         self.daemons: set[int] = set()
         self._folder = folder
 
-    async def join(self, kind: type[HivemindTransport] = HivemindTransport) -> Volunteer:
+    async def join(
+        self, kind: type[HivemindTransport] = HivemindTransport, storage: Storage | None = None
+    ) -> Volunteer:
         identity = Identity.generate()
         transport = await kind.create(identity, [self.contact], LOCAL)
-        driver = still_driver(identity, transport)
-        self.volunteers.append(Volunteer(driver, transport, asyncio.create_task(driver.run())))
-        return self.volunteers[-1]
+        driver = still_driver(identity, transport, storage)
+        volunteer = Volunteer(driver, transport, asyncio.create_task(driver.run()))
+        self.volunteers.append(volunteer)
+        return volunteer
 
     async def start(self, name: str, *arguments: object) -> tuple[PeerProcess, str]:
         """A peer in a process of its own, and its id."""
@@ -114,30 +123,76 @@ def watched(joiner: Volunteer) -> WatchedTransport:
     return joiner.transport
 
 
-def test_a_joiner_fetches_from_three_donors_at_once(tmp_path: Path) -> None:
+def test_joiners_one_after_another(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:
-            donors = [await run.join() for _ in range(3)]
+            donors = await asyncio.gather(*(run.join() for _ in range(3)))
             digest = await agreed(donors)
-            joiner = await run.join(WatchedTransport)
-            transport = watched(joiner)
-
-            async def wait_for_the_others(donor: str, chunk: int) -> None:
-                await transport.until(lambda: len(transport.given) == 3)
-
-            transport.after_each = wait_for_the_others
-            assert await joiner.until_it_trains() == digest
-            assert set(transport.given) == {donor.id for donor in donors}
-            assert transport.given.total() >= CHUNKS
+            await one_fetches_from_all_at_once(run, digest, donors)
+            await one_is_killed_and_fetches_only_the_rest_when_it_is_back(run, digest, tmp_path / "downloads")
+            await one_avoids_a_donor_that_lies(run, digest, donors)
 
     asyncio.run(scenario())
+
+
+async def one_fetches_from_all_at_once(run: Swarm, digest: bytes, donors: list[Volunteer]) -> None:
+    joiner = await run.join(WatchedTransport)
+    transport = watched(joiner)
+
+    async def wait_for_the_others(donor: str, chunk: int) -> None:
+        await transport.until(lambda: len(transport.given) == len(donors))
+
+    transport.after_each = wait_for_the_others
+    assert await joiner.until_it_trains() == digest
+    assert set(transport.given) == {donor.id for donor in donors}
+    assert transport.given.total() >= CHUNKS
+    await joiner.leave()
+
+
+async def one_is_killed_and_fetches_only_the_rest_when_it_is_back(run: Swarm, digest: bytes, downloads: Path) -> None:
+    downloads.mkdir()
+    process, _ = await run.start("joiner", "--downloads", downloads, "--chunks", CHUNKS // 3)
+    first, rest = set[int](), set[int]()
+    try:
+        async with asyncio.timeout(DEADLINE):
+            while event := await process.next_event():
+                first.add(event["chunk"])
+    except TimeoutError:
+        pytest.fail(f"after {DEADLINE} s it is not dead: {process.last_words()}")
+    joiner = await run.join(WatchedTransport, FolderStorage(downloads, lambda: 1 << 40))
+
+    async def remember(donor: str, chunk: int) -> None:
+        rest.add(chunk)
+
+    watched(joiner).after_each = remember
+    assert await joiner.until_it_trains() == digest
+    assert len(first) >= CHUNKS // 3
+    assert rest == set(range(CHUNKS)) - first
+    assert rest
+    assert list(downloads.iterdir()) == [], "nothing is left behind"
+    await joiner.leave()
+
+
+async def one_avoids_a_donor_that_lies(run: Swarm, digest: bytes, donors: list[Volunteer]) -> None:
+    liar = await run.join(LyingTransport)
+    assert await liar.until_it_trains() == digest
+    joiner = await run.join(WatchedTransport)
+    transport = watched(joiner)
+
+    async def wait_for_the_lie(donor: str) -> None:
+        if donor != liar.id:
+            await transport.until(lambda: transport.given[liar.id] > 0)
+
+    transport.before_each = wait_for_the_lie
+    assert await joiner.until_it_trains() == digest
+    assert 1 <= transport.asked[liar.id] <= RANGES
+    assert sum(transport.given[donor.id] for donor in donors) >= CHUNKS
 
 
 def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:
-            donors = [await run.join() for _ in range(2)]
-            process, mortal = await run.start("mortal")
+            (process, mortal), *donors = await asyncio.gather(run.start("mortal"), run.join(), run.join())
             await process.event("training", DEADLINE)
             digest = await agreed(donors)
             joiner = await run.join(WatchedTransport)
@@ -153,53 +208,5 @@ def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_pat
             assert set(transport.given) == {donor.id for donor in donors}
             async with asyncio.timeout(DEADLINE):
                 await process.ended()
-
-    asyncio.run(scenario())
-
-
-def test_a_donor_that_lies_is_avoided(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with swarm(tmp_path) as run:
-            donors = [await run.join() for _ in range(2)]
-            liar = await run.join(LyingTransport)
-            digest = await agreed([*donors, liar])
-            joiner = await run.join(WatchedTransport)
-            transport = watched(joiner)
-
-            async def wait_for_the_lie(donor: str) -> None:
-                if donor != liar.id:
-                    await transport.until(lambda: transport.given[liar.id] > 0)
-
-            transport.before_each = wait_for_the_lie
-            assert await joiner.until_it_trains() == digest
-            assert 1 <= transport.asked[liar.id] <= RANGES
-            assert sum(transport.given[donor.id] for donor in donors) >= CHUNKS
-
-    asyncio.run(scenario())
-
-
-def test_a_joiner_that_is_killed_fetches_only_the_rest_when_it_is_back(tmp_path: Path) -> None:
-    downloads = tmp_path / "downloads"
-    downloads.mkdir()
-
-    async def scenario() -> None:
-        async with swarm(tmp_path) as run:
-            digest = await agreed([await run.join() for _ in range(3)])
-            fetched: list[set[int]] = []
-            for dies_after in (CHUNKS // 3, 0):
-                process, _ = await run.start("joiner", "--downloads", downloads, "--dies-after", dies_after)
-                fetched.append(set())
-                while event := await process.next_event():
-                    if event["event"] == "fetched":
-                        fetched[-1].add(event["chunk"])
-                    elif event["event"] == "training":
-                        break
-            assert event is not None, process.last_words()
-            assert event["state"] == digest.hex()
-            first, rest = fetched
-            assert len(first) >= CHUNKS // 3
-            assert first.isdisjoint(rest)
-            assert first | rest == set(range(CHUNKS))
-            assert list(downloads.iterdir()) == [], "nothing is left behind"
 
     asyncio.run(scenario())
