@@ -364,8 +364,8 @@ class Driver:
     async def _freeze(self) -> None:
         try:
             await self._freezer.freeze_if_chosen()
-        except OSError as error:
-            logger.warning("no snapshot of outer step %d: %s", self.peer.log.position.index, error)
+        except (OSError, SnapshotError) as error:
+            logger.error("no snapshot of outer step %d: %s", self.peer.log.position.index, error)
 
 
 def _first(group: BaseExceptionGroup[DilocoPeerError]) -> DilocoPeerError:

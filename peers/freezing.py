@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from peers.log import LogState, Position
@@ -19,7 +19,7 @@ from peers.state_chunks import chunk_digests, digest_of_chunks
 from peers.states import State
 from peers.storage import Storage
 from peers.streams import RefusalError
-from peers.workload import Workload
+from peers.workload import SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Host(Protocol):
     """The driver that states are frozen for."""
 
     async def until(self, condition: Callable[[Peer], bool]) -> None: ...
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
 
 
 class Freezer:
@@ -49,6 +50,8 @@ class Freezer:
         self._host = host
         self._held: dict[bytes, Snapshot] = {}  # by head of the log, the newest last
         self._freezing = asyncio.Lock()
+        self._on_demand: asyncio.Task[None] | None = None
+        self._refusal = ""  # why that failed
 
     @property
     def lineage(self) -> tuple[bytes, ...]:
@@ -65,16 +68,26 @@ class Freezer:
         if self._peer.log.position.index < least:
             raise RefusalError(f"outer step {least} is not here yet")
         try:
-            async with asyncio.timeout(SETTLE_TIMEOUT), self._freezing:
+            async with asyncio.timeout(SETTLE_TIMEOUT):
                 while not (snapshot := self._last) or snapshot.index < least:
-                    await self._host.until(_is_settled)
-                    await self._freeze()
+                    if self._on_demand is None or self._on_demand.done():
+                        self._on_demand = self._host.start(self._freeze_on_demand())
+                    await asyncio.wait([self._on_demand])  # it goes on for who asks next
+                    if self._refusal:
+                        raise RefusalError(self._refusal)
         except TimeoutError:
-            raise RefusalError("no settled state to give") from None
-        except OSError as error:
-            logger.warning("no room for a snapshot: %s", error)
-            raise RefusalError("no room for a snapshot") from error
+            raise RefusalError("the state is not frozen yet; ask again") from None
         return snapshot
+
+    async def _freeze_on_demand(self) -> None:
+        self._refusal = ""
+        try:
+            await self._host.until(_is_settled)
+            async with self._freezing:
+                await self._freeze()
+        except (OSError, SnapshotError) as error:
+            logger.warning("no snapshot for who asks: %s", error)
+            self._refusal = "no snapshot can be made here"
 
     def hold(self, snapshot: FrozenSnapshot) -> None:
         """Give this one from now on; older ones only as long as somebody fetches them."""
@@ -85,14 +98,14 @@ class Freezer:
         self.on_snapshot(snapshot)
 
     async def freeze_if_chosen(self) -> None:
-        """After an entry: a snapshot, if this is the place and the peer for it. Raises: OSError, without room."""
+        """After an entry: a snapshot, if this is the place and the peer for it. Raises: OSError, SnapshotError."""
         in_use, log = sum(held.is_in_use for held in self._held.values()), self._peer.settled
         if is_chosen(self._peer.me, log, self._peer.settings.snapshot_every) and in_use < HELD:
             async with self._freezing:
                 await self._freeze(log.position)
 
     async def _freeze(self, place: Position | None = None) -> None:
-        """The present state, if it is at `place`. Raises: OSError."""
+        """The present state, if it is at `place`. Raises: OSError, without room; SnapshotError, when it is corrupt."""
         memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
         async with self.state_lock:
             log, state_digest = self._peer.settled, self._peer.state_digest
@@ -104,8 +117,7 @@ class Freezer:
             await self._workload.copy_state(memory.data)
         digests = await asyncio.to_thread(chunk_digests, [memory.data])
         if digest_of_chunks(digests) != state_digest:
-            logger.error("the state at %s is not the one that its digest names: no snapshot of it", log.position)
-            return
+            raise SnapshotError(f"the state at {log.position} is not the one that its digest names")
         self.hold(FrozenSnapshot(log.last, state_digest, digests, memory.data, memory=memory))
 
     @property
