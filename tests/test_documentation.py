@@ -33,7 +33,8 @@ BOOTSTRAP_IMPORTS = f"""
 import sys
 from importlib.metadata import packages_distributions
 before = set(sys.modules)
-import opendiloco.cli.bootstrap, opendiloco.identity_file, opendiloco.interrupts, peers.bootstrap
+import opendiloco.archive, opendiloco.checkpoint_writer, opendiloco.cli.bootstrap, opendiloco.identity_file
+import opendiloco.interrupts, peers.bootstrap
 from peers.hivemind_daemon import parse_addresses
 parse_addresses([{ADDRESS!r}], needs_peer_id=True)
 parse_addresses(["/dns4/bootstrap/tcp/31337", "/ip6/::1/udp/31337/quic"], needs_peer_id=False)

@@ -30,7 +30,6 @@ def command(
     """Be a node through which the peers of any run find each other. Needs no GPU and little memory."""
     import asyncio
 
-    from opendiloco.archive import Archive
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
     from peers.bootstrap import run_bootstrap
@@ -41,7 +40,11 @@ def command(
     async def main(interrupts: Interrupts) -> None:
         stop = asyncio.Event()
         interrupts.polite = stop.set
-        kept = None if archive is None else Archive(key, archive)
+        kept = None
+        if archive is not None:
+            from opendiloco.archive import Archive
+
+            kept = Archive(key, archive)
         await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, kept)
 
     with hold_identity(identity) as key:
