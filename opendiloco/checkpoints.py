@@ -81,12 +81,15 @@ class Checkpoints:
                 f"the folder {self.folder} cannot be read: {error.strerror}.", "Correct its name or its permissions."
             ) from error
 
-    def load_newest(self) -> Checkpoint | None:
-        """The newest good one; each that is not is named in the log. None: there is no good one.
+    def load_newest(self, at_most: int | None = None) -> Checkpoint | None:
+        """The newest good one, or the newest after at most so many outer steps; each that is not good is named in the
+        log. None: there is no good one.
 
         Raises: CheckpointError when the folder is unreadable.
         """
         for index in self.indices():
+            if at_most is not None and index > at_most:
+                continue
             try:
                 return self.load(index)
             except CheckpointError as error:

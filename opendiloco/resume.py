@@ -35,8 +35,11 @@ class InitialState:
     last: Header | None = None
 
 
-async def resume(workload: Workload, log: RunLog, checkpoint: Checkpoint | None = None) -> LogState:
-    """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead.
+async def resume(
+    workload: Workload, log: RunLog, checkpoint: Checkpoint | None = None, until: int | None = None
+) -> LogState:
+    """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead; at most
+    to the state after `until` entries, if the checkpoint's is not later.
 
     Each state is held against the digest that was recorded when it was first reached. The first entry that is missing,
     or whose payload is missing or gives another state, is named in a warning, and the workload has the state before it.
@@ -49,7 +52,7 @@ async def resume(workload: Workload, log: RunLog, checkpoint: Checkpoint | None 
         checkpoint = await _initial_state(workload)
     else:
         await workload.restore(checkpoint.state, checkpoint.state_digest)
-    stop = log.next_index
+    stop = log.next_index if until is None else min(log.next_index, until)
     while True:
         reached, wrong = await _replay(workload, log, log.empty_log.at(checkpoint.last), stop)
         if wrong is None:

@@ -37,6 +37,7 @@ from peers.workload import Progress, SnapshotError, Trained
 
 logger = logging.getLogger(__name__)
 
+RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
 
@@ -92,8 +93,8 @@ class Volunteer:
         if self._folder is None or self._log is None:
             return
         try:
-            indices = Checkpoints(self._folder.checkpoints, self._folder.run_id).indices()
-            self._log.prune(min(indices, default=0))
+            newest = Checkpoints(self._folder.checkpoints, self._folder.run_id).indices()[:RESUMABLE]
+            self._log.prune(min(newest, default=0))
         except DilocoPeerError as error:
             logger.warning("%s", error)
 

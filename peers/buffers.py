@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Lock
 
 from peers.chunks import Chunking, PayloadSize, payload_digest
 from peers.messages import Attempt
@@ -89,16 +90,21 @@ class PayloadBuffers:
         self.size = PayloadSize(self.chunking.count, blocked.byte_range(0, blocked.block_count)[1])
         self.kept = KeptPayloads(budget)
         self._older = older
+        self._found = KeptPayloads(0)  # of the older ones, apart: what others ask for pushes nothing out that we need
+        self._finding = Lock()
         self.own: Blocks = b""  # what we trained last, for this round or a later one
         self._round: RoundBuffers | None = None
         self._spare: memoryview | None = None
 
     def find(self, digest: bytes) -> Payload | None:
-        """A payload that is kept here. May read all of it from a disk."""
-        payload = self.kept.get(digest)
-        if payload is None and (payload := self._older(digest)):
-            self.kept.keep(payload)
-        return payload
+        """A payload that is kept here. May read all of it from a disk, so it is called in threads."""
+        if payload := self.kept.get(digest):
+            return payload
+        with self._finding:
+            payload = self._found.get(digest) or self._older(digest)
+            if payload:
+                self._found.keep(payload)
+            return payload
 
     def prepare(self) -> None:
         """Take the next round's memory from the system: within a round everything else would wait for that."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from peers import metrics
-from peers.buffers import Payload, PayloadBuffers
+from peers.buffers import PayloadBuffers
 from peers.download import PullTransport
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.events import (
@@ -49,19 +49,21 @@ from peers.events import (
     Undelivered,
 )
 from peers.freezing import Freezer
-from peers.headers import HEADERS_AT_ONCE, fetch_headers, serve_headers
+from peers.headers import serve_headers
 from peers.heartbeat import Heartbeat
 from peers.identity import Identity
-from peers.log import Header, LogError, LogState
-from peers.log_folder import LogFolderError, MemoryLog, RunLog
+from peers.log import Header, LogState
+from peers.log_folder import MemoryLog, RunLog
 from peers.messages import Message, Packer, Round, unpack_message
 from peers.payloads import PayloadError, Payloads, serve_payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
+from peers.recorder import Recorder
 from peers.settings import RunSettings
 from peers.snapshot_fetch import fetch_snapshot
 from peers.snapshots import FrozenSnapshot, serve_snapshots
 from peers.spoiler import find_spoiler
+from peers.states import State
 from peers.storage import MemoryStorage, Storage
 from peers.streams import PeerRefusedError, PeerUnreachableError
 from peers.traffic import StreamTransport, Traffic
@@ -126,7 +128,7 @@ class Driver:
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[None] | None = None
         self._worker = asyncio.Lock()
-        self._recording = asyncio.Lock()
+        self._recorder = Recorder(self._log, self.peer, transport, self.start)
         self._running: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
 
@@ -145,6 +147,7 @@ class Driver:
                 for clock in clocks:  # nothing after the last words
                     clock.cancel()
                 await self._farewell()
+                await self._recorder.finish()
                 for task in self._running:
                     task.cancel()
         except* DilocoPeerError as group:
@@ -188,15 +191,16 @@ class Driver:
 
     def _follow_round(self) -> None:
         """Let go of what belongs to another round than the present one, or to who is lost from it."""
+        if self.peer.state is State.AVERAGING:
+            self._transport.no_round.clear()
+        else:  # also while a round may go on some time: perhaps when somebody has joined
+            self._transport.no_round.set()
         round = self.peer.exchange.round if self.peer.exchange else None
         if round is self._round:
             return
         self._round = round
         if round is None:
-            self._transport.no_round.set()
             self._buffers.close()
-        else:
-            self._transport.no_round.clear()
         self._traffic.tidy(round.name if round else None, round.remaining if round else ())
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
@@ -354,7 +358,7 @@ class Driver:
         metrics.ENTRIES_APPLIED.inc()
         self.handle(Applied(apply.header, state_digest))
         self.on_entry(apply.header, state_digest)
-        self.start(self._record(apply.header, state_digest, kept))
+        self._recorder.add(apply.header, state_digest, kept)
         self.start(self._freeze())
 
     async def _freeze(self) -> None:
@@ -362,25 +366,6 @@ class Driver:
             await self._freezer.freeze_if_chosen()
         except OSError as error:
             logger.warning("no snapshot of outer step %d: %s", self.peer.log.position.index, error)
-
-    async def _record(self, header: Header, state_digest: bytes, payload: Payload) -> None:
-        """Into the log; without room there it goes on from memory."""
-        async with self._recording:
-            try:
-                await asyncio.to_thread(self._log.append, header, state_digest, payload)
-            except LogFolderError as error:
-                logger.warning("entry %d is not kept: %s", header.index, error)
-            if self._log.first:
-                await self._complete_log()
-
-    async def _complete_log(self) -> None:
-        """Who joined in the middle asks for the headers before, a few hundred after each entry."""
-        first = max(0, self._log.first - HEADERS_AT_ONCE)
-        for donor in self.peer.membership.live(time.monotonic()):
-            with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
-                headers = await fetch_headers(self._transport, donor, self._settings.run, first, self._log.first)
-                await asyncio.to_thread(self._log.prepend, headers)
-                return
 
 
 def _first(group: BaseExceptionGroup[DilocoPeerError]) -> DilocoPeerError:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from peers.log import LogState
+from peers.log import LogState, Position
 from peers.peer import Peer
 from peers.snapshots import FrozenSnapshot, Snapshot
 from peers.state_chunks import chunk_digests, digest_of_chunks
@@ -79,22 +79,27 @@ class Freezer:
     def hold(self, snapshot: FrozenSnapshot) -> None:
         """Give this one from now on; older ones only as long as somebody fetches them."""
         self._held = {head: held for head, held in self._held.items() if held.is_in_use}
-        self._held[self._peer.log.at(snapshot.last).position.head] = snapshot
+        head = self._peer.log.at(snapshot.last).position.head
+        self._held.pop(head, None)
+        self._held[head] = snapshot
         self.on_snapshot(snapshot)
 
     async def freeze_if_chosen(self) -> None:
         """After an entry: a snapshot, if this is the place and the peer for it. Raises: OSError, without room."""
-        in_use = sum(held.is_in_use for held in self._held.values())
-        if is_chosen(self._peer.me, self._peer.settled, self._peer.settings.snapshot_every) and in_use < HELD:
+        in_use, log = sum(held.is_in_use for held in self._held.values()), self._peer.settled
+        if is_chosen(self._peer.me, log, self._peer.settings.snapshot_every) and in_use < HELD:
             async with self._freezing:
-                await self._freeze()
+                await self._freeze(log.position)
 
-    async def _freeze(self) -> None:
-        """Raises: OSError."""
+    async def _freeze(self, place: Position | None = None) -> None:
+        """The present state, if it is at `place`. Raises: OSError."""
         memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
         async with self.state_lock:
             log, state_digest = self._peer.settled, self._peer.state_digest
-            if not _is_settled(self._peer) or log.position.head in self._held:
+            if not _is_settled(self._peer) or place not in (None, log.position):
+                return
+            if held := self._held.pop(log.position.head, None):
+                self._held[log.position.head] = held  # the newest again
                 return
             await self._workload.copy_state(memory.data)
         digests = await asyncio.to_thread(chunk_digests, [memory.data])

@@ -73,18 +73,16 @@ class Payloads:
     async def fetch(self, header: Header, donors: Sequence[str]) -> None:
         """Get and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
         async with self._fetches.setdefault(header.payload, asyncio.Lock()):
-            if not await asyncio.to_thread(self._buffers.find, header.payload):
-                await self._fetch(header, donors)
+            payload = await asyncio.to_thread(self._buffers.find, header.payload)
+            self._buffers.kept.keep(payload or await self._fetch(header.payload, donors))
 
-    async def _fetch(self, header: Header, donors: Sequence[str]) -> None:
-        digests, donors = await self._digests(header.payload, donors)
+    async def _fetch(self, payload: bytes, donors: Sequence[str]) -> Payload:
+        digests, donors = await self._digests(payload, donors)
         wanted = Wanted(
             name=PAYLOAD,
             digests=digests,
             bounds=self._buffers.chunks_bytes,
-            request=lambda first, last: pack(
-                PayloadRequest(run=self._run, payload=header.payload, first=first, last=last)
-            ),
+            request=lambda first, last: pack(PayloadRequest(run=self._run, payload=payload, first=first, last=last)),
             range=RANGE,
         )
         data = empty(self._buffers.size.bytes)
@@ -92,7 +90,7 @@ class Payloads:
             await Download(self._transport, wanted, data).run(donors)
         except DownloadError as error:
             raise PayloadError(str(error)) from error
-        self._buffers.kept.keep(Payload(data, digests))
+        return Payload(data, digests)
 
     async def _digests(self, payload: bytes, donors: Sequence[str]) -> tuple[tuple[bytes, ...], list[str]]:
         """The digests of the payload's chunks, and the donors that may have it."""

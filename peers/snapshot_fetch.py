@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peers.download import PULL_TIMEOUT, Download, DownloadError, PullTransport, Wanted
+from peers.download import Download, DownloadError, PullTransport, Wanted
 from peers.errors import RemoteProtocolError
 from peers.log import LogState, Position
 from peers.snapshots import SNAPSHOT, FrozenSnapshot, Offer, SnapshotRequest
@@ -18,6 +18,7 @@ from peers.wire import DIGEST_BYTES, pack, unpack_from
 from peers.workload import SnapshotError
 
 ASKED = 16  # peers that are asked what they have
+OFFER_TIMEOUT = 60.0  # seconds for that: all wait for the slowest, who may have to finish an outer step first
 RANGES = 64  # at least, if there are as many chunks, so that the last ones are not long
 RANGE = 8  # chunks asked for at once, at most
 DIGESTS_LIMIT = 1 << 26  # bytes; of a state of two TiB
@@ -75,8 +76,9 @@ async def _offers(
     """
 
     async def ask(donor: str) -> Offered:
-        offered = await ask_offer(transport, donor, log, least)
-        if size is not None and offered.offer.bytes != size:
+        limit = DIGESTS_LIMIT if size is None else DIGEST_BYTES * StateChunking(size).count
+        offered = await ask_offer(transport, donor, log, least, limit)
+        if size not in (None, offered.offer.bytes):
             raise RemoteProtocolError(donor, f"its snapshot has {offered.offer.bytes} bytes, not {size}")
         return offered
 
@@ -105,10 +107,15 @@ async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogStat
     return size
 
 
-async def ask_offer(transport: PullTransport, donor: str, log: LogState, least: int = 0) -> Offered:
-    """What snapshot a donor has. Raises: PeerUnreachableError, RemoteProtocolError."""
+async def ask_offer(
+    transport: PullTransport, donor: str, log: LogState, least: int = 0, limit: int = DIGESTS_LIMIT
+) -> Offered:
+    """What snapshot a donor has, with digests of `limit` bytes at most.
+
+    Raises: PeerUnreachableError, RemoteProtocolError.
+    """
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
-    packed, digests = await transport.pull(donor, SNAPSHOT, request, DIGESTS_LIMIT, PULL_TIMEOUT)
+    packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, Offer, packed)
     chunks = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
     if len(chunks) != StateChunking(offer.bytes).count or digest_of_chunks(chunks) != offer.state_digest:

@@ -21,8 +21,8 @@ ANY_PATH = click.Path(path_type=Path)
     "--run", metavar="ID|INVITE", help="The run's id, or an invite to it: take the newest state of its peers."
 )
 @initial_peers_option
-@click.option("--from", "source", type=ANY_PATH, help="Take a checkpoint: its file, or the newest one of a folder.")
-@click.option("--at", type=click.IntRange(min=0), metavar="N", help="With --from: the checkpoint after N outer steps.")
+@click.option("--from", "source", type=ANY_PATH, help="Take a checkpoint: its file, or the newest in a folder.")
+@click.option("--at", type=click.IntRange(min=0), metavar="N", help="With --from: the model after N outer steps.")
 @click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: the one beside it]")
 @click.option("--out", type=NEW_FOLDER, help="A folder that is new or empty.")
 @click.option("--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, e.g. hf://me/model.")
@@ -72,8 +72,7 @@ def export_from_peers(run: str, initial_peers: tuple[str, ...], folder: Path) ->
 def export_from_disk(source: Path | None, at: int | None, manifest: Path | None, folder: Path) -> RunFacts:
     import asyncio
 
-    from opendiloco.checkpoint_export import export_checkpoint, find_checkpoint, find_run_of
+    from opendiloco.checkpoint_export import export_origin, find_origin
 
     assert source is not None
-    run = find_run_of(source, manifest)
-    return asyncio.run(export_checkpoint(run, find_checkpoint(source, run, at), folder))
+    return asyncio.run(export_origin(find_origin(source, at, manifest), folder))

@@ -1,54 +1,66 @@
-"""The model from a checkpoint, with no network: by the command that people type."""
+"""The model from checkpoints and the log, with no network: by the command that people type."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
 from opendiloco import checkpoint_export
-from opendiloco.checkpoint_export import find_checkpoint, find_run_of
-from opendiloco.checkpoint_files import file_name
-from opendiloco.checkpoint_writer import write_checkpoint
+from opendiloco.checkpoint_export import find_origin
+from opendiloco.checkpoint_files import file_header, file_name
 from opendiloco.checkpoints import metadata_of
 from opendiloco.cli.group import main
 from opendiloco.config import RunConfig
+from opendiloco.local_workload import LocalWorkload
 from opendiloco.model import build_model
 from opendiloco.run import Run
 from opendiloco.run_folder import RunFolder
 from opendiloco.tokenizer import ByteTokenizer
 from peers.identity import Identity
-from peers.workload import SnapshotError
-from tests.opendiloco.frozen_states import FrozenState, frozen
+from peers.log_folder import LogFolder
+from tests.opendiloco.recorded_run import BLOCK_BYTES, RecordedRun, record
+from tests.opendiloco.test_local_workload import StateOnly
+
+ENTRIES = 6
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A run's folder with checkpoints after 5 and 10 outer steps; that after 15 is damaged."""
+    """A peer's folder with checkpoints after 1, 3 and 5 outer steps, the last of them damaged, and a log of 6 entries
+    without the payloads of the first."""
 
-    run: Run
+    recorded: RecordedRun
     folder: RunFolder
-    states: dict[int, FrozenState]
+
+    def checkpoint(self, index: int) -> Path:
+        return self.folder.checkpoints / file_name(index)
 
 
 @pytest.fixture(scope="module")
 def kept(small_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     run = Run.sign(small_config, Identity.generate())
-    folder = RunFolder.open(run, "PeerA", tmp_path_factory.mktemp("state"))
     size = sum(parameter.numel() for parameter in build_model(small_config, ByteTokenizer()).parameters())
-    states = {index: frozen(index, size, run.run_id) for index in (5, 10, 15)}
-    for index, state in states.items():
-        path, metadata = folder.checkpoints / file_name(index), metadata_of(run.run_id, state.last, state.state_digest)
-        write_checkpoint(path, state.memory.descriptor, state.memory.data.nbytes, metadata)
-    damaged = folder.checkpoints / file_name(15)
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    return Kept(run, folder, states)
+    kept = Kept(
+        record(run, np.ones(size, np.float32), ENTRIES), RunFolder.open(run, "PeerA", tmp_path_factory.mktemp("state"))
+    )
+    log = LogFolder.open(kept.folder.log, run.settings.empty_log, BLOCK_BYTES)
+    kept.recorded.fill(log)
+    log.prune(1)
+    for index in (1, 3, 5):
+        state = kept.recorded.states[index]
+        metadata = metadata_of(run.run_id, state.last, state.state_digest)
+        kept.checkpoint(index).write_bytes(file_header(len(state.state), metadata) + state.state)
+    kept.checkpoint(5).write_bytes(kept.checkpoint(5).read_bytes()[:-1])
+    return kept
 
 
 def export(*arguments: object) -> Result:
@@ -61,61 +73,75 @@ def values_of(folder: Path) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def theta_of(state: FrozenState) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state.memory.data), dtype=torch.float32).reshape(2, -1)[1]
-
-
-def test_the_model_at_an_index_is_written_and_pushed(kept: Kept, tmp_path: Path) -> None:
+def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp_path: Path) -> None:
     out, there = tmp_path / "model", f"file://{tmp_path}/there"
-    done = export("--from", kept.folder.checkpoints, "--at", 5, "--out", out, "--push-to", there)
+    before = {path: path.stat().st_mtime_ns for path in kept.folder.path.rglob("*")}
+    done = export("--from", kept.folder.path, "--at", 4, "--out", out, "--push-to", there)
     assert done.exit_code == 0, done.output
-    assert f"the model after 5 outer steps and 80 tokens is in {out} and {there}" in done.output
+    tokens = f"{kept.recorded.headers[3].lineage_tokens:,}"
+    assert f"the model after 4 outer steps and {tokens} tokens is in {out} and {there}" in done.output
+    theta = torch.frombuffer(bytearray(kept.recorded.states[4].state), dtype=torch.float32).reshape(2, -1)[1]
     for folder in (out, tmp_path / "there"):
-        assert torch.equal(values_of(folder), theta_of(kept.states[5]))
-        assert f"`{kept.run.run_id}`" in (folder / "README.md").read_text()
+        assert torch.equal(values_of(folder), theta)
+        assert f"`{kept.recorded.run.run_id}`" in (folder / "README.md").read_text()
+    assert before == {path: path.stat().st_mtime_ns for path in kept.folder.path.rglob("*")}
 
 
-def test_without_an_index_it_is_the_newest_good_one(kept: Kept) -> None:
+@pytest.mark.parametrize(
+    ("index", "start", "end"), [(None, 3, 3), (1, 1, 1), (2, 1, 2), (3, 3, 3), (5, 3, 5), (6, 3, 6)]
+)
+def test_where_a_model_comes_from(index: int | None, start: int, end: int, kept: Kept) -> None:
     for source in (kept.folder.path, kept.folder.checkpoints):
-        assert find_run_of(source) == kept.run
-        assert find_checkpoint(source, kept.run).state == kept.states[10].memory.data
-    one = kept.folder.checkpoints / file_name(5)
-    assert find_run_of(one) == kept.run
-    assert find_checkpoint(one, kept.run).index == 5
+        origin = find_origin(source, index)
+        assert (origin.run, origin.checkpoint.index, origin.index) == (kept.recorded.run, start, end)
+        assert origin.log == kept.folder.log
+    one = find_origin(kept.checkpoint(1), index)
+    assert (one.checkpoint.index, one.index) == (1, index or 1)
 
 
-def test_a_state_of_another_model(kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Workload:
-        async def restore(self, state: memoryview, state_digest: bytes) -> None:
-            raise SnapshotError("it is not the state with that digest")
-
-    @asynccontextmanager
-    async def working(run: Run) -> AsyncIterator[Workload]:
-        yield Workload()
-
-    monkeypatch.setattr(checkpoint_export, "working", working)
-    done = export("--from", kept.folder.path, "--at", 5, "--out", tmp_path / "model")
-    assert done.exit_code == 9
-    assert f"{file_name(5)} is not of this run" in done.output
-    assert not (tmp_path / "model").exists()
+def test_a_checkpoint_alone_will_do(kept: Kept, tmp_path: Path) -> None:
+    shutil.copy(kept.checkpoint(3), tmp_path / "renamed.safetensors")
+    origin = find_origin(tmp_path / "renamed.safetensors", manifest=kept.folder.manifest)
+    assert (origin.run, origin.index) == (kept.recorded.run, 3)
+    assert origin.checkpoint.state == kept.recorded.states[3].state
 
 
-def test_what_is_not_there(kept: Kept, tmp_path: Path) -> None:
-    out = ("--out", tmp_path / "model")
-    one = kept.folder.checkpoints / file_name(5)
+def test_what_is_not_there(kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, here, alone = ("--out", tmp_path / "model"), kept.folder.path, tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(kept.checkpoint(3), alone)
+    manifest = ("--manifest", kept.folder.manifest)
     for arguments, code, said in (
-        (("--from", kept.folder.path, "--at", 6), 9, "no checkpoint after 6 outer steps. Choose one"),
-        (("--from", kept.folder.path, "--at", 15), 9, f"{file_name(15)} has "),
-        (("--from", kept.folder.checkpoints / file_name(15)), 9, "bytes instead of"),
-        (("--from", one, "--at", 10), 9, "is the state after 5 outer steps, not after 10"),
-        (("--from", tmp_path), 3, "there is no run.manifest beside"),
-        (("--from", tmp_path, "--manifest", kept.folder.manifest), 9, "has no good checkpoint"),
-        (("--from", tmp_path, "--manifest", one), 3, "not a manifest"),
+        (
+            ("--from", here, "--at", 0),
+            9,
+            "no good checkpoint after 0 outer steps or fewer. Those that are there: 5, 3, 1",
+        ),
+        (("--from", kept.checkpoint(5)), 9, "bytes instead of"),
+        (("--from", kept.checkpoint(3), "--at", 1), 9, "is the state after 3 outer steps, not after 1"),
+        (("--from", alone, "--at", 4, *manifest), 9, "not after 4, and there is no log"),
+        (("--from", alone), 3, "there is no run.manifest in"),
+        (("--from", here / "log", *manifest), 9, "has no good checkpoint. Those that are there: none"),
+        (("--from", alone, "--manifest", kept.checkpoint(3)), 3, "not a manifest"),
         (("--from", tmp_path / "missing"), 9, "does not exist"),
-        (("--from", kept.folder.path, "--push-to", "nonsense://there"), 10, "Protocol not known"),
+        (("--from", here, "--push-to", "nonsense://there"), 10, "Protocol not known"),
     ):
         done = export(*arguments, *out)
         assert (done.exit_code, said in done.output) == (code, True), done.output
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(("values", "said"), [(0, "leads to outer step 6 and not to 9"), (7, "is not of this run")])
+def test_what_is_found_out_late_leaves_nothing(
+    values: int, said: str, kept: Kept, small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def working(run: Run) -> AsyncIterator[LocalWorkload]:
+        yield LocalWorkload(StateOnly(values or len(kept.recorded.states[0].state) // 8), run.config)
+
+    monkeypatch.setattr(checkpoint_export, "working", working)
+    done = export("--from", kept.folder.path, "--at", 9, "--out", tmp_path / "model")
+    assert (done.exit_code, said in done.output) == (9, True), done.output
     assert not (tmp_path / "model").exists()
 
 

@@ -45,12 +45,14 @@ class FakeTransport:
         if donor is None or name not in donor.serve:
             raise PeerUnreachableError(peer_id, "no answer in time")
         try:
-            async with donor.serve[name](self.me, header) as (answer, served):
+            async with asyncio.timeout(timeout), donor.serve[name](self.me, header) as (answer, served):
                 data = bytearray(served)
                 if donor.meddle:
                     data = await donor.meddle(name, header, data)
         except RefusalError as refusal:
             raise PeerRefusedError(peer_id, str(refusal)) from refusal
+        except TimeoutError as error:
+            raise PeerUnreachableError(peer_id, "no answer in time") from error
         if len(data) > max_bytes:
             raise PeerUnreachableError(peer_id, f"its answer of {len(data)} bytes exceeds the limit")
         return answer, data

@@ -199,3 +199,26 @@ def test_what_we_trained_outlives_a_round_that_came_to_nothing() -> None:
 def test_an_empty_payload_can_be_had() -> None:
     assert bytes(empty(0)) == b""
     assert bytes(empty(10_000)) == bytes(10_000)
+
+
+def test_what_others_ask_for_from_long_ago_pushes_nothing_out_that_is_needed_now() -> None:
+    """Regression: it did, and who was about to apply an entry ended for lack of its payload."""
+    reads = []
+    long_ago = {one.digest: one for one in (payload_of(b"long ago %d" % number) for number in range(10))}
+
+    def read(digest: bytes) -> Payload | None:
+        reads.append(digest)
+        return long_ago.get(digest)
+
+    mine = PayloadBuffers(cast(Workload, SimulatedWorkload("a", BLOCKS)), 0, read)
+    held = payload_of(b"held")
+    mine.kept.keep(held)
+    for digest, payload in long_ago.items():
+        assert mine.find(digest) is mine.find(digest) is payload
+    assert reads == list(long_ago), "the last few are not read again"
+    assert mine.kept.get(held.digest) is mine.find(held.digest) is held
+    assert mine.find(digest_of(b"nobody's")) is None
+
+
+def payload_of(data: bytes) -> Payload:
+    return Payload(memoryview(data), (digest_of(data),))

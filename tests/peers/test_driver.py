@@ -344,6 +344,24 @@ def test_a_reduction_of_a_round_that_is_over_is_dropped(monkeypatch: pytest.Monk
     asyncio.run(scenario())
 
 
+def test_what_is_in_no_hurry_gives_way_to_a_round_and_not_to_one_that_has_come_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: it did, while those who were left waited for others, who could hardly join."""
+
+    async def scenario() -> None:
+        rig = at_second().trained().averaging()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            assert not transport.no_round.is_set()
+            driver.handle(Received("a", Abort(attempt=driver.round, reason="")))
+            assert rig.is_in(State.READY)
+            assert transport.no_round.is_set()
+            driver.handle(Received("a", rig.begin(2)))
+            assert not transport.no_round.is_set()
+
+    asyncio.run(scenario())
+
+
 # Payloads of entries that were missed ---------------------------------------------------------------------------
 def some_payload() -> Payload:
     chunks = [b"%d" % chunk * BLOCK for chunk in range(SIZE.chunks)]

@@ -18,7 +18,7 @@ from peers.log import LogState, Member
 from peers.memory_file import MemoryFile
 from peers.messages import Commit
 from peers.peer import Peer
-from peers.snapshots import Snapshot
+from peers.snapshots import FrozenSnapshot
 from peers.state_chunks import digest_of_state
 from peers.states import State
 from peers.storage import MemoryStorage
@@ -44,7 +44,7 @@ class Frozen:
         self.rig = rig
         self.changed = asyncio.Condition()
         self.workload = FakeWorkload()
-        self.told: list[Snapshot] = []
+        self.told: list[FrozenSnapshot] = []
         self.freezer = Freezer(rig.peer, self.workload, storage or MemoryStorage(), self)
         self.freezer.on_snapshot = self.told.append
         self.settle()
@@ -146,6 +146,22 @@ def test_one_place_is_frozen_once() -> None:
     asyncio.run(scenario())
 
 
+def test_if_the_next_entry_comes_first_nothing_is_frozen() -> None:
+    """Regression: that one was, at a place that others had not chosen."""
+
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        frozen.step(log_at(EVERY))
+        async with frozen.freezer.state_lock:
+            freezing = asyncio.ensure_future(frozen.freezer.freeze_if_chosen())
+            await quiet()
+            frozen.step(log_at(EVERY + 1))
+        await in_time(freezing)
+        assert frozen.told == []
+
+    asyncio.run(scenario())
+
+
 # Holding --------------------------------------------------------------------------------------------------------
 def test_an_older_snapshot_is_held_while_it_is_fetched_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
@@ -178,6 +194,29 @@ def test_with_enough_snapshots_in_use_no_other_is_frozen() -> None:
         assert len(frozen.told) == HELD
 
     asyncio.run(scenario())
+
+
+def test_the_newest_is_found_though_an_older_one_was_fetched_since() -> None:
+    """Regression: who was refused fetched an older state, replayed, and could then give the newer one to nobody."""
+
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        frozen.step(log_at(EVERY))
+        await frozen.freezer.freeze_if_chosen()
+        (newer,) = frozen.told
+        newer.used_at = time.monotonic()
+        older = Frozen(at_second())
+        frozen.freezer.hold(await frozen_at(older, log_at(2)))
+        async with asyncio.timeout(10.0):
+            assert await frozen.freezer.newest(EVERY) is newer
+
+    asyncio.run(scenario())
+
+
+async def frozen_at(frozen: Frozen, log: LogState) -> FrozenSnapshot:
+    frozen.step(log)
+    await frozen.freezer.newest(log.position.index)
+    return frozen.told[-1]
 
 
 # On demand ------------------------------------------------------------------------------------------------------

@@ -160,6 +160,17 @@ def test_what_is_kept_is_not_fetched() -> None:
     asyncio.run(scenario())
 
 
+def test_what_is_on_the_disk_is_not_fetched_and_is_at_hand_then() -> None:
+    async def scenario() -> None:
+        network = Network()
+        mine = PayloadBuffers(cast(Workload, SimulatedWorkload("a", CHUNKS * CHUNK_BLOCKS)), 0, lambda _: THE_PAYLOAD)
+        await Payloads(Transport(network, "me"), RUN, mine).fetch(HEADER, ["a"])
+        assert network.asked == []
+        assert mine.kept.get(THE_PAYLOAD.digest) is THE_PAYLOAD
+
+    asyncio.run(scenario())
+
+
 def test_a_donor_with_other_digests_is_passed_over() -> None:
     """It may be on another lineage, or lie; no chunk of it is asked for."""
 

@@ -985,6 +985,57 @@ def test_a_fetched_state_leads_to_a_lease() -> None:
     assert (to, request.state_digest) == ("a", OTHER)
 
 
+def replayed(rig: Rig, theirs: LogState) -> None:
+    """The next entry is asked for, fetched and applied."""
+    ((to, inquiry),) = sends(rig.effects, Inquire)
+    assert (to, inquiry.position) == ("c", rig.peer.log.position)
+    header = ahead_by(rig, 1).last
+    assert header is not None
+    rig.hear("c", Commit(header=header))
+    rig.do(PayloadFetched(header))
+    rig.do(Applied(header, OTHER))
+    rig.see(theirs)
+
+
+def test_who_has_a_snapshot_replays_what_came_since_however_much_it_is() -> None:
+    """They go on while we fetch and replay; another snapshot would be eight times as large as an entry, too."""
+    rig = fetching(at_second())
+    rig.see(ahead_by(rig, 2 * SETTINGS.snapshot_every))
+    rig.do(SnapshotRestored("c", ahead_by(rig, 2).last, STATE))
+    theirs = ahead_by(rig, 2 * SETTINGS.snapshot_every)
+    rig.see(theirs)
+    while rig.peer.log.position != theirs.position:
+        assert not of(rig.effects, FetchSnapshot)
+        replayed(rig, theirs)
+    assert rig.is_in(State.JOINING)
+    effects = rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
+    assert of(effects, FetchSnapshot), "it had arrived, and is late once more"
+
+
+def test_of_a_snapshot_that_nobody_can_tell_the_rest_of_a_newer_one_is_taken() -> None:
+    """Regression: the same one was fetched again and again."""
+    rig = newcomer()
+    rig.see(ahead_by(rig, 5))
+    ((to, _),) = sends(rig.effects, Inquire)
+    (fetch,) = of(rig.hear(to, Elsewhere(position=LOG.position)), FetchSnapshot)
+    assert fetch.least == rig.peer.log.position.index + 1
+
+
+def test_no_snapshot_is_taken_from_where_nobody_remembers_the_way() -> None:
+    rig = Rig()
+    theirs = ahead_by(rig, RECENT_ENTRIES)
+    (fetch,) = of(rig.see(theirs), FetchSnapshot)
+    assert RECENT_ENTRIES // 4 < fetch.least < RECENT_ENTRIES * 3 // 4
+
+
+def test_of_a_lineage_that_is_heavier_and_no_longer_any_snapshot_will_do() -> None:
+    rig = at_second()
+    heavier = LOG.append(LOG.next_header([member("c", 0, 20, 2000)], OTHER))
+    rig.see(heavier, others="c")
+    (fetch,) = of(rig.effects, FetchSnapshot)
+    assert (fetch.donor, fetch.least) == ("c", 0)
+
+
 def test_a_failed_donor_is_not_asked_again_for_a_while() -> None:
     rig = fetching(at_second())
     rig.do(SnapshotFailed("c", "gone"))

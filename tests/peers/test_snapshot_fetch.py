@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peers import state_chunks
+from peers import snapshot_fetch, state_chunks
 from peers.log import Header, LogState
 from peers.snapshot_fetch import ASKED, Offered, choose, fetch_snapshot
 from peers.snapshots import Offer, Snapshot, SnapshotRequest, serve_snapshots
@@ -180,6 +180,24 @@ def test_who_has_another_snapshot_or_none_or_is_gone_is_not_asked_for_chunks() -
     asyncio.run(scenario())
 
 
+def test_who_takes_too_long_to_say_what_it_has_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a byte every half minute was enough to keep a joiner waiting for an hour."""
+    monkeypatch.setattr(snapshot_fetch, "OFFER_TIMEOUT", 0.1)
+
+    async def dawdles(name: str, header: bytes, data: bytearray) -> bytearray:
+        await asyncio.Event().wait()
+        return data
+
+    async def scenario() -> None:
+        donors = Donors()
+        (await donors.add("slow", ROUND[1])).meddle = dawdles
+        await donors.add("a", ROUND[1])
+        async with asyncio.timeout(10.0):
+            await donors.fetch()
+
+    asyncio.run(scenario())
+
+
 def test_nobody_has_one() -> None:
     async def scenario() -> None:
         donors = Donors()
@@ -222,11 +240,14 @@ def test_digests_that_are_not_those_of_the_state_are_refused() -> None:
     asyncio.run(scenario())
 
 
-def test_a_state_of_another_size_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("size", "reason"), [(SIZE - CHUNK, "bytes, not"), (SIZE + 1, "bytes, not"), (SIZE + CHUNK, "exceeds the limit")]
+)
+def test_a_state_of_another_size_is_refused(size: int, reason: str) -> None:
     async def scenario() -> None:
         donors = Donors()
-        await donors.add("small", ROUND[1], state=bytes(SIZE - CHUNK))
-        with pytest.raises(SnapshotError, match="peer small: "):
+        await donors.add("another", ROUND[1], state=bytes(size))
+        with pytest.raises(SnapshotError, match=f"peer another.*{reason}"):
             await donors.fetch()
 
     asyncio.run(scenario())

@@ -39,6 +39,11 @@ class Volunteer:
     def index(self) -> int:
         return self.driver.peer.log.position.index
 
+    @property
+    def rests(self) -> bool:
+        """Once nobody may train any more: who had begun before waits for the others."""
+        return self.driver.peer.state in ("training", "ready")
+
     async def die(self) -> None:
         """Without a word, as a killed process does."""
         self.running.cancel()
@@ -104,9 +109,7 @@ def test_peers_agree_through_a_death_and_a_join() -> None:
                 one.workload.may_train.clear()
             await wait_until(
                 alive,
-                lambda: (
-                    len({one.index for one in alive}) == 1 and all(one.driver.peer.state == "training" for one in alive)
-                ),
+                lambda: len({one.index for one in alive}) == 1 and all(one.rests for one in alive),
                 "everybody to settle at one position",
             )
             assert len(digests_by_position(alive)) == 1

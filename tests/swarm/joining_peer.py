@@ -1,0 +1,202 @@
+"""A peer of a run that stands still after a few entries, so that others can join: for test_joining.
+
+As a process, `python -m tests.swarm.joining_peer`, it kills itself: while it gives a snapshot, or while it fetches one.
+It says when it trains, and of every chunk that it has fetched which it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.processes import say
+from peers.driver import Driver
+from peers.hivemind_daemon import Daemon
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.leases import SampleRange
+from peers.settings import RunSettings, Timing
+from peers.snapshots import SNAPSHOT, SnapshotRequest
+from peers.state_chunks import StateChunking
+from peers.states import State
+from peers.storage import FolderStorage, Storage
+from peers.streams import Buffer, PeerUnreachableError, Serve
+from peers.throttle import Caps
+from peers.wire import digest_of, unpack
+from peers.workload import Progress, Trained
+from tests.swarm.vector_workload import VectorWorkload
+
+LOCAL = ("/ip4/127.0.0.1/tcp/0",)
+VALUES = 1 << 20
+CHUNKS = StateChunking(8 * VALUES).count
+TIMING = Timing(
+    heartbeat=0.5, heartbeat_expiry=5.0, grace=10.0, round_timeout=20.0, partition_grace=100.0, resend=0.2, leave=5.0
+)
+FROZEN, END = 2, 3  # entries in the snapshot, and in all
+SETTINGS = RunSettings(
+    "joining-test", digest_of(b"manifest"), 4, 8, 8, minimum_peers=3, timing=TIMING, snapshot_every=FROZEN
+)
+DYING_RATE = 1e6  # bytes a second, of who is to die while it sends: a chunk takes a second
+DYING_SECONDS = 0.3
+
+
+class StillWorkload(VectorWorkload):
+    """Goes on from the frozen state when that is frozen, and does not end the training after the last entry."""
+
+    def __init__(self) -> None:
+        super().__init__(VALUES)
+        self.frozen = asyncio.Event()
+
+    async def train(
+        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+    ) -> Trained:
+        if index >= FROZEN:
+            await self.frozen.wait()
+        if index >= END:
+            await asyncio.Event().wait()
+        return await super().train(index, samples, steps, on_progress)
+
+
+def still_driver(identity: Identity, transport: HivemindTransport, storage: Storage | None = None) -> Driver:
+    workload = StillWorkload()
+    driver = Driver(identity, transport, workload, SETTINGS, workload.state.digest(), storage=storage)
+    driver.on_snapshot = lambda snapshot: workload.frozen.set()
+    return driver
+
+
+def chunk_of(name: str, header: bytes) -> int | None:
+    """The chunk of a snapshot that a pull asks for, if it does. States here have so few that it is one at a time."""
+    if name != SNAPSHOT or (request := unpack(SnapshotRequest, header)).head is None:
+        return None
+    assert request.last == request.first + 1
+    return request.first
+
+
+class WatchedTransport(HivemindTransport):
+    """Remembers of whom it has asked chunks, who gave some, and who failed to."""
+
+    def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
+        super().__init__(daemon, node, addresses)
+        self.asked, self.given = Counter[str](), Counter[str]()
+        self.before_each: Callable[[str], Any] | None = None
+        self.after_each: Callable[[str, int], Any] | None = None
+        self.failed: set[str] = set()
+        self.changed = asyncio.Condition()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(condition)
+
+    async def pull(
+        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
+    ) -> tuple[bytes, bytearray]:
+        chunk = chunk_of(name, header)
+        if chunk is None:
+            return await super().pull(peer_id, name, header, max_bytes, timeout)
+        self.asked[peer_id] += 1
+        if self.before_each:
+            await self.before_each(peer_id)
+        try:
+            answer = await super().pull(peer_id, name, header, max_bytes, timeout)
+            self.given[peer_id] += 1
+        except PeerUnreachableError:
+            self.failed.add(peer_id)
+            raise
+        finally:
+            async with self.changed:
+                self.changed.notify_all()
+        if self.after_each:
+            await self.after_each(peer_id, chunk)
+        return answer
+
+
+class MeddlingTransport(HivemindTransport):
+    """Does something with every chunk of a snapshot that it gives."""
+
+    async def meddled(self, data: Buffer) -> Buffer:
+        raise NotImplementedError
+
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
+        @asynccontextmanager
+        async def meddle(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
+            async with serve(sender, packed) as (answer, data):
+                yield answer, data if chunk_of(name, packed) is None else await self.meddled(data)
+
+        await super().on_pull(name, meddle if name == SNAPSHOT else serve, gives_way)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingTransport(MeddlingTransport):
+    """Is dead before the first chunk is sent."""
+
+    async def meddled(self, data: Buffer) -> Buffer:
+        asyncio.get_running_loop().call_later(DYING_SECONDS, die)
+        return data
+
+
+async def give_and_die(identity: Identity, contact: str) -> None:
+    transport = await DyingTransport.create(identity, [contact], LOCAL)
+    driver = still_driver(identity, transport)
+    driver.on_entry = lambda header, _: transport.cap(Caps(upload=DYING_RATE)) if header.index == END - 1 else None
+    await drive(driver, identity, transport)
+
+
+async def fetch_and_die(identity: Identity, contact: str, downloads: Path, chunks: int) -> None:
+    transport = await WatchedTransport.create(identity, [contact], LOCAL)
+
+    async def tell(donor: str, chunk: int) -> None:
+        say("fetched", chunk=chunk)
+
+    async def die_in_time(donor: str) -> None:
+        if transport.given.total() >= chunks:
+            die()
+
+    transport.before_each, transport.after_each = die_in_time, tell
+    await drive(still_driver(identity, transport, FolderStorage(downloads, lambda: 1 << 40)), identity, transport)
+
+
+async def drive(driver: Driver, identity: Identity, transport: HivemindTransport) -> None:
+    """Until nobody is there any more to tell us anything."""
+    say("listening", peer=identity.peer_id)
+
+    async def tell() -> None:
+        await driver.until(lambda peer: peer.state is State.TRAINING and peer.log.position.index == END)
+        say("training", state=driver.peer.state_digest.hex())
+
+    async def listen() -> None:
+        await asyncio.to_thread(sys.stdin.read)
+        driver.leave()
+
+    others = [asyncio.create_task(tell()), asyncio.create_task(listen())]
+    try:
+        await driver.run()
+    finally:
+        for other in others:
+            other.cancel()
+        await transport.close()
+
+
+@click.command(help=__doc__)
+@click.option("--identity", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Kept here.")
+@click.option("--contact", required=True, help="Address of the bootstrap node.")
+@click.option("--downloads", type=click.Path(path_type=Path), help="It fetches a snapshot to this folder.")
+@click.option("--chunks", type=int, default=0, help="So many of it, before it dies.")
+def main(identity: Path, contact: str, downloads: Path | None, chunks: int) -> None:
+    key = Identity.load_or_create(identity)
+    asyncio.run(fetch_and_die(key, contact, downloads, chunks) if downloads else give_and_die(key, contact))
+
+
+if __name__ == "__main__":
+    main()
