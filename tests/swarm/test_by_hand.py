@@ -11,7 +11,7 @@ import pytest
 
 from tests.swarm.cli_processes import LOOPBACK, ROOT, Command, Site, bootstrap, create_run, eventually
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 OUTER_STEPS = 8  # of examples/tiny.toml
 
