@@ -144,7 +144,7 @@ class Following:
             else:
                 self.log, self.state_digest = log, state_digest
                 return log.last, state_digest
-        reason = "; ".join(reasons) or "who has trained more took fewer outer steps"
+        reason = "; ".join(reasons) or "who has trained more took no more outer steps"
         raise CannotFollowError(
             f"nobody could tell what follows outer step {index}: {reason}.", index + 1 if least is None else least
         )
