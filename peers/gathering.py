@@ -117,8 +117,9 @@ class Gathering:
         """
         grace = self._settings.timing.partition_grace
         assert self._first_ready_at is not None
-        at_work = {peer for peer, beat in live.items() if beat.state is PeerState.TRAINING and peer not in self._ready}
-        coming = at_work | {peer for peer, ready in self._ready.items() if ready.incumbent} | {self._me}
+        at_work = {self._me} | {peer for peer, beat in live.items() if beat.state is PeerState.TRAINING}
+        incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent}
+        coming = at_work - self._ready.keys() | incumbents
         enough = quorum(self._log.roster, self.left, coming) if self._log.roster else len(coming) >= self._minimum
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
         if enough or has_slept:

@@ -146,7 +146,9 @@ def command(
             plan = Plan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             async with (
-                volunteering(found, key, transport, device, threads, folder if keep or keep_every else None) as volunteer,
+                volunteering(
+                    found, key, transport, device, threads, folder if keep or keep_every else None
+                ) as volunteer,
                 Checkpointer(plan) as checkpointer,
             ):
                 say(f"what outlives this process is in {folder.path}", console)

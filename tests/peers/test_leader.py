@@ -174,6 +174,13 @@ def test_a_majority_that_still_trains_is_no_partition() -> None:
     assert [peer for peer, _ in sends(lead.tick(live="", after=1 + STEP), Begin)] == ["a"]
 
 
+def test_a_leader_that_has_forgotten_does_not_count_itself_as_somebody_to_wait_for() -> None:
+    lead = Lead()
+    lead.ready("a", incumbent=False)
+    lead.ready("b")
+    assert sends(lead.tick(live="b", after=TIMING.partition_grace + STEP), Begin)
+
+
 def test_who_seems_to_train_for_ever_is_not_waited_for() -> None:
     lead = Lead()
     lead.ready("a")
