@@ -43,7 +43,7 @@ def is_in_the_roster(swarm: Swarm, late: SimulatedPeer) -> bool:
     return swarm.run(600.0, until=lambda: late.name in late.peer.log.roster)
 
 
-@pytest.mark.parametrize(("seed", "past"), enumerate(range(EVERY)))
+@pytest.mark.parametrize(("seed", "past"), list(enumerate(range(EVERY))))
 def test_a_late_joiner_takes_a_frozen_state_and_replays_the_rest(seed: int, past: int) -> None:
     swarm = swarm_at(2 * EVERY + past, seed=seed)
     at_start = swarm.longest
