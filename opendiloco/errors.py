@@ -47,6 +47,12 @@ class DamagedLogError(DilocoPeerError):
     exit_code = 11
 
 
+class DisagreementError(DilocoPeerError):
+    """A peer says that it has another state than the run's log leads to."""
+
+    exit_code = 12
+
+
 class DemoError(DilocoPeerError):
     """The demo did not show what it is there to show."""
 

@@ -12,8 +12,7 @@ from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
-from peers.errors import SwarmUnreachableError
-from peers.following import Following, nobody_trains
+from peers.following import CannotFollowError, Following, nobody_trains
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.log import Header
@@ -80,8 +79,8 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
         try:
             if await following.advance() is None:
                 return following.log.last
-        except SwarmUnreachableError:  # perhaps nobody keeps the payload any more
-            await following.begin(following.log.position.index + 1)
+        except CannotFollowError as error:  # perhaps nobody keeps the payload any more
+            await following.begin(error.least)
 
 
 async def export_state(run: Run, last: Header | None, workload: LocalWorkload, folder: Path) -> RunFacts:

@@ -1,4 +1,7 @@
-"""The training side as the swarm sees it: one worker process, the outer state, and the kernels between them."""
+"""The training side as the swarm sees it: one worker process, and the kernels between it and the state.
+
+Heavy arithmetic runs in threads, so that the event loop never waits.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,23 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from opendiloco import kernels
-from opendiloco.codec import BlockCodec
 from opendiloco.config import RunConfig
 from opendiloco.control import Evaluated, RunFacts
 from opendiloco.errors import WorkerError
-from opendiloco.outer import OuterState
+from opendiloco.local_state import LocalState
 from opendiloco.shared_memory import Vector
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
-from peers.state_chunks import digest_of_state
-from peers.workload import Blocks, Progress, SnapshotError, Trained
+from peers.workload import Blocks, Progress, Trained
 
 
-class LocalWorkload:
-    """Implements `peers.workload.Workload`. Heavy arithmetic runs in threads, so that the event loop never waits."""
+class LocalWorkload(LocalState):
+    """Implements `peers.workload.Workload`."""
 
     def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
+        super().__init__(worker.vectors.theta, config)
         self.worker = worker
-        self._state = OuterState(worker.vectors.theta, config.outer_optimizer)
-        self._codec = BlockCodec(kernels.FORMATS[config.codec.kind], self._state.theta.size)
         self._contribution = self._codec.empty_payload()
         self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
 
@@ -35,17 +33,6 @@ class LocalWorkload:
     async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> LocalWorkload:
         """With a fresh worker and the run's initial state. Raises: see `WorkerProcess.start`."""
         return cls(await WorkerProcess.start(config, device, threads), config)
-
-    @property
-    def parameter_count(self) -> int:
-        return self._state.theta.size
-
-    @property
-    def block_count(self) -> int:
-        return self._codec.block_count
-
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
-        return self._codec.byte_range(first_block, last_block)
 
     async def train(
         self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
@@ -70,21 +57,12 @@ class LocalWorkload:
 
     async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
         """Raises: BadBlocksError, and changes nothing."""
-        return await asyncio.to_thread(self._apply, payload, keeps_work)
-
-    async def state_digest(self) -> bytes:
-        return await asyncio.to_thread(self._state.digest)
-
-    @property
-    def state_size(self) -> int:
-        return 8 * self.parameter_count
-
-    async def copy_state(self, out: memoryview) -> None:
-        await asyncio.to_thread(self._state.copy_to, out)
+        return await asyncio.to_thread(self._apply_beside_work, payload, keeps_work)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
-        await asyncio.to_thread(self._restore, state, state_digest)
+        await super().restore(state, state_digest)
+        self._base = None
 
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta. Not while training."""
@@ -102,7 +80,7 @@ class LocalWorkload:
         """End the worker."""
         await self.worker.close()
 
-    def _apply(self, payload: Blocks, keeps_work: bool) -> bytes:
+    def _apply_beside_work(self, payload: Blocks, keeps_work: bool) -> bytes:
         checked = self._codec.checked(payload)
         if not keeps_work:
             self._base = None
@@ -110,13 +88,3 @@ class LocalWorkload:
             self._base = self._state.theta.copy()
         self._state.apply(checked)
         return self._state.digest()
-
-    def _restore(self, state: Blocks, state_digest: bytes) -> None:
-        if len(state) != self.state_size or digest_of_state([state]) != state_digest:
-            raise SnapshotError("it is not the state with that digest")
-        momentum, theta = np.frombuffer(state, np.float32).reshape(2, -1)
-        for name, vector in (("momentum", momentum), ("theta", theta)):
-            if not np.isfinite(vector).all():
-                raise SnapshotError(f"{name} holds NaN or infinity")
-        self._base = None
-        self._state.replace(theta, momentum)

@@ -5,6 +5,7 @@ Whoever evaluates or exports a run, mirrors it or looks over its shoulder follow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from peers.buffers import PayloadBuffers
@@ -16,10 +17,10 @@ from peers.log import Header, LogError, LogState
 from peers.membership import DONATING
 from peers.payloads import PayloadError, Payloads
 from peers.settings import RunSettings
-from peers.snapshot_fetch import fetch_snapshot
+from peers.snapshot_fetch import ask_size, fetch_snapshot
 from peers.storage import Storage
 from peers.streams import PeerUnreachableError
-from peers.workload import BadBlocksError, SnapshotError, Workload
+from peers.workload import BadBlocksError, ReplicatedState, SnapshotError
 
 
 def nobody_trains(run: str) -> SwarmUnreachableError:
@@ -28,79 +29,124 @@ def nobody_trains(run: str) -> SwarmUnreachableError:
     )
 
 
+class CannotFollowError(SwarmUnreachableError):
+    """What follows cannot be had. `least` is the index from which on a snapshot leads further."""
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message, "Begin again, with a new snapshot.")
+        self.least = least
+
+
+class OtherLineageError(LogError):
+    """An entry of a log that split off from ours."""
+
+
 class FollowTransport(PullTransport, Protocol):
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
 
 
-class Following:
-    """The state of a run on this machine. `log` is where in it the workload's state is."""
+class Donors:
+    """The peers that have the state of a run."""
 
-    def __init__(self, transport: FollowTransport, workload: Workload, settings: RunSettings, storage: Storage) -> None:
-        self.log = settings.empty_log
+    def __init__(self, transport: FollowTransport, log: LogState) -> None:
+        """`log`: before its first entry."""
+        self.heartbeats: Sequence[Heartbeat] = ()
+        """Of all peers of the run, as of the last look."""
         self._transport = transport
-        self._workload = workload
-        self._storage = storage
-        self._buffers = PayloadBuffers(workload)
-        self._payloads = Payloads(transport, settings.run, self._buffers)
-        self._connected: set[str] = set()
+        self._log = log
+        self._connected: dict[str, tuple[str, ...]] = {}  # peers, and the addresses that they had then
 
     async def live(self) -> list[Heartbeat]:
-        """Of the peers that have the state, the furthest on first. Raises: SwarmUnreachableError if nobody has."""
-        beats = [beat for beat in await self._transport.heartbeats(self.log.run) if beat.state in DONATING]
+        """Those that are there now, the furthest on first. Raises: SwarmUnreachableError if nobody is."""
+        self.heartbeats = await self._transport.heartbeats(self._log.run)
+        beats = [beat for beat in self.heartbeats if beat.state in DONATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         for beat in beats:
-            if beat.peer not in self._connected and await self._transport.connect(beat.peer, beat.addresses):
-                self._connected.add(beat.peer)
+            known = self._connected.get(beat.peer) == beat.addresses
+            if not known and await self._transport.connect(beat.peer, beat.addresses):
+                self._connected[beat.peer] = beat.addresses
         if not beats:
-            raise nobody_trains(self.log.run)
+            raise nobody_trains(self._log.run)
         return beats
+
+    async def state_size(self) -> int:
+        """Bytes of the state, as most say. Raises: SwarmUnreachableError if nobody does."""
+        try:
+            return await ask_size(self._transport, [beat.peer for beat in await self.live()], self._log)
+        except SnapshotError as error:
+            raise no_state_given(str(error)) from error
+
+
+def no_state_given(reasons: str) -> SwarmUnreachableError:
+    return SwarmUnreachableError(f"no peer gave its state: {reasons}.", "Try again in a minute.")
+
+
+class Following:
+    """The state of a run on this machine. `log` is where in it `state` is, whose digest is `state_digest`."""
+
+    def __init__(
+        self, transport: FollowTransport, state: ReplicatedState, settings: RunSettings, storage: Storage
+    ) -> None:
+        self.log = settings.empty_log
+        self.state_digest = b""
+        self.donors = Donors(transport, self.log)
+        self._transport = transport
+        self._state = state
+        self._storage = storage
 
     async def begin(self, least: int = 0) -> None:
         """Take over a snapshot, at index `least` or later.
 
-        Raises: SwarmUnreachableError when no peer gives one that holds up.
+        Raises: SwarmUnreachableError, and changes nothing, when no peer gives one that holds up.
         """
-        donors = [beat.peer for beat in await self.live()]
+        donors = [beat.peer for beat in await self.donors.live()]
         reasons = []
         while donors:
             try:
                 snapshot, _ = await fetch_snapshot(
-                    self._transport, donors, self.log, least, self._storage, self._workload.state_size
+                    self._transport, donors, self.log, least, self._storage, self._state.state_size
                 )
-                await self._workload.restore(snapshot.data, snapshot.state_digest)
+                await self._state.restore(snapshot.data, snapshot.state_digest)
             except (SnapshotError, OSError) as error:
                 reasons.append(f"{donors.pop(0)}: {error}")
             else:
-                self.log = self.log.at(snapshot.last)
+                self.log, self.state_digest = self.log.at(snapshot.last), snapshot.state_digest
                 return
-        raise SwarmUnreachableError(f"no peer gave its state: {'; '.join(reasons)}.", "Try again in a minute.")
+        raise no_state_given("; ".join(reasons))
 
     async def advance(self) -> tuple[Header, bytes] | None:
         """Apply the next entry: its header, and the state digest after it; None when nobody is further on.
 
-        Raises: SwarmUnreachableError when there is nobody, or nobody has what follows, or what they have does not.
+        Raises: SwarmUnreachableError when there is nobody; CannotFollowError when nobody has what follows, or what they
+        have does not.
         """
-        beats = [beat for beat in await self.live() if beat.lineage_tokens > self.log.lineage_tokens]
+        beats = [beat for beat in await self.donors.live() if beat.lineage_tokens > self.log.lineage_tokens]
         if not beats:
             return None
-        donors, reasons = [beat.peer for beat in beats if beat.index > self.log.position.index], list[str]()
+        index = self.log.position.index
+        donors, reasons = [beat.peer for beat in beats if beat.index > index], list[str]()
+        least = None if donors else 0  # as the heaviest that answers has it
+        tried: set[bytes] = set()
         for donor in donors:
             try:
                 log = await self._next(donor)
                 assert log.last is not None
-                await self._payloads.fetch(log.last, donors)
-                payload = self._buffers.kept.get(log.last.payload)
-                assert payload is not None
-                state_digest = await self._workload.apply(payload.data)
+                least = index + 1 if least is None else least
+                if log.last.digest in tried:
+                    continue
+                tried.add(log.last.digest)
+                state_digest = await self._state.apply(await self._payload(log.last, donors))
             except (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, BadBlocksError) as error:
                 reasons.append(f"{donor}: {error}")
+                if least is None and isinstance(error, OtherLineageError):
+                    least = 0
             else:
-                self.log = log
+                self.log, self.state_digest = log, state_digest
                 return log.last, state_digest
-        raise SwarmUnreachableError(
-            f"nobody could tell what follows outer step {self.log.position.index}: {'; '.join(reasons)}.",
-            "Begin again, with a new snapshot.",
+        reason = "; ".join(reasons) or "who has trained more took no more outer steps"
+        raise CannotFollowError(
+            f"nobody could tell what follows outer step {index}: {reason}.", index + 1 if least is None else least
         )
 
     async def _next(self, donor: str) -> LogState:
@@ -109,4 +155,14 @@ class Following:
         headers = await fetch_headers(self._transport, donor, self.log.run, index, index + 1)
         if not headers:
             raise LogError(f"it has no entry {index}")
+        if headers[0].previous != self.log.position.head:
+            raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
         return self.log.append(headers[0])
+
+    async def _payload(self, header: Header, donors: Sequence[str]) -> memoryview:
+        """Nobody else asks for it here, so it is not kept. Raises: PayloadError."""
+        buffers = PayloadBuffers(self._state)
+        await Payloads(self._transport, self.log.run, buffers).fetch(header, donors)
+        payload = buffers.kept.get(header.payload)
+        assert payload is not None
+        return payload.data

@@ -68,13 +68,17 @@ async def fetch_snapshot(
 
 
 async def _offers(
-    transport: PullTransport, donors: Sequence[str], log: LogState, least: int, size: int
+    transport: PullTransport, donors: Sequence[str], log: LogState, least: int, size: int | None = None
 ) -> dict[str, Offered]:
-    """What each donor has; who does not say is left out. Raises: SnapshotError when nobody does."""
+    """What each donor has; who does not say, or has another `size`, is left out.
+
+    Raises: SnapshotError when nobody is left.
+    """
 
     async def ask(donor: str) -> Offered:
-        offered = await ask_offer(transport, donor, log, least, DIGEST_BYTES * StateChunking(size).count)
-        if offered.offer.bytes != size:
+        limit = DIGESTS_LIMIT if size is None else DIGEST_BYTES * StateChunking(size).count
+        offered = await ask_offer(transport, donor, log, least, limit)
+        if size not in (None, offered.offer.bytes):
             raise RemoteProtocolError(donor, f"its snapshot has {offered.offer.bytes} bytes, not {size}")
         return offered
 
@@ -91,6 +95,16 @@ async def _offers(
     if not offered:
         raise SnapshotError("; ".join(reasons) or "nobody was asked")
     return offered
+
+
+async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogState) -> int:
+    """Bytes of the run's state, as most donors say: for who has not built the model.
+
+    Raises: SnapshotError when nobody says.
+    """
+    offered = await _offers(transport, donors[:ASKED], log, 0)
+    [(size, _)] = Counter(one.offer.bytes for one in offered.values()).most_common(1)
+    return size
 
 
 async def ask_offer(

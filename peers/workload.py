@@ -41,8 +41,35 @@ class Blocked(Protocol):
         """Byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
 
 
-class Workload(Blocked, Protocol):
-    """The state machine that the log drives: theta, momentum and the worker behind them.
+class ReplicatedState(Blocked, Protocol):
+    """The state machine that the log drives: momentum and theta. It is all that following a run takes.
+
+    Calls are never concurrent.
+    """
+
+    async def apply(self, payload: Blocks) -> bytes:
+        """The outer step from the payload's bytes, whole or not at all. Returns the new state digest (32 bytes).
+
+        Raises: BadBlocksError, and changes nothing.
+        """
+
+    async def state_digest(self) -> bytes:
+        """Digest of momentum and theta (see state_chunks.py), the same on every peer at one log position."""
+
+    @property
+    def state_size(self) -> int:
+        """Bytes of momentum and theta together."""
+
+    async def copy_state(self, out: memoryview) -> None:
+        """Write momentum's bytes, then theta's."""
+
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        """Replace momentum and theta. Raises: SnapshotError, and changes nothing, when these bytes are not the state
+        with that digest."""
+
+
+class Workload(ReplicatedState, Protocol):
+    """The replicated state and the worker that trains from it.
 
     A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
     momentum and may run beside anything, `copy_state` beside `train` and `reduce`, and `apply` beside `train` once it
@@ -69,24 +96,8 @@ class Workload(Blocked, Protocol):
         """Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes."""
 
     async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
-        """The outer step from the payload's bytes, whole or not at all. Returns the new state digest (32 bytes).
-
-        With `keeps_work`, what is being trained, or has been, goes on counting from the theta that it began with.
-        """
-
-    async def state_digest(self) -> bytes:
-        """Digest of momentum and theta (see state_chunks.py), the same on every peer at one log position."""
-
-    @property
-    def state_size(self) -> int:
-        """Bytes of momentum and theta together."""
-
-    async def copy_state(self, out: memoryview) -> None:
-        """Write momentum's bytes, then theta's."""
-
-    async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Replace momentum and theta. Raises: SnapshotError, and changes nothing, when these bytes are not the state
-        with that digest."""
+        """See `ReplicatedState.apply`. With `keeps_work`, what is being trained, or has been, goes on counting from the
+        theta that it began with."""
 
 
 class BadBlocksError(Exception):

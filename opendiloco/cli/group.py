@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "join": "opendiloco.cli.join",
     "status": "opendiloco.cli.status",
     "export": "opendiloco.cli.export",
+    "follow": "opendiloco.cli.follow",
     "log": "opendiloco.cli.log",
     "kernels": "opendiloco.cli.kernels",
 }

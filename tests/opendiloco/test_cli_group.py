@@ -30,6 +30,7 @@ COMMANDS = [
     ["join"],
     ["status"],
     ["export"],
+    ["follow"],
     ["log"],
     ["log", "show"],
     ["log", "verify"],

@@ -81,3 +81,22 @@ def test_who_is_ahead_and_gives_nothing_is_named() -> None:
             await fetched(swarm)
 
     asyncio.run(scenario())
+
+
+def test_a_lineage_that_is_left_meanwhile_is_left_here_too() -> None:
+    """Regression: a snapshot was asked for that is further on than the heavier lineage."""
+
+    class Splits(Swarm):
+        async def heartbeats(self, run_id: str) -> list[Any]:
+            if self.connected == ["a"]:
+                await self.add("b", Donor(heavy, frozen=2))
+            return await super().heartbeats(run_id)
+
+    light, heavy = Run(5, b"light", 10), Run(3, b"heavy", 100)
+
+    async def scenario() -> None:
+        swarm = Splits()
+        await swarm.add("a", Donor(light, frozen=5))
+        assert await fetched(swarm) == heavy.logs[-1].last
+
+    asyncio.run(scenario())

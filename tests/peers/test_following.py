@@ -8,12 +8,12 @@ import pytest
 
 from peers.buffers import Payload, PayloadBuffers
 from peers.errors import SwarmUnreachableError
-from peers.following import Following
+from peers.following import CannotFollowError, Following
 from peers.headers import serve_headers
 from peers.heartbeat import Heartbeat, PeerState
 from peers.leases import SampleRange
 from peers.log import Header, LogState
-from peers.payloads import serve_payloads
+from peers.payloads import PAYLOAD, serve_payloads
 from peers.snapshots import Snapshot, serve_snapshots
 from peers.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
 from peers.storage import MemoryStorage
@@ -135,6 +135,7 @@ def test_a_snapshot_and_then_entry_after_entry() -> None:
             await swarm.add(name, Donor(run, frozen=4))
         await swarm.following.begin()
         swarm.assert_is_at(run, 4)
+        assert swarm.following.state_digest == digest_of_state([run.states[4]])
         for index in (5, 6):
             assert await swarm.following.advance() == (run.logs[index].last, digest_of_state([run.states[index]]))
             swarm.assert_is_at(run, index)
@@ -222,8 +223,68 @@ def test_a_lineage_that_was_left_ends_it_too() -> None:
         await swarm.following.begin()
         swarm.beats.clear()
         await swarm.add("b", Donor(heavy, frozen=5))
-        with pytest.raises(SwarmUnreachableError, match="b: entry 3: its previous does not follow"):
+        with pytest.raises(CannotFollowError, match="b: entry 3: its previous does not follow") as caught:
             await swarm.following.advance()
+        assert caught.value.least == 0
         swarm.assert_is_at(light, 3)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("heaviest", ["ours", "theirs"])
+def test_the_heaviest_says_from_where_on_a_snapshot_leads_further(heaviest: str) -> None:
+    """Were the others to say so, it might be one that is older than what is here, again and again."""
+
+    async def scenario() -> None:
+        swarm, first = Swarm(), Run(2, b"ours")
+        await swarm.add("a", Donor(first, frozen=2))
+        await swarm.following.begin()
+        ours, theirs = Run(5, b"ours"), Run(5, b"theirs", 150)
+        await swarm.add("a", Donor(ours, frozen=2, kept=0))
+        await swarm.add("b", Donor(theirs, frozen=2))
+        swarm.beats["a"] = beat("a", ours.logs[5], lineage_tokens=10**6 * (heaviest == "ours") + 300)
+        with pytest.raises(CannotFollowError, match="what follows outer step 2") as caught:
+            await swarm.following.advance()
+        assert caught.value.least == (3 if heaviest == "ours" else 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_lineage_that_is_heavier_though_not_longer() -> None:
+    async def scenario() -> None:
+        swarm, light, heavy = Swarm(), Run(3, b"light", 10), Run(3, b"heavy", 100)
+        await swarm.add("a", Donor(light, frozen=3))
+        await swarm.following.begin()
+        await swarm.add("b", Donor(heavy, frozen=2))
+        with pytest.raises(CannotFollowError, match="took no more outer steps") as caught:
+            await swarm.following.advance()
+        await swarm.following.begin(caught.value.least)
+        swarm.assert_is_at(heavy, 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_payload_that_nobody_keeps_is_asked_for_once_of_each() -> None:
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(3)
+        for name in "abc":
+            await swarm.add(name, Donor(run, frozen=2, kept=0))
+        await swarm.following.begin()
+        swarm.pulls.clear()
+        with pytest.raises(CannotFollowError):
+            await swarm.following.advance()
+        assert sorted(donor for donor, name, _ in swarm.pulls if name == PAYLOAD) == ["a", "b", "c"]
+
+    asyncio.run(scenario())
+
+
+def test_who_comes_back_from_elsewhere_is_connected_to_again() -> None:
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(3)
+        await swarm.add("a", Donor(run, frozen=3))
+        for addresses in (("/ip4/192.0.2.2/tcp/1",), ("/ip4/192.0.2.2/tcp/2",), ("/ip4/192.0.2.2/tcp/2",)):
+            swarm.beats["a"] = beat("a", run.logs[3], addresses=addresses)
+            await swarm.following.donors.live()
+        assert swarm.connected == ["a", "a"]
 
     asyncio.run(scenario())

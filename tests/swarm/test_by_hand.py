@@ -11,7 +11,7 @@ import pytest
 
 from tests.swarm.cli_processes import LOOPBACK, ROOT, Command, Site, bootstrap, create_run, eventually
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 OUTER_STEPS = 8  # of examples/tiny.toml
 
@@ -20,8 +20,13 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with bootstrap(site) as address:
         invite = create_run(site, ROOT / "examples" / "tiny.toml", address)
-        with join(site, invite, "one.pem") as first, join(site, invite, "two.pem") as second:
+        with (
+            follow(site, invite) as follower,
+            join(site, invite, "one.pem") as first,
+            join(site, invite, "two.pem") as second,
+        ):
             everybody_finishes_with_the_same_digests(site, invite)
+            the_follower_has_seen_it(site, follower, invite)
             status_says_so(site, invite)
             the_exported_model_loads(site, invite)
             for volunteer in (first, second):
@@ -33,6 +38,32 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
 
 def join(site: Site, invite: str, identity: str) -> Command:
     return site.start("join", "--run", invite, "--identity", identity, "--device", "cpu", *LOOPBACK)
+
+
+def follow(site: Site, invite: str) -> Command:
+    """From before anybody trains to the run's last outer step."""
+    return site.start("follow", "--run", invite, "--evaluate", "--every", "2", "--export", "models", "--json")
+
+
+def the_follower_has_seen_it(site: Site, follower: Command, invite: str) -> None:
+    """From wherever its first snapshot was."""
+    finished = follower.finish()
+    assert finished.code == 0, finished.err
+    assert "nobody trains in the run" in finished.err
+    news = [json.loads(line) for line in finished.out.splitlines()]
+    states = [one for one in news if one["event"] in ("snapshot", "entry")]
+    models = {one["outer_step"]: one for one in news if one["event"] == "model"}
+    assert len(states) + len(models) == len(news), "somebody disagreed"
+    steps = [one["outer_step"] for one in states]
+    assert steps == sorted(set(steps))
+    assert list(models) == [step for step in steps if step % 2 == 0]
+    assert states[-1]["outer_step"] == OUTER_STEPS
+    assert states[-1]["agreeing"] > 0
+    assert states[-1]["state_digest"] == read_status(site, invite)["peers"][0]["state_digest"]
+    assert models[OUTER_STEPS]["held_out_loss"] < 5.6, "as if it had learned nothing"
+    folders = [site.folder / "models" / f"outer-step-{step:06}" for step in models]
+    assert sorted((site.folder / "models").iterdir()) == folders
+    assert all((folder / "model.safetensors").is_file() for folder in folders)
 
 
 def everybody_finishes_with_the_same_digests(site: Site, invite: str) -> None:

@@ -1,0 +1,261 @@
+"""`diloco-peer follow`: track a live run without training in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.options import FOLDER, initial_peers_option, parse_run, run_option
+
+if TYPE_CHECKING:
+    from opendiloco.local_state import LocalState
+    from opendiloco.local_workload import LocalWorkload
+    from opendiloco.run import Run
+    from opendiloco.tracking import Audit, Disagreement, Patience, Reached
+    from peers.hivemind_transport import HivemindTransport
+    from peers.manifest import Invite
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with every n-th state, and until which."""
+
+    every: int
+    evaluate: bool
+    export: Path | None
+    push_to: str | None
+    until: int | None
+    as_json: bool
+
+    @property
+    def needs_model(self) -> bool:
+        return self.evaluate or self.exports
+
+    @property
+    def exports(self) -> bool:
+        return self.export is not None or self.push_to is not None
+
+
+@click.command()
+@run_option
+@initial_peers_option
+@click.option(
+    "--every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Evaluate and export after the outer steps that are multiples of N.",
+)
+@click.option("--evaluate", is_flag=True, help="Print the loss on the run's held-out text.")
+@click.option("--export", type=FOLDER, help="Write the model to FOLDER/outer-step-…, as a transformers model.")
+@click.option(
+    "--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, over the one before."
+)
+@click.option(
+    "--until", type=click.IntRange(min=0), metavar="N", help="End after outer step N.  [default: the run's last]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, with whole digests.")
+@click.pass_obj
+def command(
+    log: LogOptions,
+    run: str,
+    initial_peers: tuple[str, ...],
+    every: int,
+    evaluate: bool,
+    export: Path | None,
+    push_to: str | None,
+    until: int | None,
+    as_json: bool,
+) -> None:
+    """Follow a run without training in it: print its entries as they come, and whether its peers agree with them.
+
+    All states are computed again, from a snapshot on, and compared with what peers say of theirs; who has another state
+    is named, and the exit code is 12 in the end. Ctrl-C ends it.
+    """
+    from opendiloco.interrupts import run_interruptible
+    from opendiloco.remote import Remote
+    from opendiloco.tracking import Audit
+
+    log.start("info")
+    invite = parse_run(run, initial_peers)
+    if push_to is not None:
+        Remote(push_to)  # what cannot be used should not be found out after minutes of work
+    plan, audit = Plan(every, evaluate, export, push_to, until, as_json), Audit()
+    with staging(plan) as folder:
+        run_interruptible(lambda interrupts: follow(invite, plan, folder, audit))
+    audit.check()
+
+
+@contextmanager
+def staging(plan: Plan) -> Iterator[Path | None]:
+    """Where models are made, so that no half of one is seen; None when there is no need. It outlives the worker.
+
+    Raises: MachineError when nothing can be written there.
+    """
+    import tempfile
+
+    from opendiloco.errors import MachineError
+
+    if not plan.exports:
+        yield None
+        return
+    try:
+        if plan.export is not None:
+            plan.export.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(
+            dir=plan.export, prefix="diloco-peer-", suffix=".partial", ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise MachineError(
+            f"{plan.export or 'the folder for temporary files'} cannot be used: {error.strerror}.",
+            "Give a folder that can be written to with --export.",
+        ) from error
+    with temporary as name:
+        yield Path(name)
+
+
+async def follow(invite: Invite, plan: Plan, folder: Path | None, audit: Audit) -> None:
+    from opendiloco.run import find_run
+    from opendiloco.tracking import unless_failed
+    from opendiloco.volunteer import connected
+    from peers.identity import Identity
+
+    async with connected(Identity.generate(), invite.addresses) as transport:
+        run = await find_run(transport, invite.run_id)
+        await unless_failed(track(run, transport, plan, folder, audit), transport.failure())
+
+
+async def track(run: Run, transport: HivemindTransport, plan: Plan, folder: Path | None, audit: Audit) -> None:
+    from opendiloco.tracking import Disagreement, Patience, Tracker
+    from peers.following import Following
+    from peers.storage import MemoryStorage
+
+    poll = run.settings.timing.heartbeat
+    total = run.config.total_outer_steps
+    last = total if plan.until is None else min(plan.until, total)
+    async with following_state(run, transport, plan, Patience(poll)) as (state, model):
+        tracker = Tracker(Following(transport, state, run.settings, MemoryStorage()), audit, poll)
+        async for news in tracker.until(last):
+            if isinstance(news, Disagreement):
+                show_disagreement(news, plan.as_json)
+                continue
+            show_reached(news, plan.as_json)
+            if model is not None and news.index % plan.every == 0:
+                await use_model(run, news, model, plan, folder)
+
+
+@asynccontextmanager
+async def following_state(
+    run: Run, transport: HivemindTransport, plan: Plan, patience: Patience
+) -> AsyncIterator[tuple[LocalState, LocalWorkload | None]]:
+    """The state, and what can evaluate and export it: a worker, which is started only for that."""
+    from opendiloco.tracking import state_for
+    from opendiloco.volunteer import working
+
+    if plan.needs_model:
+        async with working(run) as workload:
+            yield workload, workload
+    else:
+        yield await patience(partial(state_for, run, transport)), None
+
+
+async def use_model(run: Run, reached: Reached, model: LocalWorkload, plan: Plan, folder: Path | None) -> None:
+    """Evaluate and export a state, as far as it is wanted."""
+    import asyncio
+
+    from opendiloco.follower import HELD_OUT_WINDOWS, export_state
+
+    if folder is None:
+        show_model(reached, (await model.evaluate(HELD_OUT_WINDOWS)).loss, None, plan.as_json)
+        return
+    made = folder / f"outer-step-{reached.index:06}"
+    facts = await export_state(run, reached.log.last, model, made)
+    place = await asyncio.to_thread(deliver, made, plan)
+    show_model(reached, facts.held_out_loss, place, plan.as_json)
+
+
+def deliver(made: Path, plan: Plan) -> str | None:
+    """Bring a model to where it is wanted; returns where that is. What is in the way, or out of reach, is logged."""
+    import shutil
+
+    from opendiloco.errors import RemoteError
+    from opendiloco.remote import push_folder, without_secrets
+
+    places = []
+    if plan.push_to is not None:
+        try:
+            push_folder(made, plan.push_to)
+            places.append(without_secrets(plan.push_to))
+        except RemoteError as error:
+            logger.warning("%s The next model is tried again.", error)
+    if plan.export is None:
+        shutil.rmtree(made)
+    else:
+        try:
+            made.rename(plan.export / made.name)
+            places.insert(0, str(plan.export / made.name))
+        except OSError as error:
+            logger.warning("%s is left as it is: %s", plan.export / made.name, error.strerror)
+            shutil.rmtree(made)
+    return " and ".join(places) or None
+
+
+# What is printed ----------------------------------------------------------------------------------------------
+def show_reached(reached: Reached, as_json: bool) -> None:
+    last, state = reached.log.last, reached.state_digest.hex()
+    roster = last.roster if last else ()
+    tokens = sum(member.tokens for member in roster)
+    if as_json:
+        show_json(
+            event="snapshot" if reached.is_snapshot else "entry",
+            outer_step=reached.index,
+            peers=len(roster),
+            tokens=tokens,
+            lineage_tokens=reached.log.lineage_tokens,
+            log_digest=reached.log.position.head.hex(),
+            state_digest=state,
+            agreeing=reached.agreeing,
+        )
+        return
+    agreeing = f"{reached.agreeing} peer{'s agree' if reached.agreeing > 1 else ' agrees'}"
+    click.echo(
+        f"outer step {reached.index}{' (snapshot)' if reached.is_snapshot else ''}: peers {len(roster)}, "
+        f"tokens {tokens:,}, in all {reached.log.lineage_tokens:,}, "
+        f"state {state[:8]}, {agreeing if reached.agreeing else 'which no peer has named yet'}"
+    )
+
+
+def show_disagreement(found: Disagreement, as_json: bool) -> None:
+    said, expected = found.said.hex(), found.expected.hex()
+    if as_json:
+        show_json(event="disagreement", outer_step=found.index, peer=found.peer, said=said, state_digest=expected)
+        return
+    click.echo(
+        f"outer step {found.index}: peer {found.peer} DISAGREES: "
+        f"it has the state {said[:8]}, the log leads to {expected[:8]}"
+    )
+
+
+def show_model(reached: Reached, loss: float, place: str | None, as_json: bool) -> None:
+    if as_json:
+        show_json(event="model", outer_step=reached.index, held_out_loss=loss, place=place)
+        return
+    where = "" if place is None else f", the model is in {place}"
+    click.echo(f"outer step {reached.index}: held-out loss {loss:.4f} nats per token{where}")
+
+
+def show_json(**values: object) -> None:
+    import json
+
+    click.echo(json.dumps(values))

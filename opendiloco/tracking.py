@@ -1,0 +1,220 @@
+"""Tracking a live run: every state that its log leads to, one after the other, and whether its peers have it, too.
+
+Who follows a run computes its states again, and so is an auditor of all that its peers say of theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from opendiloco.errors import DisagreementError, MachineError
+from opendiloco.local_state import LocalState
+from opendiloco.run import Run
+from opendiloco.shared_memory import available_memory
+from peers.errors import DilocoPeerError, SwarmUnreachableError
+from peers.following import CannotFollowError, Donors, Following, FollowTransport
+from peers.heartbeat import Heartbeat, PeerState
+from peers.log import LogState, Position
+
+logger = logging.getLogger(__name__)
+
+POSITIONS = 1024  # that are remembered: of states computed here, and of what peers say, each
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A state of the run that this machine has now: after an entry, or as it was taken over from others."""
+
+    log: LogState
+    state_digest: bytes
+    is_snapshot: bool
+    agreeing: int  # peers that have said, by now, that this is their state there
+
+    @property
+    def index(self) -> int:
+        """Outer steps taken."""
+        return self.log.position.index
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """What a peer says of its state after `index` outer steps, and what the log leads to."""
+
+    index: int
+    peer: str
+    said: bytes
+    expected: bytes
+
+
+class Audit:
+    """Holds what peers say of their states against those that were computed here, whichever comes first."""
+
+    def __init__(self) -> None:
+        self.disagreements: list[Disagreement] = []
+        self._computed: OrderedDict[Position, bytes] = OrderedDict()
+        self._said: OrderedDict[Position, dict[str, bytes]] = OrderedDict()
+
+    def heard(self, heartbeats: Iterable[Heartbeat]) -> None:
+        for beat in heartbeats:
+            if beat.state is PeerState.ARCHIVING:
+                continue  # it has no state of its own
+            position = Position(index=beat.index, head=beat.head)
+            said = _remembered(self._said, position, {})
+            if said.get(beat.peer) != beat.state_digest:
+                said[beat.peer] = beat.state_digest
+                self._compare(position, beat.peer)
+
+    def computed(self, position: Position, state_digest: bytes) -> None:
+        self._computed.pop(position, None)
+        _remembered(self._computed, position, state_digest)
+        for peer in self._said.get(position, {}):
+            self._compare(position, peer)
+
+    def agreeing(self, position: Position) -> int:
+        """How many peers have named the state computed here."""
+        return sum(said == self._computed.get(position) for said in self._said.get(position, {}).values())
+
+    def check(self) -> None:
+        """Raises: DisagreementError if any was found."""
+        if self.disagreements:
+            first, peers = self.disagreements[0], {one.peer for one in self.disagreements}
+            raise DisagreementError(
+                f"{len(peers)} peer{'s' * (len(peers) > 1)} had another state than the log leads to, "
+                f"first {first.peer} after outer step {first.index}.",
+                "If all of them had, suspect this machine, and follow the run from another.",
+            )
+
+    def _compare(self, position: Position, peer: str) -> None:
+        said, expected = self._said[position][peer], self._computed.get(position)
+        if expected not in (None, said):
+            found = Disagreement(position.index, peer, said, expected)
+            if found not in self.disagreements:
+                self.disagreements.append(found)
+
+
+def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -> T:
+    """What is known of a position, which is `value` if nothing was. The oldest is forgotten for it."""
+    if position not in known:
+        known[position] = value
+        if len(known) > POSITIONS:
+            known.popitem(last=False)
+    return known[position]
+
+
+class Tracker:
+    """The states of a run as they come; `poll` is in seconds."""
+
+    def __init__(self, following: Following, audit: Audit, poll: float) -> None:
+        self._following = following
+        self._audit = audit
+        self._patience = Patience(poll)
+        self._poll = poll
+        self._named = 0  # of the audit's disagreements
+
+    async def until(self, last: int) -> AsyncIterator[Reached | Disagreement]:
+        """A snapshot first, then every state up to the one after `last` outer steps; disagreements when they are found.
+
+        Where what follows cannot be had, or the run went on with another lineage, it begins anew with a snapshot. When
+        nobody is there it waits.
+        """
+        await self._patience(self._following.begin)
+        is_snapshot = True
+        while True:
+            reached = self._reached(is_snapshot)
+            yield reached
+            for disagreement in self._news():
+                yield disagreement
+            if reached.index >= last:
+                return
+            while (next_is_snapshot := await self._patience(self._advance)) is None:
+                for disagreement in self._news():
+                    yield disagreement
+                await asyncio.sleep(self._poll)
+            is_snapshot = next_is_snapshot
+
+    async def _advance(self) -> bool | None:
+        """Whether a snapshot was taken over rather than an entry applied; None: nothing new.
+
+        Raises: SwarmUnreachableError.
+        """
+        try:
+            advanced = await self._following.advance()
+        except CannotFollowError as error:
+            await self._following.begin(error.least)
+            logger.info("%s Begun anew with a snapshot.", error.message)
+            return True
+        finally:
+            self._audit.heard(self._following.donors.heartbeats)
+        return None if advanced is None else False
+
+    def _reached(self, is_snapshot: bool) -> Reached:
+        following = self._following
+        self._audit.heard(following.donors.heartbeats)
+        position = following.log.position
+        self._audit.computed(position, following.state_digest)
+        return Reached(following.log, following.state_digest, is_snapshot, self._audit.agreeing(position))
+
+    def _news(self) -> Iterator[Disagreement]:
+        new = self._audit.disagreements[self._named :]
+        self._named += len(new)
+        yield from new
+
+
+class Patience:
+    """Tries again, every `seconds`, what only needs somebody to be there; says once that it waits."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._waiting = False
+
+    async def __call__(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        while True:
+            try:
+                result = await attempt()
+            except SwarmUnreachableError as error:
+                if not self._waiting:
+                    logger.warning("%s Waiting for somebody.", error.message)
+                self._waiting = True
+                await asyncio.sleep(self._seconds)
+            else:
+                if self._waiting:
+                    logger.info("somebody is there: going on")
+                self._waiting = False
+                return result
+
+
+async def state_for(run: Run, transport: FollowTransport) -> LocalState:
+    """Room for the run's state, without building its model: its size is what most peers say.
+
+    Raises: SwarmUnreachableError when nobody says, MachineError when there is not so much memory.
+    """
+    size = await Donors(transport, run.settings.empty_log).state_size()
+    if 2 * size > available_memory():  # a snapshot is fetched beside it
+        raise MachineError(
+            f"The run's state has {size / 2**20:.0f} MiB, and the memory for two of it is not free.",
+            "Stop other programs or use a machine with more memory.",
+        )
+    return LocalState(np.zeros(size // 8, np.float32), run.config)
+
+
+async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:
+    """The result of `work`, unless what it stands on fails before. Raises: that failure."""
+    working, failing = asyncio.create_task(work), asyncio.create_task(failure)
+    try:
+        await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            raise failing.result()
+        return working.result()
+    finally:
+        working.cancel()
+        failing.cancel()
+        await asyncio.gather(working, failing, return_exceptions=True)
