@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks.reporting import Bar, report
 from opendiloco.kernels import INT8
 
 IPERF_SECONDS, IPERF_WARM_UP = 5, 2
+IPERF_PORT = 5201
 
 
 def address_of(namespace: str) -> str:
@@ -34,10 +36,16 @@ def address_of(namespace: str) -> str:
     raise click.ClickException(f"the network namespace {namespace} has no IPv4 address")
 
 
-def link_bytes_per_second(sender: str, receiver: str) -> float:
+def place_in(namespace: str) -> Place:
+    """Where one of our peers runs in it."""
+    return Place(("ip", "netns", "exec", namespace), ("--listen", f"/ip4/{address_of(namespace)}/tcp/0"))
+
+
+def link_bytes_per_second(sender: str, receiver: str, port: int = IPERF_PORT) -> float:
     """What iperf3 gets from one namespace to another over one TCP connection, once it is up to speed."""
+    at_port = ["--port", str(port)]
     server = subprocess.Popen(
-        ["ip", "netns", "exec", receiver, "iperf3", "--server", "--one-off", "--forceflush"],
+        ["ip", "netns", "exec", receiver, "iperf3", "--server", "--one-off", "--forceflush", *at_port],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -46,8 +54,8 @@ def link_bytes_per_second(sender: str, receiver: str) -> float:
         if not any("listening" in line for line in server.stdout):
             raise click.ClickException(f"iperf3 cannot listen in the network namespace {receiver}")
         seconds = ["--time", str(IPERF_SECONDS), "--omit", str(IPERF_WARM_UP)]
-        client = ["ip", "netns", "exec", sender, "iperf3", "--client", address_of(receiver), "--json", *seconds]
-        return float(json.loads(_output(*client))["end"]["sum_received"]["bits_per_second"]) / 8
+        client = ["ip", "netns", "exec", sender, "iperf3", "--client", address_of(receiver), *at_port, *seconds]
+        return float(json.loads(_output(*client, "--json"))["end"]["sum_received"]["bits_per_second"]) / 8
     finally:
         server.kill()
         server.wait()
@@ -57,6 +65,13 @@ def slowest_link(namespaces: Sequence[str]) -> float:
     """Bytes a second of the slowest of the links from each namespace to the next."""
     following = [*namespaces[1:], namespaces[0]]
     return min(link_bytes_per_second(sender, receiver) for sender, receiver in zip(namespaces, following, strict=True))
+
+
+def converging_bytes_per_second(senders: Sequence[str], receiver: str) -> float:
+    """What iperf3 gets from all these namespaces at once to another."""
+    ports = range(IPERF_PORT, IPERF_PORT + len(senders))
+    with ThreadPoolExecutor(len(senders)) as pool:
+        return sum(pool.map(link_bytes_per_second, senders, [receiver] * len(senders), ports))
 
 
 def row_of(group: Group, payload: int, link: float) -> dict[str, Any]:
@@ -82,10 +97,7 @@ def run(values: int, namespaces: Sequence[str], repetitions: int, json_file: Pat
         click.echo("iperf3 is not installed: nothing to compare a round on these links with, so it is not measured")
         return
     link = slowest_link(namespaces)
-    places = [
-        Place(("ip", "netns", "exec", namespace), ("--listen", f"/ip4/{address_of(namespace)}/tcp/0"))
-        for namespace in namespaces
-    ]
+    places = list(map(place_in, namespaces))
     groups = asyncio.run(measure([OURS], values, places, repetitions))
     row = row_of(groups[OURS], INT8.payload_size(values), link)
     bars = [Bar(f"bound / ours, {len(namespaces)} peers", row["of the bound"], 0.85)]

@@ -12,13 +12,16 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 
 from benchmarks.processes import say
 from opendiloco import config
+from opendiloco.cli.options import limit_option
 from opendiloco.config import RunConfig
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
@@ -29,6 +32,8 @@ from peers.identity import Identity
 from peers.leases import SampleRange, sample_count
 from peers.log import Header
 from peers.settings import RunSettings, Timing
+from peers.snapshots import SNAPSHOT, FrozenSnapshot
+from peers.throttle import Caps
 from peers.wire import digest_of
 from peers.workload import Blocks, Progress, Trained
 
@@ -38,6 +43,36 @@ GATED_TIMING = Timing(heartbeat=1.0, heartbeat_expiry=30.0, grace=30.0, round_ti
 CHURN_TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=3.0, round_timeout=10.0, partition_grace=60.0, resend=0.25, leave=5.0
 )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One peer's part, as its command line has it."""
+
+    values: int
+    peers: int
+    contact: str | None
+    listen: str
+    identity_file: Path | None
+    pause: float | None
+    snapshot_every: int
+    fetches: bool
+    upload_limit: float | None
+    download_limit: float | None
+
+    @property
+    def settings(self) -> RunSettings:
+        """Its samples are more than a benchmark lasts for: nobody looks at them."""
+        return RunSettings(
+            run="benchmark",
+            manifest_digest=digest_of(b"benchmark"),
+            inner_steps=1,
+            samples_per_lease=8,
+            tokens_per_sample=TOKENS_PER_SAMPLE,
+            minimum_peers=self.peers,
+            timing=GATED_TIMING if self.pause is None else CHURN_TIMING,
+            snapshot_every=self.snapshot_every,
+        )
 
 
 class VectorWorker(WorkerProcess):
@@ -81,6 +116,23 @@ class VectorWorkload(LocalWorkload):
         return await super().apply(payload, keeps_work)
 
 
+class TalkingTransport(HivemindTransport):
+    """Says when it first asks for a snapshot, and of whom it has got how many bytes."""
+
+    is_fetching = False
+
+    async def pull(
+        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
+    ) -> tuple[bytes, bytearray]:
+        if name == SNAPSHOT and not self.is_fetching:
+            self.is_fetching = True
+            say("fetching")
+        answer, data = await super().pull(peer_id, name, header, max_bytes, timeout)
+        if name == SNAPSHOT:
+            say("fetched", donor=peer_id, bytes=len(data))
+        return answer, data
+
+
 def add_noise(values: Vector, out: Vector, seed: tuple[int, ...]) -> None:
     """out = values + noise, both of shape (n,); the same noise for every chunk, so that it takes no memory to speak of.
 
@@ -107,19 +159,14 @@ def memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-async def take_part(
-    transport: HivemindTransport, identity: Identity, values: int, peers: int, pause: float | None
-) -> None:
+async def take_part(transport: HivemindTransport, identity: Identity, part: Part) -> None:
     """One peer's life, until standard input ends."""
     memory_before = memory("VmRSS")
     lines: asyncio.Queue[str] = asyncio.Queue()
-    vectors = await asyncio.to_thread(create_vectors, values)
-    worker = VectorWorker(vectors, pause, lines)
+    vectors = await asyncio.to_thread(create_vectors, part.values)
+    worker = VectorWorker(vectors, part.pause, lines)
     workload = VectorWorkload(worker, RunConfig.from_toml(Path(config.__file__).with_name("demo.toml")))
-    timing = GATED_TIMING if pause is None else CHURN_TIMING
-    # A lease is larger than any number of inner steps that a benchmark lasts needs: nobody looks at the samples.
-    settings = RunSettings("benchmark", digest_of(b"benchmark"), 1, 8, TOKENS_PER_SAMPLE, peers, timing)
-    driver = Driver(identity, transport, workload, settings, await workload.state_digest())
+    driver = Driver(identity, transport, workload, part.settings, await workload.state_digest())
 
     def tell(header: Header, state_digest: bytes) -> None:
         say(
@@ -134,7 +181,13 @@ async def take_part(
             memory_peak=memory("VmHWM"),
         )
 
+    def restored(snapshot: FrozenSnapshot) -> None:
+        say("restored", index=snapshot.index)
+        driver.leave(at_once=True)
+
     driver.on_entry = tell
+    if part.fetches:
+        driver.on_snapshot = restored
     reading = asyncio.create_task(read_lines(lines, driver))
     await driver.run()
     reading.cancel()
@@ -149,15 +202,14 @@ async def read_lines(lines: asyncio.Queue[str], driver: Driver) -> None:
     driver.leave()
 
 
-async def run_peer(
-    values: int, peers: int, contact: str | None, listen: str, identity_file: Path | None, pause: float | None
-) -> None:
-    identity = Identity.load_or_create(identity_file) if identity_file else Identity.generate()
-    contacts = (contact,) if contact else ()
-    transport = await HivemindTransport.create(identity, contacts, (listen,), local=True)
+async def run_peer(part: Part) -> None:
+    identity = Identity.load_or_create(part.identity_file) if part.identity_file else Identity.generate()
+    contacts = (part.contact,) if part.contact else ()
+    transport = await TalkingTransport.create(identity, contacts, (part.listen,), local=True)
+    transport.cap(Caps.of_megabits(part.upload_limit, part.download_limit))
     try:
         say("listening", address=transport.addresses[0])
-        await take_part(transport, identity, values, peers, pause)
+        await take_part(transport, identity, part)
     finally:
         await transport.close()
 
@@ -169,10 +221,12 @@ async def run_peer(
 @click.option("--listen", default="/ip4/127.0.0.1/tcp/0", show_default=True)
 @click.option("--identity", "identity_file", type=click.Path(dir_okay=False, path_type=Path), help="Kept here.")
 @click.option("--pause", type=float, help="Seconds of training.")
-def main(
-    values: int, peers: int, contact: str | None, listen: str, identity_file: Path | None, pause: float | None
-) -> None:
-    asyncio.run(run_peer(values, peers, contact, listen, identity_file, pause))
+@click.option("--snapshot-every", default=8, show_default=True, help="Entries from one snapshot to the next.")
+@click.option("--fetches", is_flag=True, help="Only take over the state.")
+@limit_option("upload", "Send")
+@limit_option("download", "Receive")
+def main(**options: Any) -> None:
+    asyncio.run(run_peer(Part(**options)))
 
 
 if __name__ == "__main__":

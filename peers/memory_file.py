@@ -19,6 +19,8 @@ class MemoryFile:
     def __init__(self, descriptor: int, size: int) -> None:
         """Takes over the descriptor. Raises: OSError when there is no room."""
         self.descriptor = descriptor
+        self.is_new = os.fstat(descriptor).st_size == 0
+        """Whether there was nothing in it before."""
         try:
             os.posix_fallocate(descriptor, 0, max(size, 1))
             self._mapping = mmap.mmap(descriptor, max(size, 1))

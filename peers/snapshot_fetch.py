@@ -56,7 +56,8 @@ async def fetch_snapshot(
     )
     memory = await asyncio.to_thread(storage.download, chosen.offer.state_digest, size)
     download = Download(transport, wanted, memory.data)
-    await download.adopt()
+    if not memory.is_new:
+        await download.adopt()
     try:
         await download.run(having)
     except DownloadError as error:

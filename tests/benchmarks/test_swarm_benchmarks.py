@@ -9,10 +9,11 @@ import signal
 from pathlib import Path
 from typing import cast
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import averaging, churn, shaped_links
+from benchmarks import averaging, churn, join, shaped_links
 from benchmarks.groups import GLOO, OURS, sent_bytes
 from benchmarks.processes import Event, PeerProcess, PeerProcessError, gone
 from tests.child_processes import child_processes
@@ -45,6 +46,53 @@ def test_churn_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["rounds"] > 0
     assert "left behind" not in done.output
     assert not child_processes()
+
+
+@pytest.mark.swarm
+def test_joining_reports(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ["--values", "1000000", "--rounds", "1", "--pause", "0.1", "--json", str(figures)]
+    done = CliRunner().invoke(join.main, arguments, catch_exceptions=False)
+    assert done.output.strip().splitlines()[-1].startswith("verdict: ")
+    assert "the loopback interface, with our own limits" in done.output
+    before, *fetches = json.loads(figures.read_text())["rows"]
+    assert before["rounds"] == 1
+    assert [row["rounds"] is not None for row in fetches] == [False, True, False]
+    assert all(row["seconds"] > 0 for row in fetches)
+    assert fetches[0]["bound s"] == pytest.approx(8e6 * 8 / 300e6)
+    assert not child_processes()
+
+
+LINKS = join.Links(upload=10, download=25)
+
+
+def test_a_fetch_is_bound_by_the_joiners_link_or_by_those_of_the_donors() -> None:
+    fetch = join.Fetch(began=100.0, ended=112.0)
+    assert fetch.seconds == 12
+    assert fetch.bound(100, LINKS) == 4
+    assert fetch.bound(100, LINKS, busy=3) == 7
+    fetch.fetched_before_kill = 50
+    assert fetch.bound(100, LINKS) == 2 + 2.5
+    assert join.Fetch(0.0).bound(300, join.Links(upload=10, download=100)) == 10
+
+
+def test_what_went_on_during_a_fetch() -> None:
+    fetch = join.Fetch(began=100.0, ended=110.0)
+    spans = [(90.0, 99.0), (90.0, 101.0), (102.0, 104.0), (109.0, 120.0), (111.0, 120.0)]
+    assert [fetch.overlap(*span) for span in spans] == [0, 1, 2, 1, 0]
+
+
+def test_bars_hold_what_was_measured_against_what_was_possible() -> None:
+    killed = join.Fetch(0.0, 6.0, fetched_before_kill=50)
+    measured = join.Measured(join.Fetch(0.0, 5.0), join.Fetch(0.0, 9.0), killed, [1.0, 2.0, 9.0], [2.0, 4.0], 1.0)
+    assert [bar.ratio for bar in join.bars_of(measured, 100, LINKS)] == pytest.approx([0.8, 2 / 3, 0.75 / 0.8])
+
+
+@pytest.mark.parametrize("namespaces", ["one", "one,two,three", "1,2,3,4,5"])
+def test_namespaces_are_three_donors_and_a_joiner(namespaces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "place_in", lambda namespace: namespace)
+    with pytest.raises(click.UsageError, match="3 donors' and one joiner's"):
+        join.places_in(namespaces, 100, 300)
 
 
 def entry(index: int, head: str, state: str, time: float) -> Event:

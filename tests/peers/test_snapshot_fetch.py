@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from peers import snapshot_fetch, state_chunks
+from peers.download import Download
 from peers.log import Header, LogState
 from peers.snapshot_fetch import ASKED, Offered, choose, fetch_snapshot
 from peers.snapshots import Offer, Snapshot, SnapshotRequest, serve_snapshots
@@ -281,6 +282,22 @@ def test_a_chunk_that_is_not_the_states_is_fetched_from_another() -> None:
 
 
 # Going on -------------------------------------------------------------------------------------------------------
+def test_new_memory_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of as many zeros as the state has bytes, while all links are idle."""
+
+    async def search(download: Download) -> int:
+        raise AssertionError("what was fetched before?")
+
+    monkeypatch.setattr(Download, "adopt", search)
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("ann", ROUND[1])
+        await donors.fetch()
+
+    asyncio.run(scenario())
+
+
 def test_a_download_that_broke_off_goes_on_from_its_folder(tmp_path: Path) -> None:
     def storage() -> FolderStorage:
         return FolderStorage(tmp_path, lambda: 1 << 40)

@@ -43,6 +43,13 @@ def test_another_who_has_the_descriptor_sees_what_is_written(tmp_path: Path) -> 
         os.close(inherited)
 
 
+def test_memory_is_new_until_something_was_in_it(tmp_path: Path) -> None:
+    assert MemoryFile.in_memory(4).is_new
+    storage = FolderStorage(tmp_path, lambda: 1 << 40)
+    assert storage.download(bytes(32), 4).is_new
+    assert not storage.download(bytes(32), 4).is_new
+
+
 def test_data_outlives_the_descriptor() -> None:
     file = MemoryFile.in_memory(4)
     descriptor, data = file.descriptor, file.data
