@@ -70,7 +70,7 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
 
 async def save_in_a_process(state: OuterState, plan: Plan) -> tuple[float, float]:
     """Seconds that the trainer waits, and until the checkpoint is safe on the disk."""
-    memory = MemoryFile.in_memory(state.theta.nbytes + state.momentum.nbytes)
+    memory = MemoryFile.ready_in_memory(state.theta.nbytes + state.momentum.nbytes)
     digest = state.digest()
     async with Checkpointer(plan) as checkpointer:
         start = time.perf_counter()

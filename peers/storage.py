@@ -31,7 +31,7 @@ class MemoryStorage:
     """Memory only: a download that breaks off is begun anew."""
 
     def snapshot(self, size: int) -> MemoryFile:
-        return MemoryFile.in_memory(size)
+        return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
         return MemoryFile.in_memory(size)
@@ -49,7 +49,7 @@ class FolderStorage:
 
     def snapshot(self, size: int) -> MemoryFile:
         if 2 * size <= self._available_memory():  # training and rounds need some, too
-            return MemoryFile.in_memory(size)
+            return MemoryFile.ready_in_memory(size)
         logger.warning("memory is short: a snapshot of %d MiB lies in %s", size >> 20, self._folder)
         return MemoryFile.on_disk(size, self._folder)
 
