@@ -44,6 +44,7 @@ from peers.workload import SnapshotError
 logger = logging.getLogger(__name__)
 
 POLL = 5.0  # seconds between two looks for new runs
+SNAPSHOT_SHARE = 4  # of so many snapshots of the peers one is kept: each takes their links 8 bytes a parameter
 NO_STATE = bytes(DIGEST_BYTES)
 FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, SnapshotError, OSError)
 
@@ -52,7 +53,7 @@ class ArchivedRun:
     """What is kept of one run. Implements `SnapshotSource`."""
 
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path) -> None:
-        """Raises: DilocoPeerError when the folder cannot be used."""
+        """May take long, since all that is here is digested. Raises: DilocoPeerError when the folder cannot be used."""
         self.run = run
         self._identity = identity
         self._transport = transport
@@ -61,7 +62,6 @@ class ArchivedRun:
         self.log = LogFolder.open(self._folder.log, run.settings.empty_log, self._format.block_bytes)
         self._checkpoints = Checkpoints(self._folder.checkpoints, run.run_id)
         self.checkpointer = Checkpointer(Plan(self._folder))
-        self.checkpointer.on_saved = self._load
         self.buffers: PayloadBuffers | None = None  # once the model's size is known
         self._snapshot: Snapshot | None = None
         self._peers: frozenset[str] = frozenset()
@@ -157,7 +157,7 @@ class ArchivedRun:
             snapshot = await self._keep_snapshot(donors, 0)
             self.end = self.log.empty_log.at(snapshot.last)
         await self._complete_log(donors)
-        due = (self._snapshot.index if self._snapshot else 0) + self.run.settings.snapshot_every
+        due = (self._snapshot.index if self._snapshot else 0) + SNAPSHOT_SHARE * self.run.settings.snapshot_every
         if self.end.position.index > due:
             await self._keep_snapshot(donors, due)
 
@@ -183,6 +183,7 @@ class ArchivedRun:
         snapshot, _ = await fetch_snapshot(self._transport, donors, self.log.empty_log, least, storage, size)
         self.checkpointer.take(snapshot)
         await self.checkpointer.idle()
+        await asyncio.to_thread(self._load)
         return snapshot
 
     async def _complete_log(self, donors: Sequence[str]) -> None:
@@ -202,6 +203,7 @@ class Archive:
         self._identity = identity
         self._folder = folder
         self._runs: dict[str, ArchivedRun] = {}
+        self._unusable: set[str] = set()
 
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Keep every run of `manifests`, which is looked through again and again, until cancelled."""
@@ -215,8 +217,8 @@ class Archive:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for manifest in manifests:
-                    if manifest.run_id not in self._runs:
-                        archived = self._open(manifest, transport)
+                    if manifest.run_id not in self._runs and manifest.run_id not in self._unusable:
+                        archived = await asyncio.to_thread(self._open, manifest, transport)
                         if archived is not None:
                             self._runs[manifest.run_id] = archived
                             sources[manifest.run_id], pasts[manifest.run_id] = archived, archived.log.headers
@@ -228,6 +230,7 @@ class Archive:
             return ArchivedRun(Run.from_manifest(manifest), self._identity, transport, self._folder)
         except DilocoPeerError as error:
             logger.error("run %s is not archived: %s", manifest.run_id, error)
+            self._unusable.add(manifest.run_id)
             return None
 
     async def _keep_one(self, archived: ArchivedRun, kept: dict[str, PayloadBuffers]) -> None:

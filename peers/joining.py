@@ -92,6 +92,7 @@ class Joining(PeerCore):
     def _not_restored(self, donor: str, reason: str) -> None:
         self._require(State.FETCHING)
         self._distrust(donor)
+        self._has_snapshot = True  # as good as: whoever knows what followed may have all of it
         self._emit(Note("warning", f"no state from {donor}: {reason}"))
         self._enter(State.JOINING)
 
@@ -112,10 +113,11 @@ class Joining(PeerCore):
     def _oldest_of_use(self, ahead: str) -> int:
         """The index from which on a snapshot brings us further, and others still know what followed it.
 
-        Of who is not further on, but heavier, one brings us further at any index.
+        Of who is not further on, but heavier, one brings us further at any index. Archives know everything.
         """
-        index, theirs = self.log.position.index, self._live()[ahead].index
-        return max(index + 1 if theirs > index else 0, theirs - RECENT_ENTRIES // 2)
+        index, beat = self.log.position.index, self._live()[ahead]
+        known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
+        return max(index + 1 if beat.index > index else 0, known_from)
 
     def _replay(self, sender: str, header: Header) -> None:
         """Others went on without us: get the payload of their entry, and apply it.

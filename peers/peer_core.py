@@ -68,7 +68,7 @@ class PeerCore:
         self._replaying: Header | None = None
         self._lease: Lease | None = None
         self._is_kept = False
-        self._has_snapshot = False  # and is on the way from there to where the others are
+        self._has_snapshot = False  # or got none: the way from here to where the others are is replayed
         self._rate = 0
         self._training_since = now
         self._training_seconds: float | None = None

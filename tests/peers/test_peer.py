@@ -1040,8 +1040,20 @@ def test_a_failed_donor_is_not_asked_again_for_a_while() -> None:
     rig = fetching(at_second())
     rig.do(SnapshotFailed("c", "gone"))
     assert rig.is_in(State.JOINING)
-    [fetch] = of(rig.tick(), FetchSnapshot)
+    [(to, _)] = sends(rig.tick(), Inquire)
+    assert to == "a", "it may have all that followed"
+    [fetch] = of(rig.hear("a", Elsewhere(position=ahead_by(rig, 20).position)), FetchSnapshot)
     assert fetch.donor == "a"
+
+
+def test_an_archives_snapshot_may_be_as_old_as_it_likes() -> None:
+    """It knows all that followed; peers know the last entries alone."""
+    rig = at_second()
+    far = ahead_by(rig, 2 * RECENT_ENTRIES)
+    for state, least in ((PeerState.TRAINING, far.position.index - RECENT_ENTRIES // 2), (PeerState.ARCHIVING, 2)):
+        rig = at_second()
+        [fetch] = of(rig.do(HeartbeatsSeen((beat("c", far, sequence=10, state=state),))), FetchSnapshot)
+        assert fetch.least == least
 
 
 @pytest.mark.parametrize("how", ["restored", "failed"])

@@ -1,0 +1,105 @@
+"""What an archive has of a run, and what it says to who asks."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from opendiloco import kernels
+from opendiloco.archive import ArchivedRun
+from opendiloco.codec import BlockCodec
+from opendiloco.config import RunConfig
+from opendiloco.run import Run
+from peers.buffers import Payload
+from peers.heartbeat import Heartbeat, PeerState
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.log import LogState, Member
+from peers.messages import Commit, Elsewhere, Inquire
+from peers.streams import RefusalError
+
+VALUES = 3000
+NODE = Identity.generate()
+CODEC = BlockCodec(kernels.INT8, VALUES)
+
+
+class Network:
+    """Where heartbeats go; nobody else is there."""
+
+    addresses = ("/ip4/127.0.0.1/tcp/1",)
+
+    def __init__(self) -> None:
+        self.published: list[Heartbeat] = []
+
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
+        self.published.append(Heartbeat.verify(heartbeat, run_id))
+        return True
+
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+        return []
+
+
+@pytest.fixture
+def run(small_config: RunConfig) -> Run:
+    return Run.sign(small_config, Identity.generate())
+
+
+def archive(run: Run, folder: Path) -> ArchivedRun:
+    return ArchivedRun(run, NODE, cast(HivemindTransport, Network()), folder)
+
+
+def payload(seed: int) -> Payload:
+    theta, out = np.random.default_rng(seed).standard_normal(VALUES).astype(np.float32), CODEC.empty_payload()
+    CODEC.encode_difference(theta, np.zeros_like(theta), out)
+    return Payload.cut(memoryview(bytes(out)), kernels.INT8.block_bytes)
+
+
+def positions(kept: ArchivedRun, entries: int) -> list[LogState]:
+    """The log before, between and after so many entries that are put into the archive."""
+    states = [kept.run.settings.empty_log]
+    for number in range(entries):
+        log, average = states[-1], payload(number)
+        roster = [Member(peer="a", tokens=16, samples=log.leases.get("a", log.grants[0]))]
+        header = log.next_header(roster, average.digest)
+        kept.log.append(header, None, average)
+        states.append(log.append(header))
+    return states
+
+
+def test_it_tells_what_followed_any_entry_that_it_has(run: Run, tmp_path: Path) -> None:
+    states = positions(archive(run, tmp_path), 3)
+    kept = archive(run, tmp_path)  # started again
+    assert kept.end.position == states[-1].position
+    for before, after in pairwise(states):
+        assert kept.answer(Inquire(position=before.position)) == Commit(header=cast(Any, after.last))
+    assert kept.answer(Inquire(position=states[-1].position)) is None
+    elsewhere = states[1].position.model_copy(update={"head": bytes(32)})
+    assert kept.answer(Inquire(position=elsewhere)) == Elsewhere(position=states[-1].position)
+    assert kept.lineage == tuple(state.position.head for state in states[1:])
+
+
+def test_it_says_that_it_is_an_archive(run: Run, tmp_path: Path) -> None:
+    states = positions(archive(run, tmp_path), 2)
+    kept = archive(run, tmp_path)
+    asyncio.run(kept.publish())
+    [heartbeat] = cast(Any, kept._transport).published
+    assert heartbeat.state is PeerState.ARCHIVING
+    assert (heartbeat.index, heartbeat.head) == (2, states[-1].position.head)
+
+
+def test_it_refuses_a_snapshot_that_it_does_not_have(run: Run, tmp_path: Path) -> None:
+    kept = archive(run, tmp_path)
+    with pytest.raises(RefusalError):
+        asyncio.run(kept.newest(0))
+    assert kept.held(bytes(32)) is None
+
+
+def test_without_anybody_there_it_waits(run: Run, tmp_path: Path) -> None:
+    kept = archive(run, tmp_path)
+    asyncio.run(kept.follow())
+    assert kept.end.last is None
