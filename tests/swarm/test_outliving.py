@@ -35,7 +35,7 @@ def test_a_run_outlives_its_volunteers(tmp_path: Path) -> None:
                 two.line(f"goes on after outer step {left_at}", "it begins anew")
                 eventually(lambda: index_of(site, "two") > left_at + 1, "who comes back is not taken in")
                 eventually(lambda: agree(site, "two", "three"), "two lineages stay two")
-        logs_are_sound(site, invite)
+        a_log_is_sound(site, invite)
     site.assert_nothing_is_left()
 
 
@@ -82,9 +82,9 @@ def archived(site: Site, invite: str) -> int:
     return next((int(peer["outer_step"]) for peer in peers if peer["state"] == "archiving"), 0)
 
 
-def logs_are_sound(site: Site, invite: str) -> None:
-    """Of every volunteer that has kept one."""
+def a_log_is_sound(site: Site, invite: str) -> None:
+    """What a volunteer has kept, through a fork and a return."""
     run_id = invite.partition("@")[0].removeprefix("diloco:")
-    for folder in (site.folder / "state" / "diloco-peer" / run_id).iterdir():
-        verified = site.run("log", "verify", "--folder", str(folder))
-        assert verified.code == 0, verified.out + verified.err
+    folder = min((site.folder / "state" / "diloco-peer" / run_id).iterdir())
+    verified = site.run("log", "verify", "--folder", str(folder))
+    assert verified.code == 0, verified.out + verified.err
