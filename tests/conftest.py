@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from opendiloco.cli.logs import OURS
 
 # Several processes share the machine's cores in many tests; more threads than that make everything slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,3 +26,12 @@ def signals_are_not_blocked() -> Iterator[None]:
     yield
     left = signal.pthread_sigmask(signal.SIG_SETMASK, ())
     assert not left, f"the test has left signals blocked: {left}"
+
+
+@pytest.fixture(autouse=True)
+def loggers_stay_as_they_were() -> Iterator[None]:
+    """Commands that tests run in this process choose what our loggers let through."""
+    levels = {name: logging.getLogger(name).level for name in OURS}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
