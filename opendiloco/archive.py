@@ -23,7 +23,8 @@ from opendiloco.shared_memory import VALUE_BYTES, available_memory
 from peers.buffers import PayloadBuffers
 from peers.driver import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
-from peers.headers import HEADERS_AT_ONCE, Past, fetch_headers, serve_headers
+from peers.following import next_in_log
+from peers.headers import Past, add_headers_before, serve_headers
 from peers.heartbeat import Heartbeat, PeerState
 from peers.hivemind_transport import CallHandler, HivemindTransport
 from peers.identity import Identity
@@ -62,7 +63,8 @@ class ArchivedRun:
         self.log = LogFolder.open(self._folder.log, run.settings.empty_log, self._format.block_bytes)
         self._checkpoints = Checkpoints(self._folder.checkpoints, run.run_id)
         self.checkpointer = Checkpointer(Plan(self._folder))
-        self.buffers: PayloadBuffers | None = None  # once the model's size is known
+        self._state_bytes = 0  # until the model's size is known
+        self.buffers: PayloadBuffers | None = None  # from then on
         self._snapshot: Snapshot | None = None
         self._peers: frozenset[str] = frozenset()
         self._load()
@@ -84,6 +86,7 @@ class ArchivedRun:
 
     def _size_is(self, state_bytes: int) -> None:
         if self.buffers is None:
+            self._state_bytes = state_bytes
             codec = BlockCodec(self._format, state_bytes // (2 * VALUE_BYTES))
             self.buffers = PayloadBuffers(codec, 0, self.log.payload)
 
@@ -164,23 +167,19 @@ class ArchivedRun:
     async def _keep_next(self, donors: Sequence[str]) -> None:
         """Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
         assert self.buffers is not None
-        index, run = self.end.position.index, self.run.run_id
-        headers = await fetch_headers(self._transport, donors[0], run, index, index + 1)
-        if not headers:
-            raise LogError(f"{donors[0]} does not know entry {index}")
-        header = headers[0]
-        end = self.end.append(header)
-        await Payloads(self._transport, run, self.buffers).fetch(header, donors)
-        payload = self.buffers.kept.get(header.payload)
-        await asyncio.to_thread(self.log.append, header, None, payload)
+        end = await next_in_log(self._transport, donors[0], self.end)
+        assert end.last is not None
+        await Payloads(self._transport, self.run.run_id, self.buffers).fetch(end.last, donors)
+        payload = self.buffers.kept.get(end.last.payload)
+        await asyncio.to_thread(self.log.append, end.last, None, payload)
         self.end = end
 
     async def _keep_snapshot(self, donors: Sequence[str], least: int) -> Snapshot:
         """Raises: SnapshotError, OSError."""
-        assert self.buffers is not None
-        size = (await ask_offer(self._transport, donors[0], self.log.empty_log, least)).offer.bytes
         storage = FolderStorage(self._folder.download, available_memory)
-        snapshot, _ = await fetch_snapshot(self._transport, donors, self.log.empty_log, least, storage, size)
+        snapshot, _ = await fetch_snapshot(
+            self._transport, donors, self.log.empty_log, least, storage, self._state_bytes
+        )
         self.checkpointer.take(snapshot)
         await self.checkpointer.idle()
         await asyncio.to_thread(self._load)
@@ -188,12 +187,8 @@ class ArchivedRun:
 
     async def _complete_log(self, donors: Sequence[str]) -> None:
         """The headers before those that are here, back to the manifest."""
-        while self.log.first:
-            first = max(0, self.log.first - HEADERS_AT_ONCE)
-            headers = await fetch_headers(self._transport, donors[0], self.run.run_id, first, self.log.first)
-            if not headers:
-                return  # it has no more than we have
-            await asyncio.to_thread(self.log.prepend, headers)
+        while self.log.first and await add_headers_before(self._transport, donors[0], self.log):
+            pass
 
 
 class Archive:

@@ -41,6 +41,20 @@ class OtherLineageError(LogError):
     """An entry of a log that split off from ours."""
 
 
+async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> LogState:
+    """The log with the entry that follows, as a donor knows it.
+
+    Raises: PeerUnreachableError, RemoteProtocolError, LogError; OtherLineageError where the donor's log is another.
+    """
+    index = log.position.index
+    headers = await fetch_headers(transport, donor, log.run, index, index + 1)
+    if not headers:
+        raise LogError(f"it has no entry {index}")
+    if headers[0].previous != log.position.head:
+        raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
+    return log.append(headers[0])
+
+
 class FollowTransport(PullTransport, Protocol):
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
@@ -130,7 +144,7 @@ class Following:
         tried: set[bytes] = set()
         for donor in donors:
             try:
-                log = await self._next(donor)
+                log = await next_in_log(self._transport, donor, self.log)
                 assert log.last is not None
                 least = index + 1 if least is None else least
                 if log.last.digest in tried:
@@ -148,16 +162,6 @@ class Following:
         raise CannotFollowError(
             f"nobody could tell what follows outer step {index}: {reason}.", index + 1 if least is None else least
         )
-
-    async def _next(self, donor: str) -> LogState:
-        """Raises: PeerUnreachableError, RemoteProtocolError, LogError."""
-        index = self.log.position.index
-        headers = await fetch_headers(self._transport, donor, self.log.run, index, index + 1)
-        if not headers:
-            raise LogError(f"it has no entry {index}")
-        if headers[0].previous != self.log.position.head:
-            raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
-        return self.log.append(headers[0])
 
     async def _payload(self, header: Header, donors: Sequence[str]) -> memoryview:
         """Nobody else asks for it here, so it is not kept. Raises: PayloadError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, TypeAlias
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from peers.download import PULL_TIMEOUT, PullTransport
 from peers.log import Header
+from peers.log_folder import RunLog
 from peers.places import Places
 from peers.streams import Buffer, RefusalError
 from peers.wire import Count, RunId, Value, pack, unpack_from
@@ -61,3 +63,14 @@ async def fetch_headers(transport: PullTransport, donor: str, run: str, first: i
     request = pack(HeadersRequest(run=run, first=first, last=last))
     _, packed = await transport.pull(donor, HEADERS, request, BYTES_LIMIT, PULL_TIMEOUT)
     return unpack_from(donor, Headers, bytes(packed), BYTES_LIMIT).headers
+
+
+async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) -> bool:
+    """Some of those that lead up to a log's first entry; whether the donor has any.
+
+    Raises: PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError.
+    """
+    first = max(0, log.first - HEADERS_AT_ONCE)
+    headers = await fetch_headers(transport, donor, log.empty_log.run, first, log.first)
+    await asyncio.to_thread(log.prepend, headers)
+    return bool(headers)

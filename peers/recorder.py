@@ -11,7 +11,7 @@ from contextlib import suppress
 from peers.buffers import Payload
 from peers.download import PullTransport
 from peers.errors import RemoteProtocolError
-from peers.headers import HEADERS_AT_ONCE, fetch_headers
+from peers.headers import add_headers_before
 from peers.log import Header, LogError
 from peers.log_folder import LogFolderError, RunLog
 from peers.peer import Peer
@@ -57,11 +57,7 @@ class Recorder:
                 await self._add_headers_before()
 
     async def _add_headers_before(self) -> None:
-        first = max(0, self._log.first - HEADERS_AT_ONCE)
         for donor in self._peer.membership.live(time.monotonic()):
             with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
-                run = self._peer.settings.run
-                headers = await fetch_headers(self._transport, donor, run, first, self._log.first)
-                await asyncio.to_thread(self._log.prepend, headers)
-                if headers:
+                if await add_headers_before(self._transport, donor, self._log):
                     return
