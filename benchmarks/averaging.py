@@ -4,8 +4,9 @@ Every peer is a process of its own, on the loopback interface: one of ours, and 
 They live side by side and take turns; those whose turn it is not are idle. Times are from telling all peers to go until
 the last of them is done.
 
-Ours is a whole round of int8 blocks, from ready to the outer step taken and its state digested; "exchange" is the part
-from when the first peer begins until all know that all hold the same payload. hivemind's is its averager's, once it has
+Ours is a whole round of int8 blocks, from ready to the outer step taken: from then on a peer trains again, and digests
+its state meanwhile; no round is timed before all have. "exchange" is the part from when the first peer begins until all
+know that all hold the same payload. hivemind's is its averager's, once it has
 found the group; gloo's is torch.distributed's all_reduce and the division; torchft's its quorum, all_reduce and vote.
 
 "incomplete" are rounds that ended without an error, but left a peer with its own values in some places, as hivemind's

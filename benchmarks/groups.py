@@ -86,7 +86,7 @@ class Group:
         said = await self._all("averaged", ROUND_SECONDS)
         if len({event.get("state") for event in said}) > 1 or {event["peers"] for event in said} != {len(self.peers)}:
             raise PeerProcessError(f"{self.contender.name}: not all peers averaged together: {said}")
-        return max(event["time"] for event in said) - start, said
+        return max(float(event.get("stepped") or event["time"]) for event in said) - start, said
 
     async def _all(self, kind: str, seconds: float) -> list[Event]:
         return await asyncio.gather(*(peer.event(kind, seconds) for peer in self.peers))

@@ -102,18 +102,20 @@ class VectorWorker(WorkerProcess):
 
 
 class VectorWorkload(LocalWorkload):
-    """Notes when a round began here, and when its payload was here and agreed on."""
+    """Notes when a round began here, when its payload was here and agreed on, and when theta was the new one."""
 
     began_at: float | None = None
     agreed_at: float | None = None
+    stepped_at: float | None = None
 
     async def contribution(self) -> Blocks:
         self.began_at = time.monotonic()
         return await super().contribution()
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
         self.agreed_at = time.monotonic()
-        return await super().apply(payload, keeps_work)
+        await super().apply(payload, keeps_work)
+        self.stepped_at = time.monotonic()
 
 
 class TalkingTransport(HivemindTransport):
@@ -177,6 +179,7 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
             peers=len(header.roster),
             began=workload.began_at,
             agreed=workload.agreed_at,
+            stepped=workload.stepped_at,
             memory_before=memory_before,
             memory_peak=memory("VmHWM"),
         )

@@ -55,9 +55,9 @@ class LocalWorkload(LocalState):
     def check(self, blocks: Blocks, first_block: int) -> None:
         self._codec.check(blocks, first_block)
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
         """Raises: BadBlocksError, and changes nothing."""
-        return await asyncio.to_thread(self._apply_beside_work, payload, keeps_work)
+        await asyncio.to_thread(self._apply_beside_work, payload, keeps_work)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
@@ -80,11 +80,10 @@ class LocalWorkload(LocalState):
         """End the worker."""
         await self.worker.close()
 
-    def _apply_beside_work(self, payload: Blocks, keeps_work: bool) -> bytes:
+    def _apply_beside_work(self, payload: Blocks, keeps_work: bool) -> None:
         checked = self._codec.checked(payload)
         if not keeps_work:
             self._base = None
         elif self._base is None:
             self._base = self._state.theta.copy()
         self._state.apply(checked)
-        return self._state.digest()

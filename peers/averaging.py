@@ -41,6 +41,8 @@ class Averaging(Joining):
         self._say_ready()
 
     def _say_ready(self) -> None:
+        if not self.is_settled:
+            return
         if self._now - self._ready_since > self._patience():
             self._give_up_on_leader()
         leader = self._elect()
@@ -259,15 +261,16 @@ class Averaging(Joining):
         elif self.state in CATCHING_UP:
             self._replay(sender, header)
 
-    def _applied(self, header: Header, state_digest: bytes) -> None:
+    def _applied(self, header: Header) -> None:
+        """Go on training from the new theta at once; the digest of the state is taken meanwhile."""
         self._require(State.APPLYING)
-        self._settle(state_digest)
+        self._undigested = self.log
         self._emit(Note("info", f"outer step {header.index + 1} applied, {len(header.roster)} peers"))
         kept, self._is_kept = self._is_kept, False
         lease = self.log.leases.get(self.me)
         if self._leave_by is not None:
-            self._leave()
-        elif kept and self._trained:
+            return  # as soon as the digest is there
+        if kept and self._trained:
             self._be_ready()
         elif kept:
             self._enter(State.TRAINING)
@@ -275,4 +278,18 @@ class Averaging(Joining):
             self._train(lease, self.settings.inner_steps)
         else:
             self._enter(State.JOINING)
+            self._join()
+
+    def _digested(self, header: Header, state_digest: bytes) -> None:
+        """Now others can be told where we are."""
+        log, self._undigested = self._undigested, None
+        if log is None or log.last != header:
+            raise LocalProtocolError(f"the digest after entry {header.index}, which was not applied last")
+        self._settle(log, state_digest)
+        if self._leave_by is not None:
+            if log is self.log:
+                self._leave()
+        elif self.state is State.READY:
+            self._say_ready()
+        elif self.state is State.JOINING:
             self._join()

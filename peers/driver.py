@@ -19,6 +19,7 @@ from peers.events import (
     Apply,
     AssemblePayload,
     BadBlocks,
+    Digested,
     Dropped,
     Effect,
     Event,
@@ -354,9 +355,11 @@ class Driver:
         if kept is None:
             raise LocalProtocolError(f"the payload of entry {apply.header.index} is to be applied and not here")
         async with self._freezer.state_lock:
-            state_digest = await self._workload.apply(kept.data, apply.keeps_work)
-        metrics.ENTRIES_APPLIED.inc()
-        self.handle(Applied(apply.header, state_digest))
+            await self._workload.apply(kept.data, apply.keeps_work)
+            metrics.ENTRIES_APPLIED.inc()
+            self.handle(Applied(apply.header))
+            state_digest = await self._workload.state_digest()
+            self.handle(Digested(apply.header, state_digest))
         self.on_entry(apply.header, state_digest)
         self._recorder.add(apply.header, state_digest, kept)
         self.start(self._freeze())

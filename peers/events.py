@@ -129,7 +129,14 @@ class RateMeasured:
 
 @dataclass(frozen=True)
 class Applied:
-    """The outer step is done; theta and momentum now have this digest."""
+    """The outer step is done: one can train from theta. The digest of the state follows, in Digested."""
+
+    header: Header
+
+
+@dataclass(frozen=True)
+class Digested:
+    """theta and momentum, as the entry that was applied last left them, have this digest."""
 
     header: Header
     state_digest: bytes
@@ -178,6 +185,7 @@ Event = (
     | PayloadNotFetched
     | RateMeasured
     | Applied
+    | Digested
     | SnapshotRestored
     | SnapshotFailed
     | LeaveRequested

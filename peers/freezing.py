@@ -16,7 +16,6 @@ from peers.log import LogState, Position
 from peers.peer import Peer
 from peers.snapshots import FrozenSnapshot, Snapshot
 from peers.state_chunks import chunk_digests, digest_of_chunks
-from peers.states import State
 from peers.storage import Storage
 from peers.streams import RefusalError
 from peers.workload import SnapshotError, Workload
@@ -82,7 +81,7 @@ class Freezer:
     async def _freeze_on_demand(self) -> None:
         self._refusal = ""
         try:
-            await self._host.until(_is_settled)
+            await self._host.until(lambda peer: peer.is_settled)
             async with self._freezing:
                 await self._freeze()
         except (OSError, SnapshotError) as error:
@@ -109,7 +108,7 @@ class Freezer:
         memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
         async with self.state_lock:
             log, state_digest = self._peer.settled, self._peer.state_digest
-            if not _is_settled(self._peer) or place not in (None, log.position):
+            if not self._peer.is_settled or place not in (None, log.position):
                 return
             if held := self._held.pop(log.position.head, None):
                 self._held[log.position.head] = held  # the newest again
@@ -134,8 +133,3 @@ def is_chosen(me: str, log: LogState, every: int) -> bool:
         return True
     turn = log.position.index // every
     return me in roster and (roster.index(me) - turn * SNAPSHOT_PEERS) % len(roster) < SNAPSHOT_PEERS
-
-
-def _is_settled(peer: Peer) -> bool:
-    """Whether theta and momentum are those of the position in the log."""
-    return peer.state not in (State.APPLYING, State.FETCHING)

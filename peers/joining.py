@@ -31,7 +31,7 @@ class Joining(PeerCore):
         lease = self.log.leases.get(self.me)
         if lease is not None:
             self._train(lease, self.settings.inner_steps)
-        elif self._may_start() and self._due():
+        elif self.is_settled and self._may_start() and self._due():
             leader = self._elect()
             if leader is not None:
                 request = LeaseRequest(position=self.log.position, state_digest=self.state_digest)
@@ -75,7 +75,7 @@ class Joining(PeerCore):
         self._require(State.FETCHING)
         self.log = self.log.at(header)
         self._joined_at = self.log.position.head
-        self._settle(state_digest)
+        self._settle(self.log, state_digest)
         self._leave_lineage(donor, header, theirs)
         self._has_snapshot = True
         self._emit(Note("info", f"state at {self.log.position} fetched from {donor}"))

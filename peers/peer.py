@@ -10,6 +10,7 @@ from __future__ import annotations
 from peers.averaging import Averaging
 from peers.events import (
     Applied,
+    Digested,
     Effect,
     Event,
     HeartbeatsSeen,
@@ -78,8 +79,10 @@ class Peer(Averaging):
                 self.progress = progress if self.is_training else None
             case TrainingDone(trained):
                 self._trained_all(trained)
-            case Applied(header, state_digest):
-                self._applied(header, state_digest)
+            case Applied(header):
+                self._applied(header)
+            case Digested(header, state_digest):
+                self._digested(header, state_digest)
             case SnapshotRestored(donor, header, state_digest, lineage):
                 self._restored(donor, header, state_digest, lineage)
             case SnapshotFailed(donor, reason):
@@ -129,7 +132,7 @@ class Peer(Averaging):
 
     def _receive_here(self, sender: str, message: Message) -> None:
         """A message about the position we are at; what does not fit our state is late or early, and is dropped."""
-        busy = self.state in (State.FETCHING, State.REPLAYING, State.APPLYING)
+        busy = self.state in (State.FETCHING, State.REPLAYING, State.APPLYING) or not self.is_settled
         match message:
             case Begin():
                 self._begin(sender, message)

@@ -51,6 +51,7 @@ class PeerCore:
         self.payload = payload
         self.log = log or settings.empty_log
         self.settled = self.log
+        self._undigested: LogState | None = None
         self.lineage = Lineage()
         self.state = State.JOINING
         self.state_digest = state_digest
@@ -102,10 +103,16 @@ class PeerCore:
         if self.state is not state:
             raise LocalProtocolError(f"an event of a peer that is {state}, while we are {self.state}")
 
-    def _settle(self, state_digest: bytes) -> None:
-        """theta and momentum are where the log is; until an outer step is done, heartbeats name the place before."""
+    def _settle(self, log: LogState, state_digest: bytes) -> None:
+        """theta and momentum are there in the log, with this digest; until then heartbeats name the place before."""
         self.state_digest = state_digest
-        self.settled = self.log
+        self.settled = log
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether theta and momentum are where the log is, and their digest is known. Training needs no digest; what
+        others are told of our state does."""
+        return self.settled.position == self.log.position and self.state is not State.FETCHING
 
     def _due(self) -> bool:
         """Whether it is time to say again what has not been answered."""
@@ -212,10 +219,11 @@ class PeerCore:
         self._last_attempt = 0
 
     def _leave_if_possible(self) -> None:
-        """A round under way is finished first, within `leave_by`; anything else is dropped at once."""
+        """A round under way is finished first, and its entry noted down, within `leave_by`; all else is dropped."""
         if self._leave_by is None:
             return
-        if self.state not in (State.AVERAGING, State.APPLYING) or self._now >= self._leave_by:
+        is_busy = self.state in (State.AVERAGING, State.APPLYING) or self._undigested is not None
+        if not is_busy or self._now >= self._leave_by:
             self._leave()
 
     @property

@@ -10,6 +10,7 @@ from peers.events import (
     Apply,
     AssemblePayload,
     ContributionArrived,
+    Digested,
     Effect,
     Event,
     FetchPayload,
@@ -103,6 +104,8 @@ class SimulatedPeer:
         self._trained: Trained | None = None
         self._frozen: tuple[Header | None, bytes] | None = None
         self._began_at = 0.0
+        self._is_digesting = False
+        self._postponed: Apply | FetchSnapshot | None = None
 
     def time(self, now: float) -> float:
         zero, rate = self.clock
@@ -110,7 +113,7 @@ class SimulatedPeer:
 
     @property
     def is_settled(self) -> bool:
-        return self.peer.state not in (State.APPLYING, State.FETCHING, State.LEFT)
+        return self.peer.is_settled and self.peer.state is not State.LEFT
 
     @property
     def index(self) -> int:
@@ -167,6 +170,8 @@ class SimulatedPeer:
                 return PayloadAssembled(round, buffers.assemble(round))
             case FetchPayload(header, donors):
                 self._fetch_payload(header, donors)
+            case Apply() | FetchSnapshot() if self._is_digesting:
+                self._postponed = effect
             case Apply(header):
                 self._apply(header)
             case FetchSnapshot():
@@ -202,9 +207,21 @@ class SimulatedPeer:
             raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
         state = self.workload.apply(bytes(kept.data))
         self.world.recorded(self, header)
+        self._is_digesting = True
         if (header.index + 1) % self.world.settings.snapshot_every == 0:
             self._frozen = (header, state)
-        self.world.soon(self, Applied(header, state))
+        self.world.soon(self, Applied(header))
+
+    def go_on(self, event: Event, now: float) -> None:
+        """What comes after an outer step: the digest of the state, and then what else is to be done with it."""
+        match event:
+            case Applied(header):
+                self.world.soon(self, Digested(header, self.workload.state), delays=2.0)
+            case Digested():
+                self._is_digesting = False
+                postponed, self._postponed = self._postponed, None
+                if postponed is not None:
+                    self.carry_out(postponed, now)
 
     def _fetch_payload(self, header: Header, donors: tuple[str, ...]) -> None:
         for donor in self.world.fetch_from(self, donors):

@@ -203,6 +203,7 @@ class Swarm:
             following = peer.carry_out(effect, self.now)
             if following is not None:
                 self.handle(peer, following)
+        peer.go_on(event, self.now)
         if peer.is_settled:
             self.history.check(peer.name, peer.peer.log.position, peer.workload.state)
 

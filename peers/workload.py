@@ -47,14 +47,14 @@ class ReplicatedState(Blocked, Protocol):
     Calls are never concurrent.
     """
 
-    async def apply(self, payload: Blocks) -> bytes:
-        """The outer step from the payload's bytes, whole or not at all. Returns the new state digest (32 bytes).
+    async def apply(self, payload: Blocks) -> None:
+        """The outer step from the payload's bytes, whole or not at all.
 
         Raises: BadBlocksError, and changes nothing.
         """
 
     async def state_digest(self) -> bytes:
-        """Digest of momentum and theta (see state_chunks.py), the same on every peer at one log position."""
+        """Digest of momentum and theta, 32 bytes (see state_chunks.py): the same on every peer at one log position."""
 
     @property
     def state_size(self) -> int:
@@ -72,8 +72,8 @@ class Workload(ReplicatedState, Protocol):
     """The replicated state and the worker that trains from it.
 
     A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
-    momentum and may run beside anything, `copy_state` beside `train` and `reduce`, and `apply` beside `train` once it
-    has reported progress; other calls are never concurrent.
+    momentum and may run beside anything, `copy_state` and `state_digest` beside `train` and `reduce`, and `apply`
+    beside `train` once it has reported progress; other calls are never concurrent.
     """
 
     async def train(
@@ -95,7 +95,7 @@ class Workload(ReplicatedState, Protocol):
     def check(self, blocks: Blocks, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes."""
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
         """See `ReplicatedState.apply`. With `keeps_work`, what is being trained, or has been, goes on counting from the
         theta that it began with."""
 

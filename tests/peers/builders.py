@@ -7,7 +7,18 @@ from typing import Any
 
 from peers.chunks import PayloadSize, split_evenly
 from peers.election import take_order
-from peers.events import Applied, Effect, Event, HeartbeatsSeen, PayloadAssembled, Received, Send, Tick, TrainingDone
+from peers.events import (
+    Applied,
+    Digested,
+    Effect,
+    Event,
+    HeartbeatsSeen,
+    PayloadAssembled,
+    Received,
+    Send,
+    Tick,
+    TrainingDone,
+)
 from peers.heartbeat import Heartbeat, PeerState
 from peers.leases import Lease, SampleRange
 from peers.log import Header, LogState, Member
@@ -207,6 +218,10 @@ class Rig:
     def applied(self) -> Rig:
         last = self.peer.log.last
         assert last is not None
-        self.do(Applied(last, STATE))
+        self.step(last)
         self.see()
         return self
+
+    def step(self, header: Header, state_digest: bytes = STATE) -> list[Effect]:
+        """The outer step is done, and the state after it digested."""
+        return [*self.do(Applied(header)), *self.do(Digested(header, state_digest))]

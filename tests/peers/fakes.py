@@ -99,5 +99,5 @@ class FakeWorkload:
     async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
         raise NotImplementedError
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
         raise NotImplementedError

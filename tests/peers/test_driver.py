@@ -130,9 +130,8 @@ class FussyWorkload(FakeWorkload):
             raise DilocoPeerError("the weighted values overflow")
         return bytes(len(contributions[0][0]))
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
         self.applied.append(bytes(payload))
-        return STATE
 
 
 class DriverOf(Driver):

@@ -12,7 +12,6 @@ import pytest
 
 from peers import freezing as freezing_module
 from peers import snapshots as snapshots_module
-from peers.events import Applied
 from peers.freezing import HELD, SNAPSHOT_PEERS, Freezer, is_chosen
 from peers.log import LogState, Member
 from peers.memory_file import MemoryFile
@@ -51,7 +50,8 @@ class Frozen:
 
     def settle(self) -> None:
         self.workload.state = b"state %d" % self.rig.peer.log.position.index
-        self.rig.peer._settle(digest_of_state([self.workload.state]))
+        if self.rig.peer.state is not State.APPLYING:
+            self.rig.peer._settle(self.rig.peer.log, digest_of_state([self.workload.state]))
 
     def step(self, log: LogState | None = None) -> None:
         """The next entry is applied; or that of a log far off."""
@@ -75,7 +75,7 @@ class Frozen:
         last = self.rig.peer.log.last
         assert last is not None
         self.workload.state = b"state %d" % self.rig.peer.log.position.index
-        self.rig.do(Applied(last, digest_of_state([self.workload.state])))
+        self.rig.step(last, digest_of_state([self.workload.state]))
         async with self.changed:
             self.changed.notify_all()
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from peers.events import (
-    Applied,
     Effect,
     PayloadFetched,
     PayloadNotFetched,
@@ -21,7 +20,7 @@ from peers.log import Header, LogState, Member
 from peers.messages import Commit, Held, Refuse
 from peers.wire import digest_of
 from peers.workload import Progress
-from tests.peers.builders import LOG, PAYLOAD, STATE, TOKENS, Rig, of
+from tests.peers.builders import LOG, PAYLOAD, TOKENS, Rig, of
 from tests.peers.test_peer import OTHER, ahead_by, at_second, fetching, told
 
 
@@ -146,7 +145,7 @@ def test_nothing_is_lost_before_anything_was_trained() -> None:
 def test_what_is_kept_for_a_later_entry_is_not_lost_until_that_is_made_without_it() -> None:
     rig = at_second().trained()
     missed = told(rig)
-    assert lost([*rig.effects, *rig.do(PayloadFetched(missed)), *rig.do(Applied(missed, STATE))]) == []
+    assert lost([*rig.effects, *rig.do(PayloadFetched(missed)), *rig.step(missed)]) == []
     missed = told(rig)
     assert lost(rig.effects) == [("work", TOKENS)]
     assert lost(rig.do(PayloadFetched(missed))) == [], "once"

@@ -16,6 +16,7 @@ from peers.events import (
     ChunkSent,
     ChunksUnsent,
     ContributionArrived,
+    Digested,
     Dropped,
     Event,
     FetchPayload,
@@ -222,11 +223,61 @@ def test_a_whole_round_of_a_member() -> None:
     assert sends(rig.tick(), Complete) == [("a", complete)], "it may not have arrived"
     header = rig.next_header()
     assert of(rig.hear("a", Commit(header=header)), Apply) == [Apply(header)]
-    assert of(rig.do(Applied(header, OTHER)), Train) == [Train(1, rig.lease, 10)]
+    assert of(rig.step(header, OTHER), Train) == [Train(1, rig.lease, 10)]
     assert rig.peer.state_digest == OTHER
     assert rig.peer.log.last == header
     rig.see()
     assert sends(rig.do(TrainingDone(trained(rig.lease))), Ready)[0][1].incumbent
+
+
+def test_training_goes_on_while_the_state_is_digested() -> None:
+    """Nothing is said to others that would need the digest; then it is said at once."""
+    rig = IN_STATE[State.APPLYING]()
+    header = rig.peer.log.last
+    assert header is not None
+    assert of(rig.do(Applied(header)), Train)
+    assert rig.peer.settled.position.index == rig.peer.log.position.index - 1
+    rig.see()
+    assert sends(rig.do(TrainingDone(trained(rig.lease))), Ready) == []
+    assert rig.is_in(State.READY)
+    assert sends(rig.tick(), Ready) == []
+    assert sends(rig.do(Digested(header, OTHER)), Ready)[0][1].state_digest == OTHER
+
+
+def test_a_leader_takes_nobody_before_its_state_is_digested() -> None:
+    rig = leading_first()
+    rig.holding()
+    for other in "bc":
+        rig.hear(other, Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=()))
+    header = rig.peer.log.last
+    assert header is not None
+    rig.do(Applied(header))
+    rig.see()
+    asks = LeaseRequest(position=rig.peer.log.position, state_digest=STATE)
+    assert rig.hear("d", asks) == []
+    rig.do(Digested(header, STATE))
+    assert sends(rig.hear("b", asks), LeaseGrant)
+
+
+def test_who_has_no_lease_asks_for_one_once_its_state_is_digested() -> None:
+    rig = at_second()
+    for digest in (STATE, OTHER):  # the first entry takes its lease, the second is one more that it is not in
+        header = told(rig)
+        rig.do(PayloadFetched(header))
+        rig.do(Applied(header))
+        assert sends(rig.tick(), LeaseRequest) == []
+        asked = sends(rig.do(Digested(header, digest)), LeaseRequest)
+    assert asked[0][1].state_digest == OTHER
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_who_leaves_notes_down_the_last_entry(asked_first: bool) -> None:
+    rig = IN_STATE[State.APPLYING]()
+    header = rig.peer.log.last
+    assert header is not None
+    for event in (LeaveRequested(), Applied(header)) if asked_first else (Applied(header), LeaveRequested()):
+        assert of(rig.do(event), Stop) == []
+    assert of(rig.do(Digested(header, STATE)), Stop)
 
 
 def test_a_leader_does_the_whole_round_with_itself_as_a_member() -> None:
@@ -242,7 +293,8 @@ def test_a_leader_does_the_whole_round_with_itself_as_a_member() -> None:
 # What is illegal, and what is merely late ----------------------------------------------------------------------
 HEADER = LOG.next_header([member("a", 0, 20)], PAYLOAD)
 ILLEGAL: list[tuple[Event, State]] = [
-    *((Applied(HEADER, STATE), state) for state in State if state not in (State.APPLYING, State.LEFT)),
+    *((Applied(HEADER), state) for state in State if state not in (State.APPLYING, State.LEFT)),
+    *((Digested(HEADER, STATE), state) for state in State if state is not State.LEFT),
     *((SnapshotRestored("a", None, STATE), state) for state in State if state not in (State.FETCHING, State.LEFT)),
     *((SnapshotFailed("a", ""), state) for state in State if state not in (State.FETCHING, State.LEFT)),
 ]
@@ -325,7 +377,7 @@ def takes_the_step_out_of_it(rig: Rig) -> None:
     last = rig.peer.log.last
     assert last is not None
     rig.see(ahead_by(rig, 1), others="c")
-    rig.do(Applied(last, STATE))
+    rig.step(last)
 
 
 def gets_the_payload(rig: Rig) -> None:
@@ -349,7 +401,7 @@ def goes_on_with_what_it_trained(rig: Rig) -> None:
     rig.applied().trained()
     missed = told(rig)
     rig.do(PayloadFetched(missed))
-    rig.do(Applied(missed, STATE))
+    rig.step(missed)
 
 
 def hears_of_the_commit_late(rig: Rig) -> None:
@@ -784,7 +836,7 @@ def test_one_entry_after_another_is_replayed_until_we_are_where_the_others_are()
         assert header is not None
         rig.hear(to, Commit(header=header))
         rig.do(PayloadFetched(header))
-        rig.do(Applied(header, OTHER))
+        rig.step(header, OTHER)
     assert sends(rig.effects, LeaseRequest)[0][1].state_digest == OTHER
     assert rig.peer.settled.position == theirs.position
 
@@ -840,7 +892,7 @@ def test_who_is_late_goes_on_training_while_it_replays() -> None:
     header = told(rig)
     assert not of(rig.effects, StopTraining)
     assert of(rig.do(PayloadFetched(header)), Apply) == [Apply(header, keeps_work=True)]
-    assert not of(rig.do(Applied(header, STATE)), Train), "it is at it already"
+    assert not of(rig.step(header), Train), "it is at it already"
     assert rig.is_in(State.TRAINING)
     assert rig.peer.log.leases["b"] == lease
     rig.see()
@@ -854,7 +906,7 @@ def test_who_is_done_while_it_replays_is_ready_when_it_has() -> None:
     header = told(rig)
     assert not sends(rig.do(TrainingDone(trained(lease))), Ready)
     rig.do(PayloadFetched(header))
-    rig.do(Applied(header, STATE))
+    rig.step(header)
     assert rig.is_in(State.READY)
     rig.see()
     assert sends(rig.tick(), Ready)[0][1].samples == lease
@@ -911,7 +963,7 @@ def test_the_recent_log_is_as_long_as_anybody_can_need_and_not_endless() -> None
     for _ in range(RECENT_ENTRIES):
         header = told(rig)
         rig.do(PayloadFetched(header))
-        rig.do(Applied(header, STATE))
+        rig.step(header)
         passed.append(rig.peer.log.position)
     assert not sends(rig.hear("c", Inquire(position=LOG.position)), Commit)
     for position in passed[-SETTINGS.snapshot_every - 1 : -1]:
@@ -935,7 +987,7 @@ def say_ready(rig: Rig) -> Ready:
 def replays(rig: Rig) -> Rig:
     header = told(rig)
     rig.do(PayloadFetched(header))
-    rig.do(Applied(header, STATE))
+    rig.step(header)
     return rig
 
 
@@ -993,7 +1045,7 @@ def replayed(rig: Rig, theirs: LogState) -> None:
     assert header is not None
     rig.hear("c", Commit(header=header))
     rig.do(PayloadFetched(header))
-    rig.do(Applied(header, OTHER))
+    rig.step(header, OTHER)
     rig.see(theirs)
 
 
@@ -1205,7 +1257,7 @@ def test_a_round_under_way_is_finished_first(state: State) -> None:
         rig.holding().applying()
     last = rig.peer.log.last
     assert last is not None
-    assert of(rig.do(Applied(last, STATE)), Stop)
+    assert of(rig.step(last), Stop)
 
 
 def test_an_aborted_round_is_left() -> None:
@@ -1232,7 +1284,7 @@ def test_leaving_without_patience(state: State) -> None:
 
 def test_after_leaving_nothing_happens() -> None:
     rig = IN_STATE[State.LEFT]()
-    for event in (Tick(), LeaveRequested(), Applied(HEADER, STATE), TrainingDone(trained(()))):
+    for event in (Tick(), LeaveRequested(), Applied(HEADER), TrainingDone(trained(()))):
         assert rig.do(event) == []
 
 
@@ -1347,8 +1399,10 @@ def forged(header: Header, draw: random.Random) -> Header:
 def own_event(rig: Rig, draw: random.Random) -> Event:
     """Something that our driver may say in this state."""
     state = rig.peer.state
-    if state is State.APPLYING and rig.peer.log.last:
-        return Applied(rig.peer.log.last, STATE)
+    if rig.peer._undigested is not None and rig.peer._undigested.last and draw.random() < 0.5:
+        return Digested(rig.peer._undigested.last, STATE)
+    if state is State.APPLYING and rig.peer._undigested is None and rig.peer.log.last:
+        return Applied(rig.peer.log.last)
     if state is State.FETCHING:
         restored = SnapshotRestored("a", rig.peer.log.last, STATE)
         return restored if draw.random() < 0.5 else SnapshotFailed("a", "")

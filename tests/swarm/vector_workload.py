@@ -56,9 +56,8 @@ class VectorWorkload:
     def check(self, blocks: Blocks, first_block: int) -> None:
         self.codec.check(blocks, first_block)
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
+    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
         self.state.apply(self.codec.checked(payload))
-        return self.state.digest()
 
     async def state_digest(self) -> bytes:
         return self.state.digest()
