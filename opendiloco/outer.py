@@ -25,11 +25,10 @@ class OuterState:
         self.momentum: Vector = np.zeros_like(theta)
         self._optimizer = optimizer
 
-    def apply(self, payload: kernels.Payload, threads: int = 1) -> None:
-        """One outer step with an average. Raises: CorruptPayloadError, and changes nothing."""
-        kernels.check_payload(payload, threads)
+    def apply(self, payload: kernels.Payload) -> None:
+        """One outer step with an average: a whole payload that is known to be one (`BlockCodec.checked`)."""
         rate, coefficient = self._optimizer.learning_rate, self._optimizer.momentum
-        kernels.outer_step(payload, self.theta, self.momentum, rate, coefficient, threads)
+        kernels.outer_step(payload, self.theta, self.momentum, rate, coefficient)
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
         """Take over another peer's state."""
