@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 COMPANION = "companion"
 COPY_TIMEOUT = 20.0  # seconds for which an answer waits for the worker's copy
 IN_USE = 60.0  # seconds after its last pull for which a copy is held
+LOOK = 15.0  # seconds from one look whether it still is to the next
 
 
 class CompanionRequest(Value):
@@ -140,5 +141,5 @@ class CompanionDonor:
 
     async def _drop_when_unused(self, copy: Copy) -> None:
         while copy.is_in_use:
-            await asyncio.sleep(IN_USE / 4)
+            await asyncio.sleep(LOOK)
         self._held = None
