@@ -113,8 +113,10 @@ class InnerOptimizerSection(Section):
     def check_on_join(self) -> Self:
         if self.on_join == "copy" and self.kind not in MOMENTS:
             known = ", ".join(f'"{kind}"' for kind in MOMENTS)
+            raise ValueError(f'on_join = "copy" goes with kind = {known}, not with "{self.kind}"; use "fresh"')
+        if self.on_join == "copy" and self.betas[0] ** 2 >= self.betas[1]:
             raise ValueError(
-                f'on_join = "copy" goes with kind = {known}, not with "{self.kind}"; remove it, or use "fresh"'
+                f'on_join = "copy" needs betas[0] ** 2 < betas[1], not {self.betas}; use other betas, or "fresh"'
             )
         return self
 

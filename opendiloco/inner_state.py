@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from opendiloco.config import InnerOptimizerSection
+from opendiloco.config import RunConfig
 from opendiloco.moments import check_moments, moments_size
 from opendiloco.shared_memory import available_memory
 from opendiloco.worker_process import WorkerProcess
@@ -14,10 +14,10 @@ from peers.workload import SnapshotError
 class InnerState:
     """Implements `peers.workload.CompanionState`. The state itself is in the worker, on its device."""
 
-    def __init__(self, worker: WorkerProcess, section: InnerOptimizerSection) -> None:
+    def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
         self._worker = worker
-        self._section = section
-        self.size = moments_size(section.kind, worker.vectors.theta.size)
+        self._config = config
+        self.size = moments_size(config.inner_optimizer.kind, worker.vectors.theta.size)
 
     async def copy(self, out: memoryview) -> None:
         """Raises: SnapshotError while the moments are not yet warm; OSError without room."""
@@ -29,7 +29,8 @@ class InnerState:
         or the worker's own are worth as much; OSError without room."""
         if len(companion) != self.size:
             raise SnapshotError(f"it has {len(companion)} bytes, not {self.size}")
-        await asyncio.to_thread(check_moments, companion, self._section)
+        optimizer, gradient_clip = self._config.inner_optimizer, self._config.training.gradient_clip
+        await asyncio.to_thread(check_moments, companion, optimizer, gradient_clip)
         self._check_room()
         await self._worker.load_moments(companion)
 

@@ -28,7 +28,7 @@ class LocalWorkload(LocalState):
         super().__init__(worker.vectors.theta, config)
         self.worker = worker
         copies = config.inner_optimizer.on_join == "copy"
-        self.companion = InnerState(worker, config.inner_optimizer) if copies else None
+        self.companion = InnerState(worker, config) if copies else None
         self._contribution = self._codec.empty_payload()
         self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
 

@@ -39,8 +39,8 @@ def moments_size(kind: str, parameters: int) -> int:
     return STEPS_BYTES + VALUE_BYTES * len(MOMENTS[kind]) * parameters
 
 
-def check_moments(data: memoryview, section: InnerOptimizerSection) -> None:
-    """Whether these may be another peer's moments, which an optimizer step is as harmless with as with its own.
+def check_moments(data: memoryview, section: InnerOptimizerSection, gradient_clip: float) -> None:
+    """Whether gradients, clipped to this norm, can lead to these moments: others could do harm, or hold up training.
 
     Raises: SnapshotError.
     """
@@ -48,7 +48,7 @@ def check_moments(data: memoryview, section: InnerOptimizerSection) -> None:
     if not 0 < moments.steps[0] <= STEPS_LIMIT:
         raise SnapshotError(f"its inner optimizer has made {moments.steps[0]} steps")
     first, second = moments.vectors["exp_avg"], moments.vectors["exp_avg_sq"]
-    limit = ROUNDING * largest_ratio(*section.betas)
+    limit, total = ROUNDING * largest_ratio(*section.betas), 0.0
     for start in range(0, first.size, PIECE):
         mean, square = first[start : start + PIECE], second[start : start + PIECE]
         if not (np.isfinite(mean).all() and np.isfinite(square).all()):
@@ -57,16 +57,16 @@ def check_moments(data: memoryview, section: InnerOptimizerSection) -> None:
             raise SnapshotError("its second moment is negative")
         if (np.abs(mean) > limit * (np.sqrt(square) + section.epsilon)).any():
             raise SnapshotError("its first moment is larger than its second one lets it be")
+        total += float(square.sum(dtype=np.float64))
+    if total > ROUNDING * gradient_clip**2:
+        raise SnapshotError("its second moment is larger than gradient_clip lets it be")
 
 
 def largest_ratio(beta1: float, beta2: float) -> float:
-    """The most by which AdamW's first moment can exceed the root of its second, whatever the gradients were.
+    """The most by which AdamW's first moment can exceed the root of its second, if beta1^2 < beta2.
 
     With weights w = (1 - beta1) beta1^k and u = (1 - beta2) beta2^k for the gradient k steps ago, the Cauchy-Schwarz
     inequality gives |sum w g| <= sqrt(sum w^2 / u) sqrt(sum u g^2). So no moments that pass move a weight by more than
-    a few learning rates a step. Infinite where beta1^2 >= beta2: there, long histories have no such bound.
+    a few learning rates a step.
     """
-    if beta1 == 0:
-        return 1 / math.sqrt(1 - beta2)
-    decay = beta1 * beta1 / beta2 if beta2 else math.inf
-    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - decay)) if decay < 1 else math.inf
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2))

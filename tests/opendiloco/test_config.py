@@ -103,10 +103,13 @@ def test_only_moments_that_can_be_checked_are_copied(
     assert RunConfig.from_manifest_content(content).inner_optimizer.on_join == "fresh"
     content["inner_optimizer"]["on_join"] = "copy"
     assert RunConfig.from_manifest_content(content).inner_optimizer.on_join == "copy"
+    content["inner_optimizer"]["betas"] = [0.9, 0.8]
+    with pytest.raises(ManifestError, match=r"needs betas\[0\] \*\* 2 < betas\[1\], not \(0.9, 0.8\); use other"):
+        RunConfig.from_manifest_content(content)
     monkeypatch.setattr(config, "MOMENTS", {"another": ("momentum",)})
     with pytest.raises(ManifestError) as caught:
         RunConfig.from_manifest_content(content)
-    said = 'on_join = "copy" goes with kind = "another", not with "adamw"; remove it, or use "fresh".'
+    said = 'on_join = "copy" goes with kind = "another", not with "adamw"; use "fresh".'
     assert str(caught.value) == f"manifest: inner_optimizer: {said}"
 
 

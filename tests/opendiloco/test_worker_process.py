@@ -100,7 +100,7 @@ async def moves_moments_between_two_inner_steps(worker: WorkerProcess, config: R
         asyncio.get_running_loop().call_soon(given_up.cancel)
         await worker.store_moments(out)
         assert given_up.cancelled()
-        check_moments(out, section)
+        check_moments(out, section, config.training.gradient_clip)
         with pytest.raises(SnapshotError, match="ours as many"):
             await worker.load_moments(out)
         moments.steps[0] = 10**6
