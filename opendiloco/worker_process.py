@@ -222,23 +222,27 @@ class WorkerProcess:
                     raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
 
     async def _move_moments(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
-        """Not in turn with other requests: the worker does it between two inner steps."""
+        """Through memory that both processes see, and that is taken only for so long."""
         async with self._moments_turn:
             memory = await asyncio.to_thread(MemoryFile, os.dup(self._moments_descriptor), len(moments))
             try:
                 if isinstance(command, LoadMoments):
                     await asyncio.to_thread(copy_bytes, moments, memory.data)
-                self._write(command)
-                reply = await self._moments_replies.get()
-                if reply is None:
-                    self._moments_replies.put_nowait(None)
-                    raise self._death.result()
-                if reply.problem is not None:
-                    raise SnapshotError(reply.problem)
+                await self._ask_aside(command)
                 if isinstance(command, StoreMoments):
                     await asyncio.to_thread(copy_bytes, memory.data, moments)
             finally:
-                os.truncate(memory.descriptor, 0)  # it takes memory only while it is used
+                os.truncate(memory.descriptor, 0)
+
+    async def _ask_aside(self, command: StoreMoments | LoadMoments) -> None:
+        """Not in turn with other requests: the worker does it between two inner steps."""
+        self._write(command)
+        reply = await self._moments_replies.get()
+        if reply is None:
+            self._moments_replies.put_nowait(None)
+            raise self._death.result()
+        if reply.problem is not None:
+            raise SnapshotError(reply.problem)
 
     async def _next_reply(self) -> Reply:
         reply = await self._replies.get()
