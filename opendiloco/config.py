@@ -31,6 +31,10 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 BYTE_TOKENIZER_SIZE = 259
 """Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
 
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq")}
+"""The inner optimizers whose state can be copied, with torch's names, sorted, for the tensors of a parameter's shape in
+it. Besides those it is a step count. What is copied must be checked: moments.py knows how for these names."""
+
 
 class Section(BaseModel):
     """One table of `run.toml`: no unknown keys, no silent conversions, no changes afterwards."""
@@ -93,7 +97,8 @@ class TrainingSection(Section):
 class InnerOptimizerSection(Section):
     """AdamW. Weight decay applies to matrices, not to vectors (norms, biases).
 
-    Who joins in the middle has fresh moments: its learning rate rises over `rewarmup_steps` inner steps.
+    Who joins in the middle has fresh moments: its learning rate rises over `rewarmup_steps` inner steps. With `on_join`
+    "copy" it meanwhile fetches another peer's moments, and goes on with those as soon as they are there.
     """
 
     kind: Literal["adamw"] = "adamw"
@@ -102,6 +107,18 @@ class InnerOptimizerSection(Section):
     epsilon: PositiveFloat = 1e-8
     weight_decay: NotNegativeFloat = 0.1
     rewarmup_steps: StepCount = 10
+    on_join: Literal["fresh", "copy"] = "fresh"
+
+    @model_validator(mode="after")
+    def check_on_join(self) -> Self:
+        if self.on_join == "copy" and self.kind not in MOMENTS:
+            known = ", ".join(f'"{kind}"' for kind in MOMENTS)
+            raise ValueError(f'on_join = "copy" goes with kind = {known}, not with "{self.kind}"; use "fresh"')
+        if self.on_join == "copy" and self.betas[0] ** 2 >= self.betas[1]:
+            raise ValueError(
+                f'on_join = "copy" needs betas[0] ** 2 < betas[1], not {self.betas}; use other betas, or "fresh"'
+            )
+        return self
 
 
 class ScheduleSection(Section):

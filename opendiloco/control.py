@@ -1,7 +1,7 @@
 """What the peer process and its worker say to each other: one JSON object a line over a socket pair.
 
-Commands are carried out one after the other; `stop_training` alone is heard while training. Each command is answered
-by exactly one reply of its kind, or by `failed`; `train` also sends `progress` in between.
+Commands are carried out one after the other; only `stop_training` and those about moments are heard while training.
+Each command is answered by exactly one reply of its kind, or by `failed`; `train` also sends `progress` in between.
 """
 
 from __future__ import annotations
@@ -88,6 +88,19 @@ class Export(Message):
     facts: RunFacts
 
 
+class StoreMoments(Message):
+    """Write the inner optimizer's state into the memory for it. Also between two inner steps. Answered by
+    `MomentsMoved`."""
+
+    kind: Literal["store_moments"] = "store_moments"
+
+
+class LoadMoments(Message):
+    """Take the inner optimizer's state from there. Also between two inner steps. Answered by `MomentsMoved`."""
+
+    kind: Literal["load_moments"] = "load_moments"
+
+
 class Configured(Message):
     """The worker is ready. `parameters` is the number of trainable values, the length of theta."""
 
@@ -136,6 +149,13 @@ class Exported(Message):
     kind: Literal["exported"] = "exported"
 
 
+class MomentsMoved(Message):
+    """The moments are there, or `problem` says why not. Training goes on in any case."""
+
+    kind: Literal["moments_moved"] = "moments_moved"
+    problem: str | None = None
+
+
 class Failed(Message):
     """A command failed. `error` is a class of `opendiloco.errors` if the error is expected, else anything."""
 
@@ -146,8 +166,8 @@ class Failed(Message):
     traceback: str
 
 
-Command = Configure | Train | StopTraining | Evaluate | Generate | Export
-Reply = Configured | TrainingProgress | TrainingDone | Evaluated | Generated | Exported | Failed
+Command = Configure | Train | StopTraining | Evaluate | Generate | Export | StoreMoments | LoadMoments
+Reply = Configured | TrainingProgress | TrainingDone | Evaluated | Generated | Exported | MomentsMoved | Failed
 
 _COMMANDS: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
 _REPLIES: TypeAdapter[Reply] = TypeAdapter(Annotated[Reply, Field(discriminator="kind")])

@@ -13,6 +13,7 @@ from opendiloco import kernels
 from opendiloco.config import RunConfig
 from opendiloco.control import Evaluated, RunFacts
 from opendiloco.errors import WorkerError
+from opendiloco.inner_state import InnerState
 from opendiloco.local_state import LocalState
 from opendiloco.shared_memory import Vector
 from opendiloco.worker_process import WorkerProcess
@@ -26,6 +27,8 @@ class LocalWorkload(LocalState):
     def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
         super().__init__(worker.vectors.theta, config)
         self.worker = worker
+        copies = config.inner_optimizer.on_join == "copy"
+        self.companion = InnerState(worker, config) if copies else None
         self._contribution = self._codec.empty_payload()
         self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
 

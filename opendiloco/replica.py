@@ -17,10 +17,12 @@ from opendiloco.config import RunConfig
 from opendiloco.data import SampleOrder
 from opendiloco.errors import WorkerError
 from opendiloco.model import layout_of, load_weights, store_weights
+from opendiloco.moments import Moments
+from opendiloco.optimizer_state import load_moments, step_count, store_moments
 from opendiloco.optimizers import build_inner_optimizer, learning_rate_factor
 from opendiloco.shared_memory import Vector
 from peers.leases import SampleRange, prefix
-from peers.workload import Trained
+from peers.workload import SnapshotError, Trained
 
 InnerStepDone = Callable[[int, float, int], bool]
 """Called after each inner step with (steps done, its loss, samples done); returns whether to go on."""
@@ -47,6 +49,19 @@ class Replica:
 
     def store(self, flat: Vector) -> None:
         store_weights(self.model, self.layout, flat)
+
+    def store_moments(self, out: Moments) -> None:
+        """The inner optimizer's state, as of the last inner step. Raises: SnapshotError while it is worth little."""
+        if step_count(self._optimizer) == 0 or self._warmed_up != self._config.inner_optimizer.rewarmup_steps:
+            raise SnapshotError("its inner optimizer has only just begun")
+        store_moments(self._optimizer, self.model, self.layout, out)
+
+    def load_moments(self, moments: Moments) -> None:
+        """Go on with another replica's. There is no more re-warmup. Raises: SnapshotError when ours are as good."""
+        if step_count(self._optimizer) >= moments.steps[0]:
+            raise SnapshotError(f"its inner optimizer has made {moments.steps[0]} steps; ours as many")
+        load_moments(self._optimizer, self.model, self.layout, moments)
+        self._warmed_up = self._config.inner_optimizer.rewarmup_steps
 
     def train(
         self, theta: Vector, index: int, lease: tuple[SampleRange, ...], steps: int, after_step: InnerStepDone = go_on

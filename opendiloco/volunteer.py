@@ -167,7 +167,10 @@ async def volunteering(
             storage = FolderStorage(folder.download, available_memory)
             position = await resume_from(folder, workload, log)
         digest = await workload.state_digest()
-        driver = Driver(identity, transport, workload, run.settings, digest, log, position, storage)
+        companion = workload.companion
+        driver = Driver(
+            identity, transport, workload, run.settings, digest, log, position, storage, companion=companion
+        )
         yield Volunteer(run, driver, transport, workload, folder, log)
 
 

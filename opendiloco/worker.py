@@ -8,14 +8,16 @@ blocked.
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import queue
 import socket
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from opendiloco.config import RunConfig
 from opendiloco.control import (
@@ -29,8 +31,11 @@ from opendiloco.control import (
     Failed,
     Generate,
     Generated,
+    LoadMoments,
     Message,
+    MomentsMoved,
     StopTraining,
+    StoreMoments,
     Train,
     TrainingDone,
     TrainingProgress,
@@ -77,10 +82,17 @@ class Channel:
         os._exit(0)
 
 
+class Descriptors(NamedTuple):
+    """The memory files that the peer process sees, too: for `SharedVectors`, and, while they are moved, for moments."""
+
+    vectors: int
+    moments: int
+
+
 class Worker:
     """A configured worker: model, data and shared vectors."""
 
-    def __init__(self, command: Configure, memory_descriptor: int, channel: Channel) -> None:
+    def __init__(self, command: Configure, descriptors: Descriptors, channel: Channel) -> None:
         # Imported here, after the channel is being listened to: these take seconds.
         import torch
 
@@ -97,8 +109,9 @@ class Worker:
         self._data: TrainingData = load_data(self._config, self._tokenizer)
         model = build_model(self._config, self._tokenizer)
         self._replica: Replica = Replica(self._config, model, self._data.samples, device)
-        reserve(memory_descriptor, self._replica.layout.size)
-        self._vectors = SharedVectors(memory_descriptor, self._replica.layout.size)
+        reserve(descriptors.vectors, self._replica.layout.size)
+        self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
+        self._moments_descriptor = descriptors.moments
         self._replica.store(self._vectors.theta)
         self.description = Configured(
             parameters=self._replica.layout.size,
@@ -117,6 +130,8 @@ class Worker:
                 return self._generate(command)
             case Export():
                 return self._export(command)
+            case StoreMoments() | LoadMoments():
+                return self._move_moments(command)
             case _:
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
 
@@ -127,12 +142,33 @@ class Worker:
         def report(inner_step: int, loss: float, samples: int) -> bool:
             speed = samples * length / (time.monotonic() - started)
             self._channel.send(TrainingProgress(inner_step=inner_step, loss=loss, tokens_per_second=speed))
+            self._carry_out_asides()
             return command.number > self._channel.stopped_number
 
         theta = self._vectors.theta
         trained = self._replica.train(theta, command.index, command.samples, command.steps, report)
         self._replica.store(self._vectors.local)
         return TrainingDone(samples=trained.samples, tokens=trained.tokens, loss=trained.loss)
+
+    def _carry_out_asides(self) -> None:
+        """While we train, the peer process asks for nothing that does not fit between two inner steps."""
+        with suppress(queue.Empty):
+            while True:
+                self._channel.send(self.carry_out(self._channel.commands.get_nowait()))
+
+    def _move_moments(self, command: StoreMoments | LoadMoments) -> MomentsMoved:
+        from opendiloco.moments import Moments
+
+        try:
+            memory = memoryview(mmap.mmap(self._moments_descriptor, 0))
+            moments = Moments(memory, self._config.inner_optimizer.kind)
+            if isinstance(command, StoreMoments):
+                self._replica.store_moments(moments)
+            else:
+                self._replica.load_moments(moments)
+        except Exception as error:  # whatever it is, training need not end of it
+            return MomentsMoved(problem=str(error))
+        return MomentsMoved()
 
     def _evaluate(self, command: Evaluate) -> Evaluated:
         from opendiloco.evaluation import held_out_loss
@@ -157,14 +193,14 @@ class Worker:
         return Exported()
 
 
-def serve(channel: Channel, memory_descriptor: int) -> None:
+def serve(channel: Channel, descriptors: Descriptors) -> None:
     """Carry out commands for as long as the process lives."""
     worker: Worker | None = None
     while True:
         command = channel.commands.get()
         try:
             if isinstance(command, Configure):
-                worker = Worker(command, memory_descriptor, channel)
+                worker = Worker(command, descriptors, channel)
                 reply: Message = worker.description
             elif worker is None:
                 raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
@@ -190,10 +226,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Started by diloco-peer; not for use by hand.")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory file")
+    parser.add_argument("--moments", type=int, required=True, help="descriptor of the one for moments")
     arguments = parser.parse_args()
     channel = Channel(socket.socket(fileno=arguments.control))
     channel.start()
-    serve(channel, arguments.memory)
+    serve(channel, Descriptors(arguments.memory, arguments.moments))
 
 
 if __name__ == "__main__":

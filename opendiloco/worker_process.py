@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,26 +30,31 @@ from opendiloco.control import (
     Failed,
     Generate,
     Generated,
+    LoadMoments,
     Message,
+    MomentsMoved,
     Reply,
     RunFacts,
     StopTraining,
+    StoreMoments,
     Train,
     TrainingDone,
     TrainingProgress,
     parse_reply,
 )
 from opendiloco.errors import DataError, MachineError, WorkerError
-from opendiloco.shared_memory import SharedVectors, create_memory_file
+from opendiloco.shared_memory import SharedVectors, copy_bytes, create_memory_file
 from peers.errors import DilocoPeerError, ManifestError
 from peers.leases import SampleRange
+from peers.memory_file import MemoryFile
 from peers.signals import signals_held_back
-from peers.workload import Progress, Trained
+from peers.workload import Progress, SnapshotError, Trained
 
 OUTPUT_LINES_KEPT = 20
 CLOSE_SECONDS = 2.0
 
 Answer = TypeVar("Answer", bound=Message)
+Result = TypeVar("Result")
 
 EXPECTED_ERRORS: dict[str, type[DilocoPeerError]] = {
     error.__name__: error for error in (DataError, MachineError, ManifestError, WorkerError)
@@ -63,11 +68,14 @@ class WorkerProcess:
     tokens_per_sample: int
     device: str
 
-    def __init__(self, process: asyncio.subprocess.Process, memory_descriptor: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, memory_descriptor: int, moments_descriptor: int) -> None:
         self._process = process
         self._memory_descriptor = memory_descriptor
+        self._moments_descriptor = moments_descriptor
         self._turn = asyncio.Lock()
+        self._moments_turn = asyncio.Lock()
         self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
+        self._moments_replies: asyncio.Queue[MomentsMoved | None] = asyncio.Queue()
         self._death: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
         self._trainings = 0
         self._output: deque[str] = deque(maxlen=OUTPUT_LINES_KEPT)
@@ -81,10 +89,10 @@ class WorkerProcess:
         Raises: MachineError, DataError, ManifestError, or WorkerError when it dies meanwhile.
         """
         ours, theirs = socket.socketpair()
-        memory_descriptor = create_memory_file()
+        memory_descriptor, moments_descriptor = create_memory_file(), create_memory_file()
         with theirs:
-            process = await _spawn(theirs.fileno(), memory_descriptor, threads)
-        worker = cls(process, memory_descriptor)
+            process = await _spawn(theirs.fileno(), memory_descriptor, moments_descriptor, threads)
+        worker = cls(process, memory_descriptor, moments_descriptor)
         try:
             await worker._listen(ours)
             await worker._configure(config, device, threads)
@@ -109,7 +117,7 @@ class WorkerProcess:
 
         self._trainings += 1
         command = Train(number=self._trainings, index=index, samples=samples, steps=steps)
-        request = self._request(command, TrainingDone, report)
+        request = self._begin(self._exchange(command, TrainingDone, report))
         try:
             done = await asyncio.shield(request)
         except asyncio.CancelledError:
@@ -131,6 +139,17 @@ class WorkerProcess:
         """Write theta as a model folder. Raises: MachineError when it cannot be written."""
         await self._ask(Export(folder=str(folder.absolute()), facts=facts), Exported)
 
+    async def store_moments(self, out: memoryview) -> None:
+        """The inner optimizer's state (see moments.py) as it is after some inner step; training need not end for it.
+
+        Raises: SnapshotError when the worker has none to give; OSError without memory; WorkerError when it dies.
+        """
+        await self._finish(self._move_moments(StoreMoments(), out))
+
+    async def load_moments(self, moments: memoryview) -> None:
+        """Have the inner optimizer go on with checked moments. Raises: as `store_moments`."""
+        await self._finish(self._move_moments(LoadMoments(), moments))
+
     async def wait_for_death(self) -> WorkerError:
         """Returns what to raise once the worker is dead; a caller that only waits for `close` cancels this."""
         return await asyncio.shield(self._death)
@@ -151,6 +170,7 @@ class WorkerProcess:
                 task.cancel()
         if self._memory_descriptor >= 0:
             os.close(self._memory_descriptor)
+            os.close(self._moments_descriptor)
             self._memory_descriptor = -1
 
     async def _listen(self, ours: socket.socket) -> None:
@@ -166,13 +186,15 @@ class WorkerProcess:
         self.device = configured.device
 
     async def _ask(self, command: Message, answer: type[Answer]) -> Answer:
-        return await asyncio.shield(self._request(command, answer, lambda progress: None))
+        return await self._finish(self._exchange(command, answer, lambda progress: None))
 
-    def _request(
-        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None]
-    ) -> asyncio.Task[Answer]:
+    async def _finish(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """What `work` gives. It goes on to its end even if we are cancelled."""
+        return await asyncio.shield(self._begin(work))
+
+    def _begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """A request goes on to its reply even when nobody waits for it any more, so that no reply goes astray."""
-        task = asyncio.create_task(self._exchange(command, answer, on_progress))
+        task = asyncio.create_task(work)
         self._requests.add(task)
         task.add_done_callback(self._forget)
         return task
@@ -199,6 +221,29 @@ class WorkerProcess:
                 else:
                     raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
 
+    async def _move_moments(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
+        """Through memory that both processes see, and that is taken only for so long."""
+        async with self._moments_turn:
+            memory = await asyncio.to_thread(MemoryFile, os.dup(self._moments_descriptor), len(moments))
+            try:
+                if isinstance(command, LoadMoments):
+                    await asyncio.to_thread(copy_bytes, moments, memory.data)
+                await self._ask_aside(command)
+                if isinstance(command, StoreMoments):
+                    await asyncio.to_thread(copy_bytes, memory.data, moments)
+            finally:
+                os.truncate(memory.descriptor, 0)
+
+    async def _ask_aside(self, command: StoreMoments | LoadMoments) -> None:
+        """Not in turn with other requests: the worker does it between two inner steps."""
+        self._write(command)
+        reply = await self._moments_replies.get()
+        if reply is None:
+            self._moments_replies.put_nowait(None)
+            raise self._death.result()
+        if reply.problem is not None:
+            raise SnapshotError(reply.problem)
+
     async def _next_reply(self) -> Reply:
         reply = await self._replies.get()
         if reply is None:
@@ -214,7 +259,11 @@ class WorkerProcess:
     async def _read_replies(self, reader: asyncio.StreamReader, output: asyncio.Task[None]) -> None:
         try:
             while line := await reader.readline():
-                self._replies.put_nowait(parse_reply(line))
+                reply = parse_reply(line)
+                if isinstance(reply, MomentsMoved):
+                    self._moments_replies.put_nowait(reply)
+                else:
+                    self._replies.put_nowait(reply)
             await self._process.wait()
         except (ConnectionError, ValidationError, ValueError) as error:
             self._output.append(f"control channel: {error}")
@@ -223,6 +272,7 @@ class WorkerProcess:
         await asyncio.wait([output], timeout=CLOSE_SECONDS)
         self._death.set_result(self._describe_death())
         self._replies.put_nowait(None)
+        self._moments_replies.put_nowait(None)
 
     async def _read_output(self) -> None:
         assert self._process.stdout is not None
@@ -239,15 +289,16 @@ class WorkerProcess:
         return WorkerError(f"the worker {how}.{said}", remedy)
 
 
-async def _spawn(control: int, memory: int, threads: int) -> asyncio.subprocess.Process:
+async def _spawn(control: int, memory: int, moments: int, threads: int) -> asyncio.subprocess.Process:
     """The worker sees the same modules as we do, whatever folder we were started in, and prints to a pipe of ours."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(threads)}
-    command = ["-P", "-m", "opendiloco.worker", "--control", str(control), "--memory", str(memory)]
+    descriptors = {"--control": control, "--memory": memory, "--moments": moments}
+    command = ["-P", "-m", "opendiloco.worker", *(word for pair in descriptors.items() for word in map(str, pair))]
     with signals_held_back():  # it would be gone before a polite leave could finish the round under way
         return await asyncio.create_subprocess_exec(
             sys.executable,
             *command,
-            pass_fds=(control, memory),
+            pass_fds=descriptors.values(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

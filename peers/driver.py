@@ -12,6 +12,8 @@ from typing import Protocol
 
 from peers import metrics
 from peers.buffers import PayloadBuffers
+from peers.companion import CompanionDonor
+from peers.companion_fetch import CompanionJoiner
 from peers.download import PullTransport
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.events import (
@@ -69,7 +71,7 @@ from peers.storage import MemoryStorage, Storage
 from peers.streams import PeerRefusedError, PeerUnreachableError
 from peers.traffic import StreamTransport, Traffic
 from peers.wire import WireError
-from peers.workload import BadBlocksError, Progress, SnapshotError, Workload
+from peers.workload import BadBlocksError, CompanionState, Progress, SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +108,12 @@ class Driver:
         position: LogState | None = None,
         storage: Storage | None = None,
         kept_bytes: int = KEPT_BYTES,
+        companion: CompanionState | None = None,
     ) -> None:
-        """`position` is where the workload's state is, with `state_digest`; `log` keeps what is applied from there."""
+        """`position` is where the workload's state is, with `state_digest`; `log` keeps what is applied from there.
+
+        With a `companion` state, who joins in the middle of the run copies another peer's.
+        """
         self._log = MemoryLog(settings.empty_log, 0) if log is None else log
         self._buffers = PayloadBuffers(workload, kept_bytes, self._log.payload)
         self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, time.monotonic(), position)
@@ -124,6 +130,8 @@ class Driver:
         self._storage = storage or MemoryStorage()
         self._freezer = Freezer(self.peer, workload, self._storage, self)
         self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
+        self._donor = companion and CompanionDonor(self.peer, companion, transport, self._storage, self)
+        self._joiner = companion and CompanionJoiner(self.peer, companion, transport, self._storage, self)
         self._reducing = asyncio.Semaphore(REDUCERS)
         self._round: Round | None = None
         self._tasks: asyncio.TaskGroup
@@ -143,6 +151,8 @@ class Driver:
                 await serve_payloads(self._transport, {run: self._buffers})
                 await serve_headers(self._transport, {run: self._log.headers})
                 await serve_snapshots(self._transport, {run: self._freezer})
+                if self._donor:
+                    await self._donor.serve()
                 clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
                 await self._stopped.wait()
                 for clock in clocks:  # nothing after the last words
@@ -226,7 +236,9 @@ class Driver:
             case StopTraining():
                 if self._training:
                     self._training.cancel()
-            case Train():
+            case Train(index):
+                if self._joiner:
+                    self._joiner.training_begins(index)
                 self._training = self.start(self._train(effect))
             case Send(to, message):
                 self.start(self._send(to, message))

@@ -11,7 +11,7 @@ from peers.download import Download, DownloadError, PullTransport, Wanted
 from peers.errors import RemoteProtocolError
 from peers.log import LogState, Position
 from peers.snapshots import SNAPSHOT, FrozenSnapshot, Offer, SnapshotRequest
-from peers.state_chunks import StateChunking, digest_of_chunks
+from peers.state_chunks import StateChunking, chunks_of
 from peers.storage import Storage
 from peers.streams import PeerUnreachableError
 from peers.wire import DIGEST_BYTES, pack, unpack_from
@@ -118,9 +118,7 @@ async def ask_offer(
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
     packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, Offer, packed)
-    chunks = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
-    if len(chunks) != StateChunking(offer.bytes).count or digest_of_chunks(chunks) != offer.state_digest:
-        raise RemoteProtocolError(donor, "its snapshot has other chunks than its digest says")
+    chunks = chunks_of(donor, SNAPSHOT, digests, offer.bytes, offer.state_digest)
     if offer.last is not None and offer.last.run != log.run:
         raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
     return Offered(offer, log.at(offer.last).position, chunks)

@@ -108,15 +108,20 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
             snapshot = source.held(request.head)
             if snapshot is None:
                 raise RefusalError("that snapshot is not here any more")
-            chunking = StateChunking(len(snapshot.data))
-            if not request.first < request.last <= chunking.count:
-                raise RemoteProtocolError(sender, f"there are no chunks {request.first} to {request.last}")
-            start, stop = chunking.bounds(request.first, request.last)
+            start, stop = requested_bytes(sender, len(snapshot.data), request.first, request.last)
             snapshot.used_at = time.monotonic()
             yield b"", snapshot.data[start:stop]
             snapshot.used_at = time.monotonic()
 
     await transport.on_pull(SNAPSHOT, serve, gives_way=True)
+
+
+def requested_bytes(sender: str, size: int, first: int, last: int) -> tuple[int, int]:
+    """Bytes [start, stop) of chunks [first, last) of a state of `size` bytes. Raises: RemoteProtocolError."""
+    chunking = StateChunking(size)
+    if not first < last <= chunking.count:
+        raise RemoteProtocolError(sender, f"there are no chunks {first} to {last}")
+    return chunking.bounds(first, last)
 
 
 async def _offer(source: SnapshotSource, least: int) -> tuple[bytes, bytes]:

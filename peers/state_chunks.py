@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 from blake3 import blake3
 
-from peers.wire import digest_of
+from peers.errors import RemoteProtocolError
+from peers.wire import DIGEST_BYTES, digest_of
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -57,6 +58,17 @@ def chunk_digests(vectors: Sequence[Buffer]) -> tuple[bytes, ...]:
 def digest_of_chunks(digests: Sequence[bytes]) -> bytes:
     """The digest of a state, from those of its chunks."""
     return digest_of(b"".join(digests))
+
+
+def chunks_of(peer: str, what: str, digests: Buffer, size: int, digest: bytes) -> tuple[bytes, ...]:
+    """The digests of the chunks, as `peer` sent them, of what has `size` bytes and this digest.
+
+    Raises: RemoteProtocolError when they are others.
+    """
+    chunks = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
+    if len(chunks) != StateChunking(size).count or digest_of_chunks(chunks) != digest:
+        raise RemoteProtocolError(peer, f"its {what} has other chunks than its digest says")
+    return chunks
 
 
 def digest_of_state(vectors: Sequence[Buffer]) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from opendiloco import config
 from opendiloco.config import RoundsSection, RunConfig
 from opendiloco.run import Run
 from peers.errors import ManifestError
@@ -49,6 +50,11 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         ("data.held_out", 1.5, "data.held_out = 1.5: too large. Use a number below 1"),
         ("inner_optimizer.learning_rate", float("nan"), "inner_optimizer.learning_rate = nan: "),
         ("inner_optimizer.betas", [0.9, 1.0], "inner_optimizer.betas.1 = 1.0: too large. Use a number below 1"),
+        (
+            "inner_optimizer.on_join",
+            "steal",
+            "inner_optimizer.on_join = 'steal': not known here. Use 'fresh' or 'copy'.",
+        ),
         ("schedule.warmup_steps", -1, "schedule.warmup_steps = -1: too small. Use 0 or more."),
         ("outer_optimizer.kind", "adam", "outer_optimizer.kind = 'adam': not known here. Use 'nesterov'."),
         (
@@ -88,6 +94,23 @@ def test_a_wrong_value_is_named_with_its_remedy(
     assert str(caught.value).startswith(f"manifest: {said}")
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 3
+
+
+def test_only_moments_that_can_be_checked_are_copied(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = copy.deepcopy(small_content)
+    assert RunConfig.from_manifest_content(content).inner_optimizer.on_join == "fresh"
+    content["inner_optimizer"]["on_join"] = "copy"
+    assert RunConfig.from_manifest_content(content).inner_optimizer.on_join == "copy"
+    content["inner_optimizer"]["betas"] = [0.9, 0.8]
+    with pytest.raises(ManifestError, match=r"needs betas\[0\] \*\* 2 < betas\[1\], not \(0.9, 0.8\); use other"):
+        RunConfig.from_manifest_content(content)
+    monkeypatch.setattr(config, "MOMENTS", {"another": ("momentum",)})
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_manifest_content(content)
+    said = 'on_join = "copy" goes with kind = "another", not with "adamw"; use "fresh".'
+    assert str(caught.value) == f"manifest: inner_optimizer: {said}"
 
 
 def test_the_longest_expiry_fits_a_heartbeat(small_content: dict[str, Any]) -> None:

@@ -56,16 +56,19 @@ async def swarm_step(swarm: dict[str, LocalWorkload], index: int, roster: list[W
 def test_worker_processes_agree_with_the_reference_bit_for_bit(small_config: RunConfig, tmp_path: Path) -> None:
     reference = Reference(small_config)
     expected = list(reference.run(OUTER_STEPS))
+    optimizer = small_config.inner_optimizer.model_copy(update={"on_join": "copy"})
+    copying = small_config.model_copy(update={"inner_optimizer": optimizer})
 
     async def story() -> None:
         names = ("a", "b")
-        started = await asyncio.gather(*(LocalWorkload.start(small_config, "cpu") for _ in names))
+        started = await asyncio.gather(*(LocalWorkload.start(copying, "cpu") for _ in names))
         swarm = dict(zip(names, started, strict=True))
         try:
             digests = [await swarm_step(swarm, index, roster) for index, roster in enumerate(OUTER_STEPS)]
             assert digests == expected
             assert await state_of(swarm["a"]) == b"".join(reference.state.vectors)
             assert (await swarm["a"].evaluate(16)).loss == reference.held_out_loss(16)
+            await moments_move_from_worker_to_worker(swarm["a"], swarm["b"])
             await a_snapshot_moves_the_state(swarm["a"], swarm["b"])
             await the_model_can_be_used(swarm["b"], tmp_path / "model")
         finally:
@@ -78,6 +81,21 @@ async def state_of(workload: LocalWorkload) -> bytes:
     out = bytearray(workload.state_size)
     await workload.copy_state(memoryview(out))
     return bytes(out)
+
+
+async def moments_move_from_worker_to_worker(donor: LocalWorkload, joiner: LocalWorkload) -> None:
+    """To the one that has made fewer inner steps."""
+    assert donor.companion is not None
+    assert joiner.companion is not None
+    given, taken = (memoryview(bytearray(donor.companion.size)) for _ in range(2))
+    await donor.companion.copy(given)
+    await joiner.companion.copy(taken)
+    assert given != taken
+    with pytest.raises(SnapshotError, match="ours as many"):
+        await donor.companion.restore(taken)
+    await joiner.companion.restore(given)
+    await joiner.companion.copy(taken)
+    assert given == taken
 
 
 async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload) -> None:
@@ -119,6 +137,10 @@ class StateOnly(WorkerProcess):
 @pytest.fixture
 def workload(small_config: RunConfig) -> LocalWorkload:
     return LocalWorkload(StateOnly(2500), small_config)
+
+
+def test_nothing_is_copied_unless_the_manifest_says_so(workload: LocalWorkload) -> None:
+    assert workload.companion is None
 
 
 def test_it_is_a_workload_of_whole_and_ragged_blocks(workload: LocalWorkload) -> None:

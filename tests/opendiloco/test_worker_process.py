@@ -16,10 +16,11 @@ import pytest
 
 from opendiloco.config import RunConfig
 from opendiloco.errors import DataError, MachineError, WorkerError
+from opendiloco.moments import Moments, check_moments, moments_size
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
 from peers.signals import LEAVE_SIGNALS
-from peers.workload import Progress
+from peers.workload import Progress, SnapshotError
 from tests.child_processes import child_processes
 
 PROMPT_SECONDS = 20.0  # for what takes milliseconds, on a machine that is doing much else
@@ -55,6 +56,7 @@ def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: Run
         [process] = child_processes().keys() - before.keys()
         theta = worker.vectors.theta.copy()
         await stops_within_a_step_when_cancelled(worker)
+        await moves_moments_between_two_inner_steps(worker, small_config)
         await is_not_asked_to_end(worker, process)
         assert (worker.vectors.theta == theta).all()
         assert (worker.vectors.local != theta).any()
@@ -85,6 +87,33 @@ async def stops_within_a_step_when_cancelled(worker: WorkerProcess) -> None:
     for stopped in (training, queued):
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(stopped, PROMPT_SECONDS)
+
+
+async def moves_moments_between_two_inner_steps(worker: WorkerProcess, config: RunConfig) -> None:
+    """Training goes on, and they take memory only while they move."""
+    section = config.inner_optimizer
+    out = memoryview(bytearray(moments_size(section.kind, worker.vectors.theta.size)))
+    moments = Moments(out, section.kind)
+    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, lambda progress: None))
+    async with asyncio.timeout(PROMPT_SECONDS):
+        given_up = asyncio.create_task(worker.store_moments(out))
+        asyncio.get_running_loop().call_soon(given_up.cancel)
+        await worker.store_moments(out)
+        assert given_up.cancelled()
+        check_moments(out, section, config.training.gradient_clip)
+        with pytest.raises(SnapshotError, match="ours as many"):
+            await worker.load_moments(out)
+        moments.steps[0] = 10**6
+        await worker.load_moments(out)
+        moments.steps[0] = 0
+        await worker.store_moments(out)
+        assert moments.steps[0] >= 10**6
+        assert not training.done()
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        await worker.store_moments(out)  # nor need it train
+    assert os.fstat(worker._moments_descriptor).st_size == 0
 
 
 async def is_not_asked_to_end(worker: WorkerProcess, process: int) -> None:
@@ -122,6 +151,8 @@ async def says_how_it_died_to_those_who_wait(worker: WorkerProcess, process: int
     assert caught.value.exit_code == 8
     with pytest.raises(WorkerError, match="SIGKILL"):
         await asyncio.wait_for(worker.evaluate(1), PROMPT_SECONDS)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        await asyncio.wait_for(worker.store_moments(memoryview(bytearray(100))), PROMPT_SECONDS)
     assert "SIGKILL" in str(await asyncio.wait_for(worker.wait_for_death(), PROMPT_SECONDS))
     assert given_up.cancelled()
     gc.collect()

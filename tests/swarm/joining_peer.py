@@ -26,13 +26,13 @@ from peers.identity import Identity
 from peers.leases import SampleRange
 from peers.settings import RunSettings, Timing
 from peers.snapshots import SNAPSHOT, SnapshotRequest
-from peers.state_chunks import StateChunking
+from peers.state_chunks import STATE_CHUNK, StateChunking
 from peers.states import State
 from peers.storage import FolderStorage, Storage
 from peers.streams import Buffer, PeerUnreachableError, Serve
 from peers.throttle import Caps
 from peers.wire import digest_of, unpack
-from peers.workload import Progress, Trained
+from peers.workload import CompanionState, Progress, Trained
 from tests.swarm.vector_workload import VectorWorkload
 
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
@@ -45,6 +45,7 @@ FROZEN, END = 2, 3  # entries in the snapshot, and in all
 SETTINGS = RunSettings(
     "joining-test", digest_of(b"manifest"), 4, 8, 8, minimum_peers=3, timing=TIMING, snapshot_every=FROZEN
 )
+COMPANION_CHUNKS = 3
 DYING_RATE = 1e6  # bytes a second, of who is to die while it sends: a chunk takes a second
 DYING_SECONDS = 0.3
 
@@ -66,9 +67,31 @@ class StillWorkload(VectorWorkload):
         return await super().train(index, samples, steps, on_progress)
 
 
-def still_driver(identity: Identity, transport: HivemindTransport, storage: Storage | None = None) -> Driver:
+class OwnNumbers:
+    """A companion state: what this peer alone has, in chunks of a few. `restored` once it is another's."""
+
+    def __init__(self, own: bytes) -> None:
+        self.size = COMPANION_CHUNKS * STATE_CHUNK - 1
+        self.data = (own * self.size)[: self.size]
+        self.restored = asyncio.Event()
+
+    async def copy(self, out: memoryview) -> None:
+        out[:] = self.data
+
+    async def restore(self, companion: memoryview) -> None:
+        self.data = bytes(companion)
+        self.restored.set()
+
+
+def still_driver(
+    identity: Identity,
+    transport: HivemindTransport,
+    storage: Storage | None = None,
+    companion: CompanionState | None = None,
+) -> Driver:
     workload = StillWorkload()
-    driver = Driver(identity, transport, workload, SETTINGS, workload.state.digest(), storage=storage)
+    digest = workload.state.digest()
+    driver = Driver(identity, transport, workload, SETTINGS, digest, storage=storage, companion=companion)
     driver.on_snapshot = lambda snapshot: workload.frozen.set()
     return driver
 

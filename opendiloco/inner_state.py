@@ -1,0 +1,40 @@
+"""The inner optimizer's state as the swarm sees it: a companion of the run's state, which a joiner may copy."""
+
+from __future__ import annotations
+
+import asyncio
+
+from opendiloco.config import RunConfig
+from opendiloco.moments import check_moments, moments_size
+from opendiloco.shared_memory import available_memory
+from opendiloco.worker_process import WorkerProcess
+from peers.workload import SnapshotError
+
+
+class InnerState:
+    """Implements `peers.workload.CompanionState`. The state itself is in the worker, on its device."""
+
+    def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
+        self._worker = worker
+        self._config = config
+        self.size = moments_size(config.inner_optimizer.kind, worker.vectors.theta.size)
+
+    async def copy(self, out: memoryview) -> None:
+        """Raises: SnapshotError while the moments are not yet warm; OSError without room."""
+        self._check_room()
+        await self._worker.store_moments(out)
+
+    async def restore(self, companion: memoryview) -> None:
+        """The worker needs no re-warmup then. Raises: SnapshotError, and changes nothing, when these are not moments,
+        or the worker's own are worth as much; OSError without room."""
+        if len(companion) != self.size:
+            raise SnapshotError(f"it has {len(companion)} bytes, not {self.size}")
+        optimizer, gradient_clip = self._config.inner_optimizer, self._config.training.gradient_clip
+        await asyncio.to_thread(check_moments, companion, optimizer, gradient_clip)
+        self._check_room()
+        await self._worker.load_moments(companion)
+
+    def _check_room(self) -> None:
+        """On its way to or from the worker there are two of it."""
+        if self.size > available_memory():
+            raise SnapshotError(f"{self.size >> 20} MiB of memory for it cannot be had")
