@@ -131,6 +131,7 @@ class ArchivedRun:
             lineage_tokens=end.lineage_tokens,
             inner_step=0,
             tokens_per_second=0.0,
+            speed=0.0,
             loss=None,
             addresses=self._transport.addresses,
             roster_size=len(end.roster),

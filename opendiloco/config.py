@@ -159,6 +159,8 @@ class RoundsSection(Section):
     minimum_peers: Positive = 1
     staleness: Annotated[int, Field(ge=0, le=16)] = 1
     """Outer steps that a peer may miss and still contribute what it trained meanwhile."""
+    smallest_share: Annotated[float, Field(gt=0, le=1)] = RunSettings.smallest_share
+    """Of `training.inner_steps`, that the slowest peers make at the least; 1: all make as many."""
 
     @model_validator(mode="after")
     def check_expiry(self) -> Self:

@@ -49,6 +49,7 @@ class Run:
             tokens_per_sample=training.sequence_length,
             minimum_peers=rounds.minimum_peers,
             staleness=rounds.staleness,
+            smallest_share=rounds.smallest_share,
             snapshot_every=self.config.snapshots.every,
             timing=Timing(
                 heartbeat=rounds.heartbeat_seconds,

@@ -17,7 +17,7 @@ from peers.exchange import Exchange, ExchangeEvent
 from peers.gathering import HOPELESS
 from peers.heartbeat import PeerState
 from peers.joining import CATCHING_UP, Joining
-from peers.log import Header, LogError
+from peers.log import Header, LogError, Member
 from peers.messages import Accuse, Adopt, Attempt, Begin, Complete, Held, Holding, Ready, Round, Waiting, Want
 from peers.states import State
 from peers.wire import printable
@@ -37,6 +37,8 @@ class Averaging(Joining):
 
     def _be_ready(self) -> None:
         self._ready_since = self._now
+        steps, whole = self._steps_at_our_speed(), self.settings.inner_steps
+        self._wants = 0 if steps == whole else steps * self.settings.samples_per_lease // whole
         self._enter(State.READY)
         self._say_ready()
 
@@ -63,6 +65,7 @@ class Averaging(Joining):
             held=self._held,
             round=self.exchange.round if self.exchange else None,
             rate=self._rate,
+            wants=self._wants,
         )
         self._emit(Send(leader, ready))
         if self.exchange:
@@ -170,10 +173,8 @@ class Averaging(Joining):
     def _offered(self, round: Round) -> bool:
         assert self._trained is not None
         mine = [member for member in round.roster if member.peer == self.me]
-        offer = (self._trained.tokens, self._trained.samples, 0)
-        return [(member.tokens, member.samples, member.missed) for member in mine] == [offer] and (
-            self.me not in round.lost
-        )
+        offer = Member(peer=self.me, tokens=self._trained.tokens, samples=self._trained.samples, wants=self._wants)
+        return mine == [offer] and self.me not in round.lost
 
     def _possible(self, round: Round) -> bool:
         """Whether the round can lead to an entry: its roster follows from the log, and its parts are the payload."""

@@ -95,7 +95,7 @@ class Gathering:
         lease = self._log.lease_of(sender, ready.samples)
         if any(grant == lease for peer, grant in self._granted.items() if peer != sender):
             raise LogError("its samples were given to another joiner")
-        self._log.check_member(Member(peer=sender, tokens=ready.tokens, samples=ready.samples))
+        self._log.check_member(_member(sender, ready))
         if lease and sender not in self._log.leases:
             self._granted[sender] = lease
 
@@ -150,9 +150,7 @@ class Gathering:
             self._barred_until[peer] = now + self._strikes[peer] * self._settings.timing.round_timeout
 
     def _offers(self) -> dict[str, Member]:
-        return {
-            peer: Member(peer=peer, tokens=ready.tokens, samples=ready.samples) for peer, ready in self._ready.items()
-        }
+        return {peer: _member(peer, ready) for peer, ready in self._ready.items()}
 
     def _ask_again(self, peer: str) -> Effect:
         """Every Ready of an attempt must name the number before it: then nobody in it can meanwhile complete an earlier
@@ -162,3 +160,7 @@ class Gathering:
 
     def _refuse(self, peer: str, reason: str) -> Effect:
         return Send(peer, Refuse(position=self._log.position, reason=printable(reason)))
+
+
+def _member(peer: str, ready: Ready) -> Member:
+    return Member(peer=peer, tokens=ready.tokens, samples=ready.samples, wants=ready.wants)

@@ -59,8 +59,9 @@ class SignedHeartbeat(Value):
 class Heartbeat(Value):
     """One peer of one run at one moment.
 
-    `index` and `head` are its position in the log, `state_digest` that of theta and momentum there. `loss`
-    is that of the inner step under way; None: not known.
+    `index` and `head` are its position in the log, `state_digest` that of theta and momentum there.
+    `loss` is that of the inner step under way (None: not known). `speed`, in tokens a second, is that of its last
+    training, also while it does not train.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -76,6 +77,7 @@ class Heartbeat(Value):
     inner_step: Count
     tokens_per_second: Rate
     loss: Loss | None
+    speed: Rate
     addresses: tuple[Address, ...] = Field(max_length=8)
     roster_size: Count
 

@@ -47,7 +47,7 @@ class Joining(PeerCore):
             self._emit(Dropped(leader, "lease", str(error)))
             self._distrust(leader)
         else:
-            self._train(grant.samples, grant.steps)
+            self._train(grant.samples, min(grant.steps, self._steps_at_our_speed()))
 
     def _may_start(self) -> bool:
         """Before the first entry: wait until peers can have seen each other and enough of them are there."""

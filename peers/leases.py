@@ -67,14 +67,14 @@ class SamplePool:
 
     def take(self, count: int) -> tuple[Lease, SamplePool]:
         """Exactly `count` samples: free ones first, the rest fresh."""
-        (lease,), pool = self.deal(count, 1)
+        (lease,), pool = self.deal([count])
         return lease, pool
 
-    def deal(self, count: int, leases: int) -> tuple[list[Lease], SamplePool]:
-        """As many leases of exactly `count` samples, one after another, in at most PIECE_LIMIT ranges each."""
+    def deal(self, counts: Iterable[int]) -> tuple[list[Lease], SamplePool]:
+        """Leases of exactly so many samples, one after another, in at most PIECE_LIMIT ranges each."""
         free, cursor = list(reversed(self.free)), self.cursor
         dealt: list[Lease] = []
-        for _ in range(leases):
+        for count in counts:
             pieces, missing = list[SampleRange](), count
             while free and missing > 0 and len(pieces) < PIECE_LIMIT - 1:
                 whole = free.pop()

@@ -25,12 +25,14 @@ class Member(Value):
     """A peer's share in one entry: it counts by the tokens it trained on these samples.
 
     Of one that died while it sent, `missed` chunks of the payload lack its blocks. Its samples are then trained again.
+    Who is slower than others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
     """
 
     peer: PeerId
     tokens: Count
     samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
     missed: Count = 0
+    wants: Count = 0
 
     def lacking(self, missed: int) -> Member:
         """The same share, of whose blocks so many chunks are missing."""
@@ -94,7 +96,7 @@ class LogError(ValueError):
 
 @lru_cache(maxsize=16)
 def _grants(pool: SamplePool, samples_per_lease: int) -> tuple[Lease, ...]:
-    return tuple(pool.deal(samples_per_lease, MEMBER_LIMIT)[0])
+    return tuple(pool.deal([samples_per_lease] * MEMBER_LIMIT)[0])
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ class LogState:
         tokens = sample_count(member.samples) * self.tokens_per_sample
         if member.tokens > tokens:
             raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
+        if member.wants > self.samples_per_lease:
+            raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
 
     def carried(self, roster: Sequence[Member]) -> tuple[Assignment, ...]:
         """The leases of those who are not in the roster and may contribute to a later entry."""
@@ -195,7 +199,7 @@ class LogState:
         peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
-        leases, pool = self.pool_after(roster).deal(self.samples_per_lease, len(peers))
+        leases, pool = self.pool_after(roster).deal(member.wants or self.samples_per_lease for member in roster)
         index = self.position.index
         dealt = zip(peers, leases, strict=True)
         try:

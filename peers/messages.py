@@ -144,7 +144,7 @@ class Ready(Value):
     An `incumbent` has been in the run since before this position. A peer that started at it may have been here before
     and forgotten what it held, so it does not count towards the quorum that protects a committed entry. `round`: the
     exchange it is in the middle of, if its leader was lost. `rate`: bytes a second that its link was seen to carry each
-    way; 0: not measured yet.
+    way; 0: not measured yet. `wants`: the samples of its next lease; 0: a whole one.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -157,6 +157,7 @@ class Ready(Value):
     held: Held | None
     round: Round | None
     rate: Count
+    wants: Count
 
 
 class Begin(Value):

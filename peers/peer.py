@@ -77,6 +77,7 @@ class Peer(Averaging):
                 self.membership.unreachable(peer)
             case TrainingProgress(progress):
                 self.progress = progress if self.is_training else None
+                self.speed = progress.tokens_per_second
             case TrainingDone(trained):
                 self._trained_all(trained)
             case Applied(header):

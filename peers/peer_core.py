@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from peers.chunks import PayloadSize
@@ -31,6 +32,8 @@ from peers.states import SHOWN_AS, TRANSITIONS, State
 from peers.workload import Progress, Trained
 
 GRACE_SHARE = 0.5
+EQUALLY_FAST = 0.8
+"""Of the fastest peer's speed: who comes close trains as much as it."""
 
 
 class PeerCore:
@@ -57,6 +60,7 @@ class PeerCore:
         self.state_digest = state_digest
         self.membership = Membership(me, settings.timing.heartbeat_expiry)
         self.progress: Progress | None = None
+        self.speed = 0.0  # tokens a second, when we last trained
         self.exchange: Exchange | None = None
         self._now = self._started_at = now
         self._leader: Leader | None = None
@@ -70,7 +74,7 @@ class PeerCore:
         self._lease: Lease | None = None
         self._is_kept = False
         self._has_snapshot = False  # or got none: the way from here to where the others are is replayed
-        self._rate = 0
+        self._rate = self._wants = 0
         self._training_since = now
         self._training_seconds: float | None = None
         self._last_attempt = 0
@@ -171,6 +175,18 @@ class PeerCore:
         self._enter(State.FETCHING)
         able = {peer for peer, beat in self._live().items() if beat.state in DONATING} - self._distrusted
         self._emit(FetchSnapshot(donor, tuple(sorted(able - {donor})), least))
+
+    def _steps_at_our_speed(self) -> int:
+        """Inner steps that we make while the fastest peer makes all, as heartbeats tell. A newcomer finds out: all.
+
+        The manifest's smallest share bounds what one peer's claims can do to the others.
+        """
+        live = self._live().values()
+        fastest = max((beat.speed for beat in live if beat.state in PARTICIPATING), default=0.0)
+        if not self.speed or self.speed >= EQUALLY_FAST * fastest:
+            return self.settings.inner_steps
+        share = max(self.speed / fastest, self.settings.smallest_share)
+        return min(self.settings.inner_steps, math.ceil(share * self.settings.inner_steps))
 
     def _grace(self) -> float:
         """How long to wait for who still trains: a part of what training took us, as it is not lost to be late."""

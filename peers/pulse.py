@@ -84,6 +84,7 @@ class Pulse:
             inner_step=progress.inner_step if progress else 0,
             tokens_per_second=progress.tokens_per_second if progress else 0.0,
             loss=progress.loss if progress else None,
+            speed=peer.speed,
             addresses=self._transport.addresses,
             roster_size=len(log.roster),
         )

@@ -18,6 +18,7 @@ TRACE_LINES = 60
 HARD = ("kill", "kill", "kill", "leave")  # what only a minority may meet: who comes back has forgotten everything
 SOFT = ("cut off", "deafen", "stop")
 CALM = Faults()
+SPEEDS = (1.0, 0.9, 0.4)  # by name: some peers train shorter leases
 PEACE = 1000.0  # seconds in which everybody must agree again
 BATCH = 25  # seeds that one process takes at once
 
@@ -76,7 +77,7 @@ def live(life: Plan, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
     names = [f"peer{number}" for number in range(life.peers)]
     timing = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
     settings = RunSettings("simulated", digest_of(b"manifest"), 5, 10, 10, life.peers, timing)
-    swarm = Swarm(life.seed, settings, life.faults)
+    swarm = Swarm(life.seed, settings, life.faults, speeds=SPEEDS)
     watch(swarm)
     for name in names:
         swarm.start(name)

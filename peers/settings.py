@@ -41,6 +41,8 @@ class RunSettings:
     timing: Timing = Timing()
     staleness: int = 1
     """Entries that a peer may miss and still contribute what it trained meanwhile."""
+    smallest_share: float = 0.125
+    """Of a whole lease, that the slowest peers train; 1: all train whole ones."""
     snapshot_every: int = 8
     """Entries from one snapshot to the next."""
 

@@ -76,6 +76,7 @@ class World(Protocol):
     """What is around a peer: the clock, the network and the others."""
 
     settings: RunSettings
+    speeds: tuple[float, ...]
 
     def note(self, *what: object) -> None: ...
     def soon(self, peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None: ...
@@ -97,6 +98,7 @@ class SimulatedPeer:
         self.workload = SimulatedWorkload(name, block_count)
         self.buffers = PayloadBuffers(self.workload, kept_bytes)
         self.clock = clock
+        self.speed = world.speeds[ord(name[-1]) % len(world.speeds)]
         self.peer = Peer(name, world.settings, self.buffers.size, self.workload.state, self.time(0.0))
         self.alive = True
         self.sequence = 0
@@ -132,6 +134,7 @@ class SimulatedPeer:
             head=peer.settled.position.head,
             state_digest=peer.state_digest,
             lineage_tokens=peer.settled.lineage_tokens,
+            speed=self.speed,
         )
         return self.heartbeat
 
@@ -149,8 +152,9 @@ class SimulatedPeer:
                 tokens = world.settings.tokens_per_sample * sample_count(lease)
                 self._trained = Trained(lease, tokens, 1.0)
                 buffers.own = self.workload.contribution(self._trained)
-                world.soon(self, TrainingProgress(Progress(inner_step=1, loss=1.0, tokens_per_second=1.0)))
-                world.later(self, TrainingDone(self._trained), world.training_time(steps))
+                world.soon(self, TrainingProgress(Progress(1, loss=1.0, tokens_per_second=self.speed)))
+                steps = min(steps, sample_count(lease) * world.settings.inner_steps // world.settings.samples_per_lease)
+                world.later(self, TrainingDone(self._trained), world.training_time(steps) / self.speed)
             case StopTraining():
                 self._trained = None
             case Stop():

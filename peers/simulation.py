@@ -67,6 +67,8 @@ class Swarm:
     kept_bytes: int = 200
     wire_checks: int = WIRE_CHECKS
     traced: bool = True
+    speeds: tuple[float, ...] = (1.0,)
+    """Of peers, by name; who is slow trains shorter leases."""
     now: float = 0.0
     trace: list[tuple[object, ...]] = field(default_factory=list)
     on_message: Callable[[str, str, Message], Message | None] = field(default=lambda sender, to, message: message)

@@ -20,6 +20,7 @@ def beat(peer: str, index: int, digest: int = 0, state: PeerState = PeerState.TR
         lineage_tokens=0,
         inner_step=3,
         tokens_per_second=1234.5,
+        speed=0.0,
         loss=None if index == 0 else 2.5,
         addresses=(),
         roster_size=0,

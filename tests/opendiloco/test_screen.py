@@ -25,6 +25,7 @@ def beat(state: PeerState, index: int) -> Heartbeat:
         lineage_tokens=0,
         inner_step=3,
         tokens_per_second=11795.4,
+        speed=0.0,
         loss=2.34567,
         addresses=(),
         roster_size=2,

@@ -64,6 +64,7 @@ def beat(peer: str, log: LogState, state: PeerState = PeerState.TRAINING, sequen
         "lineage_tokens": log.lineage_tokens,
         "inner_step": 0,
         "tokens_per_second": 0.0,
+        "speed": 0.0,
         "loss": None,
         "addresses": (),
         "roster_size": 0,
@@ -103,6 +104,7 @@ def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any
         "held": None,
         "round": None,
         "rate": 0,
+        "wants": 0,
     }
     return Ready(**(fields | changes))
 

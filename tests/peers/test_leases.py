@@ -74,11 +74,11 @@ def test_one_range_cannot_be_claimed_twice_in_one_lease() -> None:
         SamplePool().claim([SampleRange(0, 10), SampleRange(5, 8)])
 
 
-@given(LISTS, st.integers(0, 15), st.integers(0, 5))
-def test_dealing_is_taking_again_and_again(free: list[SampleRange], count: int, leases: int) -> None:
+@given(LISTS, st.lists(st.integers(0, 15), max_size=5))
+def test_dealing_is_taking_again_and_again(free: list[SampleRange], counts: list[int]) -> None:
     pool = SamplePool(100, merge(free))
-    dealt, after = pool.deal(count, leases)
-    for lease in dealt:
+    dealt, after = pool.deal(counts)
+    for lease, count in zip(dealt, counts, strict=True):
         taken, pool = pool.take(count)
         assert lease == taken
     assert after == pool

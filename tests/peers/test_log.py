@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peers.leases import SampleRange
+from peers.leases import SampleRange, sample_count
 from peers.log import Assignment, Header, LogError, Member
 from peers.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, MANIFEST, PAYLOAD, first_log, member
@@ -37,7 +37,7 @@ def test_digest_of_a_fixed_header_never_changes() -> None:
     header = first_log().last
     assert header is not None
     assert header.digest == digest_of(pack(header))
-    assert header.digest.hex() == "2b2e276f1024ea21bf81933df6103f820c35be9f105d3e436ba3a106f5dff0a8"
+    assert header.digest.hex() == "3135421dd7b34f9680334ae725242a71e8e9a4ecb592b69dc23a4c01589bc230"
     assert unpack(Header, pack(header)).digest == header.digest
 
 
@@ -251,6 +251,19 @@ def test_only_the_beginning_of_a_lease_may_be_trained(peer: str, samples: tuple[
     scattered = Member(peer=peer, tokens=1, samples=tuple(SampleRange(*piece) for piece in samples))
     with pytest.raises(LogError, match=f"^{peer}: samples .* do not begin a lease of its own"):
         first_log().next_header([scattered], PAYLOAD)
+
+
+def test_who_is_slower_gets_fewer_samples_next() -> None:
+    slow = member("a", 0, 20).model_copy(update={"wants": 6})
+    log = LOG.append(LOG.next_header([slow, member("b", 20, 40)], PAYLOAD))
+    assert {peer: sample_count(lease) for peer, lease in log.leases.items()} == {"a": 6, "b": 20}
+    assert log.pool.cursor == 66
+
+
+def test_more_samples_than_a_lease_has_are_refused() -> None:
+    greedy = member("a", 0, 20).model_copy(update={"wants": 21})
+    with pytest.raises(LogError, match=r"^a: it wants 21 samples; a lease has 20"):
+        LOG.next_header([greedy], PAYLOAD)
 
 
 def test_two_joiners_cannot_have_one_grant() -> None:

@@ -244,6 +244,48 @@ def test_training_goes_on_while_the_state_is_digested() -> None:
     assert sends(rig.do(Digested(header, OTHER)), Ready)[0][1].state_digest == OTHER
 
 
+@pytest.mark.parametrize(
+    ("own", "fastest", "wants"),
+    [
+        (100.0, 0.0, 0),
+        (100.0, 100.0, 0),
+        (81.0, 100.0, 0),
+        (50.0, 100.0, 10),
+        (31.0, 100.0, 8),
+        (1.0, 1e12, 4),
+        (0.0, 100.0, 0),
+    ],
+    ids=["nobody's is known", "equal", "nearly", "half", "whole steps", "a braggart", "our own is not known"],
+)
+def test_who_is_slower_than_another_wants_a_shorter_lease(own: float, fastest: float, wants: int) -> None:
+    """Of 20 samples, two an inner step; at the least an eighth of ten inner steps."""
+    rig = at_second()
+    rig.do(TrainingProgress(Progress(inner_step=1, loss=1.0, tokens_per_second=own)))
+    faster = beat("c", rig.peer.log, PeerState.TRAINING, 1000, speed=fastest)
+    rig.do(HeartbeatsSeen((beat("a", rig.peer.log, sequence=1000), faster)))
+    ((_, said),) = sends(rig.trained().effects, Ready)
+    assert said.wants == wants
+
+
+@pytest.mark.parametrize(("speed", "steps"), [(0.0, 10), (25.0, 3)])
+def test_who_is_known_to_be_slow_trains_less_of_a_grant(speed: float, steps: int) -> None:
+    """A newcomer trains all of it, and is late once if it is slow."""
+    rig = Rig()
+    rig.peer.speed = speed
+    rig.do(HeartbeatsSeen((beat("a", LOG, speed=100.0), beat("c", LOG, speed=100.0))))
+    rig.tick(5.0)
+    grant = LeaseGrant(position=LOG.position, samples=(SampleRange(20, 40),), steps=10)
+    assert of(rig.hear("a", grant), Train) == [Train(0, (SampleRange(20, 40),), steps)]
+
+
+def test_a_round_that_gives_us_another_lease_than_we_want_is_not_ours() -> None:
+    rig = at_second().trained()
+    roster = [one.model_copy(update={"wants": 2}) if one.peer == "b" else one for one in rig.roster()]
+    at = rig.attempt()
+    rig.hear("a", Begin(attempt=at, round=round_of(at, roster)))
+    assert rig.is_in(State.READY)
+
+
 def test_a_leader_takes_nobody_before_its_state_is_digested() -> None:
     rig = leading_first()
     rig.holding()

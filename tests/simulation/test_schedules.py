@@ -30,7 +30,7 @@ from peers.events import (
 from peers.exchange import Exchange
 from peers.history import InvariantError
 from peers.leader import Leader
-from peers.leases import SampleRange
+from peers.leases import SampleRange, sample_count
 from peers.log import Header
 from peers.messages import Adopt, Attempt, Begin, Commit, Complete, Message, Ready
 from peers.schedules import CALM, Blow, Plan, agreed, failure, live, plan, report, smallest
@@ -113,6 +113,21 @@ def swarm_of(number: int, seed: int = 1, settings: RunSettings = SETTINGS, one_c
         swarm.start(f"peer{name}")
     assert swarm.run(200.0, until=lambda: swarm.longest >= 1 and agreed(swarm))
     return swarm
+
+
+def test_slow_peers_train_less_and_finish_with_the_others() -> None:
+    """With whole leases for all, who has half the speed would miss every other entry."""
+    swarm = Swarm(1, SETTINGS, speeds=(1.0, 0.5, 0.25))
+    swarm.training_time = lambda steps: 10.0 * steps  # type: ignore[method-assign]
+    watched(swarm)
+    for name in ("peer0", "peer1", "peer2", "peer3"):
+        swarm.start(name)
+    goes_on(swarm, 5)
+    last = swarm.peers["peer0"].peer.log.last
+    assert last is not None
+    whole = SETTINGS.samples_per_lease
+    by_speed = {swarm.peers[member.peer].speed: sample_count(member.samples) for member in last.roster}
+    assert by_speed == {1.0: whole, 0.5: whole // 2, 0.25: 3 * whole // 10}, "in whole inner steps"
 
 
 def goes_on(swarm: Swarm, entries: int = 2) -> None:

@@ -92,6 +92,7 @@ def heartbeat(identity: Identity, sequence: int, **changes: object) -> Heartbeat
         "lineage_tokens": 0,
         "inner_step": 0,
         "tokens_per_second": 0.0,
+        "speed": 0.0,
         "loss": None,
         "addresses": (),
         "roster_size": 0,
