@@ -1,7 +1,8 @@
 """`run.toml`: everything that defines a run, strictly checked. The signed manifest carries exactly these values.
 
 Inner steps are optimizer steps of one peer; an outer step is `training.inner_steps` of them (the paper's H) followed
-by one averaging round. The inner schedule counts the inner steps of the whole run: outer index * H + inner step.
+by one averaging round. The inner schedule counts the inner steps of the whole run: outer index * H + inner step; or
+its tokens.
 """
 
 from __future__ import annotations
@@ -12,30 +13,16 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from opendiloco.config_errors import explain_toml_error, explain_validation_error
+from opendiloco.config_section import NotNegativeFloat, Positive, PositiveFloat, Seconds, Section, Seed
+from opendiloco.optimizer_config import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
 from peers.errors import ManifestError
 from peers.settings import RunSettings, Timing
 
-# The upper bounds are far beyond what makes sense, and keep every number that is made of these within what the wire,
-# fp32 and the clocks can carry.
-Positive = Annotated[int, Field(ge=1, le=1_000_000)]
-StepCount = Annotated[int, Field(ge=0, le=10**12)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
-NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
 BYTE_TOKENIZER_SIZE = 259
 """Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
-
-
-class Section(BaseModel):
-    """One table of `run.toml`: no unknown keys, no silent conversions, no changes afterwards."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -82,47 +69,17 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens."""
+    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens.
+
+    `z_loss` is the weight of the squared log of the softmax's denominator, added to the loss of each token (section 5
+    of arXiv 2204.02311, where it is 1e-4); it keeps logits from drifting.
+    """
 
     inner_steps: Positive
     batch_size: Positive
     sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
     gradient_clip: PositiveFloat = 1.0
-
-
-class InnerOptimizerSection(Section):
-    """AdamW. Weight decay applies to matrices, not to vectors (norms, biases).
-
-    Who joins in the middle has fresh moments: its learning rate rises over `rewarmup_steps` inner steps.
-    """
-
-    kind: Literal["adamw"] = "adamw"
-    learning_rate: PositiveFloat
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    epsilon: PositiveFloat = 1e-8
-    weight_decay: NotNegativeFloat = 0.1
-    rewarmup_steps: StepCount = 10
-
-
-class ScheduleSection(Section):
-    """Warmup, stable, decay: the inner learning rate's shape, in inner steps of the whole run."""
-
-    warmup_steps: StepCount
-    stable_steps: StepCount
-    decay_steps: StepCount
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-    @property
-    def total_steps(self) -> int:
-        return self.warmup_steps + self.stable_steps + self.decay_steps
-
-
-class OuterOptimizerSection(Section):
-    """Nesterov SGD on pseudo-gradients (DiLoCo's best outer optimizer, section 3.2 of arXiv 2311.08105)."""
-
-    kind: Literal["nesterov"] = "nesterov"
-    learning_rate: Annotated[float, Field(gt=0, le=100)] = 0.7
-    momentum: Fraction = 0.9
+    z_loss: NotNegativeFloat = 0.0
 
 
 class CodecSection(Section):
@@ -177,7 +134,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def check_across_sections(self) -> Self:
-        if self.schedule.total_steps == 0 and self.outer_steps is None:
+        if self.outer_steps is None and self.schedule.total_steps is None:
+            raise ValueError("the schedule does not say how many steps the run has; give outer_steps at the top")
+        if self.outer_steps is None and self.schedule.total_steps == 0:
             raise ValueError("the schedule is empty; give schedule.stable_steps, or outer_steps at the top")
         config = self.model.config or {}
         tokens = BYTE_TOKENIZER_SIZE if self.tokenizer.kind == "bytes" else 0
@@ -189,7 +148,7 @@ class RunConfig(Section):
     @property
     def total_outer_steps(self) -> int:
         """Length of the run: `outer_steps` if given, else as many as the inner schedule fills."""
-        return self.outer_steps or math.ceil(self.schedule.total_steps / self.training.inner_steps)
+        return self.outer_steps or math.ceil((self.schedule.total_steps or 0) / self.training.inner_steps)
 
     @classmethod
     def from_toml(cls, path: Path) -> Self:
@@ -219,7 +178,9 @@ class RunConfig(Section):
         except ValidationError as error:
             raise explain_validation_error(origin, error, cls) from None
         except ValueError as error:
-            raise ManifestError(f"{origin}: model.config: {error}.", "Use finite numbers only.") from None
+            raise ManifestError(
+                f"{origin}: model.config or inner_optimizer.options: {error}.", "Use finite numbers only."
+            ) from None
         return config
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.config import OuterOptimizerSection
+from opendiloco.optimizer_config import OuterOptimizerSection
 from opendiloco.shared_memory import Vector
 from peers.state_chunks import digest_of_state
 

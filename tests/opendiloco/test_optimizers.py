@@ -5,28 +5,29 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from opendiloco.config import InnerOptimizerSection, ScheduleSection
-from opendiloco.optimizers import build_inner_optimizer, learning_rate_factor
+from opendiloco.learning_rate import learning_rate_factor
+from opendiloco.optimizer_config import AdamWSection, ScheduleSection
+from opendiloco.optimizers import build_inner_optimizer
 
 
 def test_the_learning_rate_warms_up_stays_and_decays() -> None:
     schedule = ScheduleSection(warmup_steps=4, stable_steps=3, decay_steps=5, final_fraction=0.5)
-    factors = [learning_rate_factor(schedule, step) for step in range(14)]
+    factors = [learning_rate_factor(schedule, step + 1) for step in range(14)]
     expected = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.5]
     assert factors == pytest.approx(expected)
 
 
 def test_a_schedule_may_lack_any_of_its_parts() -> None:
     stable = ScheduleSection(warmup_steps=0, stable_steps=2, decay_steps=0, final_fraction=0.1)
-    assert [learning_rate_factor(stable, step) for step in range(4)] == pytest.approx([1, 1, 0.1, 0.1])
+    assert [learning_rate_factor(stable, step + 1) for step in range(4)] == pytest.approx([1, 1, 0.1, 0.1])
     decay = ScheduleSection(warmup_steps=0, stable_steps=0, decay_steps=2)
-    assert [learning_rate_factor(decay, step) for step in range(3)] == [0.5, 0, 0]
+    assert [learning_rate_factor(decay, step + 1) for step in range(3)] == [0.5, 0, 0]
 
 
 class HandWrittenAdamW:
     """Loshchilov and Hutter's Algorithm 2 (arXiv 1711.05101), in float64."""
 
-    def __init__(self, section: InnerOptimizerSection, decay: float, shape: tuple[int, ...]) -> None:
+    def __init__(self, section: AdamWSection, decay: float, shape: tuple[int, ...]) -> None:
         self.section, self.decay, self.time = section, decay, 0
         self.first, self.second = np.zeros(shape), np.zeros(shape)
 
@@ -42,7 +43,7 @@ class HandWrittenAdamW:
 
 def test_adamw_steps_as_written_by_hand_and_spares_vectors_the_decay() -> None:
     torch.manual_seed(0)
-    section = InnerOptimizerSection(learning_rate=0.02, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.3)
+    section = AdamWSection(learning_rate=0.02, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.3)
     layer = torch.nn.Linear(5, 3)
     optimizer = build_inner_optimizer(layer, section)
     by_hand = [HandWrittenAdamW(section, 0.3, (3, 5)), HandWrittenAdamW(section, 0.0, (3,))]

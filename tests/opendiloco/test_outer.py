@@ -5,7 +5,7 @@ import torch
 from blake3 import blake3
 
 from opendiloco import kernels
-from opendiloco.config import OuterOptimizerSection
+from opendiloco.optimizer_config import OuterOptimizerSection
 from opendiloco.outer import OuterState
 from peers.state_chunks import digest_of_state
 

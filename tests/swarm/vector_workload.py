@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from opendiloco.codec import BlockCodec
-from opendiloco.config import OuterOptimizerSection
 from opendiloco.kernels import INT8
+from opendiloco.optimizer_config import OuterOptimizerSection
 from opendiloco.outer import OuterState
 from peers.leases import SampleRange, sample_count
 from peers.state_chunks import digest_of_state
