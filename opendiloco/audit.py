@@ -74,7 +74,7 @@ class States:
             findings.is_unverified(f"states, {self._broken}", index)
             return
         try:
-            self._state.apply(self._codec.checked(payload))
+            self._state.apply(self._codec.checked(payload), index)
         except BadBlocksError as error:
             findings.wrong.append((index, f"its payload cannot be applied: {error}"))
             self._broken = f"which follow from the wrong entry {index}"

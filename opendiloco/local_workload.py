@@ -35,10 +35,15 @@ class LocalWorkload(LocalState):
         return cls(await WorkerProcess.start(config, device, threads), config)
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         self._base = None
-        return await self.worker.train(index, samples, steps, on_progress)
+        return await self.worker.train(index, samples, steps, tokens, on_progress)
 
     async def contribution(self) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
@@ -55,9 +60,9 @@ class LocalWorkload(LocalState):
     def check(self, blocks: Blocks, first_block: int) -> None:
         self._codec.check(blocks, first_block)
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> bytes:
         """Raises: BadBlocksError, and changes nothing."""
-        return await asyncio.to_thread(self._apply_beside_work, payload, keeps_work)
+        return await asyncio.to_thread(self._apply_beside_work, payload, index, keeps_work)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
@@ -80,11 +85,11 @@ class LocalWorkload(LocalState):
         """End the worker."""
         await self.worker.close()
 
-    def _apply_beside_work(self, payload: Blocks, keeps_work: bool) -> bytes:
+    def _apply_beside_work(self, payload: Blocks, index: int, keeps_work: bool) -> bytes:
         checked = self._codec.checked(payload)
         if not keeps_work:
             self._base = None
         elif self._base is None:
             self._base = self._state.theta.copy()
-        self._state.apply(checked)
+        self._state.apply(checked, index)
         return self._state.digest()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from opendiloco import kernels
+from opendiloco.learning_rate import learning_rate_factor
 from opendiloco.optimizer_config import OuterOptimizerSection
 from opendiloco.shared_memory import Vector
 from peers.state_chunks import digest_of_state
@@ -25,11 +26,17 @@ class OuterState:
         self.momentum: Vector = np.zeros_like(theta)
         self._optimizer = optimizer
 
-    def apply(self, payload: kernels.Payload, threads: int = 1) -> None:
-        """One outer step with an average. Raises: CorruptPayloadError, and changes nothing."""
+    def apply(self, payload: kernels.Payload, index: int, threads: int = 1) -> None:
+        """Outer step `index` of the run, counted from 0, with an average. Raises: CorruptPayloadError, and changes
+        nothing."""
         kernels.check_payload(payload, threads)
-        rate, coefficient = self._optimizer.learning_rate, self._optimizer.momentum
+        rate, coefficient = self.learning_rate(index), self._optimizer.momentum
         kernels.outer_step(payload, self.theta, self.momentum, rate, coefficient, threads)
+
+    def learning_rate(self, index: int) -> float:
+        """Of outer step `index`, the same bits on every machine."""
+        peak, schedule = self._optimizer.learning_rate, self._optimizer.schedule
+        return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
         """Take over another peer's state."""

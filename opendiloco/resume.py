@@ -84,7 +84,7 @@ async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> t
             if payload is None:
                 logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
                 break
-            state_digest = await workload.apply(payload.data)
+            state_digest = await workload.apply(payload.data, index)
         except (LogError, BadBlocksError) as error:
             logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)
             break

@@ -130,7 +130,7 @@ class Worker:
             return command.number > self._channel.stopped_number
 
         theta = self._vectors.theta
-        trained = self._replica.train(theta, command.index, command.samples, command.steps, report)
+        trained = self._replica.train(theta, command.index, command.samples, command.steps, report, command.tokens)
         self._replica.store(self._vectors.local)
         return TrainingDone(samples=trained.samples, tokens=trained.tokens, loss=trained.loss)
 

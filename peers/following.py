@@ -150,7 +150,7 @@ class Following:
                 if log.last.digest in tried:
                     continue
                 tried.add(log.last.digest)
-                state_digest = await self._state.apply(await self._payload(log.last, donors))
+                state_digest = await self._state.apply(await self._payload(log.last, donors), log.last.index)
             except (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, BadBlocksError) as error:
                 reasons.append(f"{donor}: {error}")
                 if least is None and isinstance(error, OtherLineageError):

@@ -1,27 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
-from opendiloco.learning_rate import learning_rate_factor
-from opendiloco.optimizer_config import AdamWSection, ScheduleSection
+from opendiloco.optimizer_config import AdamWSection
 from opendiloco.optimizers import build_inner_optimizer
-
-
-def test_the_learning_rate_warms_up_stays_and_decays() -> None:
-    schedule = ScheduleSection(warmup_steps=4, stable_steps=3, decay_steps=5, final_fraction=0.5)
-    factors = [learning_rate_factor(schedule, step + 1) for step in range(14)]
-    expected = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.5]
-    assert factors == pytest.approx(expected)
-
-
-def test_a_schedule_may_lack_any_of_its_parts() -> None:
-    stable = ScheduleSection(warmup_steps=0, stable_steps=2, decay_steps=0, final_fraction=0.1)
-    assert [learning_rate_factor(stable, step + 1) for step in range(4)] == pytest.approx([1, 1, 0.1, 0.1])
-    decay = ScheduleSection(warmup_steps=0, stable_steps=0, decay_steps=2)
-    assert [learning_rate_factor(decay, step + 1) for step in range(3)] == [0.5, 0, 0]
 
 
 class HandWrittenAdamW:

@@ -36,7 +36,7 @@ async def main():
     worker = await WorkerProcess.start(config, "cpu")
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         child = file.read()
-    await worker.train(0, (SampleRange(0, 10**6),), 10**6, lambda progress: print(child, flush=True))
+    await worker.train(0, (SampleRange(0, 10**6),), 10**6, 0, lambda progress: print(child, flush=True))
 
 asyncio.run(main())
 """
@@ -75,12 +75,12 @@ async def stops_within_a_step_when_cancelled(worker: WorkerProcess) -> None:
         if progress.inner_step == 3:
             reached.set()
 
-    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, note))
+    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, 0, note))
     await reached.wait()
     assert [progress.inner_step for progress in seen] == [1, 2, 3]
     assert all(progress.loss > 0 and progress.tokens_per_second > 0 for progress in seen)
     training.cancel()
-    queued = asyncio.create_task(worker.train(1, ENDLESS, 10**6, note))
+    queued = asyncio.create_task(worker.train(1, ENDLESS, 10**6, 0, note))
     asyncio.get_running_loop().call_soon(queued.cancel)  # before the worker has heard of it
     for stopped in (training, queued):
         with pytest.raises(asyncio.CancelledError):
@@ -94,7 +94,7 @@ async def is_not_asked_to_end(worker: WorkerProcess, process: int) -> None:
         for number in LEAVE_SIGNALS:
             os.kill(process, number)
 
-    trained = await worker.train(0, (SampleRange(0, 7),), 4, interrupt)
+    trained = await worker.train(0, (SampleRange(0, 7),), 4, 0, interrupt)
     assert trained.samples == (SampleRange(0, 7),)
 
 
@@ -115,7 +115,7 @@ async def says_how_it_died_to_those_who_wait(worker: WorkerProcess, process: int
         given_up.cancel()
         os.kill(process, signal.SIGKILL)
 
-    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, kill))
+    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, 0, kill))
     given_up = asyncio.create_task(worker.evaluate(1))  # its turn comes after the training
     with pytest.raises(WorkerError, match="the worker was killed by SIGKILL") as caught:
         await asyncio.wait_for(training, PROMPT_SECONDS)
@@ -148,7 +148,7 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
         worker = await WorkerProcess.start(config, "cpu")
         try:
             with pytest.raises(WorkerError, match="norm nan") as caught:
-                await worker.train(0, ENDLESS, 10, lambda progress: None)
+                await worker.train(0, ENDLESS, 10, 0, lambda progress: None)
             assert "in _inner_step" in caught.value.__notes__[0]
             assert (await worker.evaluate(4)).loss > 0
         finally:

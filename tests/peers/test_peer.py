@@ -201,7 +201,7 @@ def test_the_first_leader_gives_itself_a_lease() -> None:
     rig = Rig("a", "bc")
     rig.see(state=PeerState.JOINING)
     effects = rig.tick(5.0)
-    assert of(effects, Train) == [Train(0, (SampleRange(0, 20),), 10)]
+    assert of(effects, Train) == [Train(0, (SampleRange(0, 20),), 10, 0)]
     granted = rig.hear("b", LeaseRequest(position=LOG.position, state_digest=STATE))
     assert sends(granted, LeaseGrant)[0][1].samples == (SampleRange(20, 40),)
 
@@ -222,7 +222,7 @@ def test_a_whole_round_of_a_member() -> None:
     assert sends(rig.tick(), Complete) == [("a", complete)], "it may not have arrived"
     header = rig.next_header()
     assert of(rig.hear("a", Commit(header=header)), Apply) == [Apply(header)]
-    assert of(rig.do(Applied(header, OTHER)), Train) == [Train(1, rig.lease, 10)]
+    assert of(rig.do(Applied(header, OTHER)), Train) == [Train(1, rig.lease, 10, header.lineage_tokens)]
     assert rig.peer.state_digest == OTHER
     assert rig.peer.log.last == header
     rig.see()

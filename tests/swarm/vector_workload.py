@@ -36,7 +36,12 @@ class VectorWorkload:
         return self.codec.byte_range(first_block, last_block)
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         await self.may_train.wait()
         noise = np.random.default_rng([index, samples[0].start]).standard_normal(self.values).astype(np.float32)
@@ -56,8 +61,8 @@ class VectorWorkload:
     def check(self, blocks: Blocks, first_block: int) -> None:
         self.codec.check(blocks, first_block)
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> bytes:
-        self.state.apply(self.codec.checked(payload))
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> bytes:
+        self.state.apply(self.codec.checked(payload), index)
         return self.state.digest()
 
     async def state_digest(self) -> bytes:
