@@ -178,9 +178,7 @@ class RunConfig(Section):
         except ValidationError as error:
             raise explain_validation_error(origin, error, cls) from None
         except ValueError as error:
-            raise ManifestError(
-                f"{origin}: model.config or inner_optimizer.options: {error}.", "Use finite numbers only."
-            ) from None
+            raise ManifestError(f"{origin}: model.config: {error}.", "Use finite numbers only.") from None
         return config
 
 
