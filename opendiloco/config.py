@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -21,16 +22,22 @@ from opendiloco.optimizer_config import InnerOptimizerSection, OuterOptimizerSec
 from peers.errors import ManifestError
 from peers.settings import RunSettings, Timing
 
+DIGEST = re.compile(r"[0-9a-f]{64}")
 BYTE_TOKENIZER_SIZE = 259
 """Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
 
 
 class ModelSection(Section):
-    """The model: an inline transformers config (initialised from `init_seed`), or a folder or hub name to load."""
+    """The model: an inline transformers config (initialised from `init_seed`), or a folder or hub name to load.
+
+    `digest` is that of the weights that the run begins with (see initial_weights.py). With a path it is needed, and
+    `diloco-peer run create` fills it in.
+    """
 
     config: dict[str, JsonValue] | None = None
     path: Annotated[str, Field(min_length=1)] | None = None
     init_seed: Seed = 0
+    digest: str | None = None
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
@@ -38,6 +45,8 @@ class ModelSection(Section):
             raise ValueError("needs either a table [model.config] or a path, and not both")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError('[model.config] has no model_type; name the architecture, e.g. model_type = "llama"')
+        if self.digest is not None and not DIGEST.fullmatch(self.digest):
+            raise ValueError(f"digest = {self.digest!r} is not 64 hexadecimal digits in lower case; correct it")
         return self
 
 

@@ -13,6 +13,7 @@ from opendiloco import kernels
 from opendiloco.config import RunConfig
 from opendiloco.control import Evaluated, RunFacts
 from opendiloco.errors import WorkerError
+from opendiloco.initial_weights import check_initial_weights
 from opendiloco.local_state import LocalState
 from opendiloco.shared_memory import Vector
 from opendiloco.worker_process import WorkerProcess
@@ -31,8 +32,17 @@ class LocalWorkload(LocalState):
 
     @classmethod
     async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> LocalWorkload:
-        """With a fresh worker and the run's initial state. Raises: see `WorkerProcess.start`."""
-        return cls(await WorkerProcess.start(config, device, threads), config)
+        """With a fresh worker and the run's initial state.
+
+        Raises: see `WorkerProcess.start` and `check_initial_weights`.
+        """
+        worker = await WorkerProcess.start(config, device, threads)
+        try:
+            await asyncio.to_thread(check_initial_weights, worker.vectors.theta, config.model)
+        except BaseException:
+            await worker.close()
+            raise
+        return cls(worker, config)
 
     async def train(
         self,
