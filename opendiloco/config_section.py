@@ -1,4 +1,4 @@
-"""What all tables of `run.toml` have in common, and the kinds of numbers in them."""
+"""What all tables of `run.toml` are made of: strict sections, and numbers with bounds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
 NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):

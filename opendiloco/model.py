@@ -25,13 +25,15 @@ from peers.errors import ManifestError
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
-def check_model(config: RunConfig, tokenizer: Tokenizer) -> None:
+def check_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
     """Whether `build_model` can build the inline model, found out without the memory or time that its weights take.
 
-    Raises: ManifestError as `build_model` would.
+    Returns the model on the device "meta". Raises: ManifestError as `build_model` would.
     """
     with torch.device("meta"):
-        _check_size(_from_config(config, tokenizer), config, tokenizer)
+        model = _from_config(config, tokenizer)
+    _check_size(model, config, tokenizer)
+    return model
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:

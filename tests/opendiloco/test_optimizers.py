@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from opendiloco.cli.run import check
 from opendiloco.config import RunConfig
 from opendiloco.data import load_data
 from opendiloco.model import build_model
@@ -178,6 +179,12 @@ def test_what_torch_does_not_have_is_refused(values: dict[str, Any], said: str) 
     with pytest.raises(ManifestError) as caught:
         check_inner_optimizer(section(kind="torch", **values))
     assert str(caught.value).startswith(said)
+
+
+def test_no_run_is_created_with_what_torch_does_not_have(small_content: dict[str, Any]) -> None:
+    optimizer = {"kind": "torch", "name": "Adamm", "learning_rate": 1.0}
+    with pytest.raises(ManifestError, match=r"inner_optimizer.name = 'Adamm'"):
+        check(RunConfig.from_manifest_content(small_content | {"inner_optimizer": optimizer}))
 
 
 @pytest.mark.parametrize("values", KINDS, ids=lambda values: values.get("name", values["kind"]))
