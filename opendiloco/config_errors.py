@@ -87,7 +87,9 @@ def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[l
             table, kinds = kinds[step], {}
             continue
         keys.append(str(step))
-        field = table.model_fields.get(str(step)) if table else None
+        if isinstance(step, int):  # a place in a list, perhaps of tables
+            continue
+        field = table.model_fields.get(step) if table else None
         tables = list(_models_in(field.annotation)) if field else []
         table = tables[0] if tables else None
         kinds = {each.model_fields["kind"].default: each for each in tables} if len(tables) > 1 else {}

@@ -55,3 +55,6 @@ def test_the_outer_learning_rate_is_that_of_the_steps_place_in_the_run() -> None
     scheduled.apply(payload, 0)
     plain.apply(payload, 0)
     assert scheduled.digest() == plain.digest()
+    before = scheduled.theta.copy()
+    scheduled.apply(payload, 5)  # the schedule is over
+    assert np.array_equal(scheduled.theta, before)
