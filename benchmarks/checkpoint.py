@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.reporting import Bar, report, speed_ratio
 from opendiloco.checkpointing import Checkpointer, Plan
 from opendiloco.checkpoints import Checkpoints
-from opendiloco.config import OuterOptimizerSection
+from opendiloco.optimizer_config import OuterOptimizerSection
 from opendiloco.outer import OuterState
 from opendiloco.run_folder import RunFolder
 from peers.memory_file import MemoryFile

@@ -84,7 +84,12 @@ class VectorWorker(WorkerProcess):
         self._lines = lines
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         if self._pause is None:
             await self._told("prepare")
@@ -112,9 +117,9 @@ class VectorWorkload(LocalWorkload):
         self.began_at = time.monotonic()
         return await super().contribution()
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         self.agreed_at = time.monotonic()
-        await super().apply(payload, keeps_work)
+        await super().apply(payload, index, keeps_work)
         self.stepped_at = time.monotonic()
 
 

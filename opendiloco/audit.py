@@ -15,6 +15,7 @@ import numpy as np
 from opendiloco import kernels
 from opendiloco.codec import BlockCodec
 from opendiloco.config import RunConfig
+from opendiloco.initial_weights import check_initial_weights
 from opendiloco.outer import OuterState
 from opendiloco.resume import Checkpoint
 from opendiloco.run import Run
@@ -74,7 +75,7 @@ class States:
             findings.is_unverified(f"states, {self._broken}", index)
             return
         try:
-            self._state.apply(self._codec.checked(payload))
+            self._state.apply(self._codec.checked(payload), index)
         except BadBlocksError as error:
             findings.wrong.append((index, f"its payload cannot be applied: {error}"))
             self._broken = f"which follow from the wrong entry {index}"
@@ -146,9 +147,9 @@ def start_states(
         if entry.index == 0 and payload_path(folder / PAYLOADS, 0, entry.header.payload).exists():
             from opendiloco.model import initial_theta
 
-            return States(
-                run.config, OuterState(initial_theta(run.config), run.config.outer_optimizer), 0, "the manifest"
-            )
+            theta = initial_theta(run.config)
+            check_initial_weights(theta, run.config.model)
+            return States(run.config, OuterState(theta, run.config.outer_optimizer), 0, "the manifest")
     for entry in chain:
         findings.is_unverified("states, without a checkpoint to begin with", entry.index)
     return None

@@ -1,53 +1,43 @@
 """`run.toml`: everything that defines a run, strictly checked. The signed manifest carries exactly these values.
 
 Inner steps are optimizer steps of one peer; an outer step is `training.inner_steps` of them (the paper's H) followed
-by one averaging round. The inner schedule counts the inner steps of the whole run: outer index * H + inner step.
+by one averaging round. The inner schedule counts the inner steps of the whole run: outer index * H + inner step; or
+its tokens.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from opendiloco.config_errors import explain_toml_error, explain_validation_error
+from opendiloco.config_section import NotNegativeFloat, Positive, PositiveFloat, Seconds, Section, Seed
+from opendiloco.optimizer_config import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
 from peers.errors import ManifestError
 from peers.settings import RunSettings, Timing
 
-# The upper bounds are far beyond what makes sense, and keep every number that is made of these within what the wire,
-# fp32 and the clocks can carry.
-Positive = Annotated[int, Field(ge=1, le=1_000_000)]
-StepCount = Annotated[int, Field(ge=0, le=10**12)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
-NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
+DIGEST = re.compile(r"[0-9a-f]{64}")
 BYTE_TOKENIZER_SIZE = 259
 """Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq")}
-"""The inner optimizers whose state can be copied, with torch's names, sorted, for the tensors of a parameter's shape in
-it. Besides those it is a step count. What is copied must be checked: moments.py knows how for these names."""
-
-
-class Section(BaseModel):
-    """One table of `run.toml`: no unknown keys, no silent conversions, no changes afterwards."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
 
 class ModelSection(Section):
-    """The model: an inline transformers config (initialised from `init_seed`), or a folder or hub name to load."""
+    """The model: an inline transformers config (initialised from `init_seed`), or a folder or hub name to load.
+
+    `digest` is that of the weights that the run begins with (see initial_weights.py). With a path it is needed, and
+    `diloco-peer run create` fills it in.
+    """
 
     config: dict[str, JsonValue] | None = None
     path: Annotated[str, Field(min_length=1)] | None = None
     init_seed: Seed = 0
+    digest: str | None = None
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
@@ -55,6 +45,8 @@ class ModelSection(Section):
             raise ValueError("needs either a table [model.config] or a path, and not both")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError('[model.config] has no model_type; name the architecture, e.g. model_type = "llama"')
+        if self.digest is not None and not DIGEST.fullmatch(self.digest):
+            raise ValueError(f"digest = {self.digest!r} is not 64 hexadecimal digits in lower case; correct it")
         return self
 
 
@@ -86,60 +78,17 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens."""
+    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens.
+
+    `z_loss` is the weight of the squared log of the softmax's denominator, added to the loss of each token (section 5
+    of arXiv 2204.02311, where it is 1e-4); it keeps logits from drifting.
+    """
 
     inner_steps: Positive
     batch_size: Positive
     sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
     gradient_clip: PositiveFloat = 1.0
-
-
-class InnerOptimizerSection(Section):
-    """AdamW. Weight decay applies to matrices, not to vectors (norms, biases).
-
-    Who joins in the middle has fresh moments: its learning rate rises over `rewarmup_steps` inner steps. With `on_join`
-    "copy" it meanwhile fetches another peer's moments, and goes on with those as soon as they are there.
-    """
-
-    kind: Literal["adamw"] = "adamw"
-    learning_rate: PositiveFloat
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    epsilon: PositiveFloat = 1e-8
-    weight_decay: NotNegativeFloat = 0.1
-    rewarmup_steps: StepCount = 10
-    on_join: Literal["fresh", "copy"] = "fresh"
-
-    @model_validator(mode="after")
-    def check_on_join(self) -> Self:
-        if self.on_join == "copy" and self.kind not in MOMENTS:
-            known = ", ".join(f'"{kind}"' for kind in MOMENTS)
-            raise ValueError(f'on_join = "copy" goes with kind = {known}, not with "{self.kind}"; use "fresh"')
-        if self.on_join == "copy" and self.betas[0] ** 2 >= self.betas[1]:
-            raise ValueError(
-                f'on_join = "copy" needs betas[0] ** 2 < betas[1], not {self.betas}; use other betas, or "fresh"'
-            )
-        return self
-
-
-class ScheduleSection(Section):
-    """Warmup, stable, decay: the inner learning rate's shape, in inner steps of the whole run."""
-
-    warmup_steps: StepCount
-    stable_steps: StepCount
-    decay_steps: StepCount
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-    @property
-    def total_steps(self) -> int:
-        return self.warmup_steps + self.stable_steps + self.decay_steps
-
-
-class OuterOptimizerSection(Section):
-    """Nesterov SGD on pseudo-gradients (DiLoCo's best outer optimizer, section 3.2 of arXiv 2311.08105)."""
-
-    kind: Literal["nesterov"] = "nesterov"
-    learning_rate: Annotated[float, Field(gt=0, le=100)] = 0.7
-    momentum: Fraction = 0.9
+    z_loss: NotNegativeFloat = 0.0
 
 
 class CodecSection(Section):
@@ -196,7 +145,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def check_across_sections(self) -> Self:
-        if self.schedule.total_steps == 0 and self.outer_steps is None:
+        if self.outer_steps is None and self.schedule.total_steps is None:
+            raise ValueError("the schedule does not say how many steps the run has; give outer_steps at the top")
+        if self.outer_steps is None and self.schedule.total_steps == 0:
             raise ValueError("the schedule is empty; give schedule.stable_steps, or outer_steps at the top")
         config = self.model.config or {}
         tokens = BYTE_TOKENIZER_SIZE if self.tokenizer.kind == "bytes" else 0
@@ -208,7 +159,7 @@ class RunConfig(Section):
     @property
     def total_outer_steps(self) -> int:
         """Length of the run: `outer_steps` if given, else as many as the inner schedule fills."""
-        return self.outer_steps or math.ceil(self.schedule.total_steps / self.training.inner_steps)
+        return self.outer_steps or math.ceil((self.schedule.total_steps or 0) / self.training.inner_steps)
 
     @classmethod
     def from_toml(cls, path: Path) -> Self:

@@ -26,15 +26,19 @@ def explain_validation_error(origin: str, error: ValidationError, model: type[Ba
 
 
 def _line(problem: Any, model: type[BaseModel]) -> str:
-    path = ".".join(str(step) for step in problem["loc"])
+    keys, _ = _resolve(model, problem["loc"])
+    path = ".".join(keys)
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         return f"{path}: {context['error']}." if path else f"{context['error']}."
     if kind == "missing":
         return f"{path}: is missing. Add it."
+    if kind == "union_tag_invalid":
+        return f"{path}.kind = {_shown(context['tag'])}: not known here. Use {context['expected_tags']}."
     given = f"{path} = {_shown(problem['input'])}"
     if kind == "extra_forbidden":
-        return f"{given}: unknown key. {_nearest(str(problem['loc'][-1]), _known_keys(model, problem['loc'][:-1]))}"
+        _, table = _resolve(model, problem["loc"][:-1])
+        return f"{given}: unknown key. {_nearest(keys[-1], list(table.model_fields) if table else [])}"
     return f"{given}: {_remedy(kind, context | {'path': path}, problem['msg'])}"
 
 
@@ -52,6 +56,7 @@ def _remedy(kind: str, context: dict[str, Any], message: str) -> str:
         "literal_error": "not known here. Use {expected}.",
         "string_pattern_mismatch": "not usable. Use 1 to 40 lower-case letters, digits and dashes.",
         "model_type": "not a table. Write its keys below a line [{path}].",
+        "model_attributes_type": "not a table. Write its keys below a line [{path}].",
         "dict_type": "not a table. Write its keys below a line [{path}].",
         "tuple_type": "not a list. Write its values between square brackets.",
     }
@@ -69,10 +74,26 @@ def _nearest(key: str, known: list[str]) -> str:
     return f"Did you mean {matches[0]}?" if matches else f"Remove it; known here: {', '.join(known)}."
 
 
-def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    for step in path:
-        model = next(_models_in(model.model_fields[str(step)].annotation))
-    return list(model.model_fields)
+def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys that lead to a place, as the file has them, and the table that is there, if it is one.
+
+    Where a table may be of several kinds, pydantic's own location also names the kind that it was taken for.
+    """
+    keys: list[str] = []
+    table: type[BaseModel] | None = model
+    kinds: dict[int | str, type[BaseModel]] = {}
+    for step in location:
+        if step in kinds:
+            table, kinds = kinds[step], {}
+            continue
+        keys.append(str(step))
+        if isinstance(step, int):  # a place in a list, perhaps of tables
+            continue
+        field = table.model_fields.get(step) if table else None
+        tables = list(_models_in(field.annotation)) if field else []
+        table = tables[0] if tables else None
+        kinds = {each.model_fields["kind"].default: each for each in tables} if len(tables) > 1 else {}
+    return keys, table
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

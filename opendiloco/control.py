@@ -36,7 +36,7 @@ class Configure(Message):
 class Train(Message):
     """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `TrainingDone`.
 
-    `number` counts the trainings of this worker from 1.
+    `number` counts the trainings of this worker from 1; `tokens` are the run's before this outer step.
     """
 
     kind: Literal["train"] = "train"
@@ -44,6 +44,7 @@ class Train(Message):
     index: int
     samples: tuple[SampleRange, ...]
     steps: int
+    tokens: int
 
 
 class StopTraining(Message):

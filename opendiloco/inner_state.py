@@ -6,6 +6,7 @@ import asyncio
 
 from opendiloco.config import RunConfig
 from opendiloco.moments import check_moments, moments_size
+from opendiloco.optimizer_config import AdamWSection
 from opendiloco.shared_memory import available_memory
 from opendiloco.worker_process import WorkerProcess
 from peers.workload import SnapshotError
@@ -15,9 +16,11 @@ class InnerState:
     """Implements `peers.workload.CompanionState`. The state itself is in the worker, on its device."""
 
     def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
+        assert isinstance(config.inner_optimizer, AdamWSection)
         self._worker = worker
-        self._config = config
-        self.size = moments_size(config.inner_optimizer.kind, worker.vectors.theta.size)
+        self._optimizer = config.inner_optimizer
+        self._gradient_clip = config.training.gradient_clip
+        self.size = moments_size(worker.vectors.theta.size)
 
     async def copy(self, out: memoryview) -> None:
         """Raises: SnapshotError while the moments are not yet warm; OSError without room."""
@@ -29,8 +32,7 @@ class InnerState:
         or the worker's own are worth as much; OSError without room."""
         if len(companion) != self.size:
             raise SnapshotError(f"it has {len(companion)} bytes, not {self.size}")
-        optimizer, gradient_clip = self._config.inner_optimizer, self._config.training.gradient_clip
-        await asyncio.to_thread(check_moments, companion, optimizer, gradient_clip)
+        await asyncio.to_thread(check_moments, companion, self._optimizer, self._gradient_clip)
         self._check_room()
         await self._worker.load_moments(companion)
 

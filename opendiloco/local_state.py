@@ -34,9 +34,9 @@ class LocalState:
     def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
         return self._codec.byte_range(first_block, last_block)
 
-    async def apply(self, payload: Blocks) -> None:
+    async def apply(self, payload: Blocks, index: int) -> None:
         """Raises: BadBlocksError, and changes nothing."""
-        await asyncio.to_thread(self._apply, payload)
+        await asyncio.to_thread(self._apply, payload, index)
 
     async def state_digest(self) -> bytes:
         return await asyncio.to_thread(self._state.digest)
@@ -52,8 +52,8 @@ class LocalState:
         """Raises: SnapshotError, and changes nothing."""
         await asyncio.to_thread(self._restore, state, state_digest)
 
-    def _apply(self, payload: Blocks) -> None:
-        self._state.apply(self._codec.checked(payload))
+    def _apply(self, payload: Blocks, index: int) -> None:
+        self._state.apply(self._codec.checked(payload), index)
 
     def _restore(self, state: Blocks, state_digest: bytes) -> None:
         if len(state) != self.state_size or digest_of_state([state]) != state_digest:

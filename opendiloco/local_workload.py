@@ -13,6 +13,7 @@ from opendiloco import kernels
 from opendiloco.config import RunConfig
 from opendiloco.control import Evaluated, RunFacts
 from opendiloco.errors import WorkerError
+from opendiloco.initial_weights import check_initial_weights
 from opendiloco.inner_state import InnerState
 from opendiloco.local_state import LocalState
 from opendiloco.shared_memory import Vector
@@ -34,14 +35,28 @@ class LocalWorkload(LocalState):
 
     @classmethod
     async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> LocalWorkload:
-        """With a fresh worker and the run's initial state. Raises: see `WorkerProcess.start`."""
-        return cls(await WorkerProcess.start(config, device, threads), config)
+        """With a fresh worker and the run's initial state.
+
+        Raises: see `WorkerProcess.start` and `check_initial_weights`.
+        """
+        worker = await WorkerProcess.start(config, device, threads)
+        try:
+            await asyncio.to_thread(check_initial_weights, worker.vectors.theta, config.model)
+        except BaseException:
+            await worker.close()
+            raise
+        return cls(worker, config)
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         self._base = None
-        return await self.worker.train(index, samples, steps, on_progress)
+        return await self.worker.train(index, samples, steps, tokens, on_progress)
 
     async def contribution(self) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
@@ -58,9 +73,9 @@ class LocalWorkload(LocalState):
     def check(self, blocks: Blocks, first_block: int) -> None:
         self._codec.check(blocks, first_block)
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         """Raises: BadBlocksError, and changes nothing."""
-        await asyncio.to_thread(self._apply_beside_work, payload, keeps_work)
+        await asyncio.to_thread(self._apply_beside_work, payload, index, keeps_work)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
@@ -83,10 +98,10 @@ class LocalWorkload(LocalState):
         """End the worker."""
         await self.worker.close()
 
-    def _apply_beside_work(self, payload: Blocks, keeps_work: bool) -> None:
+    def _apply_beside_work(self, payload: Blocks, index: int, keeps_work: bool) -> None:
         checked = self._codec.checked(payload)
         if not keeps_work:
             self._base = None
         elif self._base is None:
             self._base = self._state.theta.copy()
-        self._state.apply(checked)
+        self._state.apply(checked, index)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config import RunConfig, misfit
@@ -25,13 +25,15 @@ from peers.errors import ManifestError
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
-def check_model(config: RunConfig, tokenizer: Tokenizer) -> None:
+def check_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
     """Whether `build_model` can build the inline model, found out without the memory or time that its weights take.
 
-    Raises: ManifestError as `build_model` would.
+    Returns the model on the device "meta". Raises: ManifestError as `build_model` would.
     """
     with torch.device("meta"):
-        _check_size(_from_config(config, tokenizer), config, tokenizer)
+        model = _from_config(config, tokenizer)
+    _check_size(model, config, tokenizer)
+    return model
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
@@ -66,11 +68,11 @@ def _check_size(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
 
 def _from_path(path: str) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(path)
+        return AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)  # others may hold pickles
     except (OSError, ValueError) as error:
         raise ManifestError(
             f"model.path = {path!r} cannot be loaded: {first_line(error)}",
-            "Give a model's folder or hub name; on a machine without internet, a folder.",
+            "Give a model's folder or hub name, with weights as safetensors; on a machine without internet, a folder.",
         ) from error
 
 
@@ -103,16 +105,20 @@ def _refuse_unknown_keys(model_type: str, values: dict[str, Any]) -> None:
             raise ManifestError(f"model.config.{key} = {values[key]!r}: {model_type} has no such setting.", remedy)
 
 
-class PortableNormal(TorchFunctionMode):
-    """Within it, `Tensor.normal_` gives the same bits on every CPU: the sum of 12 uniform draws, less 6 (Irwin-Hall).
+class PortableNormal(TorchDispatchMode):
+    """Within it, `normal_` gives the same bits on every CPU, whoever calls it: the sum of 12 uniform draws, less 6
+    (Irwin-Hall).
 
     torch's `uniform_` is exact and additions are elementwise, so IEEE arithmetic leaves nothing open.
     """
 
-    def __torch_function__(
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.normal_:
+        if func is torch.ops.aten.normal_.default:
             return _portable_normal(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -120,11 +126,13 @@ class PortableNormal(TorchFunctionMode):
 def _portable_normal(
     tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    with torch.no_grad():
-        total = torch.full(tensor.shape, -6.0)
-        for _ in range(12):
-            total += torch.empty(tensor.shape).uniform_(generator=generator)
-        return tensor.copy_(total.mul_(std).add_(mean))
+    def empty() -> torch.Tensor:
+        return torch.empty_like(tensor, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+    total = empty().fill_(-6.0)
+    for _ in range(12):
+        total += empty().uniform_(generator=generator)
+    return tensor.copy_(total.mul_(std).add_(mean))
 
 
 def layout_of(model: torch.nn.Module) -> Layout:

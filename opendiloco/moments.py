@@ -12,10 +12,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from opendiloco.config import MOMENTS, InnerOptimizerSection
+from opendiloco.optimizer_config import AdamWSection
 from opendiloco.shared_memory import VALUE_BYTES, Vector
 from peers.workload import SnapshotError
 
+NAMES = ("exp_avg", "exp_avg_sq")
+"""What torch calls AdamW's two moments."""
 STEPS_BYTES = 8
 STEPS_LIMIT = 1 << 24  # torch counts in fp32, and no further
 PIECE = 1 << 20  # values that are checked at once
@@ -27,24 +29,23 @@ Steps: TypeAlias = NDArray[np.uint64]
 class Moments:
     """A view of such bytes. `steps` has the step count as its only value, `vectors` the moments by torch's names."""
 
-    def __init__(self, data: memoryview, kind: str) -> None:
-        names = MOMENTS[kind]
+    def __init__(self, data: memoryview) -> None:
         self.steps: Steps = np.frombuffer(data, np.uint64, 1)
         both: Vector = np.frombuffer(data, np.float32, offset=STEPS_BYTES)
-        self.vectors: dict[str, Vector] = dict(zip(names, both.reshape(len(names), -1), strict=True))
+        self.vectors: dict[str, Vector] = dict(zip(NAMES, both.reshape(len(NAMES), -1), strict=True))
 
 
-def moments_size(kind: str, parameters: int) -> int:
+def moments_size(parameters: int) -> int:
     """Bytes of the moments of so many parameters."""
-    return STEPS_BYTES + VALUE_BYTES * len(MOMENTS[kind]) * parameters
+    return STEPS_BYTES + VALUE_BYTES * len(NAMES) * parameters
 
 
-def check_moments(data: memoryview, section: InnerOptimizerSection, gradient_clip: float) -> None:
+def check_moments(data: memoryview, section: AdamWSection, gradient_clip: float) -> None:
     """Whether gradients, clipped to this norm, can lead to these moments: others could do harm, or hold up training.
 
     Raises: SnapshotError.
     """
-    moments = Moments(data, section.kind)
+    moments = Moments(data)
     if not 0 < moments.steps[0] <= STEPS_LIMIT:
         raise SnapshotError(f"its inner optimizer has made {moments.steps[0]} steps")
     first, second = moments.vectors["exp_avg"], moments.vectors["exp_avg_sq"]

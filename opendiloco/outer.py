@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.config import OuterOptimizerSection
+from opendiloco.learning_rate import learning_rate_factor
+from opendiloco.optimizer_config import OuterOptimizerSection
 from opendiloco.shared_memory import Vector
 from peers.state_chunks import digest_of_state
 
@@ -25,10 +26,16 @@ class OuterState:
         self.momentum: Vector = np.zeros_like(theta)
         self._optimizer = optimizer
 
-    def apply(self, payload: kernels.Payload) -> None:
-        """One outer step with an average: a whole payload that is known to be one (`BlockCodec.checked`)."""
-        rate, coefficient = self._optimizer.learning_rate, self._optimizer.momentum
+    def apply(self, payload: kernels.Payload, index: int) -> None:
+        """Outer step `index` of the run, counted from 0, with an average: a whole payload that is known to be one
+        (`BlockCodec.checked`)."""
+        rate, coefficient = self.learning_rate(index), self._optimizer.momentum
         kernels.outer_step(payload, self.theta, self.momentum, rate, coefficient)
+
+    def learning_rate(self, index: int) -> float:
+        """Of outer step `index`, the same bits on every machine."""
+        peak, schedule = self._optimizer.learning_rate, self._optimizer.schedule
+        return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
         """Take over another peer's state."""

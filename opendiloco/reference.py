@@ -45,6 +45,7 @@ class Reference:
         self._judge.store(theta)
         self.state = OuterState(theta, config.outer_optimizer)
         self.index = 0
+        self.tokens = 0
 
     def outer_step(self, roster: Sequence[Work]) -> bytes:
         """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest."""
@@ -56,14 +57,15 @@ class Reference:
             if work.replica not in self._replicas:
                 self._replicas[work.replica] = self._new_replica()
             replica = self._replicas[work.replica]
-            trained = replica.train(theta, self.index, work.samples, work.steps)
+            trained = replica.train(theta, self.index, work.samples, work.steps, tokens=self.tokens)
             replica.store(local)
             kernels.quantize_difference(theta, local, payload)
             kernels.accumulate(payload, trained.tokens, accumulator)
             total_tokens += trained.tokens
         kernels.finish_average(accumulator, total_tokens, payload)
-        self.state.apply(payload)
+        self.state.apply(payload, self.index)
         self.index += 1
+        self.tokens += total_tokens
         return self.state.digest()
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:

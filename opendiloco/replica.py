@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from opendiloco.config import RunConfig
 from opendiloco.data import SampleOrder
 from opendiloco.errors import WorkerError
+from opendiloco.learning_rate import learning_rate_factor
 from opendiloco.model import layout_of, load_weights, store_weights
 from opendiloco.moments import Moments
 from opendiloco.optimizer_state import load_moments, step_count, store_moments
-from opendiloco.optimizers import build_inner_optimizer, learning_rate_factor
+from opendiloco.optimizers import build_inner_optimizer
 from opendiloco.shared_memory import Vector
 from peers.leases import SampleRange, prefix
 from peers.workload import SnapshotError, Trained
@@ -33,7 +34,7 @@ def go_on(inner_step: int, loss: float, samples: int) -> bool:
 
 
 class Replica:
-    """A model with its AdamW state, which persists over outer steps while theta replaces the weights at each."""
+    """A model with its inner optimizer's state, which persists while theta replaces the weights at each outer step."""
 
     def __init__(self, config: RunConfig, model: Any, samples: SampleOrder, device: torch.device) -> None:
         self.model = model.to(device)
@@ -64,9 +65,17 @@ class Replica:
         self._warmed_up = self._config.inner_optimizer.rewarmup_steps
 
     def train(
-        self, theta: Vector, index: int, lease: tuple[SampleRange, ...], steps: int, after_step: InnerStepDone = go_on
+        self,
+        theta: Vector,
+        index: int,
+        lease: tuple[SampleRange, ...],
+        steps: int,
+        after_step: InnerStepDone = go_on,
+        tokens: int = 0,
     ) -> Trained:
         """From theta, at most `steps` inner steps of outer step `index`, each on the lease's next batch.
+
+        `tokens` is what all peers have trained before this outer step, for schedules that go by it.
 
         The last batch may be smaller, so that a short lease is trained whole; a lease longer than `steps` batches is
         trained up to there. `loss` is the mean over the inner steps, in nats per token.
@@ -83,20 +92,24 @@ class Replica:
         done = 0
         while done < len(numbers):
             batch = numbers[done : done + batch_size]
-            losses.append(self._inner_step(batch, index * self._config.training.inner_steps + len(losses)))
             done += len(batch)
+            step = index * self._config.training.inner_steps + len(losses)
+            losses.append(self._inner_step(batch, step, tokens + done * self._config.training.sequence_length))
             if not after_step(len(losses), losses[-1], done):
                 break
         mean_loss = sum(losses) / len(losses) if losses else 0.0
         return Trained(prefix(lease, done), done * self._config.training.sequence_length, mean_loss)
 
-    def _inner_step(self, batch: NDArray[np.int64], step: int) -> float:
-        settings = self._config.inner_optimizer
+    def _inner_step(self, batch: NDArray[np.int64], step: int, tokens: int) -> float:
+        """Inner step `step` of the run, counted from 0, after which `tokens` are trained."""
+        schedule = self._config.schedule
+        done = tokens if schedule.unit == "tokens" else step + 1
+        factor = learning_rate_factor(schedule, done) * self._rewarmup()
         for group in self._optimizer.param_groups:
-            factor = learning_rate_factor(self._config.schedule, step) * self._rewarmup()
-            group["lr"] = settings.learning_rate * factor
+            group["lr"] = group["initial_lr"] * factor
         self._optimizer.zero_grad(set_to_none=True)
-        loss = window_loss(self.model, torch.from_numpy(self._samples.read(batch)).to(self._device))
+        windows = torch.from_numpy(self._samples.read(batch)).to(self._device)
+        loss = window_loss(self.model, windows, self._config.training.z_loss)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.training.gradient_clip)
         value = loss.item()
@@ -115,13 +128,14 @@ class Replica:
         return self._warmed_up / steps if steps else 1.0
 
 
-def window_loss(model: Any, windows: torch.Tensor) -> torch.Tensor:
+def window_loss(model: Any, windows: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
     """Mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from those before.
 
-    `windows` has shape (batch, L + 1).
+    `windows` has shape (batch, L + 1). With `z_loss`, so many times the mean of log(sum(exp(logits)))² is added.
     """
-    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+    logits = model(input_ids=windows[:, :-1], use_cache=False).logits.flatten(0, 1).float()
+    loss = torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten())
+    return loss + z_loss * logits.logsumexp(-1).square().mean() if z_loss else loss
 
 
 def _numbers(lease: Iterable[SampleRange]) -> NDArray[np.int64]:

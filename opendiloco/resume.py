@@ -84,7 +84,7 @@ async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> t
             if payload is None:
                 logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
                 break
-            await workload.apply(payload.data)
+            await workload.apply(payload.data, index)
             state_digest = await workload.state_digest()
         except (LogError, BadBlocksError) as error:
             logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)

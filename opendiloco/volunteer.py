@@ -49,11 +49,16 @@ class RunWorkload(LocalWorkload):
         self._outer_steps = config.total_outer_steps
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         if index >= self._outer_steps:
             await asyncio.Event().wait()
-        return await super().train(index, samples, steps, on_progress)
+        return await super().train(index, samples, steps, tokens, on_progress)
 
 
 class Volunteer:

@@ -146,7 +146,7 @@ class Worker:
             return command.number > self._channel.stopped_number
 
         theta = self._vectors.theta
-        trained = self._replica.train(theta, command.index, command.samples, command.steps, report)
+        trained = self._replica.train(theta, command.index, command.samples, command.steps, report, command.tokens)
         self._replica.store(self._vectors.local)
         return TrainingDone(samples=trained.samples, tokens=trained.tokens, loss=trained.loss)
 
@@ -161,7 +161,7 @@ class Worker:
 
         try:
             memory = memoryview(mmap.mmap(self._moments_descriptor, 0))
-            moments = Moments(memory, self._config.inner_optimizer.kind)
+            moments = Moments(memory)
             if isinstance(command, StoreMoments):
                 self._replica.store_moments(moments)
             else:

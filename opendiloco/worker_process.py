@@ -102,7 +102,12 @@ class WorkerProcess:
         return worker
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         """Train and publish into `vectors.local`; see `Replica.train`. When cancelled, stops within one inner step.
 
@@ -116,7 +121,7 @@ class WorkerProcess:
                 on_progress(Progress(message.inner_step, message.loss, message.tokens_per_second))
 
         self._trainings += 1
-        command = Train(number=self._trainings, index=index, samples=samples, steps=steps)
+        command = Train(number=self._trainings, index=index, samples=samples, steps=steps, tokens=tokens)
         request = self._begin(self._exchange(command, TrainingDone, report))
         try:
             done = await asyncio.shield(request)

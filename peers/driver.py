@@ -330,7 +330,7 @@ class Driver:
     async def _train(self, train: Train) -> None:
         async with self._worker:  # a training that was stopped needs a moment to end
             await asyncio.to_thread(self._buffers.prepare)
-            trained = await self._workload.train(train.index, train.lease, train.steps, self._progress)
+            trained = await self._workload.train(train.index, train.lease, train.steps, train.tokens, self._progress)
             async with self._freezer.state_lock:
                 self._buffers.own = await self._workload.contribution()  # now, so that no round waits for it
         self.handle(TrainingDone(trained))
@@ -367,7 +367,7 @@ class Driver:
         if kept is None:
             raise LocalProtocolError(f"the payload of entry {apply.header.index} is to be applied and not here")
         async with self._freezer.state_lock:
-            await self._workload.apply(kept.data, apply.keeps_work)
+            await self._workload.apply(kept.data, apply.header.index, apply.keeps_work)
             metrics.ENTRIES_APPLIED.inc()
             self.handle(Applied(apply.header))
             state_digest = await self._workload.state_digest()

@@ -201,9 +201,12 @@ class Send:
 
 @dataclass(frozen=True)
 class Train:
+    """At most so many inner steps of outer step `index`, before which the lineage has trained so many tokens."""
+
     index: int
     lease: Lease
     steps: int
+    tokens: int
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class Following:
                 if log.last.digest in tried:
                     continue
                 tried.add(log.last.digest)
-                await self._state.apply(await self._payload(log.last, donors))
+                await self._state.apply(await self._payload(log.last, donors), log.last.index)
                 state_digest = await self._state.state_digest()
             except (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, BadBlocksError) as error:
                 reasons.append(f"{donor}: {error}")

@@ -167,7 +167,7 @@ class PeerCore:
         self._lease = lease
         self._training_since = self._now
         self._enter(State.TRAINING)
-        self._emit(Train(self.log.position.index, lease, steps))
+        self._emit(Train(self.log.position.index, lease, steps, self.log.lineage_tokens))
 
     def _fetch(self, donor: str, least: int = 0) -> None:
         self._drop_work()

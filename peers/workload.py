@@ -47,8 +47,8 @@ class ReplicatedState(Blocked, Protocol):
     Calls are never concurrent.
     """
 
-    async def apply(self, payload: Blocks) -> None:
-        """The outer step from the payload's bytes, whole or not at all.
+    async def apply(self, payload: Blocks, index: int) -> None:
+        """Outer step `index` from the payload's bytes, whole or not at all.
 
         Raises: BadBlocksError, and changes nothing.
         """
@@ -77,10 +77,16 @@ class Workload(ReplicatedState, Protocol):
     """
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         """Load theta into the worker and run at most `steps` inner steps of outer step `index` on a lease's ranges, in
-        their order. Cancelling stops the worker within an inner step."""
+        their order. `tokens` is what the log's lineage has trained before that. Cancelling stops the worker within an
+        inner step."""
 
     async def contribution(self) -> Blocks:
         """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local. The bytes may
@@ -95,7 +101,7 @@ class Workload(ReplicatedState, Protocol):
     def check(self, blocks: Blocks, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes."""
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         """See `ReplicatedState.apply`. With `keeps_work`, what is being trained, or has been, goes on counting from the
         theta that it began with."""
 

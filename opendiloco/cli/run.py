@@ -45,7 +45,7 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
         raise click.UsageError("a run needs a bootstrap node that remembers it: add --initial-peer.")
     config = RunConfig.from_toml(run_toml)
     check(config)
-    run = Run.sign(config, load_identity(identity))
+    run = Run.sign(with_weights_named(config), load_identity(identity))
     path = save(run, out)
     kept = asyncio.run(announce(run, initial_peers))
     invite = Invite(run.run_id, kept)
@@ -71,13 +71,16 @@ def show(log: LogOptions, manifest: Path) -> None:
 def check(config: RunConfig) -> None:
     """Whether others can train in it, as far as this machine can tell. Takes seconds, mostly to import transformers.
 
-    Raises: ManifestError when the model cannot be built. What only others need to have is worth no more than a warning.
+    Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
+    no more than a warning.
     """
     from opendiloco.corpus import is_local
     from opendiloco.errors import DataError
     from opendiloco.model import check_model
+    from opendiloco.optimizers import check_inner_optimizer
     from opendiloco.tokenizer import build_tokenizer
 
+    check_inner_optimizer(config.inner_optimizer)
     source = config.data.source
     if is_local(source) and not Path(source).exists():
         logger.warning("data.source = %r is not on this machine; each volunteer names a folder with --data", source)
@@ -89,6 +92,25 @@ def check(config: RunConfig) -> None:
         logger.warning("the model is not checked: %s", error)
         return
     check_model(config, tokenizer)
+
+
+def with_weights_named(config: RunConfig) -> RunConfig:
+    """With the digest of the weights that a run begins with, if these come from elsewhere. Takes the memory that the
+    model does.
+
+    Raises: MachineError when the run names another digest; ManifestError and DataError: see `initial_theta`.
+    """
+    section = config.model
+    if section.path is None and section.digest is None:
+        return config
+    from opendiloco.initial_weights import check_initial_weights, digest_of_weights
+    from opendiloco.model import initial_theta
+
+    theta = initial_theta(config)
+    if section.digest is None:
+        section = section.model_copy(update={"digest": digest_of_weights(theta)})
+    check_initial_weights(theta, section)
+    return config.model_copy(update={"model": section})
 
 
 async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:

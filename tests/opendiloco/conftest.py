@@ -44,7 +44,11 @@ def small_content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "training": {"inner_steps": 4, "batch_size": 2, "sequence_length": 16},
         "inner_optimizer": {"learning_rate": 0.01},
         "schedule": {"warmup_steps": 2, "stable_steps": 20, "decay_steps": 4},
-        "outer_optimizer": {"learning_rate": 0.7, "momentum": 0.6},
+        "outer_optimizer": {
+            "learning_rate": 0.7,
+            "momentum": 0.6,
+            "schedule": {"warmup_steps": 3, "stable_steps": 1, "decay_steps": 20, "final_fraction": 0.1},
+        },
     }
 
 

@@ -57,13 +57,13 @@ def record(run: Run, theta: Vector, entries: int, seed: int = 1) -> RecordedRun:
     codec = BlockCodec(kernels.FORMATS[run.config.codec.kind], theta.size)
     log = recorded.empty_log
     recorded.states.append(saved(state, None))
-    for _ in range(entries):
+    for index in range(entries):
         average = codec.empty_payload()
         codec.encode_difference(random.normal(size=theta.size).astype(np.float32), np.zeros_like(theta), average)
         payload = Payload.cut(memoryview(bytes(average)), BLOCK_BYTES)
         header = log.next_header(roster(run.config, log), payload.digest)
         log = log.append(header)
-        state.apply(average)
+        state.apply(average, index)
         recorded.headers.append(header)
         recorded.payloads.append(payload)
         recorded.states.append(saved(state, header))

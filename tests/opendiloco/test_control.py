@@ -8,7 +8,7 @@ from peers.leases import SampleRange
 
 
 def test_messages_survive_their_line() -> None:
-    command = Train(number=1, index=2, samples=(SampleRange(0, 4), SampleRange(8, 9)), steps=3)
+    command = Train(number=1, index=2, samples=(SampleRange(0, 4), SampleRange(8, 9)), steps=3, tokens=4096)
     assert command.line().count(b"\n") == 1
     assert parse_command(command.line()) == command
     reply = TrainingDone(samples=(SampleRange(0, 4),), tokens=64, loss=0.1)

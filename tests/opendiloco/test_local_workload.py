@@ -32,11 +32,14 @@ def ignore(progress: Progress) -> None:
     pass
 
 
-async def swarm_step(swarm: dict[str, LocalWorkload], index: int, roster: list[Work]) -> bytes:
+async def swarm_step(swarm: dict[str, LocalWorkload], index: int, tokens: int, roster: list[Work]) -> bytes:
     """One outer step as the swarm does it: blocks reduced in two parts, the payload applied by all."""
     members = [swarm[work.replica] for work in roster]
     trained = await asyncio.gather(
-        *(member.train(index, work.samples, work.steps, ignore) for member, work in zip(members, roster, strict=True))
+        *(
+            member.train(index, work.samples, work.steps, tokens, ignore)
+            for member, work in zip(members, roster, strict=True)
+        )
     )
     payloads = [await member.contribution() for member in members]
     payload = b""
@@ -47,24 +50,30 @@ async def swarm_step(swarm: dict[str, LocalWorkload], index: int, roster: list[W
             reducer.check(piece, first)
         payload += await reducer.reduce(blocks, first)
     for member in members:
-        await member.apply(payload)
+        await member.apply(payload, index)
     digests = {await member.state_digest() for member in members}
     assert len(digests) == 1
     return digests.pop()
 
 
-def test_worker_processes_agree_with_the_reference_bit_for_bit(small_config: RunConfig, tmp_path: Path) -> None:
-    reference = Reference(small_config)
+def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: dict[str, Any], tmp_path: Path) -> None:
+    """Also in the tokens that the inner schedule goes by, and the index that the outer one does."""
+    schedule = {"kind": "cosine", "warmup_tokens": 400, "decay_tokens": 800}
+    config = RunConfig.from_manifest_content(small_content | {"outer_steps": 3, "schedule": schedule})
+    reference = Reference(config)
     expected = list(reference.run(OUTER_STEPS))
-    optimizer = small_config.inner_optimizer.model_copy(update={"on_join": "copy"})
-    copying = small_config.model_copy(update={"inner_optimizer": optimizer})
+    optimizer = config.inner_optimizer.model_copy(update={"on_join": "copy"})
+    copying = config.model_copy(update={"inner_optimizer": optimizer})
 
     async def story() -> None:
         names = ("a", "b")
         started = await asyncio.gather(*(LocalWorkload.start(copying, "cpu") for _ in names))
         swarm = dict(zip(names, started, strict=True))
         try:
-            digests = [await swarm_step(swarm, index, roster) for index, roster in enumerate(OUTER_STEPS)]
+            digests = [
+                await swarm_step(swarm, index, tokens, roster)
+                for index, (tokens, roster) in enumerate(zip((0, 256, 496), OUTER_STEPS, strict=True))
+            ]
             assert digests == expected
             assert await state_of(swarm["a"]) == b"".join(reference.state.vectors)
             assert (await swarm["a"].evaluate(16)).loss == reference.held_out_loss(16)
@@ -102,7 +111,7 @@ async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload
     state, wanted = await state_of(donor), await donor.state_digest()
     assert digest_of_state([state]) == wanted
     zero = bytes(kernels.INT8.payload_size(joiner.parameter_count))
-    await joiner.apply(zero)
+    await joiner.apply(zero, 3)
     assert await joiner.state_digest() != wanted  # momentum alone moves theta
     before = await joiner.state_digest()
     nan = state[:-4] + b"\xff\xff\xff\xff"
@@ -175,11 +184,11 @@ def test_a_payload_is_applied_whole_or_not_at_all(workload: LocalWorkload, small
         corrupt = payload[:2056] + b"\xff\xff\xff\xff" + payload[2060:]
         for wrong in (payload[:-1], b"", corrupt):
             with pytest.raises(BadBlocksError):
-                await workload.apply(wrong)
+                await workload.apply(wrong, 0)
         assert await workload.state_digest() == before
         alone = OuterState(np.ones(2500, np.float32), small_config.outer_optimizer)
-        alone.apply(kernels.Payload(kernels.INT8, 2500, payload))
-        await workload.apply(payload)
+        alone.apply(kernels.Payload(kernels.INT8, 2500, payload), 0)
+        await workload.apply(payload, 0)
         assert await workload.state_digest() == alone.digest() != before
 
     asyncio.run(story())

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config import RunConfig
 from opendiloco.errors import MachineError
@@ -29,9 +30,14 @@ from peers.errors import ManifestError
 
 
 def digest_of_a_draw() -> str:
+    """Of a model as transformers itself initialises it, and of a draw."""
     torch.manual_seed(1)
     with PortableNormal():
-        return hashlib.sha256(torch.empty(50, 64).normal_(0, 0.02).numpy().tobytes()).hexdigest()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("gpt2", n_embd=64, n_head=4, n_layer=1, vocab_size=99)
+        )
+        draws = [*model.parameters(), torch.empty(50, 64).normal_(0, 0.02)]
+    return hashlib.sha256(b"".join(draw.detach().numpy().tobytes() for draw in draws)).hexdigest()
 
 
 def test_initial_weights_are_normal_and_the_same_for_the_same_seed(small_config: RunConfig) -> None:
@@ -53,7 +59,10 @@ def test_the_portable_normal_has_the_moments_of_a_normal() -> None:
 
 def test_the_portable_normal_does_not_depend_on_the_processors_vector_instructions() -> None:
     source = inspect.getsource(digest_of_a_draw)
-    imports = "import hashlib, torch; from opendiloco.model import PortableNormal\n"
+    imports = (
+        "import hashlib, torch; from opendiloco.model import PortableNormal\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM\n"
+    )
     without_vectors = subprocess.run(
         [sys.executable, "-c", f"{imports}{source}\nprint(digest_of_a_draw())"],
         env=os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": os.pathsep.join(sys.path)},

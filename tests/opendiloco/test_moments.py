@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from opendiloco import inner_state as inner_state_module
-from opendiloco.config import InnerOptimizerSection, RunConfig
+from opendiloco.config import RunConfig
 from opendiloco.inner_state import InnerState
 from opendiloco.moments import STEPS_LIMIT, Moments, check_moments, largest_ratio, moments_size
+from opendiloco.optimizer_config import AdamWSection
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
 from peers.workload import SnapshotError
@@ -22,14 +23,14 @@ from tests.opendiloco.test_replica import make_replica
 
 VALUES = 50
 STEPS = 200
-SECTION = InnerOptimizerSection(learning_rate=0.01)
+SECTION = AdamWSection(learning_rate=0.01)
 CLIP = 5.0
 LEASE, NEXT = (SampleRange(0, 24),), (SampleRange(24, 30),)
 
 
 def empty(values: int = VALUES) -> tuple[memoryview, Moments]:
-    data = memoryview(bytearray(moments_size("adamw", values)))
-    return data, Moments(data, "adamw")
+    data = memoryview(bytearray(moments_size(values)))
+    return data, Moments(data)
 
 
 def sound() -> tuple[memoryview, Moments]:
@@ -130,7 +131,7 @@ def weights(replica: Any) -> bytes:
 
 def test_its_moments_are_in_thetas_order_and_sound(donor: tuple[Any, Any, memoryview]) -> None:
     replica, _, data = donor
-    moments = Moments(data, "adamw")
+    moments = Moments(data)
     check_moments(data, SECTION, 1.0)
     assert moments.steps[0] == 12
     for place in replica.layout:
@@ -150,7 +151,7 @@ def test_who_got_them_takes_the_same_next_steps_bit_for_bit(
     joiner, _ = make_replica(small_config)
     if own_steps:
         joiner.train(theta, 5, NEXT, own_steps)
-    joiner.load_moments(Moments(data, "adamw"))
+    joiner.load_moments(Moments(data))
     for replica in (original, joiner):
         replica.train(theta, 6, NEXT, 3)
     assert weights(joiner) == weights(original)
@@ -170,7 +171,7 @@ def test_they_come_between_two_inner_steps_and_end_the_rewarmup(
     def load(step: int, loss: float, samples: int) -> bool:
         if step == 1:
             before.append(weights(joiner))
-            joiner.load_moments(Moments(data, "adamw"))
+            joiner.load_moments(Moments(data))
             after.append(weights(joiner))
         return True
 
@@ -187,7 +188,7 @@ def test_loading_before_the_first_step_moves_no_weight(
 ) -> None:
     joiner, _ = make_replica(small_config)
     before = weights(joiner)
-    joiner.load_moments(Moments(donor[2], "adamw"))
+    joiner.load_moments(Moments(donor[2]))
     assert weights(joiner) == before
 
 
@@ -208,12 +209,12 @@ def test_who_has_only_just_begun_gives_none(small_config: RunConfig) -> None:
 def test_who_has_made_as_many_steps_keeps_its_own(small_config: RunConfig, donor: tuple[Any, Any, memoryview]) -> None:
     replica, _, data = donor
     with pytest.raises(SnapshotError, match="12 steps; ours as many"):
-        replica.load_moments(Moments(data, "adamw"))
+        replica.load_moments(Moments(data))
     replica.load_moments(with_steps(data, 13))
 
 
 def with_steps(data: memoryview, steps: int) -> Moments:
-    moments = Moments(memoryview(bytearray(data)), "adamw")
+    moments = Moments(memoryview(bytearray(data)))
     moments.steps[0] = steps
     return moments
 

@@ -1,32 +1,35 @@
 from __future__ import annotations
 
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
-from opendiloco.config import InnerOptimizerSection, ScheduleSection
-from opendiloco.optimizers import build_inner_optimizer, learning_rate_factor
-
-
-def test_the_learning_rate_warms_up_stays_and_decays() -> None:
-    schedule = ScheduleSection(warmup_steps=4, stable_steps=3, decay_steps=5, final_fraction=0.5)
-    factors = [learning_rate_factor(schedule, step) for step in range(14)]
-    expected = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.5]
-    assert factors == pytest.approx(expected)
-
-
-def test_a_schedule_may_lack_any_of_its_parts() -> None:
-    stable = ScheduleSection(warmup_steps=0, stable_steps=2, decay_steps=0, final_fraction=0.1)
-    assert [learning_rate_factor(stable, step) for step in range(4)] == pytest.approx([1, 1, 0.1, 0.1])
-    decay = ScheduleSection(warmup_steps=0, stable_steps=0, decay_steps=2)
-    assert [learning_rate_factor(decay, step) for step in range(3)] == [0.5, 0, 0]
+from opendiloco.cli.run import check
+from opendiloco.config import RunConfig
+from opendiloco.data import load_data
+from opendiloco.model import build_model
+from opendiloco.optimizer_config import AdamWSection, InnerOptimizerSection
+from opendiloco.optimizers import build_inner_optimizer, check_inner_optimizer
+from opendiloco.replica import window_loss
+from opendiloco.tokenizer import ByteTokenizer
+from peers.errors import ManifestError
 
 
 class HandWrittenAdamW:
     """Loshchilov and Hutter's Algorithm 2 (arXiv 1711.05101), in float64."""
 
-    def __init__(self, section: InnerOptimizerSection, decay: float, shape: tuple[int, ...]) -> None:
+    def __init__(self, section: AdamWSection, decay: float, shape: tuple[int, ...]) -> None:
         self.section, self.decay, self.time = section, decay, 0
         self.first, self.second = np.zeros(shape), np.zeros(shape)
 
@@ -42,10 +45,10 @@ class HandWrittenAdamW:
 
 def test_adamw_steps_as_written_by_hand_and_spares_vectors_the_decay() -> None:
     torch.manual_seed(0)
-    section = InnerOptimizerSection(learning_rate=0.02, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.3)
+    settings = AdamWSection(learning_rate=0.02, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.3)
     layer = torch.nn.Linear(5, 3)
-    optimizer = build_inner_optimizer(layer, section)
-    by_hand = [HandWrittenAdamW(section, 0.3, (3, 5)), HandWrittenAdamW(section, 0.0, (3,))]
+    optimizer = build_inner_optimizer(layer, settings)
+    by_hand = [HandWrittenAdamW(settings, 0.3, (3, 5)), HandWrittenAdamW(settings, 0.0, (3,))]
     expected = [parameter.detach().numpy().astype(np.float64) for parameter in (layer.weight, layer.bias)]
     for rate in (0.02, 0.01, 0.005):
         for group in optimizer.param_groups:
@@ -59,3 +62,222 @@ def test_adamw_steps_as_written_by_hand_and_spares_vectors_the_decay() -> None:
         optimizer.step()
     for parameter, values in zip((layer.weight, layer.bias), expected, strict=True):
         np.testing.assert_allclose(parameter.detach().numpy(), values, rtol=2e-6, atol=1e-7)
+
+
+def section(**values: Any) -> InnerOptimizerSection:
+    adapter: TypeAdapter[InnerOptimizerSection] = TypeAdapter(InnerOptimizerSection)
+    return adapter.validate_python({"learning_rate": 0.01} | values)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"kind": "adamw"},
+    {"kind": "muon", "learning_rate": 0.02, "adamw": {"learning_rate": 0.01}},
+    {"kind": "adafactor", "learning_rate": 0.3},
+    {"kind": "torch", "name": "SGD", "learning_rate": 0.3, "options": {"momentum": 0.9, "nesterov": True}},
+    {"kind": "torch", "name": "NAdam", "options": {"betas": [0.9, 0.99], "weight_decay": 0.1}},
+]
+
+
+@pytest.mark.parametrize("values", KINDS, ids=lambda values: values.get("name", values["kind"]))
+def test_every_kind_learns_and_goes_on_where_its_state_says(values: dict[str, Any], small_config: RunConfig) -> None:
+    model = build_model(small_config, ByteTokenizer())
+    windows = torch.from_numpy(load_data(small_config, ByteTokenizer()).samples.read(np.arange(4)))
+
+    def step(optimizer: torch.optim.Optimizer) -> float:
+        optimizer.zero_grad()
+        loss = window_loss(model, windows)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    optimizer = build_inner_optimizer(model, section(**values))
+    losses = [step(optimizer) for _ in range(12)]
+    assert losses[-1] < losses[0] - 0.2
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    step(optimizer)
+    after = [parameter.detach().clone() for parameter in model.parameters()]
+    model.load_state_dict(weights)
+    restored = build_inner_optimizer(model, section(**values))
+    restored.load_state_dict(state)
+    step(restored)
+    assert all(torch.equal(one, other) for one, other in zip(after, model.parameters(), strict=True))
+
+
+def test_muon_has_the_hidden_layers_matrices_and_adamw_the_rest(small_content: dict[str, Any]) -> None:
+    content = copy.deepcopy(small_content)
+    content["model"]["config"]["tie_word_embeddings"] = False
+    model = build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    chosen = section(kind="muon", learning_rate=0.02, weight_decay=0.2, adamw={"learning_rate": 0.003})
+    muon, matrices, vectors = build_inner_optimizer(model, chosen).param_groups
+    named = [[names[id(parameter)] for parameter in group["params"]] for group in (muon, matrices, vectors)]
+    assert len(named[0]) == 7  # q, k, v, o, gate, up, down
+    assert all(".self_attn." in name or ".mlp." in name for name in named[0])
+    assert sorted(named[1]) == ["lm_head.weight", "model.embed_tokens.weight"]
+    assert sorted(name for group in named for name in group) == sorted(names.values())
+    assert [group["initial_lr"] for group in (muon, matrices, vectors)] == [0.02, 0.003, 0.003]
+    assert [group["weight_decay"] for group in (muon, matrices, vectors)] == [0.2, 0.1, 0.0]
+
+
+def test_a_joint_optimizer_steps_as_its_parts_would_alone() -> None:
+    torch.manual_seed(0)
+    together, alone = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    alone.load_state_dict(together.state_dict())
+    values = {"kind": "muon", "learning_rate": 0.02, "adamw": {"learning_rate": 0.01, "weight_decay": 0.0}}
+    optimizer = build_inner_optimizer(together, section(**values))
+    parts = [
+        torch.optim.Muon([alone.weight], lr=0.02, weight_decay=0.1),
+        torch.optim.AdamW([alone.bias], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    inputs = torch.randn(6, 4)
+    for _ in range(3):
+        for model, optimizers in ((together, [optimizer]), (alone, parts)):
+            model.zero_grad()
+            model(inputs).square().sum().backward()
+            for each in optimizers:
+                each.step()
+    assert torch.equal(together.weight, alone.weight)
+    assert torch.equal(together.bias, alone.bias)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"name": "Adamm"},
+            "inner_optimizer.name = 'Adamm': no optimizer of torch.optim that a run can use. Use one of",
+        ),
+        ({"name": "LBFGS"}, "inner_optimizer.name = 'LBFGS': no optimizer of torch.optim that a run can use."),
+        ({"name": "Optimizer"}, "inner_optimizer.name = 'Optimizer': no optimizer of torch.optim"),
+        ({"name": "lr_scheduler"}, "inner_optimizer.name = 'lr_scheduler': no optimizer of torch.optim"),
+        ({"name": "os.system"}, "inner_optimizer.name = 'os.system': no optimizer of torch.optim"),
+        (
+            {"name": "SGD", "options": {"momentun": 0.9}},
+            "inner_optimizer.options.momentun = 0.9: torch.optim.SGD has no such option for a run. It has: momentum, d",
+        ),
+        (
+            {"name": "SGD", "options": {"lr": 0.9}},
+            "inner_optimizer.options.lr = 0.9: torch.optim.SGD has no such option",
+        ),
+        ({"name": "Adam", "options": {"fused": True}}, "inner_optimizer.options.fused = True: torch.optim.Adam has no"),
+        (
+            {"name": "SGD", "options": {"nesterov": 1}},
+            "inner_optimizer.options.nesterov = 1: not of the right kind. Its default is False.",
+        ),
+        (
+            {"name": "Adam", "options": {"betas": 0.9}},
+            "inner_optimizer.options.betas = 0.9: not of the right kind. Its default is (0.9, 0.999).",
+        ),
+        ({"name": "Adam", "options": {"betas": [0.9, "x"]}}, "inner_optimizer.options.betas = [0.9, 'x']: not of the"),
+        (
+            {"name": "SGD", "options": {"momentum": -1.0}},
+            "inner_optimizer: torch.optim.SGD refuses it: Invalid momentum value: -1.0. Correct that value.",
+        ),
+    ],
+)
+def test_what_torch_does_not_have_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        check_inner_optimizer(section(kind="torch", **values))
+    assert str(caught.value).startswith(said)
+
+
+def test_no_run_is_created_with_what_torch_does_not_have(small_content: dict[str, Any]) -> None:
+    optimizer = {"kind": "torch", "name": "Adamm", "learning_rate": 1.0}
+    with pytest.raises(ManifestError, match=r"inner_optimizer.name = 'Adamm'"):
+        check(RunConfig.from_manifest_content(small_content | {"inner_optimizer": optimizer}))
+
+
+@pytest.mark.parametrize("values", KINDS, ids=lambda values: values.get("name", values["kind"]))
+def test_what_torch_has_passes(values: dict[str, Any]) -> None:
+    check_inner_optimizer(section(**values))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ({"kind": "adam"}, "inner_optimizer.kind = 'adam': not known here. Use 'adamw', 'muon', 'adafactor', 'torch'."),
+        ({"kind": "muon", "learning_rate": 1.0}, "inner_optimizer.adamw: is missing. Add it."),
+        (
+            {"kind": "muon", "learning_rate": 1.0, "adamw": {"learning_rate": 1.0, "beta": 1}},
+            "inner_optimizer.adamw.beta = 1: unknown key. Did you mean betas?",
+        ),
+        (
+            {"kind": "adafactor", "learning_rate": 1.0, "betas": [0.9, 0.9]},
+            "inner_optimizer.betas = [0.9, 0.9]: unknown key.",
+        ),
+        ({"kind": "torch", "learning_rate": 1.0}, "inner_optimizer.name: is missing. Add it."),
+        (
+            {"kind": "torch", "learning_rate": 1.0, "name": "SGD", "options": {"momentum": math.nan}},
+            "inner_optimizer.options.momentum",
+        ),
+        (3, "inner_optimizer = 3: not a table. Write its keys below a line [inner_optimizer]."),
+    ],
+)
+def test_a_table_that_is_wrong_is_refused(small_content: dict[str, Any], optimizer: object, said: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_manifest_content(small_content | {"inner_optimizer": optimizer})
+    assert str(caught.value).startswith(f"manifest: {said}")
+
+
+@pytest.mark.parametrize("values", KINDS, ids=lambda values: values.get("name", values["kind"]))
+def test_every_kind_survives_the_way_through_a_manifest(small_content: dict[str, Any], values: dict[str, Any]) -> None:
+    config = RunConfig.from_manifest_content(small_content | {"inner_optimizer": {"learning_rate": 0.01} | values})
+    carried = json.loads(json.dumps(config.to_manifest_content()))
+    assert RunConfig.from_manifest_content(carried) == config
+
+
+SHARDED = """
+import sys, torch, torch.distributed as distributed
+from torch.distributed.fsdp import fully_shard
+from opendiloco.errors import MachineError
+from opendiloco.optimizers import build_inner_optimizer
+from opendiloco.optimizer_config import AdafactorSection, AdamWSettings, MuonSection, TorchSection
+
+rank, store = int(sys.argv[1]), distributed.FileStore(sys.argv[2], 2)
+distributed.init_process_group("gloo", rank=rank, world_size=2, store=store)
+mesh = distributed.init_device_mesh("cpu", (2,))
+torch.Tensor.bfloat16 = lambda tensor: tensor * 1  # so that the order of sums does not matter
+
+def built():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 7))
+
+whole, sharded = built(), built()
+fully_shard(sharded, mesh=mesh)
+section = MuonSection(learning_rate=0.1, adamw=AdamWSettings(learning_rate=0.01))
+pairs = [(model, build_inner_optimizer(model, section)) for model in (whole, sharded)]
+for _ in range(3):
+    inputs = torch.randn(8, 6)
+    for model, optimizer in pairs:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+difference = max((a - b.full_tensor()).abs().max().item() for a, b in zip(whole.parameters(), sharded.parameters()))
+assert difference < 1e-5, difference
+for refused in (AdafactorSection(learning_rate=0.1), TorchSection(name="Rprop", learning_rate=0.1)):
+    try:
+        build_inner_optimizer(sharded, refused)
+    except MachineError as error:
+        assert "cannot compute" in error.message and "one worker" in error.remedy
+    else:
+        raise AssertionError(refused)
+distributed.destroy_process_group()
+"""
+
+
+def test_muon_orthogonalizes_whole_matrices_also_of_sharded_models(tmp_path: Path) -> None:
+    """And what torch cannot compute on shards is refused."""
+    command = [sys.executable, "-c", SHARDED]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, said = rank.communicate(timeout=100)  # each starts torch and transformers, on a busy machine
+            assert rank.returncode == 0, said.decode()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

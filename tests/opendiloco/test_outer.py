@@ -5,7 +5,7 @@ import torch
 from blake3 import blake3
 
 from opendiloco import kernels
-from opendiloco.config import OuterOptimizerSection
+from opendiloco.optimizer_config import OuterOptimizerSection, OuterScheduleSection
 from opendiloco.outer import OuterState
 from peers.state_chunks import digest_of_state
 
@@ -16,12 +16,12 @@ def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:
     parameter = torch.nn.Parameter(torch.from_numpy(theta.copy()))
     optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
     state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.9))
-    for _ in range(4):
+    for index in range(4):
         payload = kernels.Payload(kernels.INT8, 3000)
         kernels.quantize(source.standard_normal(3000).astype(np.float32), payload)
         decoded = np.empty(3000, np.float32)
         kernels.dequantize(payload, decoded)
-        state.apply(payload)
+        state.apply(payload, index)
         parameter.grad = torch.from_numpy(decoded)
         optimizer.step()
     np.testing.assert_allclose(state.theta, parameter.detach().numpy(), rtol=1e-5, atol=1e-5)
@@ -43,3 +43,18 @@ def test_a_copy_is_the_state_that_the_digest_is_of() -> None:
     state.copy_to(memoryview(out))
     assert out == b"".join(state.vectors)
     assert digest_of_state([out]) == state.digest()
+
+
+def test_the_outer_learning_rate_is_that_of_the_steps_place_in_the_run() -> None:
+    schedule = OuterScheduleSection(warmup_steps=2, stable_steps=1, decay_steps=2, decay_shape="sqrt")
+    scheduled = OuterState(np.ones(5, np.float32), OuterOptimizerSection(learning_rate=0.5, schedule=schedule))
+    assert [scheduled.learning_rate(index) for index in range(6)] == [0.25, 0.5, 0.5, 0.5 * (1 - 0.5**0.5), 0, 0]
+    plain = OuterState(np.ones(5, np.float32), OuterOptimizerSection(learning_rate=0.25))
+    payload = kernels.Payload(kernels.INT8, 5)
+    kernels.quantize(np.arange(5, dtype=np.float32), payload)
+    scheduled.apply(payload, 0)
+    plain.apply(payload, 0)
+    assert scheduled.digest() == plain.digest()
+    before = scheduled.theta.copy()
+    scheduled.apply(payload, 5)  # the schedule is over
+    assert np.array_equal(scheduled.theta, before)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from opendiloco.config import RunConfig
 from opendiloco.data import load_data
 from opendiloco.errors import WorkerError
 from opendiloco.model import build_model
-from opendiloco.replica import Replica
+from opendiloco.replica import Replica, window_loss
 from opendiloco.shared_memory import Vector
 from opendiloco.tokenizer import ByteTokenizer
 from peers.leases import SampleRange
@@ -75,6 +76,54 @@ def test_who_joins_in_the_middle_begins_with_small_steps(small_config: RunConfig
     from_the_start, fresh, warmed_up = moved
     assert fresh < from_the_start / 2
     assert warmed_up > 3 * fresh
+
+
+def test_the_rewarmup_takes_as_many_inner_steps_as_it_says(small_config: RunConfig) -> None:
+    """Regression: each of the optimizer's groups counted as a step."""
+    replica, theta = make_replica(small_config)
+    rates = []
+
+    def note(step: int, loss: float, samples: int) -> bool:
+        rates.append([group["lr"] for group in replica._optimizer.param_groups])
+        return True
+
+    replica.train(theta, 1, (SampleRange(0, 24),), 12, note)
+    expected = [0.01 * min(1.0, done / 10) for done in range(1, 13)]
+    assert rates == [[pytest.approx(rate)] * 2 for rate in expected]
+
+
+def test_the_learning_rate_goes_by_the_runs_tokens_if_the_schedule_does(small_content: dict[str, Any]) -> None:
+    schedule = {"warmup_tokens": 320, "stable_tokens": 96, "decay_tokens": 64}
+    config = RunConfig.from_manifest_content(small_content | {"schedule": schedule, "outer_steps": 9})
+    rates = []
+    for tokens in (0, 160, 352):
+        replica, theta = make_replica(config)
+
+        def note(step: int, loss: float, samples: int, replica: Replica = replica) -> bool:
+            rates.append(replica._optimizer.param_groups[0]["lr"])
+            return True
+
+        replica.train(theta, 0, (SampleRange(0, 8),), 4, note, tokens)
+    expected = [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1, 1, 0.5, 0]
+    assert rates == pytest.approx([0.01 * factor for factor in expected])
+
+
+def test_the_z_loss_is_added_where_it_is_wanted() -> None:
+    logits = torch.tensor([[[2.0, 0.0, 1.0], [0.5, 0.5, -1.0]]])
+
+    class Fixed:
+        logits: torch.Tensor
+
+        def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> Fixed:
+            self.logits = logits
+            return self
+
+    windows = torch.tensor([[0, 2, 1]])
+    log_z = [math.log(sum(math.exp(value) for value in row)) for row in logits[0].tolist()]
+    entropy = (log_z[0] - 1.0 + log_z[1] - 0.5) / 2
+    assert window_loss(Fixed(), windows).item() == pytest.approx(entropy)
+    wanted = entropy + 0.1 * (log_z[0] ** 2 + log_z[1] ** 2) / 2
+    assert window_loss(Fixed(), windows, 0.1).item() == pytest.approx(wanted)
 
 
 def test_training_learns_and_can_be_stopped_after_any_step(small_config: RunConfig) -> None:

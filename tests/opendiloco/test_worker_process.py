@@ -17,6 +17,7 @@ import pytest
 from opendiloco.config import RunConfig
 from opendiloco.errors import DataError, MachineError, WorkerError
 from opendiloco.moments import Moments, check_moments, moments_size
+from opendiloco.optimizer_config import AdamWSection
 from opendiloco.worker_process import WorkerProcess
 from peers.leases import SampleRange
 from peers.signals import LEAVE_SIGNALS
@@ -37,7 +38,7 @@ async def main():
     worker = await WorkerProcess.start(config, "cpu")
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         child = file.read()
-    await worker.train(0, (SampleRange(0, 10**6),), 10**6, lambda progress: print(child, flush=True))
+    await worker.train(0, (SampleRange(0, 10**6),), 10**6, 0, lambda progress: print(child, flush=True))
 
 asyncio.run(main())
 """
@@ -77,12 +78,12 @@ async def stops_within_a_step_when_cancelled(worker: WorkerProcess) -> None:
         if progress.inner_step == 3:
             reached.set()
 
-    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, note))
+    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, 0, note))
     await reached.wait()
     assert [progress.inner_step for progress in seen] == [1, 2, 3]
     assert all(progress.loss > 0 and progress.tokens_per_second > 0 for progress in seen)
     training.cancel()
-    queued = asyncio.create_task(worker.train(1, ENDLESS, 10**6, note))
+    queued = asyncio.create_task(worker.train(1, ENDLESS, 10**6, 0, note))
     asyncio.get_running_loop().call_soon(queued.cancel)  # before the worker has heard of it
     for stopped in (training, queued):
         with pytest.raises(asyncio.CancelledError):
@@ -92,9 +93,10 @@ async def stops_within_a_step_when_cancelled(worker: WorkerProcess) -> None:
 async def moves_moments_between_two_inner_steps(worker: WorkerProcess, config: RunConfig) -> None:
     """Training goes on, and they take memory only while they move."""
     section = config.inner_optimizer
-    out = memoryview(bytearray(moments_size(section.kind, worker.vectors.theta.size)))
-    moments = Moments(out, section.kind)
-    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, lambda progress: None))
+    assert isinstance(section, AdamWSection)
+    out = memoryview(bytearray(moments_size(worker.vectors.theta.size)))
+    moments = Moments(out)
+    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, 0, lambda progress: None))
     async with asyncio.timeout(PROMPT_SECONDS):
         given_up = asyncio.create_task(worker.store_moments(out))
         asyncio.get_running_loop().call_soon(given_up.cancel)
@@ -123,7 +125,7 @@ async def is_not_asked_to_end(worker: WorkerProcess, process: int) -> None:
         for number in LEAVE_SIGNALS:
             os.kill(process, number)
 
-    trained = await worker.train(0, (SampleRange(0, 7),), 4, interrupt)
+    trained = await worker.train(0, (SampleRange(0, 7),), 4, 0, interrupt)
     assert trained.samples == (SampleRange(0, 7),)
 
 
@@ -144,7 +146,7 @@ async def says_how_it_died_to_those_who_wait(worker: WorkerProcess, process: int
         given_up.cancel()
         os.kill(process, signal.SIGKILL)
 
-    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, kill))
+    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, 0, kill))
     given_up = asyncio.create_task(worker.evaluate(1))  # its turn comes after the training
     with pytest.raises(WorkerError, match="the worker was killed by SIGKILL") as caught:
         await asyncio.wait_for(training, PROMPT_SECONDS)
@@ -179,7 +181,7 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
         worker = await WorkerProcess.start(config, "cpu")
         try:
             with pytest.raises(WorkerError, match="norm nan") as caught:
-                await worker.train(0, ENDLESS, 10, lambda progress: None)
+                await worker.train(0, ENDLESS, 10, 0, lambda progress: None)
             assert "in _inner_step" in caught.value.__notes__[0]
             assert (await worker.evaluate(4)).loss > 0
         finally:

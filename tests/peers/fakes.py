@@ -89,7 +89,12 @@ class FakeWorkload:
         self.state = bytes(state)
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         raise NotImplementedError
 
@@ -99,5 +104,5 @@ class FakeWorkload:
     async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
         raise NotImplementedError
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         raise NotImplementedError

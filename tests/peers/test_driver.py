@@ -117,7 +117,12 @@ class FussyWorkload(FakeWorkload):
         self.trained = bytes(SIZE.bytes)
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         await self.may_end_training.wait()
         return Trained(samples, 100, 1.0)
@@ -130,7 +135,7 @@ class FussyWorkload(FakeWorkload):
             raise DilocoPeerError("the weighted values overflow")
         return bytes(len(contributions[0][0]))
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         self.applied.append(bytes(payload))
 
 
@@ -315,7 +320,7 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
         rig, quantized = at_second(), b"trained!" * (SIZE.bytes // 8)
         async with driving(rig, monkeypatch) as (driver, transport):
             driver.workload.trained = quantized
-            driver._carry_out(Train(1, rig.lease, 10))
+            driver._carry_out(Train(1, rig.lease, 10, 0))
             await quiet()
             assert rig.is_in(State.TRAINING)
             driver.workload.may_end_training.set()

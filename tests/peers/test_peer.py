@@ -202,7 +202,7 @@ def test_the_first_leader_gives_itself_a_lease() -> None:
     rig = Rig("a", "bc")
     rig.see(state=PeerState.JOINING)
     effects = rig.tick(5.0)
-    assert of(effects, Train) == [Train(0, (SampleRange(0, 20),), 10)]
+    assert of(effects, Train) == [Train(0, (SampleRange(0, 20),), 10, 0)]
     granted = rig.hear("b", LeaseRequest(position=LOG.position, state_digest=STATE))
     assert sends(granted, LeaseGrant)[0][1].samples == (SampleRange(20, 40),)
 
@@ -223,7 +223,7 @@ def test_a_whole_round_of_a_member() -> None:
     assert sends(rig.tick(), Complete) == [("a", complete)], "it may not have arrived"
     header = rig.next_header()
     assert of(rig.hear("a", Commit(header=header)), Apply) == [Apply(header)]
-    assert of(rig.step(header, OTHER), Train) == [Train(1, rig.lease, 10)]
+    assert of(rig.step(header, OTHER), Train) == [Train(1, rig.lease, 10, header.lineage_tokens)]
     assert rig.peer.state_digest == OTHER
     assert rig.peer.log.last == header
     rig.see()
@@ -275,7 +275,7 @@ def test_who_is_known_to_be_slow_trains_less_of_a_grant(speed: float, steps: int
     rig.do(HeartbeatsSeen((beat("a", LOG, speed=100.0), beat("c", LOG, speed=100.0))))
     rig.tick(5.0)
     grant = LeaseGrant(position=LOG.position, samples=(SampleRange(20, 40),), steps=10)
-    assert of(rig.hear("a", grant), Train) == [Train(0, (SampleRange(20, 40),), steps)]
+    assert of(rig.hear("a", grant), Train) == [Train(0, (SampleRange(20, 40),), steps, 0)]
 
 
 def test_a_round_that_gives_us_another_lease_than_we_want_is_not_ours() -> None:

@@ -128,9 +128,14 @@ class FaultyDriver(Driver):
 
 class UnhurriedWorkload(VectorWorkload):
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
-        trained = await super().train(index, samples, steps, on_progress)
+        trained = await super().train(index, samples, steps, tokens, on_progress)
         await asyncio.sleep(TRAINING_SECONDS)
         return trained
 

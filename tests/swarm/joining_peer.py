@@ -58,13 +58,18 @@ class StillWorkload(VectorWorkload):
         self.frozen = asyncio.Event()
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         if index >= FROZEN:
             await self.frozen.wait()
         if index >= END:
             await asyncio.Event().wait()
-        return await super().train(index, samples, steps, on_progress)
+        return await super().train(index, samples, steps, tokens, on_progress)
 
 
 class OwnNumbers:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from opendiloco.codec import BlockCodec
-from opendiloco.config import OuterOptimizerSection
 from opendiloco.kernels import INT8
+from opendiloco.optimizer_config import OuterOptimizerSection
 from opendiloco.outer import OuterState
 from peers.leases import SampleRange, sample_count
 from peers.state_chunks import digest_of_state
@@ -36,7 +36,12 @@ class VectorWorkload:
         return self.codec.byte_range(first_block, last_block)
 
     async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
     ) -> Trained:
         await self.may_train.wait()
         noise = np.random.default_rng([index, samples[0].start]).standard_normal(self.values).astype(np.float32)
@@ -56,8 +61,8 @@ class VectorWorkload:
     def check(self, blocks: Blocks, first_block: int) -> None:
         self.codec.check(blocks, first_block)
 
-    async def apply(self, payload: Blocks, keeps_work: bool = False) -> None:
-        self.state.apply(self.codec.checked(payload))
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+        self.state.apply(self.codec.checked(payload), index)
 
     async def state_digest(self) -> bytes:
         return self.state.digest()

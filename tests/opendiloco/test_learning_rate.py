@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from opendiloco.config import RunConfig
+from opendiloco.learning_rate import learning_rate_factor
+from opendiloco.optimizer_config import OuterScheduleSection, ScheduleSection
+from peers.errors import ManifestError
+
+
+def factors(schedule: OuterScheduleSection, steps: int) -> list[float]:
+    return [learning_rate_factor(schedule, done) for done in range(1, steps + 1)]
+
+
+def test_it_warms_up_stays_and_decays() -> None:
+    schedule = ScheduleSection(warmup_steps=4, stable_steps=3, decay_steps=5, final_fraction=0.5)
+    expected = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.5]
+    assert factors(schedule, 14) == pytest.approx(expected)
+
+
+def test_a_schedule_may_lack_any_of_its_parts() -> None:
+    stable = ScheduleSection(warmup_steps=0, stable_steps=2, decay_steps=0, final_fraction=0.1)
+    assert factors(stable, 4) == pytest.approx([1, 1, 0.1, 0.1])
+    assert factors(ScheduleSection(warmup_steps=0, stable_steps=0, decay_steps=2), 3) == [0.5, 0, 0]
+
+
+def test_a_decay_has_the_shape_that_it_is_given() -> None:
+    ends = {"warmup_steps": 1, "stable_steps": 1, "decay_steps": 4, "final_fraction": 0.2}
+    sqrt = factors(ScheduleSection.model_validate(ends | {"decay_shape": "sqrt"}), 7)
+    assert sqrt == pytest.approx([1, 1, 0.6, 1 - 0.8 * math.sqrt(0.5), 1 - 0.8 * math.sqrt(0.75), 0.2, 0.2])
+    cosine = factors(ScheduleSection.model_validate(ends | {"decay_shape": "cosine"}), 7)
+    assert cosine == pytest.approx([1, 1, 0.6 + 0.4 * math.sqrt(0.5), 0.6, 0.6 - 0.4 * math.sqrt(0.5), 0.2, 0.2])
+
+
+def test_a_cosine_follows_its_warmup_at_once() -> None:
+    schedule = ScheduleSection(kind="cosine", warmup_steps=2, decay_steps=3, final_fraction=0.5)
+    assert factors(schedule, 6) == pytest.approx([0.5, 1, 0.875, 0.625, 0.5, 0.5])
+
+
+def test_a_constant_one_only_warms_up() -> None:
+    assert factors(ScheduleSection(kind="constant", warmup_steps=4), 6) == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert factors(ScheduleSection(kind="constant", warmup_steps=0), 2) == [1, 1]
+
+
+def test_the_cosine_of_ours_is_the_cosine_to_the_last_bits() -> None:
+    schedule = ScheduleSection(kind="cosine", warmup_steps=0, decay_steps=1000)
+    exact = [(1 + math.cos(math.pi * done / 1000)) / 2 for done in range(1, 1001)]
+    assert factors(schedule, 1000) == pytest.approx(exact, abs=1e-15)
+    assert factors(schedule, 1000)[-1] == 0
+
+
+def test_it_has_these_very_bits_on_every_machine() -> None:
+    """Outer steps multiply by it. The bits were made once; another machine must make the same."""
+    shapes: list[dict[str, Any]] = [
+        {"kind": "cosine", "warmup_steps": 3, "decay_steps": 7},
+        {"warmup_steps": 3, "stable_steps": 0, "decay_steps": 7, "decay_shape": "sqrt"},
+        {"warmup_steps": 3, "stable_steps": 0, "decay_steps": 7, "final_fraction": 0.1},
+    ]
+    bits = [[learning_rate_factor(OuterScheduleSection(**shape), done).hex() for done in (2, 5, 8)] for shape in shapes]
+    assert bits == [
+        ["0x1.5555555555555p-1", "0x1.9f9d07145f6e9p-1", "0x1.818be3ae8245cp-3"],
+        ["0x1.5555555555555p-1", "0x1.dca62353fb7acp-2", "0x1.3d1fc41eed17cp-3"],
+        ["0x1.5555555555555p-1", "0x1.7c57c57c57c58p-1", "0x1.6db6db6db6db6p-2"],
+    ]
+
+
+def test_tokens_are_counted_where_the_keys_say_so() -> None:
+    schedule = ScheduleSection(warmup_tokens=1000, stable_tokens=10**12, decay_tokens=10**12)
+    assert schedule.unit == "tokens"
+    assert schedule.total_steps is None
+    counts = (1, 500, 1000, 1001, 10**12 + 1000, 3 * 10**12 // 2 + 1000, 2 * 10**12 + 1000)
+    assert [learning_rate_factor(schedule, count) for count in counts] == [0.001, 0.5, 1, 1, 1, 0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (
+            {"warmup_steps": 1, "decay_steps": 1},
+            'schedule: kind = "wsd" takes warmup_steps, stable_steps, decay_steps, ',
+        ),
+        (
+            {"kind": "cosine", "warmup_steps": 1, "stable_steps": 2, "decay_steps": 1},
+            'schedule: kind = "cosine" takes ',
+        ),
+        (
+            {"kind": "constant", "warmup_steps": 1, "warmup_tokens": 5},
+            'schedule: kind = "constant" takes warmup_tokens,',
+        ),
+        ({"kind": "constant"}, 'schedule: kind = "constant" takes warmup_steps, and here is none of them; give'),
+        ({"kind": "linear", "warmup_steps": 1}, "schedule.kind = 'linear': not known here. Use 'wsd', 'cosine' or"),
+        (
+            {"kind": "cosine", "warmup_steps": 1, "decay_steps": 1, "decay_shape": "sqrt"},
+            'schedule: decay_shape goes with kind = "wsd", and not with "cosine"; remove it',
+        ),
+        ({"kind": "constant", "warmup_steps": 1}, "the schedule does not say how many steps the run has; give outer_"),
+        ({"kind": "cosine", "warmup_tokens": 1, "decay_tokens": 9}, "the schedule does not say how many steps the run"),
+    ],
+)
+def test_a_schedule_that_is_wrong_is_refused(
+    small_content: dict[str, Any], schedule: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_manifest_content(small_content | {"schedule": schedule})
+    assert str(caught.value).startswith(f"manifest: {said}")
+
+
+def test_the_outer_schedule_goes_by_steps_only(small_content: dict[str, Any]) -> None:
+    outer = {"schedule": {"kind": "constant", "warmup_tokens": 5}}
+    with pytest.raises(
+        ManifestError, match=r"outer_optimizer.schedule.warmup_tokens = 5: unknown key. Did you mean warm"
+    ):
+        RunConfig.from_manifest_content(small_content | {"outer_optimizer": outer})
