@@ -12,30 +12,22 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from opendiloco.config_errors import explain_toml_error, explain_validation_error
+from opendiloco.config_section import (
+    Fraction,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+    Seed,
+    StepCount,
+)
+from opendiloco.data_config import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
 from peers.errors import ManifestError
 from peers.settings import RunSettings, Timing
-
-# The upper bounds are far beyond what makes sense, and keep every number that is made of these within what the wire,
-# fp32 and the clocks can carry.
-Positive = Annotated[int, Field(ge=1, le=1_000_000)]
-StepCount = Annotated[int, Field(ge=0, le=10**12)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
-NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-BYTE_TOKENIZER_SIZE = 259
-"""Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
-
-
-class Section(BaseModel):
-    """One table of `run.toml`: no unknown keys, no silent conversions, no changes afterwards."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -54,39 +46,16 @@ class ModelSection(Section):
         return self
 
 
-class TokenizerSection(Section):
-    """Bytes (256 values and three special tokens), or a pretrained tokenizer's folder or hub name."""
-
-    kind: Literal["bytes", "pretrained"] = "bytes"
-    path: Annotated[str, Field(min_length=1)] | None = None
-
-    @model_validator(mode="after")
-    def check_path(self) -> Self:
-        if (self.kind == "pretrained") != (self.path is not None):
-            raise ValueError('a path goes with kind = "pretrained", and only with it')
-        return self
-
-
-class DataSection(Section):
-    """Where the text comes from: "stdlib" (the source of Python's standard library), a folder, or a hub dataset's name.
-
-    `split` and `column` choose a dataset's rows and their text. `held_out` is the fraction of documents that
-    are never trained on.
-    """
-
-    source: Annotated[str, Field(min_length=1)] = "stdlib"
-    split: str = "train"
-    column: str = "text"
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    shuffle_seed: Seed = 0
-
-
 class TrainingSection(Section):
-    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens."""
+    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens.
+
+    With `document_mask` a token attends within its document only, and no document predicts the next one's beginning.
+    """
 
     inner_steps: Positive
     batch_size: Positive
     sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
+    document_mask: bool = False
     gradient_clip: PositiveFloat = 1.0
 
 

@@ -53,6 +53,8 @@ def _remedy(kind: str, context: dict[str, Any], message: str) -> str:
         "string_pattern_mismatch": "not usable. Use 1 to 40 lower-case letters, digits and dashes.",
         "model_type": "not a table. Write its keys below a line [{path}].",
         "dict_type": "not a table. Write its keys below a line [{path}].",
+        "bool_type": "neither true nor false. Write one of these, without quotes.",
+        "too_long": "too many. Give at most {max_length}.",
         "tuple_type": "not a list. Write its values between square brackets.",
     }
     template = remedies.get(kind)
@@ -71,7 +73,8 @@ def _nearest(key: str, known: list[str]) -> str:
 
 def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     for step in path:
-        model = next(_models_in(model.model_fields[str(step)].annotation))
+        if isinstance(step, str):  # a number is a place in a list of tables
+            model = next(_models_in(model.model_fields[step].annotation))
     return list(model.model_fields)
 
 

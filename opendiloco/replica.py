@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from opendiloco.batches import Batches
 from opendiloco.config import RunConfig
-from opendiloco.data import SampleOrder
 from opendiloco.errors import WorkerError
 from opendiloco.model import layout_of, load_weights, store_weights
 from opendiloco.optimizers import build_inner_optimizer, learning_rate_factor
+from opendiloco.packing import window_loss
+from opendiloco.sample_order import SampleOrder
 from opendiloco.shared_memory import Vector
 from peers.leases import SampleRange, prefix
 from peers.workload import Trained
@@ -63,11 +65,9 @@ class Replica:
         self.load(theta)
         self.model.train()
         batch_size = self._config.training.batch_size
-        numbers = _numbers(lease)[: steps * batch_size]
         losses: list[float] = []
         done = 0
-        while done < len(numbers):
-            batch = numbers[done : done + batch_size]
+        for batch in Batches(self._samples, _numbers(lease)[: steps * batch_size], batch_size):
             losses.append(self._inner_step(batch, index * self._config.training.inner_steps + len(losses)))
             done += len(batch)
             if not after_step(len(losses), losses[-1], done):
@@ -81,7 +81,7 @@ class Replica:
             factor = learning_rate_factor(self._config.schedule, step) * self._rewarmup()
             group["lr"] = settings.learning_rate * factor
         self._optimizer.zero_grad(set_to_none=True)
-        loss = window_loss(self.model, torch.from_numpy(self._samples.read(batch)).to(self._device))
+        loss = window_loss(self.model, torch.from_numpy(batch).to(self._device), self._samples.document_end)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.training.gradient_clip)
         value = loss.item()
@@ -98,15 +98,6 @@ class Replica:
         steps = self._config.inner_optimizer.rewarmup_steps
         self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
         return self._warmed_up / steps if steps else 1.0
-
-
-def window_loss(model: Any, windows: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from those before.
-
-    `windows` has shape (batch, L + 1).
-    """
-    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
 def _numbers(lease: Iterable[SampleRange]) -> NDArray[np.int64]:

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opendiloco.config import RunConfig
-from opendiloco.data import Permutation, SampleOrder, Windows, load_data
+from opendiloco.data import load_data
 from opendiloco.errors import DataError
+from opendiloco.sample_order import Permutation, ShuffledWindows
+from opendiloco.tokenized import Windows
 from opendiloco.tokenizer import ByteTokenizer
 
 
@@ -41,7 +43,7 @@ def test_windows_overlap_by_the_token_that_is_only_predicted_from() -> None:
 
 
 def test_a_sample_depends_on_its_number_alone() -> None:
-    order = SampleOrder(Windows(np.arange(101, dtype=np.uint16), sequence_length=5), seed=9)
+    order = ShuffledWindows(Windows(np.arange(101, dtype=np.uint16), sequence_length=5), seed=9)
     whole = order.read(np.arange(50))
     assert np.array_equal(whole[13:47], order.read(np.arange(13, 47)))
     assert sorted(whole[:20, 0]) == sorted(whole[20:40, 0]) == list(range(0, 100, 5))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendiloco.config import TokenizerSection
+from opendiloco.data_config import TokenizerSection
 from opendiloco.errors import DataError
 from opendiloco.tokenizer import ByteTokenizer, build_tokenizer, byte_symbols
 

@@ -1,0 +1,24 @@
+"""What all tables of `run.toml` are made of: strict sections, and numbers with bounds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# The upper bounds are far beyond what makes sense, and keep every number that is made of these within what the wire,
+# fp32 and the clocks can carry.
+Positive = Annotated[int, Field(ge=1, le=1_000_000)]
+StepCount = Annotated[int, Field(ge=0, le=10**12)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
+NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """One table of `run.toml`: no unknown keys, no silent conversions, no changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
