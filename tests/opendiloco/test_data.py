@@ -160,7 +160,12 @@ def test_a_peer_tokenizes_the_shards_that_its_samples_are_in(
     data = load(small_content, cache, sources=[source], held_out=0.2)
     opened: list[Path] = []
     read_bytes = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: (opened.append(path), read_bytes(path))[1])
+
+    def note(path: Path) -> bytes:
+        opened.append(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", note)
     for _ in range(2):
         data.samples.read(np.arange(43, 57))
         assert len({int(path.stem) % 7 for path in opened}) <= 1, "a lease of 14 samples within a shard of 20"

@@ -7,6 +7,7 @@ the dead, the leavers and the cut off had leased, or trained in vain, is free ag
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 import pytest
@@ -74,6 +75,10 @@ class Ledger:
         )
 
 
+def takes_part(ledger: Ledger, name: str) -> bool:
+    return name in ledger.last.peers
+
+
 def churn(swarm: Swarm, ledger: Ledger, until: int) -> list[str]:
     """Blow after blow until the cursor has passed a sample. Returns what happened."""
     happened: list[str] = []
@@ -88,7 +93,7 @@ def churn(swarm: Swarm, ledger: Ledger, until: int) -> list[str]:
         swarm.run(swarm.random.uniform(0.0, 15.0))
         if swarm.peers[name] not in swarm.living:
             swarm.start(name)
-        assert swarm.run(600.0, until=lambda name=name: name in ledger.last.peers), f"{name} takes part again"
+        assert swarm.run(600.0, until=partial(takes_part, ledger, name)), f"waiting for {name} to take part again"
     raise AssertionError("blows go on for ever")
 
 
