@@ -92,10 +92,11 @@ def _ordered(source: TokenizedSource, config: RunConfig, seed: int) -> tuple[Sou
 
 
 def _check_count(section: SourceSection, config: RunConfig, training: Windows, held_out: Windows) -> None:
+    more = "" if section.shards is None else ", a larger windows_per_shard"
     for part, windows in (("training", training), ("held-out", held_out)):
         if windows.count < config.training.batch_size:
             raise DataError(
                 f"data.source = {section.source!r} has {windows.count} {part} windows of {windows.length} tokens; "
                 f"a batch needs {config.training.batch_size}.",
-                "Give more text, a shorter training.sequence_length, or another data.held_out fraction.",
+                f"Give more text{more}, a shorter training.sequence_length, or another data.held_out fraction.",
             )
