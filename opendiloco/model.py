@@ -43,9 +43,10 @@ def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
     """
     model = _from_path(config.model.path) if config.model.path else _from_config(config, tokenizer)
     _check_size(model, config, tokenizer)
+    model = model.float()
     if config.training.document_mask:
         check_document_mask(model)
-    return model.float()
+    return model
 
 
 def initial_theta(config: RunConfig) -> Vector:
