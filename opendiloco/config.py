@@ -18,13 +18,12 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from opendiloco.config_errors import explain_toml_error, explain_validation_error
 from opendiloco.config_section import NotNegativeFloat, Positive, PositiveFloat, Seconds, Section, Seed
+from opendiloco.data_config import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
 from opendiloco.optimizer_config import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
 from peers.errors import ManifestError
 from peers.settings import RunSettings, Timing
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
-BYTE_TOKENIZER_SIZE = 259
-"""Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
 
 
 class ModelSection(Section):
@@ -50,43 +49,18 @@ class ModelSection(Section):
         return self
 
 
-class TokenizerSection(Section):
-    """Bytes (256 values and three special tokens), or a pretrained tokenizer's folder or hub name."""
-
-    kind: Literal["bytes", "pretrained"] = "bytes"
-    path: Annotated[str, Field(min_length=1)] | None = None
-
-    @model_validator(mode="after")
-    def check_path(self) -> Self:
-        if (self.kind == "pretrained") != (self.path is not None):
-            raise ValueError('a path goes with kind = "pretrained", and only with it')
-        return self
-
-
-class DataSection(Section):
-    """Where the text comes from: "stdlib" (the source of Python's standard library), a folder, or a hub dataset's name.
-
-    `split` and `column` choose a dataset's rows and their text. `held_out` is the fraction of documents that
-    are never trained on.
-    """
-
-    source: Annotated[str, Field(min_length=1)] = "stdlib"
-    split: str = "train"
-    column: str = "text"
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    shuffle_seed: Seed = 0
-
-
 class TrainingSection(Section):
     """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens.
 
     `z_loss` is the weight of the squared log of the softmax's denominator, added to the loss of each token (section 5
     of arXiv 2204.02311, where it is 1e-4); it keeps logits from drifting.
+    With `document_mask` a token attends within its document only, and no document predicts the next one's beginning.
     """
 
     inner_steps: Positive
     batch_size: Positive
     sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
+    document_mask: bool = False
     gradient_clip: PositiveFloat = 1.0
     z_loss: NotNegativeFloat = 0.0
 

@@ -58,6 +58,8 @@ def _remedy(kind: str, context: dict[str, Any], message: str) -> str:
         "model_type": "not a table. Write its keys below a line [{path}].",
         "model_attributes_type": "not a table. Write its keys below a line [{path}].",
         "dict_type": "not a table. Write its keys below a line [{path}].",
+        "bool_type": "neither true nor false. Write one of these, without quotes.",
+        "too_long": "too many. Give at most {max_length}.",
         "tuple_type": "not a list. Write its values between square brackets.",
     }
     template = remedies.get(kind)

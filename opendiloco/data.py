@@ -1,127 +1,102 @@
-"""Tokens, windows, and the run's endless deterministic sample order.
-
-Sample i is window `permutation_e(i mod N)` of epoch e = i div N, where N windows make one pass. A sample number is thus
-all that must be remembered to go on exactly where a peer stopped, and lease ranges that are disjoint within an epoch
-are disjoint in text.
-"""
+"""What a worker reads: training samples by their numbers, and held-out windows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opendiloco.config import RunConfig
-from opendiloco.corpus import read_documents
+from opendiloco.data_config import SourceSection
 from opendiloco.errors import DataError
-from opendiloco.tokenizer import TokenArray, Tokenizer
-
-FEISTEL_ROUNDS = 6
-
-
-class Permutation:
-    """A seeded permutation of 0 … size - 1 in O(1) memory, the same on every machine and numpy version.
-
-    A Feistel network over the next even power of two; values that fall outside are sent through again until they
-    fall inside ("cycle walking"), which keeps it a bijection.
-    """
-
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
-        self._size = size
-        self._half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-        self._mask = np.uint64((1 << int(self._half_bits)) - 1)
-        root = _mix(_mix(np.array([seed], np.uint64)) ^ np.array([epoch], np.uint64))
-        self._keys = _mix(root + np.arange(FEISTEL_ROUNDS).astype(np.uint64))
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each of `positions` is sent; any shape."""
-        values = self._scramble(positions.astype(np.uint64))
-        while np.any(outside := values >= self._size):
-            values[outside] = self._scramble(values[outside])
-        return values.astype(np.int64)
-
-    def _scramble(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        left, right = values >> self._half_bits, values & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._mask)
-        return (left << self._half_bits) | right
+from opendiloco.sample_order import Mixture, SampleOrder, ShuffledShards, ShuffledWindows, Source
+from opendiloco.token_cache import TokenCache
+from opendiloco.tokenized import ShardedWindows, TokenizedSource, Windows
+from opendiloco.tokenizer import Tokenizer
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function (Steele, Lea, Flood 2014): 64 bits in, 64 well mixed bits out, modulo 2^64."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+class HeldOut:
+    """The sources' held-out windows, numbered through from the first source's first on."""
 
+    def __init__(
+        self, parts: Sequence[Windows], mixture: Mixture | None = None, document_end: int | None = None
+    ) -> None:
+        self._parts = parts
+        self._mixture = mixture or Mixture()
+        self._counts = np.array([part.count for part in parts], np.int64)
+        self.document_end = document_end
+        """See `SampleOrder.document_end`."""
 
-class Windows:
-    """Consecutive windows of sequence_length + 1 tokens; each starts at the last token of the one before."""
+    @property
+    def count(self) -> int:
+        """Windows in all sources together."""
+        return int(self._counts.sum())
 
-    def __init__(self, tokens: TokenArray, sequence_length: int) -> None:
-        self._tokens = tokens
-        self.length = sequence_length
-        self.count = max(0, (len(tokens) - 1) // sequence_length)
+    def spread(self, windows: int) -> NDArray[np.int64]:
+        """The numbers of at most so many windows in the mixture's proportions, evenly spread over each source."""
+        enough = int(np.min(self._counts * self._mixture.cycle // self._mixture.shares))
+        sources, places = self._mixture.assign(np.arange(min(windows, enough), dtype=np.int64))
+        wanted = np.bincount(sources, minlength=len(self._parts))
+        starts = np.cumsum(self._counts) - self._counts
+        chosen: NDArray[np.int64] = starts[sources] + places * self._counts[sources] // wanted[sources]
+        return chosen
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids, shape (len(numbers), sequence_length + 1)."""
-        offsets = numbers[:, None] * self.length + np.arange(self.length + 1)
-        tokens: NDArray[np.int64] = self._tokens[offsets].astype(np.int64)
-        return tokens
-
-
-class SampleOrder:
-    """The endless order of training samples over a corpus's windows."""
-
-    def __init__(self, windows: Windows, seed: int) -> None:
-        self._windows = windows
-        self._seed = seed
-
-    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples with these numbers as token ids, shape (len(numbers), sequence_length + 1)."""
-        epochs, positions = np.divmod(numbers, self._windows.count)
-        chosen = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            chosen[here] = Permutation(self._windows.count, self._seed, int(epoch))(positions[here])
-        return self._windows.read(chosen)
+        starts = np.cumsum(self._counts) - self._counts
+        sources = np.searchsorted(starts, numbers, side="right") - 1
+        windows = np.empty((len(numbers), self._parts[0].length + 1), np.int64)
+        for source in np.unique(sources):
+            here = sources == source
+            windows[here] = self._parts[source].read(numbers[here] - starts[source])
+        return windows
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a worker reads: the sample order for training, and the held-out windows in their natural order."""
+    """The sample order for training, and the windows for evaluation."""
 
     samples: SampleOrder
-    held_out: Windows
+    held_out: HeldOut
 
 
-def load_data(config: RunConfig, tokenizer: Tokenizer) -> TrainingData:
-    """Read and tokenize the whole corpus into memory: 2 bytes per token with the byte tokenizer, 4 otherwise.
+def load_data(config: RunConfig, tokenizer: Tokenizer, cache: TokenCache | None = None) -> TrainingData:
+    """Tokenize what a run reads, or open what was tokenized before. Of a source with shards, only the first is read.
 
-    Raises: DataError when either part has less than one batch of windows.
+    Raises: DataError when a source cannot be read, or has less than one batch of windows; MachineError.
     """
-    training, held_out = _tokenize(config, tokenizer)
-    length, batch_size = config.training.sequence_length, config.training.batch_size
+    data, mixture = config.data, Mixture(config.data.shares)
+    end = tokenizer.end if config.training.document_mask else None
+    orders, held_out = list[Source](), list[Windows]()
+    for place, section in enumerate(data.all_sources):
+        source = TokenizedSource(section, data.held_out, tokenizer, cache or TokenCache())
+        order, windows = _ordered(source, config, data.shuffle_seed + place)
+        orders.append(order)
+        held_out.append(windows)
+    return TrainingData(SampleOrder(orders, mixture, end), HeldOut(held_out, mixture, end))
+
+
+def _ordered(source: TokenizedSource, config: RunConfig, seed: int) -> tuple[Source, Windows]:
+    """A source's training samples in their order, and its held-out windows."""
+    section, length = source.section, config.training.sequence_length
+    if section.shards is not None and section.windows_per_shard is not None:
+        shards = ShardedWindows(source, section.shards, section.windows_per_shard, length)
+        _check_count(section, config, shards.shard(0), shards.held_out())
+        return ShuffledShards(shards, seed), shards.held_out()
+    tokens = source.tokens()
+    training, held_out = Windows(tokens.training, length), Windows(tokens.held_out, length)
+    _check_count(section, config, training, held_out)
+    return ShuffledWindows(training, seed), held_out
+
+
+def _check_count(section: SourceSection, config: RunConfig, training: Windows, held_out: Windows) -> None:
+    more = "" if section.shards is None else ", a larger windows_per_shard"
     for part, windows in (("training", training), ("held-out", held_out)):
-        if windows.count < batch_size:
+        if windows.count < config.training.batch_size:
             raise DataError(
-                f"data.source = {config.data.source!r} has {windows.count} {part} windows of {length} tokens; "
-                f"a batch needs {batch_size}.",
-                "Give more text, a shorter training.sequence_length, or another data.held_out fraction.",
+                f"data.source = {section.source!r} has {windows.count} {part} windows of {windows.length} tokens; "
+                f"a batch needs {config.training.batch_size}.",
+                f"Give more text{more}, a shorter training.sequence_length, or another data.held_out fraction.",
             )
-    return TrainingData(SampleOrder(training, config.data.shuffle_seed), held_out)
-
-
-def _tokenize(config: RunConfig, tokenizer: Tokenizer) -> tuple[Windows, Windows]:
-    parts: dict[bool, list[Any]] = {False: [], True: []}
-    end = np.array([tokenizer.end])
-    for document in read_documents(config.data):
-        tokens = tokenizer.encode_document(document.text)
-        parts[document.held_out] += [tokens, end.astype(tokens.dtype)]
-    length = config.training.sequence_length
-    training, held_out = (
-        Windows(np.concatenate(pieces) if pieces else np.empty(0, np.uint16), length) for pieces in parts.values()
-    )
-    return training, held_out

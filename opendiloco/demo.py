@@ -12,11 +12,12 @@ from pathlib import Path
 from opendiloco.agreement import Agreement
 from opendiloco.config import RunConfig
 from opendiloco.control import RunFacts
-from opendiloco.corpus import is_local
+from opendiloco.data_config import STANDARD_LIBRARY
 from opendiloco.demo_processes import Child
 from opendiloco.demo_screen import DemoScreen
 from opendiloco.errors import DemoError, MachineError
 from opendiloco.follower import HELD_OUT_WINDOWS, export_state, fetch_state, make_folder
+from opendiloco.local_sources import local_sources
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run
 from opendiloco.screen import Row, is_finished, row_of
@@ -89,7 +90,7 @@ class _Swarm:
         arguments = ["join", "--plain", "--run", self.run.run_id, "--initial-peer", self.address]
         arguments += ["--identity", str(key_file), "--listen", LOOPBACK]
         arguments += ["--state", str(self.folder / "state")]
-        if is_local(source := self.run.config.data.source):
+        for source in local_sources(self.run.config.data):
             arguments += ["--data", source]
         child = await start_child(name, arguments, self.folder, self.children)
         self.volunteers[identity.peer_id] = _Volunteer(name, child)
@@ -216,7 +217,7 @@ async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWor
     for volunteer in leaving:
         volunteer.child.ask_to_stop()
     facts = await export_state(swarm.run, last, workload, swarm.folder / "model")
-    prompt = "def " if swarm.run.config.data.source == "stdlib" else ""
+    prompt = "def " if swarm.run.config.data.all_sources[0].source == STANDARD_LIBRARY else ""
     sample = prompt + await workload.generate(prompt, SAMPLE_TOKENS)
     for volunteer in leaving:
         await volunteer.child.ended()

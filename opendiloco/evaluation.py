@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from opendiloco.data import Windows
-from opendiloco.replica import window_loss
+from opendiloco.data import HeldOut
+from opendiloco.packing import predicted_tokens, window_loss
 from opendiloco.tokenizer import Tokenizer
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, held_out: Windows, windows: int, batch_size: int) -> tuple[float, int]:
+def held_out_loss(model: Any, held_out: HeldOut, windows: int, batch_size: int) -> tuple[float, int]:
     """Mean loss in nats per token (per byte with the byte tokenizer), and the number of tokens it is a mean of.
 
     At most `windows` windows are read, evenly spread over the held-out text: the same ones at every call.
     """
     model.eval()
     device = next(model.parameters()).device
-    count = min(windows, held_out.count)
-    chosen = np.arange(count, dtype=np.int64) * held_out.count // count
-    total = 0.0
-    for start in range(0, count, batch_size):
+    chosen, end = held_out.spread(windows), held_out.document_end
+    total, tokens = 0.0, 0
+    for start in range(0, len(chosen), batch_size):
         batch = torch.from_numpy(held_out.read(chosen[start : start + batch_size]))
-        total += window_loss(model, batch.to(device)).item() * len(batch)
-    return total / count, count * held_out.length
+        predicted = predicted_tokens(batch, end)
+        total += window_loss(model, batch.to(device), end).item() * predicted
+        tokens += predicted
+    return total / tokens, tokens
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any
 
 from opendiloco.config import RunConfig
 from opendiloco.control import RunFacts
+from opendiloco.data_config import STANDARD_LIBRARY
 from opendiloco.errors import MachineError
 from opendiloco.tokenizer import Tokenizer
 
@@ -30,7 +31,8 @@ def export_model(model: Any, tokenizer: Tokenizer, folder: Path, config: RunConf
 
 def model_card(config: RunConfig, facts: RunFacts) -> str:
     """The README of an exported model: what it is, from which run, how good, and how to load it."""
-    source = "Python's standard library" if config.data.source == "stdlib" else f"`{config.data.source}`"
+    names = [section.source for section in config.data.all_sources]
+    text = ", ".join("Python's standard library" if name == STANDARD_LIBRARY else f"`{name}`" for name in names)
     return f"""\
 ---
 library_name: transformers
@@ -50,7 +52,7 @@ A language model trained by volunteers over the internet with [DiLoCo](https://a
 | peers in the last outer step | {facts.peers} |
 | outer steps, each of up to {config.training.inner_steps} inner steps a peer | {facts.outer_steps} |
 | tokens trained | {facts.tokens:,} |
-| training text | {source} |
+| training text | {text} |
 | held-out loss | {facts.held_out_loss:.4f} nats per token |
 
 ```python

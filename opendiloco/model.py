@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from opendiloco.config import RunConfig, misfit
 from opendiloco.errors import MachineError, first_line
 from opendiloco.layout import Layout
+from opendiloco.packing import check_document_mask
 from opendiloco.shared_memory import Vector
 from opendiloco.tokenizer import Tokenizer, build_tokenizer
 from peers.errors import ManifestError
@@ -39,11 +40,15 @@ def check_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
 def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
     """The run's causal language model in fp32 on the CPU, with its initial weights.
 
-    Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens.
+    Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
+    cannot keep documents apart where it should.
     """
     model = _from_path(config.model.path) if config.model.path else _from_config(config, tokenizer)
     _check_size(model, config, tokenizer)
-    return model.float()
+    model = model.float()
+    if config.training.document_mask:
+        check_document_mask(model)
+    return model
 
 
 def initial_theta(config: RunConfig) -> Vector:

@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from opendiloco.batches import Batches
 from opendiloco.config import RunConfig
-from opendiloco.data import SampleOrder
 from opendiloco.errors import WorkerError
 from opendiloco.learning_rate import learning_rate_factor
 from opendiloco.model import layout_of, load_weights, store_weights
 from opendiloco.moments import Moments
 from opendiloco.optimizer_state import load_moments, step_count, store_moments
 from opendiloco.optimizers import build_inner_optimizer
+from opendiloco.packing import window_loss
+from opendiloco.sample_order import SampleOrder
 from opendiloco.shared_memory import Vector
 from peers.leases import SampleRange, prefix
 from peers.workload import SnapshotError, Trained
@@ -87,11 +89,9 @@ class Replica:
         self.load(theta)
         self.model.train()
         batch_size = self._config.training.batch_size
-        numbers = _numbers(lease)[: steps * batch_size]
         losses: list[float] = []
         done = 0
-        while done < len(numbers):
-            batch = numbers[done : done + batch_size]
+        for batch in Batches(self._samples, _numbers(lease)[: steps * batch_size], batch_size):
             done += len(batch)
             step = index * self._config.training.inner_steps + len(losses)
             losses.append(self._inner_step(batch, step, tokens + done * self._config.training.sequence_length))
@@ -108,8 +108,8 @@ class Replica:
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         self._optimizer.zero_grad(set_to_none=True)
-        windows = torch.from_numpy(self._samples.read(batch)).to(self._device)
-        loss = window_loss(self.model, windows, self._config.training.z_loss)
+        windows = torch.from_numpy(batch).to(self._device)
+        loss = window_loss(self.model, windows, self._samples.document_end, self._config.training.z_loss)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.training.gradient_clip)
         value = loss.item()
@@ -126,16 +126,6 @@ class Replica:
         steps = self._config.inner_optimizer.rewarmup_steps
         self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
         return self._warmed_up / steps if steps else 1.0
-
-
-def window_loss(model: Any, windows: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
-    """Mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from those before.
-
-    `windows` has shape (batch, L + 1). With `z_loss`, so many times the mean of log(sum(exp(logits)))² is added.
-    """
-    logits = model(input_ids=windows[:, :-1], use_cache=False).logits.flatten(0, 1).float()
-    loss = torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten())
-    return loss + z_loss * logits.logsumexp(-1).square().mean() if z_loss else loss
 
 
 def _numbers(lease: Iterable[SampleRange]) -> NDArray[np.int64]:

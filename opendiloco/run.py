@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from opendiloco.config import RunConfig
-from opendiloco.corpus import volunteered
+from opendiloco.local_sources import volunteered
 from peers.errors import SwarmUnreachableError
 from peers.identity import Identity
 from peers.manifest import SignedManifest
@@ -29,9 +30,9 @@ class Run:
         """Raises: ManifestError when the content is no configuration that this version knows."""
         return cls(manifest, RunConfig.from_manifest_content(manifest.values))
 
-    def with_data(self, folder: Path | None) -> Run:
-        """The same run on a volunteer's machine, which reads no local folder but this. Raises: see `volunteered`."""
-        return replace(self, config=self.config.model_copy(update={"data": volunteered(self.config.data, folder)}))
+    def with_data(self, folders: Sequence[Path] = ()) -> Run:
+        """The same run on a volunteer's machine, which reads no local folders but these. Raises: see `volunteered`."""
+        return replace(self, config=self.config.model_copy(update={"data": volunteered(self.config.data, folders)}))
 
     @property
     def run_id(self) -> str:

@@ -11,11 +11,14 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from opendiloco.config import BYTE_TOKENIZER_SIZE, TokenizerSection
+from opendiloco.data_config import BYTE_TOKENIZER_SIZE, TokenizerSection
 from opendiloco.errors import DataError, first_line
 
 BEGIN, END, PADDING = 256, 257, 258
 SPECIAL_TOKENS = {"<|begin|>": BEGIN, "<|end|>": END, "<|padding|>": PADDING}
+
+USUAL_ENDS = frozenset({"<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[EOS]"})
+"""Names under which tokenizers that say no more than their vocabulary have the token that ends a document."""
 
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
@@ -35,6 +38,10 @@ class Tokenizer(Protocol):
     def special(self) -> dict[str, int]:
         """Special ids under the names that a model's config has for them."""
 
+    @property
+    def identity(self) -> str:
+        """The same for two tokenizers only if they encode every text alike."""
+
     def encode_document(self, text: bytes) -> TokenArray:
         """Token ids of one document, without special tokens."""
 
@@ -47,6 +54,7 @@ class ByteTokenizer:
 
     size = BYTE_TOKENIZER_SIZE
     end = END
+    identity = "bytes"
     special: ClassVar[dict[str, int]] = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PADDING}
 
     def encode_document(self, text: bytes) -> TokenArray:
@@ -83,32 +91,67 @@ def byte_symbols() -> list[str]:
 
 
 class PretrainedTokenizer:
-    """A transformers tokenizer from a folder or the hub. Raises: DataError when it cannot be loaded or has no end."""
+    """A transformers tokenizer, and the special token that closes documents: the one named, or the tokenizer's own.
 
-    def __init__(self, path: str) -> None:
-        from transformers import AutoTokenizer
+    Raises: DataError when there is none.
+    """
 
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"tokenizer.path = {path!r} cannot be loaded: {first_line(error)}",
-                "Give a tokenizer's folder or hub name; on a machine without internet, a folder.",
-            ) from error
-        if self._tokenizer.eos_token_id is None:
-            raise DataError(f"tokenizer.path = {path!r} has no end-of-text token.", "Choose a tokenizer with one.")
-        self.size = len(self._tokenizer)
-        self.end = int(self._tokenizer.eos_token_id)
+    def __init__(self, tokenizer: Any, section: TokenizerSection) -> None:
+        self._tokenizer = tokenizer
+        self.end = _end_of(tokenizer, section)
+        if tokenizer.eos_token_id != self.end:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.end)
+        self.size = len(tokenizer)
         self.special = {"eos_token_id": self.end}
 
+    @property
+    def identity(self) -> str:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items()))
+        return f"{type(self._tokenizer).__name__} {self.end} {rules}"
+
     def encode_document(self, text: bytes) -> TokenArray:
-        ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
-        return np.asarray(ids, np.uint32)
+        ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)
+        return np.asarray(ids, np.uint16) if self.size <= 2**16 else np.asarray(ids, np.uint32)
 
     def pretrained(self) -> Any:
         return self._tokenizer
 
 
+def _end_of(tokenizer: Any, section: TokenizerSection) -> int:
+    """The id of the token that closes documents. Raises: DataError when there is none, or several could be meant."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if section.end is not None:
+        candidates = [section.end] if section.end in tokenizer.get_vocab() else []
+    elif tokenizer.eos_token is not None:
+        candidates = [tokenizer.eos_token]
+    else:
+        candidates = [token for token in special if token in USUAL_ENDS]
+    if len(candidates) == 1:
+        return int(tokenizer.convert_tokens_to_ids(candidates[0]))
+    known = f"one of its special tokens: {', '.join(special)}" if special else "a token of its vocabulary"
+    if section.end is not None:
+        raise DataError(f"tokenizer.end = {section.end!r} is no token of {section.path!r}.", f"Name {known}.")
+    raise DataError(
+        f"tokenizer.path = {section.path!r} does not say which token ends a document.", f"Set tokenizer.end to {known}."
+    )
+
+
 def build_tokenizer(section: TokenizerSection) -> Tokenizer:
-    """The run's tokenizer. Raises: DataError."""
-    return ByteTokenizer() if section.path is None else PretrainedTokenizer(section.path)
+    """The run's tokenizer. Raises: DataError when it cannot be loaded, or has no token that ends a document."""
+    if section.path is None:
+        return ByteTokenizer()
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if section.kind == "pretrained":
+            return PretrainedTokenizer(AutoTokenizer.from_pretrained(section.path), section)
+        return PretrainedTokenizer(PreTrainedTokenizerFast(tokenizer_file=section.path), section)
+    except DataError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception
+        wanted = "a tokenizer's folder or hub name" if section.kind == "pretrained" else "a tokenizer.json"
+        raise DataError(
+            f"tokenizer.path = {section.path!r} cannot be loaded: {first_line(error)}",
+            f"Give {wanted} that is there; on a machine without internet, a local one.",
+        ) from error

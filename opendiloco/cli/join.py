@@ -45,8 +45,10 @@ THIS_MACHINE = "this machine"
 @click.option(
     "--data",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
+    multiple=True,
     metavar="FOLDER",
-    help="Train on the text in this folder. Must be given when the run's data.source is a local folder.",
+    help="Train on the text in this folder. Must be given for each of the run's sources that is a local folder, "
+    "in their order.",
 )
 @limit_option("upload", "Send")
 @limit_option("download", "Receive")
@@ -103,7 +105,7 @@ def command(
     announce: tuple[str, ...],
     device: str,
     threads: int,
-    data: Path | None,
+    data: tuple[Path, ...],
     upload_limit: float | None,
     download_limit: float | None,
     state: Path | None,

@@ -74,16 +74,16 @@ def check(config: RunConfig) -> None:
     Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
     no more than a warning.
     """
-    from opendiloco.corpus import is_local
     from opendiloco.errors import DataError
+    from opendiloco.local_sources import local_sources
     from opendiloco.model import check_model
     from opendiloco.optimizers import check_inner_optimizer
     from opendiloco.tokenizer import build_tokenizer
 
     check_inner_optimizer(config.inner_optimizer)
-    source = config.data.source
-    if is_local(source) and not Path(source).exists():
-        logger.warning("data.source = %r is not on this machine; each volunteer names a folder with --data", source)
+    for source in local_sources(config.data):
+        if not Path(source).exists():
+            logger.warning("data.source = %r is not on this machine; each volunteer names a folder with --data", source)
     if config.model.path is not None:
         return
     try:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from opendiloco.config import DataSection, RunConfig
+from opendiloco.config import RunConfig
+from opendiloco.data_config import DataSection
 from opendiloco.model import check_model
 from opendiloco.reference import Reference, Work
 from opendiloco.tokenizer import ByteTokenizer

@@ -55,3 +55,12 @@ def small_content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def small_config(small_content: dict[str, Any]) -> RunConfig:
     return RunConfig.from_manifest_content(small_content)
+
+
+@pytest.fixture
+def own_dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` writes to a folder of the test's own, and asks nobody."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

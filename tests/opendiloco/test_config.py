@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opendiloco.config import RoundsSection, RunConfig
+from opendiloco.data_config import DataSection
 from opendiloco.run import Run
 from peers.errors import ManifestError
 from peers.heartbeat import Heartbeat
@@ -45,7 +48,32 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         ),
         ("model.path", "somewhere", "model: needs either a table [model.config] or a path, and not both"),
         ("model.config.model_type", 3, "model: [model.config] has no model_type; name the architecture"),
-        ("tokenizer", {"kind": "pretrained"}, 'tokenizer: a path goes with kind = "pretrained"'),
+        ("tokenizer", {"kind": "pretrained"}, 'tokenizer: kind = "pretrained" needs a path'),
+        ("tokenizer", {"kind": "file"}, 'tokenizer: kind = "file" needs a path'),
+        ("tokenizer", {"end": "</s>"}, 'tokenizer: a path or an end goes with kind = "pretrained" or "file"'),
+        ("data.sources", [{"source": "a"}], "data: both source and [[data.sources]] are given; write source into"),
+        ("data", {"sources": [{"source": "a", "weihgt": 1}]}, "data.sources.0.weihgt = 1: unknown key. Did you mean w"),
+        ("data", {"sources": [{"source": "a", "weight": 0}]}, "data.sources.0.weight = 0: too small. Use a number abo"),
+        ("data", {"sources": [{"source": ""}]}, "data.sources.0.source = '': empty. Give a name or path."),
+        ("data", {"sources": [{"source": "a"}] * 65}, "data.sources = "),
+        ("data", {"sources": "a"}, "data.sources = 'a': not a list."),
+        (
+            "data",
+            {"sources": [{"source": "a", "streaming": 1}]},
+            "data.sources.0.streaming = 1: neither true nor false",
+        ),
+        (
+            "data",
+            {"sources": [{"source": "a", "shards": 3}]},
+            "data.sources.0: shards and windows_per_shard go togethe",
+        ),
+        ("data", {"sources": [{"source": "stdlib", "streaming": True}]}, 'data.sources.0: source = "stdlib" has no sh'),
+        (
+            "data",
+            {"sources": [{"source": "a", "weight": 0.123457}, {"source": "b"}]},
+            "data: the weights' proportions come true only every 1123457 samples, more than 10000; use rounder weights",
+        ),
+        ("training.document_mask", 1, "training.document_mask = 1: neither true nor false."),
         ("data.held_out", 1.5, "data.held_out = 1.5: too large. Use a number below 1"),
         ("inner_optimizer.learning_rate", float("nan"), "inner_optimizer.learning_rate = nan: "),
         ("inner_optimizer.betas", [0.9, 1.0], "inner_optimizer.betas.1 = 1.0: too large. Use a number below 1"),
@@ -160,3 +188,41 @@ def test_the_timing_has_one_set_of_defaults() -> None:
     assert rounds.grace_seconds == timing.grace
     assert rounds.round_timeout_seconds == timing.round_timeout
     assert rounds.partition_grace_seconds == timing.partition_grace
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ((1,), (1,)),
+        ((2.5,), (1,)),
+        ((0.7, 0.2, 0.1), (7, 2, 1)),
+        ((30, 70), (3, 7)),
+        ((1, 1.5), (2, 3)),
+        ((1e-3, 1), (1, 1000)),
+    ],
+)
+def test_weights_are_whole_shares_in_their_exact_proportions(
+    weights: tuple[float, ...], shares: tuple[int, ...]
+) -> None:
+    sources = [{"source": "stdlib", "weight": weight} for weight in weights]
+    assert DataSection.model_validate({"sources": sources}).shares == shares
+
+
+def test_one_source_has_a_short_form(small_content: dict[str, Any]) -> None:
+    table = {"source": "some/texts", "split": "all", "column": "body"}
+    short, long = (DataSection.model_validate(data) for data in (table, {"sources": [table]}))
+    assert short.all_sources == long.all_sources
+    assert short.shares == long.shares == (1,)
+    assert [section.source for section in DataSection().all_sources] == ["stdlib"]
+    for data in ({}, table, {"sources": [table, {"source": "stdlib", "weight": 3}]}):
+        config = RunConfig.from_manifest_content(small_content | {"data": data})
+        assert RunConfig.from_manifest_content(json.loads(json.dumps(config.to_manifest_content()))) == config
+
+
+def test_what_the_documentation_shows_of_data_is_accepted(small_content: dict[str, Any]) -> None:
+    text = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+    shown = [tomllib.loads(block) for block in re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    configs = [RunConfig.from_manifest_content(small_content | block) for block in shown]
+    assert [section.source for section in configs[0].data.all_sources] == ["stdlib"]
+    assert configs[1].data.shares == (14, 5, 1), "as it says below"
+    assert configs[2].tokenizer.kind == "file"

@@ -1,102 +1,132 @@
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from opendiloco.config import DataSection
-from opendiloco.corpus import is_held_out, is_local, read_documents, volunteered
+from opendiloco.corpus import Document, open_corpus
+from opendiloco.data_config import SourceSection
 from opendiloco.errors import DataError
+
+ROWS = ["one", "zwölf", "drei\nZeilen"]
+
+
+def texts(section: SourceSection, shard: int | None = None) -> list[str]:
+    return [document.text.decode() for document in open_corpus(section).documents(shard)]
+
+
+def source(folder: Path, **keys: Any) -> SourceSection:
+    return SourceSection(source=str(folder), **keys)
+
+
+pytestmark = pytest.mark.usefixtures("own_dataset_cache")
+
+
+def write_rows(folder: Path, kind: str, rows: list[str], name: str = "train") -> None:
+    import pyarrow as pa
+    from pyarrow import csv, feather, parquet
+
+    folder.mkdir(exist_ok=True)
+    path, table = folder / f"{name}.{kind}", pa.table({"body": rows, "number": list(range(len(rows)))})
+    match kind:
+        case "parquet":
+            parquet.write_table(table, path)
+        case "csv":
+            csv.write_csv(table, path)
+        case "arrow":
+            feather.write_feather(table, path, compression="uncompressed")
+        case "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()), encoding="utf-8")
+        case "json":
+            path.write_text(json.dumps(table.to_pylist()), encoding="utf-8")
 
 
 def test_the_default_corpus_is_the_standard_librarys_source() -> None:
-    documents = list(read_documents(DataSection()))
-    texts = {document.text for document in documents}
-    assert (Path(sysconfig.get_path("stdlib")) / "asyncio" / "base_events.py").read_bytes() in texts
+    documents = list(open_corpus(SourceSection(source="stdlib")).documents())
+    assert (Path(sysconfig.get_path("stdlib")) / "asyncio" / "base_events.py").read_bytes() in {
+        document.text for document in documents
+    }
     assert sum(len(document.text) for document in documents) > 5_000_000
-    held_out = sum(len(document.text) for document in documents if document.held_out)
+    held_out = sum(len(document.text) for document in documents if document.is_held_out(0.05))
     assert 0.01 < held_out / sum(len(document.text) for document in documents) < 0.12
-    assert [document.text for document in read_documents(DataSection())] == [document.text for document in documents]
+    assert documents == list(open_corpus(SourceSection(source="stdlib")).documents())
 
 
 def test_a_folder_of_text_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "2.md").write_bytes(b"second \xff")
     (tmp_path / "a.txt").write_bytes(b"first")
+    (tmp_path / "README.md").write_bytes(b"zeroth")
     (tmp_path / "picture.png").write_bytes(b"not text")
-    documents = list(read_documents(DataSection(source=str(tmp_path))))
-    assert [document.text for document in documents] == [b"first", b"second \xff"]
+    documents = list(open_corpus(source(tmp_path)).documents())
+    assert [document.text for document in documents] == [b"zeroth", b"first", b"second \xff"]
 
 
-@pytest.fixture
-def _own_dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
-@pytest.mark.usefixtures("_own_dataset_cache")
-def test_a_folder_of_dataset_files_is_read_through_datasets(tmp_path: Path) -> None:
-    folder = tmp_path / "rows"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text('{"body": "one"}\n{"body": "zwölf"}\n', encoding="utf-8")
-    documents = list(read_documents(DataSection(source=str(folder), column="body")))
-    assert [document.text for document in documents] == [b"one", "zwölf".encode()]
-    with pytest.raises(DataError, match=r"data.column = 'text' is not in .* Choose one of: body"):
-        list(read_documents(DataSection(source=str(folder))))
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "json", "csv", "arrow"])
+def test_a_folder_of_dataset_files_is_read_through_datasets(tmp_path: Path, kind: str, streaming: bool) -> None:
+    write_rows(tmp_path / "rows", kind, ROWS)
+    (tmp_path / "rows" / "README.md").write_text("# Rows\n", encoding="utf-8")  # data sets have one
+    assert texts(source(tmp_path / "rows", column="body", streaming=streaming)) == ROWS
+    with pytest.raises(DataError, match=r"data.column = 'text' is not in .* Choose one of: body, number"):
+        texts(source(tmp_path / "rows", streaming=streaming))
+    with pytest.raises(DataError, match=r"data.column = 'number' of .* has int, not text"):
+        texts(source(tmp_path / "rows", column="number", streaming=streaming))
 
 
-@pytest.mark.usefixtures("_own_dataset_cache")
+def test_splits(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows", "jsonl", ROWS)
+    write_rows(tmp_path / "rows", "jsonl", ["other"], "test")
+    assert texts(source(tmp_path / "rows", column="body", split="test")) == ["other"]
+    assert texts(source(tmp_path / "rows", column="body", split="train[1:]")) == ROWS[1:]
+    with pytest.raises(DataError, match="split 'tset', cannot be loaded"):
+        texts(source(tmp_path / "rows", column="body", split="tset"))
+
+
+def test_a_missing_text_is_an_empty_document(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": null}\n', encoding="utf-8")
+    assert texts(source(tmp_path)) == ["a", ""]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "txt"])
+def test_shards_are_disjoint_and_together_all_there_is(tmp_path: Path, kind: str) -> None:
+    for number in range(7):
+        if kind == "txt":
+            (tmp_path / f"{number}.txt").write_text(str(number), encoding="utf-8")
+        else:
+            write_rows(tmp_path, kind, [f"{number} {row}" for row in range(3)], f"train-{number}")
+    section = source(tmp_path, column="body", shards=3, windows_per_shard=10)
+    shards = [texts(section, shard) for shard in range(3)]
+    assert all(shards)
+    assert sorted(text for shard in shards for text in shard) == sorted(texts(source(tmp_path, column="body")))
+    with pytest.raises(DataError, match=r"data.shards = 8 of .*, which has 7 files") as caught:
+        texts(source(tmp_path, column="body", shards=8, windows_per_shard=10), 0)
+    assert "use 7 shards or fewer" in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_fingerprint_changes_with_a_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"train.{kind}"
+    path.write_text('{"text": "a"}\n', encoding="utf-8")
+    before = open_corpus(source(tmp_path)).fingerprint
+    assert open_corpus(source(tmp_path)).fingerprint == before
+    path.write_text('{"text": "longer"}\n', encoding="utf-8")
+    assert open_corpus(source(tmp_path)).fingerprint != before
+
+
 def test_a_source_that_is_nowhere_is_named_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"data.source = .*empty.* cannot be loaded") as caught:
-        list(read_documents(DataSection(source=str(tmp_path / "empty"))))
+        texts(source(tmp_path / "empty"))
     assert caught.value.exit_code == 7
     assert "stdlib" in caught.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("source", "local"),
-    [
-        ("stdlib", False),
-        ("wikitext", False),
-        ("allenai/c4", False),
-        ("/home/volunteer/letters", True),
-        ("~/letters", True),
-        ("../letters", True),
-        (".ssh", True),
-        ("home/volunteer/letters", True),
-        ("file:///home", True),
-        ("letters", True),  # there is such a folder
-    ],
-)
-def test_what_could_be_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, local: bool
-) -> None:
-    (tmp_path / "letters").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert is_local(source) is local
-
-
-def test_a_volunteer_names_what_may_be_read(tmp_path: Path) -> None:
-    (tmp_path / "public").mkdir()
-    (tmp_path / "public" / "a.txt").write_bytes(b"for all")
-    (tmp_path / "secret.txt").write_bytes(b"for nobody")
-    theirs = DataSection(source=str(tmp_path), held_out=0.2)
-    with pytest.raises(DataError, match="what you have not named is not read") as caught:
-        volunteered(theirs, None)
-    assert caught.value.exit_code == 7
-    assert "--data FOLDER" in caught.value.remedy
-    section = volunteered(theirs, tmp_path / "public")
-    assert section.held_out == 0.2
-    assert [document.text for document in read_documents(section)] == [b"for all"]
-    assert volunteered(DataSection(), None) == DataSection()
-
-
 def test_held_out_is_a_fixed_draw_with_the_given_probability() -> None:
-    names = [f"document {number}".encode() for number in range(4000)]
-    chosen = {name for name in names if is_held_out(name, 0.05)}
+    documents = [Document(b"", f"document {number}".encode()) for number in range(4000)]
+    chosen = {document for document in documents if document.is_held_out(0.05)}
     assert 140 < len(chosen) < 260
-    assert chosen <= {name for name in names if is_held_out(name, 0.1)}
+    assert chosen <= {document for document in documents if document.is_held_out(0.1)}

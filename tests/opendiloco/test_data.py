@@ -6,46 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from opendiloco.config import RunConfig
-from opendiloco.data import Permutation, SampleOrder, Windows, load_data
+from opendiloco.data import HeldOut, TrainingData, load_data
 from opendiloco.errors import DataError
+from opendiloco.sample_order import Mixture
+from opendiloco.token_cache import TokenCache
+from opendiloco.tokenized import Windows
 from opendiloco.tokenizer import ByteTokenizer
 
-
-@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 1000))
-def test_a_permutation_meets_every_window_once(size: int, seed: int, epoch: int) -> None:
-    assert sorted(Permutation(size, seed, epoch)(np.arange(size))) == list(range(size))
-
-
-def test_permutations_are_the_same_on_every_machine_for_ever() -> None:
-    assert Permutation(1000, seed=5, epoch=0)(np.arange(6)).tolist() == [617, 742, 433, 154, 517, 150]
-
-
-def test_seeds_and_epochs_give_unrelated_permutations() -> None:
-    positions = np.arange(4096)
-    orders = [Permutation(4096, seed, epoch)(positions) for seed in (0, 1) for epoch in (0, 1)]
-    for first in range(4):
-        assert np.mean(orders[first] == positions) < 0.01
-        assert abs(np.corrcoef(orders[first], positions)[0, 1]) < 0.06
-        for second in range(first):
-            assert np.mean(orders[first] == orders[second]) < 0.01
-
-
-def test_windows_overlap_by_the_token_that_is_only_predicted_from() -> None:
-    windows = Windows(np.arange(23, dtype=np.uint16), sequence_length=5)
-    assert windows.count == 4
-    assert windows.read(np.array([0, 3])).tolist() == [[0, 1, 2, 3, 4, 5], [15, 16, 17, 18, 19, 20]]
-
-
-def test_a_sample_depends_on_its_number_alone() -> None:
-    order = SampleOrder(Windows(np.arange(101, dtype=np.uint16), sequence_length=5), seed=9)
-    whole = order.read(np.arange(50))
-    assert np.array_equal(whole[13:47], order.read(np.arange(13, 47)))
-    assert sorted(whole[:20, 0]) == sorted(whole[20:40, 0]) == list(range(0, 100, 5))
-    assert whole[:20, 0].tolist() != whole[20:40, 0].tolist()
+END = ByteTokenizer.end
 
 
 def test_documents_end_with_the_end_token_and_held_out_ones_are_never_trained_on(
@@ -75,3 +45,162 @@ def test_too_small_a_corpus(small_content: dict[str, Any], part: str, changes: d
     with pytest.raises(DataError, match=rf"has \d+ {part} windows of 16 tokens; a batch needs") as caught:
         load_data(config, ByteTokenizer())
     assert caught.value.remedy
+
+
+# Mixtures ------------------------------------------------------------------------------------------------------
+def write_letters(folder: Path, letter: str, files: int, size: int = 200) -> dict[str, Any]:
+    """A source whose documents are all of one letter."""
+    folder.mkdir()
+    for number in range(files):
+        (folder / f"{number:03}.txt").write_text(letter * size, encoding="utf-8")
+    return {"source": str(folder)}
+
+
+def load(small_content: dict[str, Any], cache: TokenCache | None = None, **data: Any) -> TrainingData:
+    return load_data(RunConfig.from_manifest_content(small_content | {"data": data}), ByteTokenizer(), cache)
+
+
+def letters(windows: Any) -> str:
+    """The letter that most of each window is of."""
+    return "".join(chr(np.bincount(window[window != END]).argmax()) for window in windows)
+
+
+def test_a_mixture_reads_its_sources_in_proportion(small_content: dict[str, Any], tmp_path: Path) -> None:
+    sources = [
+        write_letters(tmp_path / "a", "a", 60) | {"weight": 0.5},
+        write_letters(tmp_path / "b", "b", 20) | {"weight": 0.3},
+        write_letters(tmp_path / "c", "c", 30) | {"weight": 0.2},
+    ]
+    data = load(small_content, sources=sources, held_out=0.2)
+    read = letters(data.samples.read(np.arange(2000)))
+    for start in (0, 7, 1990):
+        part = read[start : start + 10]
+        assert [part.count(letter) for letter in "abc"] == [5, 3, 2]
+    assert letters(data.samples.read(np.arange(35, 85))) == read[35:85]
+    chosen = letters(data.held_out.read(data.held_out.spread(20)))
+    assert [chosen.count(letter) for letter in "abc"] == [10, 6, 4]
+
+
+def test_sources_of_one_size_are_not_shuffled_alike(small_content: dict[str, Any]) -> None:
+    data = load(small_content, sources=[{"source": "stdlib"}, {"source": "stdlib"}])
+    first, second = data.samples.read(np.arange(0, 40, 2)), data.samples.read(np.arange(1, 40, 2))
+    assert not np.array_equal(first, second)
+
+
+def test_the_short_form_reads_what_a_table_reads(small_content: dict[str, Any]) -> None:
+    source = small_content["data"]["source"]
+    short = load(small_content, source=source, held_out=0.2)
+    long = load(small_content, sources=[{"source": source, "weight": 3}], held_out=0.2)
+    assert np.array_equal(short.samples.read(np.arange(300)), long.samples.read(np.arange(300)))
+
+
+def test_held_out_windows_are_evenly_spread_and_none_is_read_twice() -> None:
+    parts = [Windows(np.arange(start, start + count + 1, dtype=np.uint16), 1) for start, count in ((0, 90), (500, 7))]
+    alone, mixed = HeldOut(parts[:1]), HeldOut(parts, Mixture([3, 1]))
+    assert alone.spread(9).tolist() == list(range(0, 90, 10))
+    assert alone.spread(1000).tolist() == list(range(90))
+    read = mixed.read(mixed.spread(8))[:, 0]
+    assert read.tolist() == [0, 15, 500, 30, 45, 60, 503, 75]
+    for windows in (5, 20, 28, 1000):
+        read = mixed.read(mixed.spread(windows))[:, 0]
+        assert len(set(read)) == len(read) == min(windows, 28), "7 windows are a quarter of 28"
+
+
+# Much text -----------------------------------------------------------------------------------------------------
+def test_what_is_read_from_the_disk_is_what_is_read_from_memory(small_content: dict[str, Any], tmp_path: Path) -> None:
+    data = small_content["data"]
+    in_memory = load(small_content, TokenCache(tmp_path / "unused"), **data)
+    on_disk = [load(small_content, TokenCache(tmp_path / "used", few=0), **data) for _ in range(2)]
+    assert not (tmp_path / "unused").exists()
+    assert len([path for path in (tmp_path / "used").iterdir() if path.is_dir()]) == 1
+    for other in on_disk:
+        assert np.array_equal(in_memory.samples.read(np.arange(500)), other.samples.read(np.arange(500)))
+        chosen = in_memory.held_out.spread(50)
+        assert np.array_equal(in_memory.held_out.read(chosen), other.held_out.read(chosen))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"held_out": 0.3}, {"sources": [{"split": "test"}]}, {"sources": [{"column": "body"}]}],
+)
+def test_tokens_are_kept_apart_by_all_that_determines_them(
+    small_content: dict[str, Any], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    cache, source = TokenCache(tmp_path / "tokens", few=0), write_letters(tmp_path / "a", "a", 60)
+
+    def kept() -> int:
+        return len([path for path in (tmp_path / "tokens").iterdir() if path.is_dir()])
+
+    load(small_content, cache, sources=[source], held_out=0.2)
+    load(small_content, cache, sources=[source], held_out=0.2)
+    assert kept() == 1
+    changed = {"held_out": 0.2} | change | {"sources": [source | change.get("sources", [{}])[0]]}
+    load(small_content, cache, **changed)
+    assert kept() == 2
+    (tmp_path / "a" / "000.txt").write_text("another text", encoding="utf-8")
+    load(small_content, cache, **changed)
+    assert kept() == 3
+
+
+# Shards --------------------------------------------------------------------------------------------------------
+def sharded(folder: Path, few: int = 0) -> tuple[dict[str, Any], TokenCache]:
+    """Seven shards of 20 windows each, of 8 files that have more."""
+    source = write_letters(folder / "text", "x", 0) | {"shards": 7, "windows_per_shard": 20}
+    for number in range(56):
+        name = f"{number % 7}-{number // 7}"
+        (folder / "text" / f"{number:03}.txt").write_text(f"{name} " * 20, encoding="utf-8")
+    return source, TokenCache(folder / "tokens", few)
+
+
+@pytest.mark.parametrize("few", [0, 10**6])
+def test_a_peer_tokenizes_the_shards_that_its_samples_are_in(
+    small_content: dict[str, Any], tmp_path: Path, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, cache = sharded(tmp_path, few)
+    data = load(small_content, cache, sources=[source], held_out=0.2)
+    opened: list[Path] = []
+    read_bytes = Path.read_bytes
+
+    def note(path: Path) -> bytes:
+        opened.append(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", note)
+    for _ in range(2):
+        data.samples.read(np.arange(43, 57))
+        assert len({int(path.stem) % 7 for path in opened}) <= 1, "a lease of 14 samples within a shard of 20"
+    assert len(opened) <= 8
+
+
+def test_an_epoch_of_shards_is_trained_from_few_of_them_at_a_time(
+    small_content: dict[str, Any], tmp_path: Path
+) -> None:
+    source, cache = sharded(tmp_path)
+    data = load(small_content, cache, sources=[source], held_out=0.2)
+    epochs = [np.concatenate([data.samples.read(np.array([n])) for n in range(e, e + 140)]) for e in (0, 140)]
+    assert np.unique(epochs[0], axis=0).tolist() == np.unique(epochs[1], axis=0).tolist()
+    assert epochs[0].tolist() != epochs[1].tolist()
+    kept = [path for path in (tmp_path / "tokens").iterdir() if path.is_dir()]
+    assert len(kept) == 4, "of seven"
+    again = load(small_content, cache, sources=[source], held_out=0.2)
+    assert np.array_equal(again.samples.read(np.arange(140)), epochs[0])
+
+
+def test_no_document_that_is_held_out_is_trained_on_in_any_shard(small_content: dict[str, Any], tmp_path: Path) -> None:
+    source, cache = sharded(tmp_path)
+    for number in range(56):
+        (tmp_path / "text" / f"{number:03}.txt").write_text(chr(200 + number) * 100, encoding="utf-8")
+    data = load(small_content, cache, sources=[source], held_out=0.2)
+    held_out = {tuple(window) for window in data.held_out.read(np.arange(data.held_out.count)) if END not in window}
+    trained = {tuple(window) for window in data.samples.read(np.arange(140)) if END not in window}
+    assert held_out
+    assert not held_out & trained
+
+
+def test_a_shard_without_a_window(small_content: dict[str, Any], tmp_path: Path) -> None:
+    source, cache = sharded(tmp_path)
+    for number in range(3, 56, 7):
+        (tmp_path / "text" / f"{number:03}.txt").write_text("", encoding="utf-8")
+    data = load(small_content, cache, sources=[source], held_out=0.2)
+    with pytest.raises(DataError, match=r"shard 3 of data.source = .* has not one window of 16 tokens"):
+        data.samples.read(np.arange(140))

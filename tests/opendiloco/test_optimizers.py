@@ -21,7 +21,7 @@ from opendiloco.data import load_data
 from opendiloco.model import build_model
 from opendiloco.optimizer_config import AdamWSection, InnerOptimizerSection
 from opendiloco.optimizers import build_inner_optimizer, check_inner_optimizer
-from opendiloco.replica import window_loss
+from opendiloco.packing import window_loss
 from opendiloco.tokenizer import ByteTokenizer
 from peers.errors import ManifestError
 

@@ -11,7 +11,8 @@ from opendiloco.config import RunConfig
 from opendiloco.data import load_data
 from opendiloco.errors import WorkerError
 from opendiloco.model import build_model
-from opendiloco.replica import Replica, window_loss
+from opendiloco.packing import window_loss
+from opendiloco.replica import Replica
 from opendiloco.shared_memory import Vector
 from opendiloco.tokenizer import ByteTokenizer
 from peers.leases import SampleRange
@@ -123,7 +124,7 @@ def test_the_z_loss_is_added_where_it_is_wanted() -> None:
     entropy = (log_z[0] - 1.0 + log_z[1] - 0.5) / 2
     assert window_loss(Fixed(), windows).item() == pytest.approx(entropy)
     wanted = entropy + 0.1 * (log_z[0] ** 2 + log_z[1] ** 2) / 2
-    assert window_loss(Fixed(), windows, 0.1).item() == pytest.approx(wanted)
+    assert window_loss(Fixed(), windows, z_loss=0.1).item() == pytest.approx(wanted)
 
 
 def test_training_learns_and_can_be_stopped_after_any_step(small_config: RunConfig) -> None:
@@ -148,3 +149,18 @@ def test_a_loss_that_is_no_number_ends_training(small_content: dict[str, Any]) -
         replica.train(theta, 0, (SampleRange(0, 8),), 4)
     assert caught.value.exit_code == 8
     assert "learning_rate" in caught.value.remedy
+
+
+def test_what_documents_of_a_window_know_of_one_another_is_the_manifests_choice(small_content: dict[str, Any]) -> None:
+    losses = []
+    for mask in (False, True):
+        training = small_content["training"] | {"document_mask": mask, "batch_size": 64, "sequence_length": 32}
+        config = RunConfig.from_manifest_content(small_content | {"training": training})
+        replica, theta = make_replica(config)
+        windows = torch.from_numpy(load_data(config, ByteTokenizer()).samples.read(np.arange(64)))
+        assert (windows == ByteTokenizer.end).any()
+        with torch.no_grad():
+            expected = window_loss(replica.model, windows, ByteTokenizer.end if mask else None).item()
+        losses.append(replica.train(theta, 0, (SampleRange(0, 64),), 1).loss)
+        assert losses[-1] == expected
+    assert losses[0] != losses[1]

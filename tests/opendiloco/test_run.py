@@ -36,12 +36,12 @@ def test_what_the_protocol_gets(small_config: RunConfig) -> None:
 
 def test_a_volunteers_folder_changes_what_is_read_and_nothing_else(small_config: RunConfig, tmp_path: Path) -> None:
     run = Run.sign(small_config, Identity.generate())
-    here = run.with_data(tmp_path)
+    here = run.with_data([tmp_path])
     assert here.config.data == small_config.data.model_copy(update={"source": str(tmp_path)})
     assert here.config.training == small_config.training
     assert (here.manifest, here.settings) == (run.manifest, run.settings)
     with pytest.raises(DataError, match=r"data\.source"):
-        run.with_data(None)  # its source is a folder
+        run.with_data()  # its source is a folder
 
 
 def test_the_network_gives_it_back(small_config: RunConfig) -> None:

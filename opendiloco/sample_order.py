@@ -1,0 +1,179 @@
+"""The run's endless deterministic sample order: which window of which source a sample number is.
+
+A mixture deals sample numbers to its sources, in exact proportions. The p-th sample of a source with N windows is
+window `permutation_e(p mod N)` of epoch e = p div N. A sample number is thus all that must be remembered to go on
+exactly where a peer stopped, and lease ranges that are disjoint within an epoch are disjoint in text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FEISTEL_ROUNDS = 6
+
+Numbers = NDArray[np.int64]
+
+
+class Permutation:
+    """A seeded permutation of 0 … size - 1 in O(1) memory, the same on every machine and numpy version.
+
+    A Feistel network over the next even power of two; values that fall outside are sent through again until they
+    fall inside ("cycle walking"), which keeps it a bijection.
+    """
+
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        self._size = size
+        self._half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+        self._mask = np.uint64((1 << int(self._half_bits)) - 1)
+        root = _mix(_mix(np.array([seed], np.uint64)) ^ np.array([epoch], np.uint64))
+        self._keys = _mix(root + np.arange(FEISTEL_ROUNDS).astype(np.uint64))
+
+    def __call__(self, positions: Numbers) -> Numbers:
+        """Where each of `positions` is sent; any shape."""
+        values = self._scramble(positions.astype(np.uint64))
+        while np.any(outside := values >= self._size):
+            values[outside] = self._scramble(values[outside])
+        return values.astype(np.int64)
+
+    def _scramble(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = values >> self._half_bits, values & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key) & self._mask)
+        return (left << self._half_bits) | right
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's output function (Steele, Lea, Flood 2014): 64 bits in, 64 well mixed bits out, modulo 2^64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class Mixture:
+    """Deals numbers to sources in exact proportions: of any sum(shares) numbers in a row, source s gets shares[s].
+
+    Within such a cycle each number goes to the source that is furthest behind its share (smooth weighted round robin),
+    so that in any stretch of numbers no source has much more or less than it should.
+    """
+
+    def __init__(self, shares: Sequence[int] = (1,)) -> None:
+        self.shares = np.array(shares, np.int64)
+        self.cycle = int(self.shares.sum())
+        self._source = np.empty(self.cycle, np.int64)
+        self._place = np.empty(self.cycle, np.int64)  # among its source's numbers of the cycle
+        behind, dealt = np.zeros_like(self.shares), np.zeros_like(self.shares)
+        for number in range(self.cycle):
+            behind += self.shares
+            source = int(np.argmax(behind))
+            behind[source] -= self.cycle
+            self._source[number], self._place[number] = source, dealt[source]
+            dealt[source] += 1
+
+    def assign(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """For each number its source, and how many of that source's numbers come before it; both of the same shape."""
+        cycles, places = np.divmod(numbers, self.cycle)
+        sources = self._source[places]
+        return sources, cycles * self.shares[sources] + self._place[places]
+
+
+class Source(Protocol):
+    """One source's endless order of windows."""
+
+    def read(self, positions: Numbers) -> Numbers:
+        """The windows at these positions as token ids, shape (len(positions), sequence_length + 1)."""
+
+
+class Windowed(Protocol):
+    """Windows that are there: `count` of them."""
+
+    @property
+    def count(self) -> int: ...
+
+    def read(self, numbers: Numbers) -> Numbers: ...
+
+
+class Shards(Protocol):
+    """Windows by the shard, each read when it is needed. Short shards, or none, give fewer windows than they should."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def windows_per_shard(self) -> int: ...
+
+    def shard(self, number: int) -> Windowed: ...
+
+
+class ShuffledWindows:
+    """Epoch after epoch of a source's windows, each a permutation of its own."""
+
+    def __init__(self, windows: Windowed, seed: int) -> None:
+        self._windows = windows
+        self._seed = seed
+
+    def read(self, positions: Numbers) -> Numbers:
+        epochs, places = np.divmod(positions, self._windows.count)
+        chosen = np.empty_like(places)
+        for epoch, here in _groups(epochs):
+            chosen[here] = Permutation(self._windows.count, self._seed, epoch)(places[here])
+        return self._windows.read(chosen)
+
+
+class ShuffledShards:
+    """Epoch after epoch of a source's shards in permuted order, and within each shard its windows in permuted order.
+
+    Neighbouring positions are thus mostly in one shard: who has a lease needs few of them. A shard with fewer windows
+    than it should have repeats its own.
+    """
+
+    def __init__(self, shards: Shards, seed: int) -> None:
+        self._shards = shards
+        self._seed = seed
+
+    def read(self, positions: Numbers) -> Numbers:
+        parts: list[tuple[NDArray[np.bool_], Numbers]] = []
+        visits, places = np.divmod(positions, self._shards.windows_per_shard)
+        for visit, here in _groups(visits):  # the v-th visit to a shard, counted over all epochs
+            epoch, place = divmod(visit, self._shards.count)
+            number = int(Permutation(self._shards.count, self._seed, epoch)(np.array([place]))[0])
+            windows = self._shards.shard(number)
+            chosen = Permutation(self._shards.windows_per_shard, self._seed, visit)(places[here])
+            parts.append((here, windows.read(chosen % windows.count)))
+        return _together(len(positions), parts)
+
+
+class SampleOrder:
+    """The endless order of a run's training samples."""
+
+    def __init__(self, sources: Sequence[Source], mixture: Mixture, document_end: int | None = None) -> None:
+        self._sources = sources
+        self._mixture = mixture
+        self.document_end = document_end
+        """The token that closes a document, where attention and loss stay within documents."""
+
+    def read(self, numbers: Numbers) -> Numbers:
+        """The samples with these numbers as token ids, shape (len(numbers), sequence_length + 1)."""
+        sources, positions = self._mixture.assign(numbers)
+        parts = [(here, self._sources[source].read(positions[here])) for source, here in _groups(sources)]
+        return _together(len(numbers), parts)
+
+
+def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    """Each different key, and where it is."""
+    for key in np.unique(keys):
+        yield int(key), keys == key
+
+
+def _together(count: int, parts: Sequence[tuple[NDArray[np.bool_], Numbers]]) -> Numbers:
+    """Windows that were read by parts, in the order in which they were asked for."""
+    if len(parts) == 1:
+        return parts[0][1]
+    windows = np.empty((count, parts[0][1].shape[1]), np.int64)
+    for here, read in parts:
+        windows[here] = read
+    return windows

@@ -1,0 +1,119 @@
+"""A manifest's author chooses none of a volunteer's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opendiloco.corpus import open_corpus
+from opendiloco.data_config import DataSection, SourceSection
+from opendiloco.errors import DataError
+from opendiloco.local_sources import check_files, is_local, local_sources, volunteered
+
+pytestmark = pytest.mark.usefixtures("own_dataset_cache")
+
+
+@pytest.mark.parametrize(
+    ("source", "local"),
+    [
+        ("stdlib", False),
+        ("wikitext", False),
+        ("allenai/c4", False),
+        ("/home/volunteer/letters", True),
+        ("~/letters", True),
+        ("../letters", True),
+        (".ssh", True),
+        ("home/volunteer/letters", True),
+        ("file:///home", True),
+        ("letters", True),  # there is such a folder
+    ],
+)
+def test_what_could_be_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, local: bool
+) -> None:
+    (tmp_path / "letters").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert is_local(source) is local
+
+
+def test_a_volunteer_names_what_may_be_read(tmp_path: Path) -> None:
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public" / "a.txt").write_bytes(b"for all")
+    (tmp_path / "secret.txt").write_bytes(b"for nobody")
+    theirs = DataSection(source=str(tmp_path), held_out=0.2)
+    with pytest.raises(DataError, match="what you have not named is not read") as caught:
+        volunteered(theirs)
+    assert caught.value.exit_code == 7
+    assert "--data FOLDER" in caught.value.remedy
+    section = volunteered(theirs, [tmp_path / "public"])
+    assert section.held_out == 0.2
+    assert [document.text for document in open_corpus(section.all_sources[0]).documents()] == [b"for all"]
+    assert volunteered(DataSection()) == DataSection()
+    assert volunteered(DataSection(), [tmp_path]).all_sources[0].source == str(tmp_path), "if there is only one"
+
+
+def mixture(*sources: str) -> DataSection:
+    tables: list[Any] = [{"source": source, "weight": 1 + place} for place, source in enumerate(sources)]
+    return DataSection.model_validate({"sources": tables})
+
+
+def test_every_local_source_of_a_mixture_is_replaced_by_a_folder_that_was_named(tmp_path: Path) -> None:
+    theirs = mixture("/etc", "allenai/c4", "/root", "stdlib")
+    assert local_sources(theirs) == ["/etc", "/root"]
+    ours = volunteered(theirs, [tmp_path / "a", tmp_path / "b"])
+    assert [one.source for one in ours.all_sources] == [
+        str(tmp_path / "a"),
+        "allenai/c4",
+        str(tmp_path / "b"),
+        "stdlib",
+    ]
+    assert ours.shares == theirs.shares == (1, 2, 3, 4)
+    for folders in ([], [tmp_path], [tmp_path] * 3):
+        with pytest.raises(
+            DataError, match=r"2 local sources, '/etc', '/root', and --data is given \d times"
+        ) as caught:
+            volunteered(theirs, folders)
+        assert "in this order" in caught.value.remedy
+
+
+def test_a_mixture_without_local_sources_takes_no_folder(tmp_path: Path) -> None:
+    assert volunteered(mixture("stdlib", "allenai/c4")) == mixture("stdlib", "allenai/c4")
+    with pytest.raises(DataError, match="none of the run's sources is local"):
+        volunteered(mixture("stdlib", "allenai/c4"), [tmp_path])
+
+
+HUB = "hf://datasets/some/texts@0123abc/"
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/home/volunteer/.ssh/id", "file:///etc/passwd", "http://10.0.0.1/", "s3://bucket/a", f"{HUB}a.zip::/etc/passwd"],
+)
+def test_a_data_set_on_the_hub_is_made_of_files_on_the_hub(file: str) -> None:
+    check_files("some/texts", [f"{HUB}train.parquet"])
+    with pytest.raises(DataError, match="not a file of its own"):
+        check_files("some/texts", [f"{HUB}train.parquet", file])
+
+
+@pytest.mark.parametrize("name", ["text", "json", "parquet"])
+def test_a_format_is_no_data_set(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` takes such a name for all files in the working directory."""
+    (tmp_path / "secret.txt").write_text("for nobody", encoding="utf-8")
+    (tmp_path / "secret.json").write_text('{"text": "for nobody"}', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"not a file of its own|cannot be loaded"):
+        open_corpus(SourceSection(source=name))
+
+
+@pytest.mark.parametrize("elsewhere", ["{secret}", "../secret.jsonl"])
+def test_a_folders_readme_names_no_files_elsewhere(elsewhere: str, tmp_path: Path) -> None:
+    secret, folder = tmp_path / "secret.jsonl", tmp_path / "folder"
+    secret.write_text('{"text": "for nobody"}\n', encoding="utf-8")
+    folder.mkdir()
+    files = elsewhere.format(secret=secret)
+    readme = f"---\nconfigs:\n- config_name: default\n  data_files: {files}\n---\n"
+    (folder / "README.md").write_text(readme, encoding="utf-8")
+    with pytest.raises(DataError, match=r"would read .*secret\.jsonl, which is not a file of its own"):
+        open_corpus(SourceSection(source=str(folder)))

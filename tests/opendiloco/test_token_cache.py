@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import fcntl
+import logging
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opendiloco.errors import MachineError
+from opendiloco.token_cache import Piece, TokenCache, Tokens, default_cache_folder
+
+KEY = "0123abc"
+
+
+class Text:
+    """Two documents for training and one held out, of `size` tokens each; counts how often it is read."""
+
+    def __init__(self, size: int = 100) -> None:
+        self._size = size
+        self.times_read = 0
+
+    def __call__(self) -> Iterator[Piece]:
+        self.times_read += 1
+        for number, held_out in enumerate((False, True, False)):
+            yield held_out, np.full(self._size, 1000 * number, np.uint16)
+
+
+def assert_is_whole(tokens: Tokens) -> None:
+    assert tokens.training.tolist() == [0] * 100 + [2000] * 100
+    assert tokens.held_out.tolist() == [1000] * 100
+
+
+def test_few_tokens_stay_in_memory(tmp_path: Path) -> None:
+    cache, text = TokenCache(tmp_path / "tokens", few=300), Text()
+    for time in (1, 2):
+        assert_is_whole(cache.tokens(KEY, np.uint16, text))
+        assert text.times_read == time
+    assert not (tmp_path / "tokens").exists()
+
+
+@pytest.mark.parametrize("few", [0, 99, 250])
+def test_many_are_tokenized_once_and_mapped_from_the_disk(tmp_path: Path, few: int) -> None:
+    text = Text()
+    for _ in range(3):
+        tokens = TokenCache(tmp_path / "tokens", few).tokens(KEY, np.uint16, text)
+        assert_is_whole(tokens)
+        assert isinstance(tokens.training, np.memmap)
+    assert text.times_read == 1
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [KEY, f"{KEY}.lock"]
+    TokenCache(tmp_path / "tokens", few).tokens("another", np.uint16, text)
+    assert text.times_read == 2
+
+
+def test_a_part_may_be_empty(tmp_path: Path) -> None:
+    cache = TokenCache(tmp_path, few=0)
+    for _ in range(2):
+        tokens = cache.tokens(KEY, np.uint32, lambda: iter([(False, np.arange(70_000, 70_010, dtype=np.uint32))]))
+        assert tokens.training.tolist() == list(range(70_000, 70_010))
+        assert tokens.held_out.size == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("training", b"\0" * 400),
+        ("training", b"\0"),
+        ("training", None),
+        ("held_out", b""),
+        ("about.json", b"{"),
+        ("about.json", b"{}"),
+        ("about.json", b'{"dtype": "<f8", "digests": {}}'),
+        ("about.json", b"[1]"),
+        ("about.json", b'"\xff"'),
+        ("about.json", None),
+    ],
+)
+def test_what_is_damaged_is_tokenized_again(
+    tmp_path: Path, file: str, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, text = TokenCache(tmp_path, few=0), Text()
+    cache.tokens(KEY, np.uint16, text)
+    if content is None:
+        (tmp_path / KEY / file).unlink()
+    else:
+        (tmp_path / KEY / file).write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert_is_whole(cache.tokens(KEY, np.uint16, text))
+    assert content is None or "are damaged" in caplog.text
+    assert_is_whole(cache.tokens(KEY, np.uint16, text))
+    assert text.times_read == 2
+
+
+def test_who_is_killed_while_writing_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    partial = tmp_path / f"{KEY}.partial"
+    partial.mkdir()
+    (partial / "training").write_bytes(b"half")
+    cache, text = TokenCache(tmp_path, few=0), Text()
+    assert_is_whole(cache.tokens(KEY, np.uint16, text))
+    assert not partial.exists()
+
+
+def test_a_text_that_cannot_be_read_to_its_end_is_not_kept(tmp_path: Path) -> None:
+    def breaks_off() -> Iterator[Piece]:
+        yield from Text()()
+        raise MachineError("unplugged", "")
+
+    with pytest.raises(MachineError, match="unplugged"):
+        TokenCache(tmp_path, few=0).tokens(KEY, np.uint16, breaks_off)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.lock"]
+    assert_is_whole(TokenCache(tmp_path, few=0).tokens(KEY, np.uint16, Text()))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match="for tokens cannot be written") as caught:
+        TokenCache(tmp_path / "file" / "tokens", few=0).tokens(KEY, np.uint16, Text())
+    assert "XDG_CACHE_HOME" in caught.value.remedy
+
+
+def tokenize(folder: Path, reads: multiprocessing.connection.Connection) -> None:
+    text = Text()
+    assert_is_whole(TokenCache(folder, few=0).tokens(KEY, np.uint16, text))
+    reads.send(text.times_read)
+
+
+def test_processes_that_need_the_same_tokens_wait_for_the_first(tmp_path: Path) -> None:
+    """Each reads until it sees that there is much; who comes second then finds it written."""
+    processes, pipes = [], []
+    context = multiprocessing.get_context("spawn")
+    with (tmp_path / f"{KEY}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for _ in range(2):
+            receiver, sender = context.Pipe(duplex=False)
+            processes.append(context.Process(target=tokenize, args=(tmp_path, sender)))
+            pipes.append(receiver)
+            processes[-1].start()
+    try:
+        assert all(pipe.poll(60) for pipe in pipes), "waiting for both to have their tokens"
+        assert sorted(path.name for path in tmp_path.iterdir()) == [KEY, f"{KEY}.lock"]
+    finally:
+        for process in processes:
+            process.join(30)
+            process.kill()
+
+
+def test_shards_that_were_not_needed_for_long_are_removed_while_who_reads_them_reads_on(tmp_path: Path) -> None:
+    cache = TokenCache(tmp_path, few=0)
+    shards = [cache.tokens(f"{KEY}-{number}", np.uint16, Text()) for number in range(5)]
+    cache.tokens("another-1", np.uint16, Text())
+    cache.drop_all_but(f"{KEY}-", 2)
+    left = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert left == [f"{KEY}-3", f"{KEY}-4", "another-1"]
+    for tokens in shards:
+        assert_is_whole(tokens)
+    shutil.rmtree(tmp_path)
+    cache.drop_all_but(KEY, 2)
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_folder() == tmp_path / "diloco-peer" / "tokens"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_folder() == Path.home() / ".cache" / "diloco-peer" / "tokens"
