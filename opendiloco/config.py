@@ -82,12 +82,18 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens."""
+    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens.
+
+    `precision` is that of the forward and backward pass; weights and moments are fp32. `gradient_reduction` is that
+    in which a machine's workers sum their gradients.
+    """
 
     inner_steps: Positive
     batch_size: Positive
     sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
     gradient_clip: PositiveFloat = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    gradient_reduction: Literal["fp32", "bf16"] = "fp32"
 
 
 class InnerOptimizerSection(Section):

@@ -1,4 +1,4 @@
-"""The peer process's handle on its worker. Knows no torch; speaks the control protocol.
+"""The peer process's handle on one worker process. Knows no torch; speaks the control protocol.
 
 The worker's death is noticed at once, since its end of the control channel closes with it.
 """
@@ -13,38 +13,14 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
-from opendiloco.config import RunConfig
-from opendiloco.control import (
-    LINE_LIMIT,
-    Configure,
-    Configured,
-    Evaluate,
-    Evaluated,
-    Export,
-    Exported,
-    Failed,
-    Generate,
-    Generated,
-    Message,
-    Reply,
-    RunFacts,
-    StopTraining,
-    Train,
-    TrainingDone,
-    TrainingProgress,
-    parse_reply,
-)
-from opendiloco.errors import DataError, MachineError, WorkerError
-from opendiloco.shared_memory import SharedVectors, create_memory_file
+from opendiloco.control import LINE_LIMIT, Failed, Message, Reply, TrainingProgress, parse_reply
+from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
 from peers.errors import DilocoPeerError, ManifestError
-from peers.leases import SampleRange
 from peers.signals import signals_held_back
-from peers.workload import Progress, Trained
 
 OUTPUT_LINES_KEPT = 20
 CLOSE_SECONDS = 2.0
@@ -52,152 +28,85 @@ CLOSE_SECONDS = 2.0
 Answer = TypeVar("Answer", bound=Message)
 
 EXPECTED_ERRORS: dict[str, type[DilocoPeerError]] = {
-    error.__name__: error for error in (DataError, MachineError, ManifestError, WorkerError)
+    error.__name__: error for error in (DataError, DeviceMemoryError, MachineError, ManifestError, WorkerError)
 }
 
 
+class UnexpectedWorkerError(WorkerError):
+    """The worker failed in a way that none of ours describes."""
+
+
 class WorkerProcess:
-    """A running, configured worker. Made by `start`; `close` ends it. Requests queue up behind one another."""
+    """A running worker. Made by `start`; `close` ends it. One request at a time."""
 
-    vectors: SharedVectors
-    tokens_per_sample: int
-    device: str
-
-    def __init__(self, process: asyncio.subprocess.Process, memory_descriptor: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._memory_descriptor = memory_descriptor
-        self._turn = asyncio.Lock()
         self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         self._death: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
-        self._trainings = 0
         self._output: deque[str] = deque(maxlen=OUTPUT_LINES_KEPT)
         self._tasks: list[asyncio.Task[None]] = []
-        self._requests: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks only weakly
 
     @classmethod
-    async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> WorkerProcess:
-        """Start a worker and have it build model and data: seconds, mostly imports.
-
-        Raises: MachineError, DataError, ManifestError, or WorkerError when it dies meanwhile.
-        """
+    async def start(cls, memory: int, threads: int, listener: int | None = None) -> WorkerProcess:
+        """Start a worker that inherits these descriptors: of the shared memory, and of the socket to meet at."""
         ours, theirs = socket.socketpair()
-        memory_descriptor = create_memory_file()
         with theirs:
-            process = await _spawn(theirs.fileno(), memory_descriptor, threads)
-        worker = cls(process, memory_descriptor)
+            worker = cls(await _spawn(theirs.fileno(), memory, threads, listener))
         try:
             await worker._listen(ours)
-            await worker._configure(config, device, threads)
         except BaseException:
-            await worker.close()
+            worker.kill()
             raise
         return worker
 
-    async def train(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
-    ) -> Trained:
-        """Train and publish into `vectors.local`; see `Replica.train`. When cancelled, stops within one inner step.
+    async def exchange(
+        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None]
+    ) -> Answer:
+        """Send a command and wait for its answer. Must not be cancelled, or the next command gets this one's answer.
 
-        Raises: WorkerError when the worker dies or a loss is not finite.
+        Raises: the worker's error as one of ours; WorkerError when it dies.
         """
+        self.write(command)
+        while True:
+            reply = await self._next_reply()
+            if isinstance(reply, TrainingProgress):
+                on_progress(reply)
+            elif isinstance(reply, Failed):
+                raise _rebuild(reply)
+            elif isinstance(reply, answer):
+                return reply
+            else:
+                raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
 
-        wanted = True
-
-        def report(message: TrainingProgress) -> None:
-            if wanted:
-                on_progress(Progress(message.inner_step, message.loss, message.tokens_per_second))
-
-        self._trainings += 1
-        command = Train(number=self._trainings, index=index, samples=samples, steps=steps)
-        request = self._request(command, TrainingDone, report)
-        try:
-            done = await asyncio.shield(request)
-        except asyncio.CancelledError:
-            wanted = False
-            self._write(StopTraining(number=command.number))
-            await asyncio.wait([request])
-            raise
-        return Trained(done.samples, done.tokens, done.loss)
-
-    async def evaluate(self, windows: int) -> Evaluated:
-        """Held-out loss of theta over at most so many windows."""
-        return await self._ask(Evaluate(windows=windows), Evaluated)
-
-    async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
-        """theta's continuation of a prompt."""
-        return (await self._ask(Generate(prompt=prompt, tokens=tokens, seed=seed), Generated)).text
-
-    async def export(self, folder: Path, facts: RunFacts) -> None:
-        """Write theta as a model folder. Raises: MachineError when it cannot be written."""
-        await self._ask(Export(folder=str(folder.absolute()), facts=facts), Exported)
+    def write(self, message: Message) -> None:
+        """What is written to a dead worker is lost without an error; its death is what the caller then waits for."""
+        if not self._writer.is_closing():
+            self._writer.write(message.line())
 
     async def wait_for_death(self) -> WorkerError:
-        """Returns what to raise once the worker is dead; a caller that only waits for `close` cancels this."""
+        """Returns what to raise once the worker is dead."""
         return await asyncio.shield(self._death)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def close(self) -> None:
         """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind."""
-        if self._tasks:
-            self._writer.close()
+        self._writer.close()
         try:
             await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self.kill()
             await self._process.wait()
-        if self._tasks:
-            _, unfinished = await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
-            for task in unfinished:
-                task.cancel()
-        if self._memory_descriptor >= 0:
-            os.close(self._memory_descriptor)
-            self._memory_descriptor = -1
+        _, unfinished = await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        for task in unfinished:
+            task.cancel()
 
     async def _listen(self, ours: socket.socket) -> None:
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
         output = asyncio.create_task(self._read_output())
         self._tasks = [output, asyncio.create_task(self._read_replies(reader, output))]
-
-    async def _configure(self, config: RunConfig, device: str, threads: int) -> None:
-        command = Configure(manifest_content=config.to_manifest_content(), device=device, threads=threads)
-        configured = await self._ask(command, Configured)
-        self.vectors = SharedVectors(self._memory_descriptor, configured.parameters)
-        self.tokens_per_sample = configured.tokens_per_sample
-        self.device = configured.device
-
-    async def _ask(self, command: Message, answer: type[Answer]) -> Answer:
-        return await asyncio.shield(self._request(command, answer, lambda progress: None))
-
-    def _request(
-        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None]
-    ) -> asyncio.Task[Answer]:
-        """A request goes on to its reply even when nobody waits for it any more, so that no reply goes astray."""
-        task = asyncio.create_task(self._exchange(command, answer, on_progress))
-        self._requests.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, request: asyncio.Task[Any]) -> None:
-        """asyncio would print the errors of requests that nobody waits for any more."""
-        self._requests.discard(request)
-        if not request.cancelled():
-            request.exception()
-
-    async def _exchange(
-        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None]
-    ) -> Answer:
-        async with self._turn:
-            self._write(command)
-            while True:
-                reply = await self._next_reply()
-                if isinstance(reply, TrainingProgress):
-                    on_progress(reply)
-                elif isinstance(reply, Failed):
-                    raise _rebuild(reply)
-                elif isinstance(reply, answer):
-                    return reply
-                else:
-                    raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
 
     async def _next_reply(self) -> Reply:
         reply = await self._replies.get()
@@ -205,11 +114,6 @@ class WorkerProcess:
             self._replies.put_nowait(None)
             raise self._death.result()
         return reply
-
-    def _write(self, message: Message) -> None:
-        # What is written to a dead worker is lost without an error; its death is what the caller then waits for.
-        if not self._writer.is_closing():
-            self._writer.write(message.line())
 
     async def _read_replies(self, reader: asyncio.StreamReader, output: asyncio.Task[None]) -> None:
         try:
@@ -239,15 +143,27 @@ class WorkerProcess:
         return WorkerError(f"the worker {how}.{said}", remedy)
 
 
-async def _spawn(control: int, memory: int, threads: int) -> asyncio.subprocess.Process:
-    """The worker sees the same modules as we do, whatever folder we were started in, and prints to a pipe of ours."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(threads)}
+async def _spawn(control: int, memory: int, threads: int, listener: int | None) -> asyncio.subprocess.Process:
+    """The worker sees the same modules as we do, whatever folder we were started in, and prints to a pipe of ours.
+
+    Its collectives stay on the loopback interface.
+    """
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
     command = ["-P", "-m", "opendiloco.worker", "--control", str(control), "--memory", str(memory)]
+    descriptors = [control, memory]
+    if listener is not None:
+        command += ["--listener", str(listener)]
+        descriptors.append(listener)
     with signals_held_back():  # it would be gone before a polite leave could finish the round under way
         return await asyncio.create_subprocess_exec(
             sys.executable,
             *command,
-            pass_fds=(control, memory),
+            pass_fds=descriptors,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -258,9 +174,11 @@ async def _spawn(control: int, memory: int, threads: int) -> asyncio.subprocess.
 def _rebuild(failure: Failed) -> DilocoPeerError:
     """The worker's error as one of ours; unexpected ones as a WorkerError, with the worker's traceback as a note."""
     expected = EXPECTED_ERRORS.get(failure.error)
+    error: DilocoPeerError
     if expected is not None:
         error = expected(failure.message, failure.remedy)
     else:
-        error = WorkerError(f"the worker failed: {failure.error}: {failure.message}.", "This may be a bug; report it.")
+        said = f"the worker failed: {failure.error}: {failure.message}."
+        error = UnexpectedWorkerError(said, "This may be a bug; report it.")
     error.add_note(f"In the worker:\n{failure.traceback}")
     return error

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from opendiloco.config import RunConfig
 from opendiloco.data import load_data
@@ -19,7 +18,7 @@ from peers.leases import SampleRange
 def make_replica(config: RunConfig) -> tuple[Replica, Vector]:
     tokenizer = ByteTokenizer()
     model = build_model(config, tokenizer)
-    replica = Replica(config, model, load_data(config, tokenizer).samples, torch.device("cpu"))
+    replica = Replica(config, model, load_data(config, tokenizer).samples)
     theta = np.empty(replica.layout.size, np.float32)
     replica.store(theta)
     return replica, theta
@@ -81,11 +80,10 @@ def test_training_learns_and_can_be_stopped_after_any_step(small_config: RunConf
     replica, theta = make_replica(small_config)
     seen: list[tuple[int, float, int]] = []
 
-    def stop_at_three(step: int, loss: float, samples: int) -> bool:
+    def note(step: int, loss: float, samples: int) -> None:
         seen.append((step, loss, samples))
-        return step < 3
 
-    trained = replica.train(theta, 0, (SampleRange(0, 20),), 10, stop_at_three)
+    trained = replica.train(theta, 0, (SampleRange(0, 20),), 10, note, lambda: len(seen) == 2)
     assert trained.samples == (SampleRange(0, 6),)
     assert [(step, samples) for step, _, samples in seen] == [(1, 2), (2, 4), (3, 6)]
     assert seen[2][1] < seen[0][1]
