@@ -54,9 +54,9 @@ class Team:
         if self.mesh is None:
             return list(values)
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyones = torch.empty(self.size * len(own), dtype=torch.float64, device=self.device)
-        dist.all_gather_into_tensor(everyones, own)
-        return [sum(column) for column in everyones.view(self.size, -1).T.tolist()]
+        everyones = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everyones, own)
+        return [sum(column) for column in torch.stack(everyones).T.tolist()]
 
     def take_from_first(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor with worker 0's."""

@@ -162,6 +162,9 @@ class WorkerGroup:
         devices = choose_devices(self._options, await self._count_gpus())
         for _ in devices[1:]:
             self._workers.append(await WorkerProcess.start(memory, threads))
+        if len(devices) > 1:
+            for rank, worker in enumerate(self._workers):
+                worker.name = f"worker {rank} of {len(devices)}"
         self._watching = asyncio.create_task(self._watch(self._workers))
         self.device = devices[0] if len(devices) == 1 else f"{len(devices)} x {devices[0].partition(':')[0]}"
         commands = [

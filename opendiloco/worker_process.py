@@ -40,6 +40,7 @@ class WorkerProcess:
     """A running worker. Made by `start`; `close` ends it. One request at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.name = "the worker"
         self._process = process
         self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         self._death: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
@@ -140,7 +141,7 @@ class WorkerProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         said = f" Its last words: {' | '.join(filter(None, self._output))}" if any(self._output) else ""
         remedy = "If the machine ran out of memory, use a smaller batch or another machine; then join again."
-        return WorkerError(f"the worker {how}.{said}", remedy)
+        return WorkerError(f"{self.name} {how}.{said}", remedy)
 
 
 async def _spawn(control: int, memory: int, threads: int, listener: int | None) -> asyncio.subprocess.Process:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,52 @@ def test_a_loss_that_is_no_number_ends_training(small_content: dict[str, Any]) -
         replica.train(theta, 0, (SampleRange(0, 8),), 4)
     assert caught.value.exit_code == 8
     assert "learning_rate" in caught.value.remedy
+
+
+class Stumbling:
+    """A model whose loss is no number at some of its calls, counted from 1."""
+
+    def __init__(self, model: Any, *calls: int) -> None:
+        self.model, self.calls, self.count = model, calls, 0
+        model.register_forward_hook(self)
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        self.count += 1
+        if self.count in self.calls:
+            output.logits = output.logits * math.nan
+
+
+def test_an_inner_step_whose_loss_is_no_number_changes_nothing_and_is_counted(small_config: RunConfig) -> None:
+    lease, losses = (SampleRange(0, 8),), []
+    replica, theta = make_replica(small_config)
+    Stumbling(replica.model, 2, 4)
+    trained = replica.train(theta, 0, lease, 4, lambda step, loss, samples: losses.append((step, loss)))
+    assert (trained.samples, trained.tokens, trained.skipped) == (lease, 8 * 16, 2)
+    assert [step for step, _ in losses] == [1, 3]
+    assert trained.loss == pytest.approx(sum(loss for _, loss in losses) / 2)
+    replica.store(theta)
+    assert np.isfinite(theta).all()
+
+
+def test_training_that_skips_more_than_half_of_its_steps_has_failed(small_config: RunConfig) -> None:
+    replica, theta = make_replica(small_config)
+    Stumbling(replica.model, 1, 2, 4)
+    with pytest.raises(WorkerError, match=r"inner step 3: the loss is nan.* 3 inner steps, more than half"):
+        replica.train(theta, 0, (SampleRange(0, 8),), 4)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 5, 100])
+def test_a_batch_in_parts_is_the_batch_up_to_rounding(small_content: dict[str, Any], micro_batch: int) -> None:
+    training = small_content["training"] | {"batch_size": 5}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    locals_, losses = [], []
+    for size in (None, micro_batch):
+        whole, theta = make_replica(config)
+        replica = Replica(config, whole.model, load_data(config, ByteTokenizer()).samples, micro_batch=size)
+        losses.append(replica.train(theta, 0, (SampleRange(0, 12),), 4).loss)  # the last batch has two windows
+        locals_.append(np.empty_like(theta))
+        replica.store(locals_[-1])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert np.abs(locals_[1] - locals_[0]).max() < 1e-6
+    if micro_batch >= 5:
+        assert np.array_equal(locals_[0], locals_[1])
