@@ -29,6 +29,8 @@ def assemble_model(
     """
     skeleton = build_skeleton(config, tokenizer)
     each_builds = has_other_tensors(skeleton)
+    if team.device.type == "cuda":
+        _check_device(skeleton, team, options)
     if memory_descriptor is not None and team.rank == 0:
         _check_memory(skeleton, team, options)
         reserve(memory_descriptor, layout_of(skeleton).size)
@@ -68,18 +70,32 @@ def _check_memory(skeleton: Any, team: Team, options: WorkerOptions) -> None:
 
     Raises: MachineError.
     """
-    weights = sum(parameter.numel() for parameter in skeleton.parameters())
-    trained = sum(parameter.numel() for parameter in trainable(skeleton).values())
-    outer = 4 * trained  # theta, local, momentum; an encoded payload and an average are one more at most
-    training = weights + 3 * trained if options.trains else weights  # gradients and two moments
+    weights, trained = _counts(skeleton)
+    starting = weights  # worker 0's whole model
+    training = 0
     if team.device.type == "cpu":
-        both = 2 * weights if team.mesh else weights  # worker 0's whole model, and the shards, while they start
-        check_available("Training this model", VALUE_BYTES * (outer + max(training, both)))
-        return
-    check_available("The run's state and its first weights", VALUE_BYTES * (outer + weights))
-    needed, free = VALUE_BYTES * training // team.size, torch.cuda.mem_get_info(team.device)[0]
+        starting += weights if team.mesh else 0
+        training = _training_values(weights, trained, options)
+    outer = 4 * trained  # theta, local, momentum; payloads are one more at most
+    check_available("Training this model", VALUE_BYTES * (outer + max(starting, training)))
+
+
+def _check_device(skeleton: Any, team: Team, options: WorkerOptions) -> None:
+    """Raises: MachineError."""
+    needed = VALUE_BYTES * _training_values(*_counts(skeleton), options) // team.size
+    free = torch.cuda.mem_get_info(team.device)[0]
     if needed > free:
         raise MachineError(
             f"{team.device} has {free / 2**20:.0f} MiB free; its part of the model takes {needed / 2**20:.0f} MiB.",
             "Use more GPUs, or larger ones.",
         )
+
+
+def _counts(model: Any) -> tuple[int, int]:
+    """How many values the model has, and how many of them are trained."""
+    return sum(parameter.numel() for parameter in model.parameters()), layout_of(model).size
+
+
+def _training_values(weights: int, trained: int, options: WorkerOptions) -> int:
+    """Weights, and when training their gradients and two moments: of all workers together."""
+    return weights + 3 * trained if options.trains else weights

@@ -36,7 +36,8 @@ class Team:
         else:
             store = TCPStore(LOOPBACK, port, size, is_master=True, master_listen_fd=listener)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
         return cls(device, rank, size, init_device_mesh(device.type, (size,)))
 
     def piece(self, count: int) -> slice:

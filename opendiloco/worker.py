@@ -100,10 +100,12 @@ class Worker:
         device = choose_device(command.device)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
         self._data: TrainingData = load_data(self._config, self._tokenizer)
-        if command.workers == 1 and device.type == "cpu":
-            self._team = Team(device)
-        else:
+        if command.workers > 1 or device.type == "cuda":
             self._team = Team.meet(device, command.rank, command.workers, command.port, listener)
+        else:
+            self._team = Team(device)
+            if listener is not None:
+                os.close(listener)
         memory = memory_descriptor if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
         micro_batch = command.options.micro_batch

@@ -22,6 +22,7 @@ from opendiloco.data import TrainingData, load_data
 from opendiloco.errors import WorkerError
 from opendiloco.evaluation import held_out_loss
 from opendiloco.layout import Layout
+from opendiloco.local_workload import LocalWorkload
 from opendiloco.model import build_model, initial_theta
 from opendiloco.replica import Replica
 from opendiloco.shared_memory import Vector
@@ -171,6 +172,24 @@ def test_when_one_worker_is_told_to_stop_all_stop_after_the_same_inner_step(grou
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         assert (await group.train(0, LEASE, 1, seen.append)).samples == (SampleRange(3, 8),)
+
+    groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
+
+
+def test_peers_with_different_numbers_of_workers_have_the_same_bits(groups: Groups, config: RunConfig) -> None:
+    """They apply the same payload, whichever of them trained for it."""
+
+    async def story() -> None:
+        peers = [LocalWorkload(group, config) for group in groups.members.values()]
+        for index, trainer in enumerate(peers):
+            await trainer.train(index, LEASE, 4, lambda progress: None)
+            payload = bytes(await trainer.contribution())
+            digests = {await peer.apply(payload) for peer in peers}
+            assert len(digests) == 1
+        for peer in peers:
+            await peer.train(2, (), 4, lambda progress: None)
+        first, second = (peer.workers.vectors.local.view(np.uint32) for peer in peers)
+        assert np.array_equal(first, second)
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
 
