@@ -77,7 +77,8 @@ def _check_memory(skeleton: Any, team: Team, options: WorkerOptions) -> None:
         starting += weights if team.mesh else 0
         training = _training_values(weights, trained, options)
     outer = 4 * trained  # theta, local, momentum; payloads are one more at most
-    check_available("Training this model", VALUE_BYTES * (outer + max(starting, training)))
+    what = "Training this model" if options.trains else "Evaluating this model"
+    check_available(what, VALUE_BYTES * (outer + max(starting, training)))
 
 
 def _check_device(skeleton: Any, team: Team, options: WorkerOptions) -> None:

@@ -188,8 +188,8 @@ class WorkerGroup:
 
     async def _restart_with_half(self, error: DeviceMemoryError) -> None:
         """New workers with half the micro-batch; their moments start anew. Raises: the error, if we did so before."""
-        batch_size = self._config.training.batch_size
-        before = self._options.micro_batch or math.ceil(batch_size / len(self._workers))
+        piece = math.ceil(self._config.training.batch_size / len(self._workers))
+        before = min(self._options.micro_batch or piece, piece)
         if self._halved or before == 1:
             raise error
         self._halved = True

@@ -47,7 +47,7 @@ class Played(WorkerProcess):
             reserve(self.memory, 4)
             return Configured(parameters=4, tokens_per_sample=16, device="cpu")
         assert isinstance(command, Train)
-        if (self.configured.options.micro_batch or 8) <= self.windows:
+        if (self.configured.options.micro_batch or 0) <= self.windows:
             return TrainingDone(samples=command.samples, tokens=64, loss=1.0, skipped=1)
         if self.configured.rank == 0:
             await self.ended.wait()
@@ -78,8 +78,11 @@ def ignore(progress: Progress) -> None:
 
 
 async def started(config: RunConfig, windows: int) -> WorkerGroup:
+    """Their pieces of a batch have 8 windows."""
     Played.windows = windows
-    return await WorkerGroup.start(config, WorkerOptions(device="cpu", cpu_workers=2, micro_batch=8))
+    training = config.training.model_copy(update={"batch_size": 16})
+    config = config.model_copy(update={"training": training})
+    return await WorkerGroup.start(config, WorkerOptions(device="cpu", cpu_workers=2, micro_batch=100))
 
 
 def test_the_first_time_all_start_again_with_half_the_micro_batch(
@@ -92,7 +95,7 @@ def test_the_first_time_all_start_again_with_half_the_micro_batch(
             await group.train(0, LEASE, 4, ignore)
         assert (await group.train(0, LEASE, 4, ignore)).samples == LEASE
         assert [(one.configured.options.micro_batch, one.configured.fresh) for one in Played.all] == [
-            *[(8, True)] * 2,
+            *[(100, True)] * 2,
             *[(4, False)] * 2,
         ]
         assert [one.ended.is_set() for one in Played.all] == [True, True, False, False]
