@@ -93,8 +93,8 @@ class Replica:
         """From theta, at most `steps` inner steps of outer step `index`, each on the lease's next batch.
 
         The last batch may be smaller, so that a short lease is trained whole; a lease longer than `steps` batches is
-        trained up to there. `loss` is the mean over the inner steps, in nats per token. Once `stop_wanted` to any
-        worker, the inner step under way is the last.
+        trained up to there. `loss` is the mean over the inner steps, in nats per token. All workers stop
+        after the first inner step in which `stop_wanted` to any of them, asked before the weights change.
 
         Raises: WorkerError when the losses or gradients of more than half of the inner steps are not finite.
         """

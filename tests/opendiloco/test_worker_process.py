@@ -161,14 +161,22 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("device", "source", "error"), [("abacus", "stdlib", MachineError), ("cpu", "/nowhere/at/all", DataError)]
+    ("options", "source", "error"),
+    [
+        (WorkerOptions(device="abacus"), "stdlib", MachineError),
+        (WorkerOptions(device="cpu", cpu_workers=2), "/nowhere/at/all", DataError),
+    ],
 )
-def test_a_worker_that_cannot_be_configured_leaves_no_process(
-    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str, source: str, error: type[Exception]
+def test_workers_that_cannot_be_configured_leave_no_process(
+    small_content: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    options: WorkerOptions,
+    source: str,
+    error: type[Exception],
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = RunConfig.from_manifest_content(small_content | {"data": {"source": source}})
     before = child_processes()
     with pytest.raises(error):
-        asyncio.run(asyncio.wait_for(WorkerGroup.start(config, WorkerOptions(device=device)), 90))
+        asyncio.run(asyncio.wait_for(WorkerGroup.start(config, options), 90))
     assert child_processes() == before
