@@ -176,6 +176,25 @@ def test_when_one_worker_is_told_to_stop_all_stop_after_the_same_inner_step(grou
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
 
 
+def test_no_other_machine_can_reach_the_workers(groups: Groups, workers: int) -> None:
+    addresses = [address for process in groups.processes[workers] for address in listening(process)]
+    assert len(addresses) >= workers
+    assert set(addresses) == {"0100007F"}  # 127.0.0.1
+
+
+def listening(process: int) -> list[str]:
+    """Addresses, as the kernel writes them, at which a process waits for TCP connections."""
+    sockets = {os.readlink(descriptor) for descriptor in Path(f"/proc/{process}/fd").iterdir()}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [
+        local.partition(":")[0]
+        for _, local, _, state, *rest in lines
+        if state == "0A" and f"socket:[{rest[5]}]" in sockets
+    ]
+
+
 def test_peers_with_different_numbers_of_workers_have_the_same_bits(groups: Groups, config: RunConfig) -> None:
     """They apply the same payload, whichever of them trained for it."""
 
