@@ -36,9 +36,7 @@ def train_pseudo_gradients(config: RunConfig, outer_steps: int) -> list[FloatArr
     """theta - local of each worker after the last of some outer steps; those before move theta by the plain average."""
     tokenizer = build_tokenizer(config.tokenizer)
     data, pool = load_data(config, tokenizer), SamplePool()
-    replicas = [
-        Replica(config, build_model(config, tokenizer), data.samples, torch.device("cpu")) for _ in range(WORKERS)
-    ]
+    replicas = [Replica(config, build_model(config, tokenizer), data.samples) for _ in range(WORKERS)]
     theta: FloatArray = np.empty(replicas[0].layout.size, np.float32)
     replicas[0].store(theta)
     steps = config.training.inner_steps

@@ -25,7 +25,7 @@ from opendiloco.cli.options import limit_option
 from opendiloco.config import RunConfig
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
-from opendiloco.worker_process import WorkerProcess
+from opendiloco.worker_group import WorkerGroup
 from peers.driver import Driver
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
@@ -75,8 +75,8 @@ class Part:
         )
 
 
-class VectorWorker(WorkerProcess):
-    """Stands in for a worker: no process, no model."""
+class VectorWorker(WorkerGroup):
+    """Stands in for the workers: no process, no model."""
 
     def __init__(self, vectors: SharedVectors, pause: float | None, lines: asyncio.Queue[str]) -> None:
         self.vectors = vectors
@@ -90,6 +90,7 @@ class VectorWorker(WorkerProcess):
         steps: int,
         tokens: int,
         on_progress: Callable[[Progress], None],
+        from_local: bool = False,
     ) -> Trained:
         if self._pause is None:
             await self._told("prepare")

@@ -53,8 +53,10 @@ class TrainingSection(Section):
     """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens.
 
     `z_loss` is the weight of the squared log of the softmax's denominator, added to the loss of each token (section 5
-    of arXiv 2204.02311, where it is 1e-4); it keeps logits from drifting.
-    With `document_mask` a token attends within its document only, and no document predicts the next one's beginning.
+    of arXiv 2204.02311, where it is 1e-4); it keeps logits from drifting. With `document_mask` a token attends within
+    its document only, and no document predicts the next one's beginning. `precision` is that of the forward and
+    backward pass; weights and moments are fp32. `gradient_reduction` is that in which a machine's workers sum their
+    gradients.
     """
 
     inner_steps: Positive
@@ -63,6 +65,8 @@ class TrainingSection(Section):
     document_mask: bool = False
     gradient_clip: PositiveFloat = 1.0
     z_loss: NotNegativeFloat = 0.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    gradient_reduction: Literal["fp32", "bf16"] = "fp32"
 
 
 class CodecSection(Section):

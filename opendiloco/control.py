@@ -1,7 +1,8 @@
-"""What the peer process and its worker say to each other: one JSON object a line over a socket pair.
+"""What the peer process and each of its workers say to each other: one JSON object a line over a socket pair.
 
 Commands are carried out one after the other; only `stop_training` and those about moments are heard while training.
-Each command is answered by exactly one reply of its kind, or by `failed`; `train` also sends `progress` in between.
+Each command is answered by exactly one reply of its kind, or by `failed`; `train` also sends `progress` in between, if
+the worker is the first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from opendiloco.worker_options import WorkerOptions
 from peers.leases import SampleRange
 
 LINE_LIMIT = 16 * 2**20
@@ -24,19 +26,33 @@ class Message(BaseModel):
         return self.model_dump_json().encode() + b"\n"
 
 
+class CountDevices(Message):
+    """Say how many GPUs torch sees. Answered by `DevicesCounted`."""
+
+    kind: Literal["count_devices"] = "count_devices"
+
+
 class Configure(Message):
-    """Build model, data and optimizer; put the initial weights into shared memory. Answered by `Configured`."""
+    """Build model, data and optimizer as worker `rank` of `workers`. Answered by `Configured` when all have.
+
+    They meet on `port`. With `fresh`, the first puts the initial weights into shared memory; else they are left there.
+    """
 
     kind: Literal["configure"] = "configure"
     manifest_content: dict[str, Any]
+    options: WorkerOptions
     device: str
-    threads: int
+    rank: int
+    workers: int
+    port: int
+    fresh: bool
 
 
 class Train(Message):
     """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `TrainingDone`.
 
-    `number` counts the trainings of this worker from 1; `tokens` are the run's before this outer step.
+    `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. They begin
+    from theta, or from what lies in `local`.
     """
 
     kind: Literal["train"] = "train"
@@ -45,10 +61,14 @@ class Train(Message):
     samples: tuple[SampleRange, ...]
     steps: int
     tokens: int
+    from_local: bool = False
 
 
 class StopTraining(Message):
-    """End training `number` after its present inner step, or after its first if it has not begun. Has no reply."""
+    """End training `number` after its present inner step, or after its first if it has not begun. Has no reply.
+
+    All workers end after the same inner step, as soon as one of them has heard it.
+    """
 
     kind: Literal["stop_training"] = "stop_training"
     number: int
@@ -90,16 +110,23 @@ class Export(Message):
 
 
 class StoreMoments(Message):
-    """Write the inner optimizer's state into the memory for it. Also between two inner steps. Answered by
-    `MomentsMoved`."""
+    """Write the inner optimizer's state into the memory for it: each worker its part. Alone on its machine, a worker
+    does it between two inner steps. Answered by `MomentsMoved`."""
 
     kind: Literal["store_moments"] = "store_moments"
 
 
 class LoadMoments(Message):
-    """Take the inner optimizer's state from there. Also between two inner steps. Answered by `MomentsMoved`."""
+    """Take the inner optimizer's state from there, just so. Answered by `MomentsMoved`."""
 
     kind: Literal["load_moments"] = "load_moments"
+
+
+class DevicesCounted(Message):
+    """How many GPUs torch sees."""
+
+    kind: Literal["devices_counted"] = "devices_counted"
+    gpus: int
 
 
 class Configured(Message):
@@ -121,12 +148,16 @@ class TrainingProgress(Message):
 
 
 class TrainingDone(Message):
-    """`samples` (the lease, or a prefix of it) are trained, and the weights that came out are in `local`."""
+    """`samples` (the lease, or a prefix of it) are trained, and the weights that came out are in `local`.
+
+    Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite.
+    """
 
     kind: Literal["trained"] = "trained"
     samples: tuple[SampleRange, ...]
     tokens: int
     loss: float
+    skipped: int
 
 
 class Evaluated(Message):
@@ -167,8 +198,18 @@ class Failed(Message):
     traceback: str
 
 
-Command = Configure | Train | StopTraining | Evaluate | Generate | Export | StoreMoments | LoadMoments
-Reply = Configured | TrainingProgress | TrainingDone | Evaluated | Generated | Exported | MomentsMoved | Failed
+Command = CountDevices | Configure | Train | StopTraining | Evaluate | Generate | Export | StoreMoments | LoadMoments
+Reply = (
+    DevicesCounted
+    | Configured
+    | TrainingProgress
+    | TrainingDone
+    | Evaluated
+    | Generated
+    | Exported
+    | MomentsMoved
+    | Failed
+)
 
 _COMMANDS: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
 _REPLIES: TypeAdapter[Reply] = TypeAdapter(Annotated[Reply, Field(discriminator="kind")])

@@ -17,6 +17,10 @@ class MachineError(DilocoPeerError):
     exit_code = 6
 
 
+class DeviceMemoryError(MachineError):
+    """The device ran out of memory in the middle of a command."""
+
+
 class DataError(DilocoPeerError):
     """The corpus is missing, unreadable, too small, or in a place of the machine that its owner has not named."""
 

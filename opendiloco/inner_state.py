@@ -8,24 +8,24 @@ from opendiloco.config import RunConfig
 from opendiloco.moments import check_moments, moments_size
 from opendiloco.optimizer_config import AdamWSection
 from opendiloco.shared_memory import available_memory
-from opendiloco.worker_process import WorkerProcess
+from opendiloco.worker_group import WorkerGroup
 from peers.workload import SnapshotError
 
 
 class InnerState:
-    """Implements `peers.workload.CompanionState`. The state itself is in the worker, on its device."""
+    """Implements `peers.workload.CompanionState`. The state itself is in the workers, on their devices."""
 
-    def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
+    def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
         assert isinstance(config.inner_optimizer, AdamWSection)
-        self._worker = worker
+        self._workers = workers
         self._optimizer = config.inner_optimizer
         self._gradient_clip = config.training.gradient_clip
-        self.size = moments_size(worker.vectors.theta.size)
+        self.size = moments_size(workers.vectors.theta.size)
 
     async def copy(self, out: memoryview) -> None:
         """Raises: SnapshotError while the moments are not yet warm; OSError without room."""
         self._check_room()
-        await self._worker.store_moments(out)
+        await self._workers.store_moments(out)
 
     async def restore(self, companion: memoryview) -> None:
         """The worker needs no re-warmup then. Raises: SnapshotError, and changes nothing, when these are not moments,
@@ -34,7 +34,7 @@ class InnerState:
             raise SnapshotError(f"it has {len(companion)} bytes, not {self.size}")
         await asyncio.to_thread(check_moments, companion, self._optimizer, self._gradient_clip)
         self._check_room()
-        await self._worker.load_moments(companion)
+        await self._workers.load_moments(companion)
 
     def _check_room(self) -> None:
         """On its way to or from the worker there are two of it."""

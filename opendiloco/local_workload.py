@@ -1,4 +1,4 @@
-"""The training side as the swarm sees it: one worker process, and the kernels between it and the state.
+"""The training side as the swarm sees it: the machine's workers, and the kernels between them and the state.
 
 Heavy arithmetic runs in threads, so that the event loop never waits.
 """
@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from opendiloco import kernels
 from opendiloco.config import RunConfig
 from opendiloco.control import Evaluated, RunFacts
@@ -17,7 +19,8 @@ from opendiloco.initial_weights import check_initial_weights
 from opendiloco.inner_state import InnerState
 from opendiloco.local_state import LocalState
 from opendiloco.shared_memory import Vector
-from opendiloco.worker_process import WorkerProcess
+from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
+from opendiloco.worker_options import WorkerOptions
 from peers.leases import SampleRange
 from peers.workload import Blocks, Progress, Trained
 
@@ -25,27 +28,27 @@ from peers.workload import Blocks, Progress, Trained
 class LocalWorkload(LocalState):
     """Implements `peers.workload.Workload`."""
 
-    def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
-        super().__init__(worker.vectors.theta, config)
-        self.worker = worker
+    def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
+        super().__init__(workers.vectors.theta, config)
+        self.workers = workers
         copies = config.inner_optimizer.on_join == "copy"
-        self.companion = InnerState(worker, config) if copies else None
+        self.companion = InnerState(workers, config) if copies else None
         self._contribution = self._codec.empty_payload()
         self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
 
     @classmethod
-    async def start(cls, config: RunConfig, device: str = "auto", threads: int = 1) -> LocalWorkload:
-        """With a fresh worker and the run's initial state.
+    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> LocalWorkload:
+        """With fresh workers and the run's initial state.
 
-        Raises: see `WorkerProcess.start` and `check_initial_weights`.
+        Raises: see `WorkerGroup.start` and `check_initial_weights`.
         """
-        worker = await WorkerProcess.start(config, device, threads)
+        workers = await WorkerGroup.start(config, options)
         try:
-            await asyncio.to_thread(check_initial_weights, worker.vectors.theta, config.model)
+            await asyncio.to_thread(check_initial_weights, workers.vectors.theta, config.model)
         except BaseException:
-            await worker.close()
+            await workers.close()
             raise
-        return cls(worker, config)
+        return cls(workers, config)
 
     async def train(
         self,
@@ -56,13 +59,17 @@ class LocalWorkload(LocalState):
         on_progress: Callable[[Progress], None],
     ) -> Trained:
         self._base = None
-        return await self.worker.train(index, samples, steps, tokens, on_progress)
+        try:
+            return await self.workers.train(index, samples, steps, tokens, on_progress)
+        except WorkersRestartedError:
+            await asyncio.to_thread(self._put_base_into_local)
+            return await self.workers.train(index, samples, steps, tokens, on_progress, from_local=True)
 
     async def contribution(self) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
         base = self._state.theta if self._base is None else self._base
         try:
-            await asyncio.to_thread(self._codec.encode_difference, base, self.worker.vectors.local, self._contribution)
+            await asyncio.to_thread(self._codec.encode_difference, base, self.workers.vectors.local, self._contribution)
         except kernels.NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
         return self._contribution.buffer
@@ -84,19 +91,26 @@ class LocalWorkload(LocalState):
 
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta. Not while training."""
-        return await self.worker.evaluate(windows)
+        return await self.workers.evaluate(windows)
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
         """What theta makes of a prompt. Not while training."""
-        return await self.worker.generate(prompt, tokens, seed)
+        return await self.workers.generate(prompt, tokens, seed)
 
     async def export(self, folder: Path, facts: RunFacts) -> None:
         """Write theta as a model folder. Not while training."""
-        await self.worker.export(folder, facts)
+        await self.workers.export(folder, facts)
 
     async def close(self) -> None:
-        """End the worker."""
-        await self.worker.close()
+        """End the workers."""
+        await self.workers.close()
+
+    def _put_base_into_local(self) -> None:
+        """The theta that training began with. An entry may be applied meanwhile, but keeps the base before it does."""
+        local = self.workers.vectors.local
+        np.copyto(local, self._state.theta)
+        if self._base is not None:
+            np.copyto(local, self._base)
 
     def _apply_beside_work(self, payload: Blocks, index: int, keeps_work: bool) -> None:
         checked = self._codec.checked(payload)

@@ -1,4 +1,4 @@
-"""The transformers model of a run, and the way between it and flat fp32 vectors.
+"""The transformers model of a run, and its place in flat fp32 vectors.
 
 Every peer builds the initial weights itself, so these must be the same bits on every machine. torch's `normal_` is
 not (its vectorised path, taken on CPUs with AVX2, rounds differently), hence `PortableNormal`.
@@ -19,6 +19,7 @@ from opendiloco.config import RunConfig, misfit
 from opendiloco.errors import MachineError, first_line
 from opendiloco.layout import Layout
 from opendiloco.packing import check_document_mask
+from opendiloco.shards import Shards
 from opendiloco.shared_memory import Vector
 from opendiloco.tokenizer import Tokenizer, build_tokenizer
 from peers.errors import ManifestError
@@ -31,10 +32,18 @@ def check_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
 
     Returns the model on the device "meta". Raises: ManifestError as `build_model` would.
     """
+    build_skeleton(config, tokenizer)
+
+
+def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
+    """The model without values, on the meta device. Raises: ManifestError as `build_model` would."""
     with torch.device("meta"):
-        model = _from_config(config, tokenizer)
+        if config.model.path:
+            model = AutoModelForCausalLM.from_config(_load(AutoConfig, config.model.path))
+        else:
+            model = _from_config(config, tokenizer)
     _check_size(model, config, tokenizer)
-    return model
+    return model.float()
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
@@ -43,7 +52,8 @@ def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
     Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
     cannot keep documents apart where it should.
     """
-    model = _from_path(config.model.path) if config.model.path else _from_config(config, tokenizer)
+    path = config.model.path
+    model = _load(AutoModelForCausalLM, path) if path else _from_config(config, tokenizer)
     _check_size(model, config, tokenizer)
     model = model.float()
     if config.training.document_mask:
@@ -59,7 +69,7 @@ def initial_theta(config: RunConfig) -> Vector:
     model = build_model(config, build_tokenizer(config.tokenizer))
     layout = layout_of(model)
     theta: Vector = np.empty(layout.size, np.float32)
-    store_weights(model, layout, theta)
+    Shards(layout).store(trainable(model), theta)
     return theta
 
 
@@ -71,9 +81,10 @@ def _check_size(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
         raise ManifestError(f"{problem}.")
 
 
-def _from_path(path: str) -> Any:
+def _load(kind: type[Any], path: str) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(path, use_safetensors=True)  # others may hold pickles
+        weights = {"use_safetensors": True} if kind is AutoModelForCausalLM else {}  # others may hold pickles
+        return kind.from_pretrained(path, **weights)
     except (OSError, ValueError) as error:
         raise ManifestError(
             f"model.path = {path!r} cannot be loaded: {first_line(error)}",
@@ -142,26 +153,11 @@ def _portable_normal(
 
 def layout_of(model: torch.nn.Module) -> Layout:
     """The model's trainable parameters as a `Layout`."""
-    return Layout([(name, tuple(parameter.shape)) for name, parameter in _trainable(model).items()])
+    return Layout([(name, tuple(parameter.shape)) for name, parameter in trainable(model).items()])
 
 
-@torch.no_grad()
-def load_weights(model: torch.nn.Module, layout: Layout, flat: Vector) -> None:
-    """flat → model."""
-    parameters = _trainable(model)
-    for place in layout:
-        parameters[place.name].copy_(torch.from_numpy(flat[place.slice]).view(place.shape))
-
-
-@torch.no_grad()
-def store_weights(model: torch.nn.Module, layout: Layout, flat: Vector) -> None:
-    """model → flat."""
-    parameters = _trainable(model)
-    for place in layout:
-        torch.from_numpy(flat[place.slice]).view(place.shape).copy_(parameters[place.name])
-
-
-def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Those that are trained, by name; tied ones once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

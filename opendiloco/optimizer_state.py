@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from opendiloco.layout import Layout
 from opendiloco.moments import Moments
+from opendiloco.shards import Shards
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> int:
@@ -13,30 +15,32 @@ def step_count(optimizer: torch.optim.Optimizer) -> int:
     return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
-@torch.no_grad()
-def store_moments(optimizer: torch.optim.Optimizer, model: torch.nn.Module, layout: Layout, out: Moments) -> None:
-    """optimizer → out. A parameter that has never had a gradient has moments of zero."""
+def store_moments(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], shards: Shards, out: Moments
+) -> None:
+    """optimizer → out: this worker's part. A parameter that has never had a gradient has moments of zero."""
     out.steps[0] = step_count(optimizer)
-    for place in layout:
-        state = optimizer.state.get(model.get_parameter(place.name), {})
-        for name, vector in out.vectors.items():
-            flat = torch.from_numpy(vector[place.slice]).view(place.shape)
-            flat.copy_(state[name]) if state else flat.zero_()
+    for moment, vector in out.vectors.items():
+        moments = {name: optimizer.state.get(parameter, {}).get(moment) for name, parameter in parameters.items()}
+        present = {
+            name: torch.zeros_like(parameters[name]) if values is None else values for name, values in moments.items()
+        }
+        shards.store(present, vector)
 
 
 @torch.no_grad()
-def load_moments(optimizer: torch.optim.Optimizer, model: torch.nn.Module, layout: Layout, moments: Moments) -> None:
+def load_moments(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], shards: Shards, moments: Moments
+) -> None:
     """moments → optimizer. Drops gradients; the next step is the one that follows those counted in `moments`."""
-    parameters = [(place, model.get_parameter(place.name)) for place in layout]
-    _begin(optimizer, [parameter for _, parameter in parameters if parameter not in optimizer.state])
-    for place, parameter in parameters:
-        state = optimizer.state[parameter]
-        state["step"].fill_(float(moments.steps[0]))
-        for name, vector in moments.vectors.items():
-            state[name].copy_(torch.from_numpy(vector[place.slice]).view(place.shape))
+    _begin(optimizer, [parameter for parameter in parameters.values() if parameter not in optimizer.state])
+    for parameter in parameters.values():
+        optimizer.state[parameter]["step"].fill_(float(moments.steps[0]))
+    for moment, vector in moments.vectors.items():
+        shards.load(vector, {name: optimizer.state[parameter][moment] for name, parameter in parameters.items()})
 
 
-def _begin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+def _begin(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
     """Have torch make the state of these as it does in their first step: here one of size zero, which moves nothing."""
     optimizer.zero_grad(set_to_none=True)
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from opendiloco import kernels
 from opendiloco.config import RunConfig
@@ -80,5 +79,4 @@ class Reference:
         return held_out_loss(self._judge.model, self._data.held_out, windows, batch_size)[0]
 
     def _new_replica(self) -> Replica:
-        model = build_model(self._config, self._tokenizer)
-        return Replica(self._config, model, self._data.samples, torch.device("cpu"))
+        return Replica(self._config, build_model(self._config, self._tokenizer), self._data.samples)

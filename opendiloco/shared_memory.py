@@ -1,4 +1,4 @@
-"""Flat fp32 vectors that the peer process and its worker both see.
+"""Flat fp32 vectors that the peer process and its workers all see.
 
 They live in an anonymous memory file, inherited as a descriptor: it has no name, so nothing can be left behind in
 /dev/shm whoever dies, and Docker's small default /dev/shm does not matter.
@@ -17,11 +17,12 @@ from opendiloco.errors import MachineError
 
 Vector = NDArray[np.float32]
 VALUE_BYTES = 4
+MORE_MEMORY = "Stop other programs or use a machine with more memory."
 CGROUP = Path("/sys/fs/cgroup")
 
 
 class SharedVectors:
-    """`theta` (the outer parameters) and `local` (the worker's weights), each of `size` fp32 values.
+    """`theta` (the outer parameters) and `local` (the workers' weights), each of `size` fp32 values.
 
     The views keep the mapping alive; it is returned to the system when the last of them is gone.
     """
@@ -34,7 +35,7 @@ class SharedVectors:
 
 
 def create_memory_file() -> int:
-    """Descriptor of a new, empty memory file. Close it when the other process has inherited it and both have mapped."""
+    """Descriptor of a new, empty memory file. Close it when all have inherited and mapped it."""
     return os.memfd_create("diloco-peer")
 
 
@@ -43,23 +44,28 @@ def reserve(descriptor: int, size: int) -> None:
 
     Raises: MachineError when there is not enough.
     """
-    needed, available = 2 * VALUE_BYTES * size, available_memory()
-    remedy = "Stop other programs or use a machine with more memory."
-    if needed > available:
-        raise MachineError(
-            f"The run's shared vectors need {needed / 2**20:.0f} MiB; {available / 2**20:.0f} MiB are free.", remedy
-        )
+    needed = 2 * VALUE_BYTES * size
+    check_available("The run's shared vectors", needed)
     try:
         os.posix_fallocate(descriptor, 0, needed)
     except OSError as error:
         raise MachineError(
-            f"{needed / 2**20:.0f} MiB of shared memory cannot be had ({error.strerror}).", remedy
+            f"{needed / 2**20:.0f} MiB of shared memory cannot be had ({error.strerror}).", MORE_MEMORY
         ) from error
 
 
 def copy_bytes(source: memoryview, out: memoryview) -> None:
     """By numpy, which lets other threads run meanwhile."""
     np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def check_available(what: str, needed: int) -> None:
+    """Raises: MachineError when there are fewer than `needed` bytes; it says what needs them."""
+    available = available_memory()
+    if needed > available:
+        raise MachineError(
+            f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", MORE_MEMORY
+        )
 
 
 def available_memory() -> int:

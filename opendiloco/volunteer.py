@@ -1,4 +1,4 @@
-"""One machine's part in a run: the protocol's driver above, the worker and the outer state below.
+"""One machine's part in a run: the protocol's driver above, the workers and the outer state below.
 
 async with connected(identity, addresses) as transport:
     run = await find_run(transport, run_id)
@@ -23,7 +23,8 @@ from opendiloco.resume import resume
 from opendiloco.run import Run
 from opendiloco.run_folder import RunFolder
 from opendiloco.shared_memory import available_memory
-from opendiloco.worker_process import WorkerProcess
+from opendiloco.worker_group import WorkerGroup
+from opendiloco.worker_options import WorkerOptions
 from peers.driver import Driver
 from peers.errors import DilocoPeerError
 from peers.heartbeat import Heartbeat
@@ -38,14 +39,15 @@ from peers.workload import Progress, SnapshotError, Trained
 logger = logging.getLogger(__name__)
 
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
+NO_TRAINING = WorkerOptions(trains=False)
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
 
 class RunWorkload(LocalWorkload):
     """Trains until the run's last outer step. After that its peer stays, to hand out the finished state."""
 
-    def __init__(self, worker: WorkerProcess, config: RunConfig) -> None:
-        super().__init__(worker, config)
+    def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
+        super().__init__(workers, config)
         self._outer_steps = config.total_outer_steps
 
     async def train(
@@ -83,7 +85,7 @@ class Volunteer:
 
     @property
     def device(self) -> str:
-        return self._workload.worker.device
+        return self._workload.workers.device
 
     def record(self, journal: Journal) -> None:
         """Write every entry that is applied from now on into the journal."""
@@ -107,7 +109,7 @@ class Volunteer:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
         driving = asyncio.create_task(self._driver.run())
         failures = [
-            asyncio.create_task(self._workload.worker.wait_for_death()),
+            asyncio.create_task(self._workload.workers.wait_for_death()),
             asyncio.create_task(self._transport.failure()),
         ]
         try:
@@ -157,15 +159,14 @@ async def volunteering(
     run: Run,
     identity: Identity,
     transport: HivemindTransport,
-    device: str = "auto",
-    threads: int = 1,
+    options: WorkerOptions | None = None,
     folder: RunFolder | None = None,
 ) -> AsyncIterator[Volunteer]:
-    """A volunteer with a worker that is ready to train; with a folder, from where this machine left off.
+    """A volunteer with workers that are ready to train; with a folder, from where this machine left off.
 
     Raises: DilocoPeerError when this machine does not fit.
     """
-    async with working(run, device, threads) as workload:
+    async with working(run, options or WorkerOptions()) as workload:
         log, position, storage = None, None, None
         if folder is not None:
             log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
@@ -193,9 +194,9 @@ async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder
 
 
 @asynccontextmanager
-async def working(run: Run, device: str = "auto", threads: int = 1) -> AsyncIterator[LocalWorkload]:
-    """The run's workload with a worker of its own, which ends with the context. Raises: DilocoPeerError."""
-    workload = await RunWorkload.start(run.config, device, threads)
+async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
+    """The run's workload with workers of its own, which end with the context. Raises: DilocoPeerError."""
+    workload = await RunWorkload.start(run.config, options)
     try:
         yield workload
     finally:

@@ -1,4 +1,4 @@
-"""The worker process: trains, evaluates and exports on command. Started as `python -m opendiloco.worker`.
+"""A worker process: trains, evaluates and exports on command. Started as `python -m opendiloco.worker`.
 
 It lives exactly as long as the control channel: when the peer process dies, however it dies, the channel closes and
 the worker exits at once. Ctrl-C and other requests to end are the peer process's business alone: they reach the worker
@@ -17,13 +17,15 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.config import RunConfig
 from opendiloco.control import (
     Command,
     Configure,
     Configured,
+    CountDevices,
+    DevicesCounted,
     Evaluate,
     Evaluated,
     Export,
@@ -41,8 +43,8 @@ from opendiloco.control import (
     TrainingProgress,
     parse_command,
 )
-from opendiloco.errors import MachineError, WorkerError
-from opendiloco.shared_memory import SharedVectors, reserve
+from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
+from opendiloco.shared_memory import SharedVectors
 from peers.errors import DilocoPeerError
 
 if TYPE_CHECKING:
@@ -83,10 +85,12 @@ class Channel:
 
 
 class Descriptors(NamedTuple):
-    """The memory files that the peer process sees, too: for `SharedVectors`, and, while they are moved, for moments."""
+    """The memory files that the peer process sees, too: for `SharedVectors`, and, while they are moved, for moments.
+    And the socket at which workers meet, if this is the first."""
 
     vectors: int
     moments: int
+    listener: int | None
 
 
 class Worker:
@@ -96,23 +100,32 @@ class Worker:
         # Imported here, after the channel is being listened to: these take seconds.
         import torch
 
+        from opendiloco.assembly import assemble_model
         from opendiloco.data import load_data
-        from opendiloco.model import build_model, choose_device
+        from opendiloco.model import choose_device
         from opendiloco.replica import Replica
+        from opendiloco.team import Team
         from opendiloco.tokenizer import build_tokenizer
 
-        torch.set_num_threads(command.threads)
+        torch.set_num_threads(command.options.threads)
         self._channel = channel
+        self._options = command.options
         self._config = RunConfig.from_manifest_content(command.manifest_content)
         device = choose_device(command.device)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
         self._data: TrainingData = load_data(self._config, self._tokenizer)
-        model = build_model(self._config, self._tokenizer)
-        self._replica: Replica = Replica(self._config, model, self._data.samples, device)
-        reserve(descriptors.vectors, self._replica.layout.size)
+        if command.workers > 1 or device.type == "cuda":
+            self._team = Team.meet(device, command.rank, command.workers, command.port, descriptors.listener)
+        else:
+            self._team = Team(device)
+            if descriptors.listener is not None:
+                os.close(descriptors.listener)
+        memory = descriptors.vectors if command.fresh else None
+        model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
+        micro_batch = command.options.micro_batch
+        self._replica: Replica = Replica(self._config, model, self._data.samples, self._team, micro_batch)
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
-        self._replica.store(self._vectors.theta)
         self.description = Configured(
             parameters=self._replica.layout.size,
             tokens_per_sample=self._config.training.sequence_length,
@@ -139,16 +152,23 @@ class Worker:
         started = time.monotonic()
         length = self._config.training.sequence_length
 
-        def report(inner_step: int, loss: float, samples: int) -> bool:
-            speed = samples * length / (time.monotonic() - started)
-            self._channel.send(TrainingProgress(inner_step=inner_step, loss=loss, tokens_per_second=speed))
-            self._carry_out_asides()
-            return command.number > self._channel.stopped_number
+        def report(inner_step: int, loss: float, samples: int) -> None:
+            if self._team.rank == 0:
+                speed = samples * length / (time.monotonic() - started)
+                self._channel.send(TrainingProgress(inner_step=inner_step, loss=loss, tokens_per_second=speed))
+            if self._team.size == 1:
+                self._carry_out_asides()
 
-        theta = self._vectors.theta
-        trained = self._replica.train(theta, command.index, command.samples, command.steps, report, command.tokens)
+        def stop_wanted() -> bool:
+            return command.number <= self._channel.stopped_number
+
+        start = self._vectors.local if command.from_local else self._vectors.theta
+        trained = self._replica.train(
+            start, command.index, command.samples, command.steps, report, stop_wanted, command.tokens
+        )
         self._replica.store(self._vectors.local)
-        return TrainingDone(samples=trained.samples, tokens=trained.tokens, loss=trained.loss)
+        samples, tokens, loss, skipped = trained.samples, trained.tokens, trained.loss, trained.skipped
+        return TrainingDone(samples=samples, tokens=tokens, loss=loss, skipped=skipped)
 
     def _carry_out_asides(self) -> None:
         """While we train, the peer process asks for nothing that does not fit between two inner steps."""
@@ -171,26 +191,37 @@ class Worker:
         return MomentsMoved()
 
     def _evaluate(self, command: Evaluate) -> Evaluated:
+        """All workers compute the same: each forward pass takes all of them."""
         from opendiloco.evaluation import held_out_loss
 
         self._replica.load(self._vectors.theta)
-        batch_size = self._config.training.batch_size
+        batch_size = self._options.micro_batch or self._team.largest_piece(self._config.training.batch_size)
         loss, tokens = held_out_loss(self._replica.model, self._data.held_out, command.windows, batch_size)
         return Evaluated(loss=loss, tokens=tokens)
 
     def _generate(self, command: Generate) -> Generated:
         from opendiloco.evaluation import generate_sample
 
-        self._replica.load(self._vectors.theta)
-        text = generate_sample(self._replica.model, self._tokenizer, command.prompt, command.tokens, command.seed)
-        return Generated(text=text)
+        model = self._whole_model()
+        return Generated(text=generate_sample(model, self._tokenizer, command.prompt, command.tokens, command.seed))
 
     def _export(self, command: Export) -> Exported:
         from opendiloco.export import export_model
 
-        self._replica.load(self._vectors.theta)
-        export_model(self._replica.model, self._tokenizer, Path(command.folder), self._config, command.facts)
+        export_model(self._whole_model(), self._tokenizer, Path(command.folder), self._config, command.facts)
         return Exported()
+
+    def _whole_model(self) -> Any:
+        """A model with theta in it: the worker's own, or one made for the purpose if that is sharded."""
+        from opendiloco.model import build_model, trainable
+        from opendiloco.shards import Shards
+
+        if self._team.mesh is None:
+            self._replica.load(self._vectors.theta)
+            return self._replica.model
+        model = build_model(self._config, self._tokenizer)
+        Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
+        return model
 
 
 def serve(channel: Channel, descriptors: Descriptors) -> None:
@@ -202,6 +233,8 @@ def serve(channel: Channel, descriptors: Descriptors) -> None:
             if isinstance(command, Configure):
                 worker = Worker(command, descriptors, channel)
                 reply: Message = worker.description
+            elif isinstance(command, CountDevices):
+                reply = count_devices()
             elif worker is None:
                 raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
             else:
@@ -211,13 +244,20 @@ def serve(channel: Channel, descriptors: Descriptors) -> None:
         channel.send(reply)
 
 
+def count_devices() -> DevicesCounted:
+    import torch
+
+    return DevicesCounted(gpus=torch.cuda.device_count())
+
+
 def describe_failure(error: Exception) -> Failed:
     """What the peer process needs to raise the same error on its side."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
         error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
     if type(error).__name__ == "OutOfMemoryError":
-        error = MachineError("the device has too little memory.", "Use another device, or a run with smaller batches.")
+        remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
+        error = DeviceMemoryError("the device ran out of memory.", remedy)
     message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
     return Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
 
@@ -227,10 +267,11 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory file")
     parser.add_argument("--moments", type=int, required=True, help="descriptor of the one for moments")
+    parser.add_argument("--listener", type=int, help="descriptor of the socket where the workers meet; the first's")
     arguments = parser.parse_args()
     channel = Channel(socket.socket(fileno=arguments.control))
     channel.start()
-    serve(channel, Descriptors(arguments.memory, arguments.moments))
+    serve(channel, Descriptors(arguments.memory, arguments.moments, arguments.listener))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,14 @@ from opendiloco.cli.options import (
     listen_option,
     parse_run,
     run_option,
+    worker_options,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from opendiloco.volunteer import Volunteer
+    from opendiloco.worker_options import WorkerOptions
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,7 @@ THIS_MACHINE = "this machine"
 @click.option("--identity", type=FILE, help="Key file; made if it does not exist.  [default: this user's own]")
 @listen_option("/ip4/0.0.0.0/tcp/0")
 @announce_option
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, or cuda:1 and so on.")
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads for training.")
+@worker_options
 @click.option(
     "--data",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -103,8 +104,7 @@ def command(
     identity: Path | None,
     listen: tuple[str, ...],
     announce: tuple[str, ...],
-    device: str,
-    threads: int,
+    workers: WorkerOptions,
     data: tuple[Path, ...],
     upload_limit: float | None,
     download_limit: float | None,
@@ -148,9 +148,7 @@ def command(
             plan = Plan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             async with (
-                volunteering(
-                    found, key, transport, device, threads, folder if keep or keep_every else None
-                ) as volunteer,
+                volunteering(found, key, transport, workers, folder if keep or keep_every else None) as volunteer,
                 Checkpointer(plan) as checkpointer,
             ):
                 say(f"what outlives this process is in {folder.path}", console)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+
+from opendiloco.worker_options import WorkerOptions
 
 if TYPE_CHECKING:
     from peers.manifest import Invite
@@ -59,6 +63,58 @@ def limit_option(direction: str, verb: str) -> Callable[[Command], Command]:
         metavar="MBIT",
         help=f"{verb} model data at no more than so many megabits a second.",
     )
+
+
+def worker_options(command: Command) -> Command:
+    """Those of the workers, which the command gets as one argument: `workers`, a `WorkerOptions`."""
+
+    @functools.wraps(command)
+    def with_options(*arguments: Any, **values: Any) -> Any:
+        own = {field.name: values.pop(field.name) for field in fields(WorkerOptions) if field.name in values}
+        return command(*arguments, workers=WorkerOptions(**own), **values)
+
+    wrapped: Any = with_options
+    for option in reversed(WORKER_OPTIONS):
+        wrapped = option(wrapped)
+    return cast(Command, wrapped)
+
+
+WORKER_OPTIONS = (
+    click.option(
+        "--device",
+        default="auto",
+        show_default=True,
+        help="auto (all GPUs, or the CPU), cpu, cuda (all GPUs), or one: cuda:1 and so on.",
+    ),
+    click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Train on the first N GPUs.  [default: all]"),
+    click.option(
+        "--cpu-workers",
+        type=click.IntRange(min=1),
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Share the work among N processes, where it is the CPU that trains.",
+    ),
+    click.option(
+        "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads of each worker."
+    ),
+    click.option(
+        "--micro-batch",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Put N windows through the model at once, for less memory.  [default: all that a worker has of a batch]",
+    ),
+    click.option(
+        "--activation-checkpointing/--no-activation-checkpointing",
+        default=False,
+        help="Compute activations again instead of keeping them: less memory, more time.  [default: no]",
+    ),
+    click.option(
+        "--compile/--no-compile",
+        default=None,
+        help="Compile the model's blocks with torch.compile.  [default: on GPUs]",
+    ),
+)
 
 
 def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from opendiloco.control import RunFacts
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.outer import OuterState
 from opendiloco.reference import Reference, Work
-from opendiloco.worker_process import WorkerProcess
+from opendiloco.shared_memory import Vector
+from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
+from opendiloco.worker_options import WorkerOptions
 from peers.leases import SampleRange
 from peers.state_chunks import digest_of_state
-from peers.workload import BadBlocksError, Progress, SnapshotError, Workload
+from peers.workload import BadBlocksError, Progress, SnapshotError, Trained, Workload
 
 OUTER_STEPS = [
     [Work("a", (SampleRange(0, 8),), 4), Work("b", (SampleRange(8, 16),), 4)],
@@ -67,7 +70,7 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
 
     async def story() -> None:
         names = ("a", "b")
-        started = await asyncio.gather(*(LocalWorkload.start(copying, "cpu") for _ in names))
+        started = await asyncio.gather(*(LocalWorkload.start(copying, WorkerOptions(device="cpu")) for _ in names))
         swarm = dict(zip(names, started, strict=True))
         try:
             digests = [
@@ -136,8 +139,8 @@ async def the_model_can_be_used(workload: LocalWorkload, folder: Path) -> None:
     assert len(model.generate(**prompt, max_new_tokens=3)[0]) <= 9
 
 
-class StateOnly(WorkerProcess):
-    """A worker that is never started: the outer state needs none."""
+class StateOnly(WorkerGroup):
+    """Workers that are never started: the outer state needs none."""
 
     def __init__(self, size: int) -> None:
         self.vectors = type("Vectors", (), {"theta": np.ones(size, np.float32), "local": np.zeros(size, np.float32)})()
@@ -190,5 +193,48 @@ def test_a_payload_is_applied_whole_or_not_at_all(workload: LocalWorkload, small
         alone.apply(kernels.Payload(kernels.INT8, 2500, payload), 0)
         await workload.apply(payload, 0)
         assert await workload.state_digest() == alone.digest() != before
+
+    asyncio.run(story())
+
+
+class ShortOfMemory(StateOnly):
+    """Runs out of memory in the middle of its first training, when an entry may have been applied."""
+
+    def __init__(self, size: int, meanwhile: Callable[[], Awaitable[object]] | None) -> None:
+        super().__init__(size)
+        self.meanwhile = meanwhile
+        self.began_with: list[Vector] = []
+
+    async def train(
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        on_progress: Callable[[Progress], None],
+        from_local: bool = False,
+    ) -> Trained:
+        self.began_with.append((self.vectors.local if from_local else self.vectors.theta).copy())
+        if len(self.began_with) == 1:
+            if self.meanwhile is not None:
+                await self.meanwhile()
+            raise WorkersRestartedError
+        return Trained(samples, 16, 1.0)
+
+
+@pytest.mark.parametrize("applied_meanwhile", [False, True])
+def test_a_training_that_ran_out_of_memory_begins_again_from_the_same_weights(
+    small_config: RunConfig, applied_meanwhile: bool
+) -> None:
+    async def story() -> None:
+        workers = ShortOfMemory(2500, None)
+        workload = LocalWorkload(workers, small_config)
+        payload = bytes(await workload.contribution())
+        if applied_meanwhile:
+            workers.meanwhile = lambda: workload.apply(payload, keeps_work=True)
+        theta = workers.vectors.theta.copy()
+        trained = await workload.train(0, (SampleRange(0, 1),), 1, 0, ignore)
+        assert trained.samples == (SampleRange(0, 1),)
+        assert (workers.vectors.theta != theta).any() == applied_meanwhile
+        assert [bool((began == theta).all()) for began in workers.began_with] == [True, True]
 
     asyncio.run(story())

@@ -22,9 +22,9 @@ from opendiloco.model import (
     check_model,
     choose_device,
     layout_of,
-    load_weights,
-    store_weights,
+    trainable,
 )
+from opendiloco.shards import Shards
 from opendiloco.tokenizer import ByteTokenizer
 from peers.errors import ManifestError
 
@@ -80,11 +80,11 @@ def test_flat_vectors_and_models_hold_the_same_values(small_config: RunConfig) -
     assert "lm_head.weight" not in [place.name for place in layout]  # tied: it is embed_tokens.weight
     assert layout.size == sum(parameter.numel() for parameter in model.parameters())
     flat = np.arange(layout.size, dtype=np.float32)
-    load_weights(model, layout, flat)
+    Shards(layout).load(flat, trainable(model))
     norm = next(place for place in layout if place.name == "model.norm.weight")
     assert model.model.norm.weight.tolist() == flat[norm.slice].tolist()
     back = np.zeros_like(flat)
-    store_weights(model, layout, back)
+    Shards(layout).store(trainable(model), back)
     assert np.array_equal(back, flat)
 
 

@@ -168,12 +168,11 @@ def test_they_come_between_two_inner_steps_and_end_the_rewarmup(
     joiner, _ = make_replica(small_config)
     before, after = [], []
 
-    def load(step: int, loss: float, samples: int) -> bool:
+    def load(step: int, loss: float, samples: int) -> None:
         if step == 1:
             before.append(weights(joiner))
             joiner.load_moments(Moments(data))
             after.append(weights(joiner))
-        return True
 
     assert joiner.train(theta, 5, NEXT, 3, load).tokens == 6 * 16
     assert before == after

@@ -21,7 +21,7 @@ from peers.leases import SampleRange
 def make_replica(config: RunConfig) -> tuple[Replica, Vector]:
     tokenizer = ByteTokenizer()
     model = build_model(config, tokenizer)
-    replica = Replica(config, model, load_data(config, tokenizer).samples, torch.device("cpu"))
+    replica = Replica(config, model, load_data(config, tokenizer).samples)
     theta = np.empty(replica.layout.size, np.float32)
     replica.store(theta)
     return replica, theta
@@ -104,7 +104,7 @@ def test_the_learning_rate_goes_by_the_runs_tokens_if_the_schedule_does(small_co
             rates.append(replica._optimizer.param_groups[0]["lr"])
             return True
 
-        replica.train(theta, 0, (SampleRange(0, 8),), 4, note, tokens)
+        replica.train(theta, 0, (SampleRange(0, 8),), 4, note, tokens=tokens)
     expected = [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1, 1, 0.5, 0]
     assert rates == pytest.approx([0.01 * factor for factor in expected])
 
@@ -131,11 +131,10 @@ def test_training_learns_and_can_be_stopped_after_any_step(small_config: RunConf
     replica, theta = make_replica(small_config)
     seen: list[tuple[int, float, int]] = []
 
-    def stop_at_three(step: int, loss: float, samples: int) -> bool:
+    def note(step: int, loss: float, samples: int) -> None:
         seen.append((step, loss, samples))
-        return step < 3
 
-    trained = replica.train(theta, 0, (SampleRange(0, 20),), 10, stop_at_three)
+    trained = replica.train(theta, 0, (SampleRange(0, 20),), 10, note, lambda: len(seen) == 2)
     assert trained.samples == (SampleRange(0, 6),)
     assert [(step, samples) for step, _, samples in seen] == [(1, 2), (2, 4), (3, 6)]
     assert seen[2][1] < seen[0][1]
@@ -164,3 +163,52 @@ def test_what_documents_of_a_window_know_of_one_another_is_the_manifests_choice(
         losses.append(replica.train(theta, 0, (SampleRange(0, 64),), 1).loss)
         assert losses[-1] == expected
     assert losses[0] != losses[1]
+
+
+class Stumbling:
+    """A model whose loss is no number at some of its calls, counted from 1."""
+
+    def __init__(self, model: Any, *calls: int) -> None:
+        self.model, self.calls, self.count = model, calls, 0
+        model.register_forward_hook(self)
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        self.count += 1
+        if self.count in self.calls:
+            output.logits = output.logits * math.nan
+
+
+def test_an_inner_step_whose_loss_is_no_number_changes_nothing_and_is_counted(small_config: RunConfig) -> None:
+    lease, losses = (SampleRange(0, 8),), []
+    replica, theta = make_replica(small_config)
+    Stumbling(replica.model, 2, 4)
+    trained = replica.train(theta, 0, lease, 4, lambda step, loss, samples: losses.append((step, loss)))
+    assert (trained.samples, trained.tokens, trained.skipped) == (lease, 8 * 16, 2)
+    assert [step for step, _ in losses] == [1, 3]
+    assert trained.loss == pytest.approx(sum(loss for _, loss in losses) / 2)
+    replica.store(theta)
+    assert np.isfinite(theta).all()
+
+
+def test_training_that_skips_more_than_half_of_its_steps_has_failed(small_config: RunConfig) -> None:
+    replica, theta = make_replica(small_config)
+    Stumbling(replica.model, 1, 2, 4)
+    with pytest.raises(WorkerError, match=r"inner step 3: the loss is nan.* 3 inner steps, more than half"):
+        replica.train(theta, 0, (SampleRange(0, 8),), 4)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 5, 100])
+def test_a_batch_in_parts_is_the_batch_up_to_rounding(small_content: dict[str, Any], micro_batch: int) -> None:
+    training = small_content["training"] | {"batch_size": 5}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    locals_, losses = [], []
+    for size in (None, micro_batch):
+        whole, theta = make_replica(config)
+        replica = Replica(config, whole.model, load_data(config, ByteTokenizer()).samples, micro_batch=size)
+        losses.append(replica.train(theta, 0, (SampleRange(0, 12),), 4).loss)  # the last batch has two windows
+        locals_.append(np.empty_like(theta))
+        replica.store(locals_[-1])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert np.abs(locals_[1] - locals_[0]).max() < 1e-6
+    if micro_batch >= 5:
+        assert np.array_equal(locals_[0], locals_[1])

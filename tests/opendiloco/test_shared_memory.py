@@ -39,7 +39,7 @@ def test_too_little_memory_is_said_before_it_is_taken(monkeypatch: pytest.Monkey
     monkeypatch.setattr(shared_memory, "available_memory", lambda: 5 * 2**20)
     descriptor = create_memory_file()
     try:
-        with pytest.raises(MachineError, match="need 8 MiB; 5 MiB are free") as caught:
+        with pytest.raises(MachineError, match="shared vectors: 8 MiB are needed, 5 MiB are free") as caught:
             reserve(descriptor, 2**20)
         assert os.fstat(descriptor).st_size == 0
     finally:

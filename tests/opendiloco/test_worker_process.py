@@ -18,24 +18,27 @@ from opendiloco.config import RunConfig
 from opendiloco.errors import DataError, MachineError, WorkerError
 from opendiloco.moments import Moments, check_moments, moments_size
 from opendiloco.optimizer_config import AdamWSection
-from opendiloco.worker_process import WorkerProcess
+from opendiloco.worker_group import WorkerGroup
+from opendiloco.worker_options import WorkerOptions
 from peers.leases import SampleRange
 from peers.signals import LEAVE_SIGNALS
 from peers.workload import Progress, SnapshotError
 from tests.child_processes import child_processes
 
 PROMPT_SECONDS = 20.0  # for what takes milliseconds, on a machine that is doing much else
+CPU = WorkerOptions(device="cpu")
 ENDLESS = (SampleRange(0, 10**6),)
 
 ABANDONED = """
 import asyncio, json, os, sys
 from opendiloco.config import RunConfig
-from opendiloco.worker_process import WorkerProcess
+from opendiloco.worker_group import WorkerGroup
+from opendiloco.worker_options import WorkerOptions
 from peers.leases import SampleRange
 
 async def main():
     config = RunConfig.from_manifest_content(json.loads(sys.argv[1]))
-    worker = await WorkerProcess.start(config, "cpu")
+    worker = await WorkerGroup.start(config, WorkerOptions(device="cpu"))
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         child = file.read()
     await worker.train(0, (SampleRange(0, 10**6),), 10**6, 0, lambda progress: print(child, flush=True))
@@ -53,7 +56,7 @@ def wait_until_gone(pidfd: int) -> None:
 def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: RunConfig) -> None:
     async def story() -> None:
         before = child_processes()
-        worker = await WorkerProcess.start(small_config, "cpu")
+        worker = await WorkerGroup.start(small_config, CPU)
         [process] = child_processes().keys() - before.keys()
         theta = worker.vectors.theta.copy()
         await stops_within_a_step_when_cancelled(worker)
@@ -69,7 +72,7 @@ def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: Run
     asyncio.run(asyncio.wait_for(story(), 90))  # starting a worker imports torch and transformers
 
 
-async def stops_within_a_step_when_cancelled(worker: WorkerProcess) -> None:
+async def stops_within_a_step_when_cancelled(worker: WorkerGroup) -> None:
     reached = asyncio.Event()
     seen: list[Progress] = []
 
@@ -90,7 +93,7 @@ async def stops_within_a_step_when_cancelled(worker: WorkerProcess) -> None:
             await asyncio.wait_for(stopped, PROMPT_SECONDS)
 
 
-async def moves_moments_between_two_inner_steps(worker: WorkerProcess, config: RunConfig) -> None:
+async def moves_moments_between_two_inner_steps(worker: WorkerGroup, config: RunConfig) -> None:
     """Training goes on, and they take memory only while they move."""
     section = config.inner_optimizer
     assert isinstance(section, AdamWSection)
@@ -118,7 +121,7 @@ async def moves_moments_between_two_inner_steps(worker: WorkerProcess, config: R
     assert os.fstat(worker._moments_descriptor).st_size == 0
 
 
-async def is_not_asked_to_end(worker: WorkerProcess, process: int) -> None:
+async def is_not_asked_to_end(worker: WorkerGroup, process: int) -> None:
     """Its peer is, and decides what the worker still has to do."""
 
     def interrupt(progress: Progress) -> None:
@@ -129,7 +132,7 @@ async def is_not_asked_to_end(worker: WorkerProcess, process: int) -> None:
     assert trained.samples == (SampleRange(0, 7),)
 
 
-async def takes_no_reply_for_another(worker: WorkerProcess) -> None:
+async def takes_no_reply_for_another(worker: WorkerGroup) -> None:
     given_up = asyncio.create_task(worker.evaluate(4))
     asyncio.get_running_loop().call_soon(given_up.cancel)
     with pytest.raises(asyncio.CancelledError):
@@ -137,7 +140,7 @@ async def takes_no_reply_for_another(worker: WorkerProcess) -> None:
     assert (await worker.evaluate(8)).tokens == 8 * 16  # a reply that nobody waited for is not taken for this one
 
 
-async def says_how_it_died_to_those_who_wait(worker: WorkerProcess, process: int) -> None:
+async def says_how_it_died_to_those_who_wait(worker: WorkerGroup, process: int) -> None:
     """A request that was given up fails like the others, and asyncio prints no traceback of it."""
     printed: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
@@ -178,11 +181,11 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
     config = RunConfig.from_manifest_content(small_content | {"inner_optimizer": {"learning_rate": 1e30}})
 
     async def story() -> None:
-        worker = await WorkerProcess.start(config, "cpu")
+        worker = await WorkerGroup.start(config, CPU)
         try:
             with pytest.raises(WorkerError, match="norm nan") as caught:
                 await worker.train(0, ENDLESS, 10, 0, lambda progress: None)
-            assert "in _inner_step" in caught.value.__notes__[0]
+            assert "in train" in caught.value.__notes__[0]
             assert (await worker.evaluate(4)).loss > 0
         finally:
             await worker.close()
@@ -191,14 +194,22 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("device", "source", "error"), [("abacus", "stdlib", MachineError), ("cpu", "/nowhere/at/all", DataError)]
+    ("options", "source", "error"),
+    [
+        (WorkerOptions(device="abacus"), "stdlib", MachineError),
+        (WorkerOptions(device="cpu", cpu_workers=2), "/nowhere/at/all", DataError),
+    ],
 )
-def test_a_worker_that_cannot_be_configured_leaves_no_process(
-    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str, source: str, error: type[Exception]
+def test_workers_that_cannot_be_configured_leave_no_process(
+    small_content: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    options: WorkerOptions,
+    source: str,
+    error: type[Exception],
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = RunConfig.from_manifest_content(small_content | {"data": {"source": source}})
     before = child_processes()
     with pytest.raises(error):
-        asyncio.run(asyncio.wait_for(WorkerProcess.start(config, device), 90))
+        asyncio.run(asyncio.wait_for(WorkerGroup.start(config, options), 90))
     assert child_processes() == before

@@ -1,0 +1,68 @@
+"""The workers of one machine, as each of them sees the others: who it is, and what they tell each other.
+
+They meet at a store that the first of them serves on a socket of the peer process, bound to the loopback interface:
+nobody else's machine can reach it, and no port is chosen before it is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+LOOPBACK = "127.0.0.1"
+
+
+class Team:
+    """Worker `rank` of `size`. Without a mesh it is alone, and has no process group."""
+
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None) -> None:
+        self.device = device
+        self.rank = rank
+        self.size = size
+        self.mesh = mesh
+
+    @classmethod
+    def meet(cls, device: torch.device, rank: int, size: int, port: int, listener: int | None) -> Team:
+        """Returns when all have come. `listener` is worker 0's descriptor of the socket on `port`; it is taken over."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if listener is None:
+            store = TCPStore(LOOPBACK, port, size)
+        else:
+            store = TCPStore(LOOPBACK, port, size, is_master=True, master_listen_fd=listener)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
+        return cls(device, rank, size, init_device_mesh(device.type, (size,)))
+
+    def piece(self, count: int) -> slice:
+        """This worker's share of `count` things in a row: consecutive, and as even as possible."""
+        share, larger = divmod(count, self.size)
+        start = share * self.rank + min(self.rank, larger)
+        return slice(start, start + share + (self.rank < larger))
+
+    def largest_piece(self, count: int) -> int:
+        """The length of worker 0's piece."""
+        return math.ceil(count / self.size)
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The sum of each value over all workers, in their order, so that all have the same bits."""
+        if self.mesh is None:
+            return list(values)
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyones = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everyones, own)
+        return [sum(column) for column in torch.stack(everyones).T.tolist()]
+
+    def take_from_first(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor with worker 0's."""
+        if self.mesh is not None:
+            dist.broadcast(tensor, 0)
+
+    def wait_for_all(self) -> None:
+        self.sums([0.0])

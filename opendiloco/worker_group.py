@@ -1,0 +1,318 @@
+"""A machine's workers, as the peer process commands them: all do the same at the same time, or end together.
+
+Workers that share a model wait for each other in every collective, so the death or failure of one would leave the
+others waiting for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from opendiloco.config import RunConfig
+from opendiloco.control import (
+    Configure,
+    Configured,
+    CountDevices,
+    DevicesCounted,
+    Evaluate,
+    Evaluated,
+    Export,
+    Exported,
+    Generate,
+    Generated,
+    LoadMoments,
+    Message,
+    RunFacts,
+    StopTraining,
+    StoreMoments,
+    Train,
+    TrainingDone,
+    TrainingProgress,
+)
+from opendiloco.errors import DeviceMemoryError
+from opendiloco.request_queue import RequestQueue
+from opendiloco.shared_memory import SharedVectors, copy_bytes, create_memory_file
+from opendiloco.worker_options import WorkerOptions, choose_devices, needs_gpu_count
+from opendiloco.worker_process import Answer, Descriptors, UnexpectedWorkerError, WorkerProcess
+from peers.errors import DilocoPeerError
+from peers.leases import SampleRange
+from peers.memory_file import MemoryFile
+from peers.workload import Progress, Trained
+
+logger = logging.getLogger(__name__)
+
+EXPLANATION_SECONDS = 2.0
+"""How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
+
+
+class WorkersRestartedError(Exception):
+    """The training failed for want of memory, and new workers wait that take less. They know nothing of it."""
+
+
+class WorkerGroup:
+    """Running, configured workers. Made by `start`; `close` ends them. Requests queue up behind one another."""
+
+    vectors: SharedVectors
+    tokens_per_sample: int
+    device: str
+
+    def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
+        self._config = config
+        self._options = options
+        self._memory_descriptor, self._moments_descriptor = create_memory_file(), create_memory_file()
+        self._moments_turn = asyncio.Lock()
+        self._workers: list[WorkerProcess] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
+        self._requests = RequestQueue()
+        self._trainings = 0
+        self._halved = False
+
+    @classmethod
+    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> WorkerGroup:
+        """Start workers and have them build model and data: seconds, mostly imports.
+
+        Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
+        """
+        group = cls(config, options or WorkerOptions())
+        try:
+            configured = await group._start_workers(fresh=True)
+        except BaseException:
+            await group.close()
+            raise
+        group.vectors = SharedVectors(group._memory_descriptor, configured.parameters)
+        group.tokens_per_sample = configured.tokens_per_sample
+        return group
+
+    async def train(
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
+        from_local: bool = False,
+    ) -> Trained:
+        """Train and publish into `vectors.local`; see `Replica.train`. When cancelled, stops within one inner step.
+
+        Begins from theta, or with `from_local` from what `vectors.local` holds.
+
+        Raises: WorkerError when a worker dies or most losses are not finite; DeviceMemoryError, or the first time
+        WorkersRestartedError, when a device runs out of memory.
+        """
+        wanted = True
+
+        def report(message: TrainingProgress) -> None:
+            if wanted:
+                on_progress(Progress(message.inner_step, message.loss, message.tokens_per_second))
+
+        self._trainings += 1
+        number = self._trainings
+        command = Train(number=number, index=index, samples=samples, steps=steps, tokens=tokens, from_local=from_local)
+        request = self._requests.add(lambda: self._together(self._train(command, report)))
+        try:
+            done = await asyncio.shield(request)
+        except asyncio.CancelledError:
+            wanted = False
+            for worker in self._workers:
+                worker.write(StopTraining(number=number))
+            await asyncio.wait([request])
+            raise
+        if done.skipped:
+            logger.warning(
+                "outer step %d: %d inner steps were skipped; their loss or gradient was not finite", index, done.skipped
+            )
+        return Trained(done.samples, done.tokens, done.loss)
+
+    async def evaluate(self, windows: int) -> Evaluated:
+        """Held-out loss of theta over at most so many windows."""
+        command = Evaluate(windows=windows)
+        return await asyncio.shield(self._requests.add(lambda: self._together(self._ask_all(command, Evaluated))))
+
+    async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
+        """theta's continuation of a prompt."""
+        command = Generate(prompt=prompt, tokens=tokens, seed=seed)
+        return (await asyncio.shield(self._requests.add(lambda: self._exchange([command], Generated)))).text
+
+    async def export(self, folder: Path, facts: RunFacts) -> None:
+        """Write theta as a model folder. Raises: MachineError when it cannot be written."""
+        command = Export(folder=str(folder.absolute()), facts=facts)
+        await asyncio.shield(self._requests.add(lambda: self._exchange([command], Exported)))
+
+    async def store_moments(self, out: memoryview) -> None:
+        """The inner optimizer's state (see moments.py) as it is after some inner step. Of a single worker training need
+        not end for it; of several it must, since they are not at the same step at the same time.
+
+        Raises: SnapshotError when there is none to give; OSError without memory; WorkerError when a worker dies.
+        """
+        await self._finish_moving(StoreMoments(), out)
+
+    async def load_moments(self, moments: memoryview) -> None:
+        """Have the inner optimizer go on with checked moments. Raises: as `store_moments`."""
+        await self._finish_moving(LoadMoments(), moments)
+
+    async def wait_for_death(self) -> DilocoPeerError:
+        """Returns what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
+        return await asyncio.shield(self._death)
+
+    async def close(self) -> None:
+        """End the workers. Leaves no process behind."""
+        await self._end_workers()
+        if self._memory_descriptor >= 0:
+            os.close(self._memory_descriptor)
+            os.close(self._moments_descriptor)
+            self._memory_descriptor = -1
+
+    # Starting and ending ---------------------------------------------------------------------------------------------
+    async def _start_workers(self, fresh: bool) -> Configured:
+        threads, shared = self._options.threads, Descriptors(self._memory_descriptor, self._moments_descriptor)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            self._workers = [await WorkerProcess.start(shared._replace(listener=listener.fileno()), threads)]
+        devices = choose_devices(self._options, await self._count_gpus())
+        for _ in devices[1:]:
+            self._workers.append(await WorkerProcess.start(shared, threads))
+        if len(devices) > 1:
+            for rank, worker in enumerate(self._workers):
+                worker.name = f"worker {rank} of {len(devices)}"
+        self._watching = asyncio.create_task(self._watch(self._workers))
+        self.device = devices[0] if len(devices) == 1 else f"{len(devices)} x {devices[0].partition(':')[0]}"
+        commands = [
+            Configure(
+                manifest_content=self._config.to_manifest_content(),
+                options=self._options,
+                device=device,
+                rank=rank,
+                workers=len(devices),
+                port=port,
+                fresh=fresh,
+            )
+            for rank, device in enumerate(devices)
+        ]
+        return await self._exchange(commands, Configured)
+
+    async def _count_gpus(self) -> int:
+        if not needs_gpu_count(self._options):
+            return 0
+        return (await self._exchange([CountDevices()], DevicesCounted)).gpus
+
+    async def _restart_with_half(self, error: DeviceMemoryError) -> None:
+        """New workers with half the micro-batch; their moments start anew. Raises: the error, if we did so before."""
+        piece = math.ceil(self._config.training.batch_size / len(self._workers))
+        before = min(self._options.micro_batch or piece, piece)
+        if self._halved or before == 1:
+            raise error
+        self._halved = True
+        self._options = replace(self._options, micro_batch=before // 2)
+        logger.warning(
+            "%s The workers start again with %d windows at once instead of %d; --micro-batch %d does so at once.",
+            *(error.message, before // 2, before, before // 2),
+        )
+        await self._end_workers()
+        await self._start_workers(fresh=False)
+
+    async def _together(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Workers that share a model are of no use any more when one of them has failed."""
+        try:
+            return await work
+        except DilocoPeerError as error:
+            if len(self._workers) > 1:
+                self._die(error)
+            raise
+
+    async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
+        deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
+        try:
+            done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            self._die(next(iter(done)).result())
+        finally:
+            for death in deaths:
+                death.cancel()
+
+    def _die(self, error: DilocoPeerError) -> None:
+        if not self._death.done():
+            self._death.set_result(error)
+        for worker in self._workers:
+            worker.kill()
+
+    async def _end_workers(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    # Requests --------------------------------------------------------------------------------------------------------
+    async def _train(self, command: Train, on_progress: Callable[[TrainingProgress], None]) -> TrainingDone:
+        try:
+            return await self._ask_all(command, TrainingDone, on_progress)
+        except DeviceMemoryError as error:
+            await self._restart_with_half(error)
+            raise WorkersRestartedError from error
+
+    async def _finish_moving(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
+        """It goes on to its end even if we are cancelled."""
+        if len(self._workers) == 1:
+            work = self._requests.hold(asyncio.create_task(self._move_moments(command, moments)))
+        else:
+            work = self._requests.add(lambda: self._move_moments(command, moments))
+        await asyncio.shield(work)
+
+    async def _move_moments(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
+        """Through memory that all processes see, and that is taken only for so long."""
+        async with self._moments_turn:
+            memory = await asyncio.to_thread(MemoryFile, os.dup(self._moments_descriptor), len(moments))
+            try:
+                if isinstance(command, LoadMoments):
+                    await asyncio.to_thread(copy_bytes, moments, memory.data)
+                moved = [worker.move_moments(command) for worker in self._workers]
+                problems = [said for said in await asyncio.gather(*moved, return_exceptions=True) if said is not None]
+                if problems:
+                    raise problems[0]
+                if isinstance(command, StoreMoments):
+                    await asyncio.to_thread(copy_bytes, memory.data, moments)
+            finally:
+                os.truncate(memory.descriptor, 0)
+
+    async def _ask_all(
+        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None] | None = None
+    ) -> Answer:
+        return await self._exchange([command] * len(self._workers), answer, on_progress)
+
+    async def _exchange(
+        self,
+        commands: Sequence[Message],
+        answer: type[Answer],
+        on_progress: Callable[[TrainingProgress], None] | None = None,
+    ) -> Answer:
+        """Give each of the first workers its command; the first one's answer, when all have answered.
+
+        Raises: what most probably was the cause, when one fails.
+        """
+        exchanges = [
+            self._requests.hold(asyncio.create_task(worker.exchange(command, answer, on_progress or _ignore)))
+            for worker, command in zip(self._workers, commands, strict=False)
+        ]
+        _, unfinished = await asyncio.wait(exchanges, return_when=asyncio.FIRST_EXCEPTION)
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
+        errors = [error for task in exchanges if task.done() and (error := task.exception())]
+        if errors:
+            raise self._death.result() if self._death.done() else min(errors, key=_is_unexpected)
+        return exchanges[0].result()
+
+
+def _is_unexpected(error: BaseException) -> bool:
+    """Such as what a collective raises when another worker is gone."""
+    return isinstance(error, UnexpectedWorkerError)
+
+
+def _ignore(progress: TrainingProgress) -> None:
+    pass

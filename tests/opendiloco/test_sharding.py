@@ -1,0 +1,149 @@
+"""The sharded model in this process: as each of several workers has it, and as one worker computes with it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from opendiloco import assembly
+from opendiloco.assembly import assemble_model
+from opendiloco.config import RunConfig
+from opendiloco.data import load_data
+from opendiloco.errors import MachineError
+from opendiloco.model import build_model, build_skeleton, initial_theta, layout_of, trainable
+from opendiloco.replica import Replica
+from opendiloco.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
+from opendiloco.shards import Shards, local_part, shard_rows
+from opendiloco.team import Team
+from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.worker_options import WorkerOptions
+from peers.leases import SampleRange
+
+CPU = torch.device("cpu")
+LEASE = (SampleRange(0, 8),)
+
+
+@pytest.fixture
+def _process_group_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def one_of_three(rank: int) -> Team:
+    """A worker whose fellows are not there: nothing can be computed, but everything is cut as if they were."""
+    dist.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+    return Team(CPU, rank, 3, init_device_mesh("cpu", (3,)))
+
+
+def only_one() -> Team:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return Team.meet(CPU, 0, 1, listener.getsockname()[1], listener.detach())
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_each_worker_has_its_rows_of_every_parameter(small_config: RunConfig, rank: int) -> None:
+    team, model = one_of_three(rank), build_skeleton(small_config, ByteTokenizer())
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shard_model(model, team, small_config.training)
+    assert layout_of(model).size == initial_theta(small_config).size
+    for name, parameter in model.named_parameters():
+        rows = shard_rows(shapes[name][0], rank, 3)
+        assert local_part(parameter).shape == (rows.stop - rows.start, *shapes[name][1:])
+        assert not local_part(parameter).is_meta
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    theta = initial_theta(small_config)
+    shards, back = Shards(layout_of(model), rank, 3), np.full_like(theta, np.nan)
+    shards.load(theta, trainable(model))
+    shards.store(trainable(model), back)
+    own = ~np.isnan(back)
+    assert 0.2 < own.mean() < 0.4
+    assert np.array_equal(back[own], theta[own])
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+def test_what_is_not_trained_comes_from_the_first_worker(small_config: RunConfig) -> None:
+    skeleton, whole = build_skeleton(small_config, ByteTokenizer()), build_model(small_config, ByteTokenizer())
+    for model in (skeleton, whole):
+        model.model.norm.weight.requires_grad_(False)
+    with torch.no_grad():
+        whole.model.norm.weight.copy_(torch.arange(16.0))
+
+    class Told(Team):
+        def take_from_first(self, tensor: torch.Tensor) -> None:
+            tensor.copy_(next(told))
+
+    told = iter([whole.model.norm.weight, *whole.buffers()])
+    team = one_of_three(2)
+    shard_model(skeleton, team, small_config.training)
+    fill_untrained(skeleton, None, Told(CPU, 2, 3, team.mesh))
+    assert local_part(skeleton.model.norm.weight).tolist() == [12, 13, 14, 15]
+    assert torch.equal(skeleton.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
+    assert "model.norm.weight" not in [place.name for place in layout_of(skeleton)]
+
+
+def trained(config: RunConfig, team: Team, options: WorkerOptions | None = None) -> tuple[float, Any]:
+    model = assemble_model(config, ByteTokenizer(), team, options or WorkerOptions(), None)
+    replica = Replica(config, model, load_data(config, ByteTokenizer()).samples, team)
+    theta = initial_theta(config)
+    loss = replica.train(theta, 0, LEASE, 4).loss
+    local = np.empty_like(theta)
+    replica.store(local)
+    return loss, local
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+def test_a_worker_with_all_shards_computes_as_one_without(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, local = trained(small_config, Team(CPU))
+    team = only_one()
+    assert trained(small_config, team)[0] == pytest.approx(loss, abs=1e-6)
+    assert np.abs(trained(small_config, team)[1] - local).max() < 1e-6
+    checkpointed = WorkerOptions(activation_checkpointing=True)
+    assert trained(small_config, team, checkpointed)[0] == pytest.approx(loss, abs=1e-6)
+    monkeypatch.setattr(assembly, "has_other_tensors", lambda model: True)  # each worker then builds a whole model
+    assert trained(small_config, team)[0] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+def test_bf16_is_about_the_same_sharded_or_not(small_content: dict[str, Any], small_config: RunConfig) -> None:
+    training = small_content["training"] | {"precision": "bf16", "gradient_reduction": "bf16"}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    exact, _ = trained(small_config, Team(CPU))
+    for team in (Team(CPU), only_one()):
+        loss, local = trained(config, team)
+        assert loss == pytest.approx(exact, rel=1e-2)
+        assert loss != exact
+        assert np.isfinite(local).all()
+
+
+def test_blocks_are_the_layers_and_attention_is_torchs_own(small_config: RunConfig) -> None:
+    model = build_skeleton(small_config, ByteTokenizer())
+    assert transformer_blocks(model) == list(model.model.layers)
+    assert model.config._attn_implementation == "sdpa"
+    assert not has_other_tensors(model)
+    model.model.remembered = torch.zeros(1)
+    assert has_other_tensors(model)
+
+
+def test_too_little_memory_is_said_before_the_model_is_built(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("the model is built")
+
+    monkeypatch.setattr(assembly, "build_model", refuse)
+    monkeypatch.setattr("opendiloco.shared_memory.available_memory", lambda: 100_000)
+    with pytest.raises(MachineError, match="Training this model: 0 MiB are needed"):
+        assemble_model(small_config, ByteTokenizer(), Team(CPU), WorkerOptions(), memory_descriptor=0)
