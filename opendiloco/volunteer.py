@@ -52,8 +52,12 @@ class RunWorkload(LocalWorkload):
         self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
     ) -> Trained:
         if index >= self._outer_steps:
+            self.has_ended()
             await asyncio.Event().wait()
         return await super().train(index, samples, steps, on_progress)
+
+    def has_ended(self) -> None:
+        """Called when there is nothing left to train."""
 
 
 class Volunteer:
