@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> 
         ):
             volunteer.line("outer step 3 applied, 3 peers", "the run does not end")
             ended = [loop.finish() for loop in (own, trainer)]
+            volunteer.signal(signal.SIGTERM)
+            assert volunteer.finish().code == 0
     assert [loop.code for loop in ended] == [0, 0], ended[0].err + ended[1].err
     sums = {line for loop in ended for line in loop.out.splitlines() if line.startswith("the sum of all")}
     assert len(sums) == 1, sums
