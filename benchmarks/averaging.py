@@ -30,15 +30,16 @@ from benchmarks import shaped_links
 from benchmarks.groups import CONTENDERS, GLOO, HIVEMIND_FP16, OURS, TORCHFT, Group, Place, measure, sent_bytes
 from benchmarks.reporting import Bar, report, speed_ratio
 from opendiloco.kernels import INT8
+from peers.buffers import KEPT_AT_LEAST
+from peers.driver import KEPT_BYTES
 
-KEPT_PAYLOADS = 3
-"""How many payloads a peer keeps at the least: the one held, the one before it, and one more."""
 
-
-def memory_formula(values: int, peers: int) -> float:
-    """Bytes that a round of ours should take at most: payloads; theta, momentum, and local."""
+def memory_formula(values: int, peers: int, rounds: int) -> float:
+    """Bytes that ours should take at most after so many rounds: payloads (its own blocks, room for the next average,
+    what others sent of its part, and those that are kept for who fell behind); theta, momentum, and local."""
     payload = INT8.payload_size(values)
-    return (1 + 1 + KEPT_PAYLOADS + (peers - 1) / peers) * payload + 12 * values
+    kept = min(rounds, max(KEPT_AT_LEAST, KEPT_BYTES // payload))
+    return (1 + 1 + (peers - 1) / peers + kept) * payload + 12 * values
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any
     peers, ours = len(group.peers), group.contender.name == OURS
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)
-    formula = memory_formula(values, peers)
+    formula = memory_formula(values, peers, len(group.rounds) + 1)  # and one to warm up
     return {
         "contender": group.contender.name,
         "peers": peers,

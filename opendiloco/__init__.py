@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opendiloco.diloco import DiLoCo
+
+__all__ = ["DiLoCo", "__version__"]
 
 
-def __getattr__(name: str) -> str:
-    # Reading the installed metadata takes milliseconds that most importers need not pay.
+def __getattr__(name: str) -> Any:
+    # Importing torch takes seconds, reading the installed metadata milliseconds, that most importers need not pay.
+    if name == "DiLoCo":
+        from opendiloco.diloco import DiLoCo
+
+        return DiLoCo
     if name == "__version__":
         from importlib.metadata import version
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -18,23 +19,95 @@ from opendiloco.errors import WorkerError
 from opendiloco.initial_weights import check_initial_weights
 from opendiloco.inner_state import InnerState
 from opendiloco.local_state import LocalState
-from opendiloco.shared_memory import Vector
+from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
 from opendiloco.worker_options import WorkerOptions
+from peers.errors import DilocoPeerError
 from peers.leases import SampleRange
 from peers.workload import Blocks, Progress, Trained
 
 
-class LocalWorkload(LocalState):
-    """Implements `peers.workload.Workload`."""
+class Trainer(Protocol):
+    """Whoever makes the inner steps: the machine's workers, or one's own loop."""
+
+    vectors: SharedVectors
+    device: str
+
+    async def train(
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
+    ) -> Trained:
+        """See `peers.workload.Workload.train`. What came of it is in `vectors.local`."""
+
+    async def wait_for_death(self) -> DilocoPeerError:
+        """Returns what to raise once it cannot train any more."""
+
+
+class TrainingWorkload(LocalState):
+    """Implements `peers.workload.Workload`, whoever trains."""
+
+    def __init__(self, trainer: Trainer, config: RunConfig) -> None:
+        super().__init__(trainer.vectors.theta, config)
+        self.trainer = trainer
+        self._contribution = self._codec.empty_payload()
+        self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
+
+    async def train(
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
+    ) -> Trained:
+        self._base = None
+        return await self.trainer.train(index, samples, steps, tokens, on_progress)
+
+    async def contribution(self) -> Blocks:
+        """Raises: WorkerError when the weights that training left are not finite."""
+        base = self._state.theta if self._base is None else self._base
+        try:
+            await asyncio.to_thread(self._codec.encode_difference, base, self.trainer.vectors.local, self._contribution)
+        except kernels.NonFiniteError as error:
+            raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
+        return self._contribution.buffer
+
+    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> Blocks:
+        return await asyncio.to_thread(self._codec.average, contributions, first_block)
+
+    def check(self, blocks: Blocks, first_block: int) -> None:
+        self._codec.check(blocks, first_block)
+
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+        """Raises: BadBlocksError, and changes nothing."""
+        await asyncio.to_thread(self._apply_beside_work, payload, index, keeps_work)
+
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        """Raises: SnapshotError, and changes nothing."""
+        await super().restore(state, state_digest)
+        self._base = None
+
+    def _apply_beside_work(self, payload: Blocks, index: int, keeps_work: bool) -> None:
+        checked = self._codec.checked(payload)
+        if not keeps_work:
+            self._base = None
+        elif self._base is None:
+            self._base = self._state.theta.copy()
+        self._state.apply(checked, index)
+
+
+class LocalWorkload(TrainingWorkload):
+    """With the machine's workers, which can do more with a model than train it."""
 
     def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
-        super().__init__(workers.vectors.theta, config)
+        super().__init__(workers, config)
         self.workers = workers
         copies = config.inner_optimizer.on_join == "copy"
         self.companion = InnerState(workers, config) if copies else None
-        self._contribution = self._codec.empty_payload()
-        self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
 
     @classmethod
     async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> LocalWorkload:
@@ -58,36 +131,11 @@ class LocalWorkload(LocalState):
         tokens: int,
         on_progress: Callable[[Progress], None],
     ) -> Trained:
-        self._base = None
         try:
-            return await self.workers.train(index, samples, steps, tokens, on_progress)
+            return await super().train(index, samples, steps, tokens, on_progress)
         except WorkersRestartedError:
             await asyncio.to_thread(self._put_base_into_local)
             return await self.workers.train(index, samples, steps, tokens, on_progress, from_local=True)
-
-    async def contribution(self) -> Blocks:
-        """Raises: WorkerError when the weights that training left are not finite."""
-        base = self._state.theta if self._base is None else self._base
-        try:
-            await asyncio.to_thread(self._codec.encode_difference, base, self.workers.vectors.local, self._contribution)
-        except kernels.NonFiniteError as error:
-            raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
-        return self._contribution.buffer
-
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> Blocks:
-        return await asyncio.to_thread(self._codec.average, contributions, first_block)
-
-    def check(self, blocks: Blocks, first_block: int) -> None:
-        self._codec.check(blocks, first_block)
-
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
-        """Raises: BadBlocksError, and changes nothing."""
-        await asyncio.to_thread(self._apply_beside_work, payload, index, keeps_work)
-
-    async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Raises: SnapshotError, and changes nothing."""
-        await super().restore(state, state_digest)
-        self._base = None
 
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta. Not while training."""
@@ -111,11 +159,3 @@ class LocalWorkload(LocalState):
         np.copyto(local, self._state.theta)
         if self._base is not None:
             np.copyto(local, self._base)
-
-    def _apply_beside_work(self, payload: Blocks, index: int, keeps_work: bool) -> None:
-        checked = self._codec.checked(payload)
-        if not keeps_work:
-            self._base = None
-        elif self._base is None:
-            self._base = self._state.theta.copy()
-        self._state.apply(checked, index)

@@ -18,7 +18,7 @@ from opendiloco.checkpointing import Checkpointer
 from opendiloco.checkpoints import Checkpoints
 from opendiloco.config import RunConfig
 from opendiloco.journal import Journal
-from opendiloco.local_workload import LocalWorkload
+from opendiloco.local_workload import LocalWorkload, TrainingWorkload
 from opendiloco.resume import resume
 from opendiloco.run import Run
 from opendiloco.run_folder import RunFolder
@@ -71,7 +71,7 @@ class Volunteer:
         run: Run,
         driver: Driver,
         transport: HivemindTransport,
-        workload: LocalWorkload,
+        workload: TrainingWorkload,
         folder: RunFolder | None = None,
         log: LogFolder | None = None,
     ) -> None:
@@ -109,7 +109,7 @@ class Volunteer:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
         driving = asyncio.create_task(self._driver.run())
         failures = [
-            asyncio.create_task(self._workload.workers.wait_for_death()),
+            asyncio.create_task(self._workload.trainer.wait_for_death()),
             asyncio.create_task(self._transport.failure()),
         ]
         try:

@@ -101,4 +101,4 @@ class Pulse:
         metrics.LIVE_PEERS.set(len(self._peer.membership.live(time.monotonic())))
         progress = self._peer.progress
         metrics.TOKENS_PER_SECOND.set(progress.tokens_per_second if progress else 0)
-        metrics.LOSS.set(progress.loss if progress else math.nan)
+        metrics.LOSS.set(math.nan if progress is None or progress.loss is None else progress.loss)

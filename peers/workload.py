@@ -14,10 +14,10 @@ Blocks: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the worker is within one outer step; published in heartbeats."""
+    """How far the worker is within one outer step; published in heartbeats. `loss` is None where it is not known."""
 
     inner_step: int
-    loss: float
+    loss: float | None
     tokens_per_second: float
 
 

@@ -155,7 +155,7 @@ def test_ended_processes_are_gone(tmp_path: Path) -> None:
 def test_what_a_round_takes() -> None:
     assert sent_bytes(1000, 2) == 1000
     assert sent_bytes(1000, 4) == 1500
-    assert averaging.memory_formula(1024, 2) == 5.5 * 1028 + 12 * 1024
+    assert averaging.memory_formula(1024, 2, 3) == 5.5 * 1028 + 12 * 1024
 
 
 def test_without_iperf3_shaped_links_are_not_measured(

@@ -220,7 +220,9 @@ def test_the_death_of_one_worker_ends_all(groups: Groups, workers: int) -> None:
     others = [os.pidfd_open(process) for process in groups.processes[workers][:-1]]
 
     async def story() -> None:
-        training = asyncio.create_task(group.train(0, ENDLESS, 10**6, 0, lambda progress: os.kill(victim, signal.SIGKILL)))
+        training = asyncio.create_task(
+            group.train(0, ENDLESS, 10**6, 0, lambda progress: os.kill(victim, signal.SIGKILL))
+        )
         with pytest.raises(WorkerError, match=f"worker {workers - 1} of {workers} was killed by SIGKILL"):
             await training
         assert "SIGKILL" in str(await group.wait_for_death())

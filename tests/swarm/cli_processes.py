@@ -92,7 +92,10 @@ class Site:
         self._before = leftovers()
 
     def start(self, *arguments: str) -> Command:
-        return Command(self, arguments)
+        return Command(self, ("-m", "opendiloco.cli", *arguments))
+
+    def start_script(self, path: Path, *arguments: str) -> Command:
+        return Command(self, (str(path), *arguments))
 
     def run(self, *arguments: str) -> Finished:
         """A command to its end."""
@@ -120,7 +123,7 @@ class Site:
         """No process, and no file in /dev/shm or of libp2p's daemon in /tmp."""
         eventually(lambda: not self.processes(), "workers or daemons outlive their peer")
         left = leftovers() - self._before
-        assert not left
+        assert not left, left
 
 
 class Finished:
@@ -137,12 +140,12 @@ class Finished:
 
 
 class Command:
-    """A running command. A context manager that leaves no process of its own."""
+    """A running command, given as Python's arguments. A context manager that leaves no process of its own."""
 
     def __init__(self, site: Site, arguments: tuple[str, ...]) -> None:
         self.arguments = arguments
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "opendiloco.cli", *arguments],
+            [sys.executable, *arguments],
             cwd=site.folder,
             env=site.environment,
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,46 @@
+"""One's own training loop as a peer of a run, beside volunteers who typed `diloco-peer join`.
+
+    python examples/own_loop.py run.toml diloco:tiny-qz3h…4a@/ip4/…
+
+Prints the loss of each outer step's last inner step, until the run is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from opendiloco import DiLoCo
+from opendiloco.config import RunConfig
+
+
+def train(config: RunConfig, invite: str, data: list[Path]) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(config.model.config or {})))
+    inner_optimizer = torch.optim.AdamW(model.parameters(), lr=config.inner_optimizer.learning_rate)
+    with DiLoCo(model, inner_optimizer, run=invite, data=data) as diloco:
+        for windows in diloco.batches():
+            logits = model(input_ids=windows[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+            loss.backward()
+            diloco.report(loss)
+            inner_optimizer.step()  # the last one of an outer step waits for the others, and loads theta
+            inner_optimizer.zero_grad()
+            if diloco.inner_step == 0:
+                print(f"outer step {diloco.outer_step}: loss {loss.item():.3f}", flush=True)
+    print(f"the sum of all final weights is {sum(value.double().sum() for value in model.parameters()):.12f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the run.toml that the run was created from")
+    parser.add_argument("invite", help="what `diloco-peer run create` printed")
+    parser.add_argument("--data", type=Path, action="append", default=[], help="a folder, if the run reads a local one")
+    options = parser.parse_args()
+    train(RunConfig.from_toml(options.run), options.invite, options.data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""DiLoCo around one's own training loop: every step of the inner optimizer counts, and the H-th ends the outer step.
+
+    with DiLoCo(model, inner_optimizer, run="diloco:tiny-qz3h…4a@/ip4/…") as diloco:
+        for windows in diloco.batches():  # the run's text; or text of one's own, in batches of the same size
+            loss = loss_of(model, windows)
+            loss.backward()
+            diloco.report(loss)
+            inner_optimizer.step()
+            inner_optimizer.zero_grad()
+
+The swarm's part (membership, rounds, transfers, the outer step) lives in a thread of its own, as in the peer process of
+`diloco-peer join`; here it lends the training thread theta and takes back what came of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from opendiloco.data import load_data
+from opendiloco.local_workload import TrainingWorkload
+from opendiloco.loop_worker import LoopWorker, OuterStep
+from opendiloco.model import build_model, layout_of, trainable
+from opendiloco.run import Run, find_run
+from opendiloco.shards import Shards
+from opendiloco.shared_memory import SharedVectors, create_memory_file, reserve
+from opendiloco.tokenizer import build_tokenizer
+from opendiloco.volunteer import Volunteer, connected
+from peers.driver import Driver
+from peers.errors import ManifestError
+from peers.identity import Identity
+from peers.leases import SampleRange, prefix
+from peers.manifest import Invite
+from peers.workload import Progress, Trained
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """What the swarm's thread has to say to the training thread once it is in the run."""
+
+    run: Run
+    worker: LoopWorker
+    leave: Callable[[], None]
+
+
+class DiLoCo:
+    """A peer of a run whose inner loop is the caller's. A context: entering it joins the run, leaving it leaves.
+
+    `model` is any module with the run's trainable parameters (same shapes, same order); its weights are replaced by
+    theta at each outer step. `inner_optimizer` steps it; each of its steps must train one batch of the run's size
+    (`training.batch_size` windows of `training.sequence_length` tokens), since contributions are weighted by tokens.
+
+    Entering raises: ManifestError, SwarmUnreachableError, LocalNetworkError, MachineError. What goes wrong later is
+    raised by the inner step during which it is noticed.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        run: str,
+        data: Sequence[Path] = (),
+        identity: Identity | None = None,
+    ) -> None:
+        """`run` is an invite. `data` are folders to read instead of sources that are local to this machine."""
+        self.finished = False
+        """Whether the run has had its last outer step. The model then holds the run's final weights."""
+        self._model = model
+        self._layout = layout_of(model)
+        self._shards = Shards(self._layout)
+        self._inner_optimizer = inner_optimizer
+        self._invite = Invite.parse(run)
+        self._data = data
+        self._identity = identity or Identity.generate()
+        self._loss: float | None = None
+        self._joining: Future[_Joined] = Future()
+        self._thread = threading.Thread(target=self._live, name="diloco-peer", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._joined = self._joining.result()
+        except BaseException:
+            self._thread.join()
+            raise
+        self._begin_outer_step()
+        self._hook = self._inner_optimizer.register_step_post_hook(self._after_inner_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        self._joined.leave()
+        self._thread.join()
+
+    @property
+    def run(self) -> Run:
+        return self._joined.run
+
+    @property
+    def outer_step(self) -> int:
+        """Outer steps that the run has taken."""
+        return self.run.config.total_outer_steps if self._outer_step is None else self._outer_step.index
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps since the last outer step."""
+        return 0 if self._outer_step is None else self._outer_step.steps_done
+
+    @property
+    def lease(self) -> tuple[SampleRange, ...]:
+        """The samples of the present outer step: numbers in the run's endless order, which nobody else trains."""
+        return () if self._outer_step is None else self._outer_step.samples
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """The loss of the inner step under way, to be shown to others."""
+        self._loss = float(loss)
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """The run's text, batch by batch, until the run is over: token ids of shape (batch_size, sequence_length + 1).
+
+        Each batch is for one inner step. Raises: DataError.
+        """
+        config = self.run.with_data(self._data).config
+        samples = load_data(config, build_tokenizer(config.tokenizer)).samples
+        while (outer_step := self._outer_step) is not None:
+            size, done = config.training.batch_size, outer_step.steps_done
+            numbers = [number for piece in outer_step.samples for number in range(*piece)]
+            yield torch.from_numpy(samples.read(np.array(numbers[done * size : (done + 1) * size], np.int64)))
+
+    # The training thread --------------------------------------------------------------------------------------
+    def _begin_outer_step(self) -> None:
+        """Wait for the swarm, and take over theta."""
+        self._outer_step: OuterStep | None = self._joined.worker.next_outer_step()
+        self._began_at = time.monotonic()
+        self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
+        self.finished = self._outer_step is None
+
+    def _after_inner_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        outer_step = self._outer_step
+        if outer_step is None:
+            return  # the run is over; what is trained now is the caller's alone
+        if not outer_step.is_void:
+            outer_step.steps_done += 1
+            trained = self._trained_in(outer_step)
+            speed = trained.tokens / (time.monotonic() - self._began_at)
+            outer_step.report(Progress(outer_step.steps_done, self._loss, speed))
+            if outer_step.steps_done < outer_step.steps and trained.samples != outer_step.samples:
+                return
+            outer_step.finish(self._publish, trained)
+        self._begin_outer_step()
+
+    def _trained_in(self, outer_step: OuterStep) -> Trained:
+        training = self.run.config.training
+        samples = prefix(outer_step.samples, outer_step.steps_done * training.batch_size)
+        tokens = training.sequence_length * sum(piece.size for piece in samples)
+        return Trained(samples, tokens, self._loss or 0.0)
+
+    def _publish(self) -> None:
+        self._shards.store(trainable(self._model), self._joined.worker.vectors.local)
+
+    # The swarm's thread ---------------------------------------------------------------------------------------
+    def _live(self) -> None:
+        try:
+            asyncio.run(self._take_part())
+        except BaseException as error:
+            if self._joining.done():
+                self._joined.worker.end(error)
+            else:
+                self._joining.set_exception(error)
+        else:
+            self._joined.worker.end()
+
+    async def _take_part(self) -> None:
+        async with connected(self._identity, self._invite.addresses) as transport:
+            run = await find_run(transport, self._invite.run_id)
+            worker = LoopWorker(await asyncio.to_thread(self._initial_vectors, run))
+            workload = LoopWorkload(worker, run)
+            driver = Driver(self._identity, transport, workload, run.settings, await workload.state_digest())
+            volunteer = Volunteer(run, driver, transport, workload)
+            loop = asyncio.get_running_loop()
+            self._joining.set_result(_Joined(run, worker, lambda: _call(loop, volunteer.leave)))
+            await volunteer.train()
+
+    def _initial_vectors(self, run: Run) -> SharedVectors:
+        """Raises: ManifestError when the caller's model is not the run's; MachineError when there is no room."""
+        model = build_model(run.config, build_tokenizer(run.config.tokenizer))
+        layout = layout_of(model)
+        for ours, theirs in zip(self._layout, layout, strict=False):
+            if ours.shape != theirs.shape:
+                raise ManifestError(
+                    f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
+                    f"{theirs.shape}.",
+                    "Build the model as the run's manifest says: `diloco-peer run show` prints it.",
+                )
+        if self._layout.size != layout.size:
+            raise ManifestError(
+                f"the model has {self._layout.size} trainable values; the run's has {layout.size}.",
+                "Build the model as the run's manifest says: `diloco-peer run show` prints it.",
+            )
+        descriptor = create_memory_file()
+        reserve(descriptor, layout.size)
+        vectors = SharedVectors(descriptor, layout.size)
+        Shards(layout).store(trainable(model), vectors.theta)
+        return vectors
+
+
+class LoopWorkload(TrainingWorkload):
+    """Trains in the caller's loop, and tells it when the run is over."""
+
+    def __init__(self, worker: LoopWorker, run: Run) -> None:
+        super().__init__(worker, run.config)
+        self._worker = worker
+        self._outer_steps = run.config.total_outer_steps
+
+    async def train(
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
+    ) -> Trained:
+        if index >= self._outer_steps:
+            self._worker.end()
+            await asyncio.Event().wait()
+        return await super().train(index, samples, steps, tokens, on_progress)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(function)

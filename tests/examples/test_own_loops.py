@@ -1,0 +1,42 @@
+"""Loops of other people's as peers of a real run: a plain torch loop, and transformers' Trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.opendiloco.conftest import write_corpus
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, bootstrap, create_run
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
+def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    corpus = str(write_corpus(tmp_path / "corpus"))
+    run = site.write_run(corpus, outer_steps=3, inner_steps=4)
+    run.write_text(run.read_text().replace("[rounds]", "[rounds]\nminimum_peers = 3"))
+    with bootstrap(site) as address:
+        invite = create_run(site, run, address)
+        join = ("join", "--run", invite, "--identity", "one.pem", "--device", "cpu", "--data", corpus, *LOOPBACK)
+        with (
+            site.start(*join) as volunteer,
+            site.start_script(EXAMPLES / "own_loop.py", str(run), invite, "--data", corpus) as own,
+            site.start_script(EXAMPLES / "trainer_callback.py", str(run), invite, "--text", corpus) as trainer,
+        ):
+            volunteer.line("outer step 3 applied, 3 peers", "the run does not end")
+            ended = [loop.finish() for loop in (own, trainer)]
+            volunteer.signal(signal.SIGTERM)
+            assert volunteer.finish().code == 0
+    assert [loop.code for loop in ended] == [0, 0], ended[0].err + ended[1].err
+    sums = {line for loop in ended for line in loop.out.splitlines() if line.startswith("the sum of all")}
+    assert len(sums) == 1, sums
+    assert [line.split(":")[0] for line in ended[0].out.splitlines()[:3]] == [
+        f"outer step {step}" for step in (1, 2, 3)
+    ]
+    site.assert_nothing_is_left()

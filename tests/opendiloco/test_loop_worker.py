@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from opendiloco.loop_worker import LoopWorker, OuterStep
+from opendiloco.shared_memory import SharedVectors, create_memory_file, reserve
+from peers.leases import SampleRange
+from peers.workload import Progress, Trained
+
+LEASE = (SampleRange(0, 8),)
+TRAINED = Trained(LEASE, 80, 1.0)
+SECONDS = 20.0
+
+
+def new_worker() -> LoopWorker:
+    descriptor = create_memory_file()
+    reserve(descriptor, 4)
+    return LoopWorker(SharedVectors(descriptor, 4))
+
+
+def in_another_thread(work: Callable[[], None]) -> Future[None]:
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def test_an_outer_step_goes_to_the_training_thread_and_back() -> None:
+    worker, heard = new_worker(), list[Progress]()
+
+    def train() -> None:
+        outer_step = worker.next_outer_step()
+        assert outer_step is not None
+        assert (outer_step.index, outer_step.samples, outer_step.steps) == (7, LEASE, 4)
+        outer_step.report(Progress(1, None, 1.0))
+        outer_step.finish(lambda: worker.vectors.local.fill(2), TRAINED)
+
+    async def scenario() -> None:
+        training = in_another_thread(train)
+        async with asyncio.timeout(SECONDS):
+            assert await worker.train(7, LEASE, 4, 0, heard.append) == TRAINED
+            await asyncio.wrap_future(training)
+
+    asyncio.run(scenario())
+    assert heard == [Progress(1, None, 1.0)]
+    np.testing.assert_array_equal(worker.vectors.local, 2)
+
+
+def test_what_was_stopped_is_neither_published_nor_heard_of() -> None:
+    worker, heard = new_worker(), list[Progress]()
+
+    async def scenario() -> None:
+        stopped = asyncio.create_task(worker.train(0, LEASE, 4, 0, heard.append))
+        await asyncio.sleep(0)
+        outer_step = worker.next_outer_step()
+        assert outer_step is not None
+        assert not outer_step.is_void
+        stopped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped
+        assert outer_step.is_void
+        outer_step.report(Progress(1, None, 1.0))
+        outer_step.finish(lambda: worker.vectors.local.fill(2), TRAINED)
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert heard == []
+    np.testing.assert_array_equal(worker.vectors.local, 0)
+
+
+def test_what_was_stopped_before_it_began_is_passed_over() -> None:
+    worker, found = new_worker(), list[OuterStep | None]()
+
+    async def scenario() -> None:
+        stopped = asyncio.create_task(worker.train(0, LEASE, 4, 0, lambda progress: None))
+        await asyncio.sleep(0)
+        stopped.cancel()
+        await asyncio.gather(stopped, return_exceptions=True)
+        following = asyncio.create_task(worker.train(1, LEASE, 4, 0, lambda progress: None))
+        await asyncio.sleep(0)
+        found.append(worker.next_outer_step())
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert found[0] is not None
+    assert found[0].index == 1
+
+
+def test_the_end_of_the_run_and_what_went_wrong_are_heard_each_time() -> None:
+    over, broken = new_worker(), new_worker()
+    over.end()
+    broken.end(RuntimeError("the network is gone"))
+    for _ in range(2):
+        assert over.next_outer_step() is None
+        with pytest.raises(RuntimeError, match="the network is gone"):
+            broken.next_outer_step()
