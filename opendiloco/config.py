@@ -105,6 +105,17 @@ class SnapshotsSection(Section):
     every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
 
 
+class EvaluationSection(Section):
+    """After every so many outer steps one of the peers evaluates theta on held-out text, each time another; 0: none.
+
+    theta is better than what any peer makes of it alone (Table 3 of arXiv 2501.18512). `windows` is how many windows of
+    `training.sequence_length` tokens are read.
+    """
+
+    every: Annotated[int, Field(ge=0, le=1_000_000)] = 8
+    windows: Positive = 64
+
+
 class RunConfig(Section):
     """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents."""
 
@@ -120,6 +131,7 @@ class RunConfig(Section):
     codec: CodecSection = CodecSection()
     rounds: RoundsSection = RoundsSection()
     snapshots: SnapshotsSection = SnapshotsSection()
+    evaluation: EvaluationSection = EvaluationSection()
 
     @model_validator(mode="after")
     def check_across_sections(self) -> Self:

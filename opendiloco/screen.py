@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from opendiloco.config import RunConfig
+from opendiloco.evaluation_turns import newest_held_out
 from peers.heartbeat import Heartbeat, PeerState
 
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest")
@@ -21,6 +23,7 @@ STYLES = {
     PeerState.LEAVING: "red",
 }
 FINISHED = "finished"
+LARGEST_EXPONENT = 100.0  # others may claim any loss
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,15 @@ def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
     for row in rows:
         table.add_row(row.name, *row.cells, style=row.style)
     return table
+
+
+def held_out_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
+    """How good theta is, as the peers last found; nothing while none of them has looked."""
+    found = newest_held_out(heartbeats)
+    if found is None:
+        return []
+    perplexity = math.exp(min(found.loss, LARGEST_EXPONENT))
+    return [f"held-out loss {found.loss:.3f} (perplexity {perplexity:,.1f}) after outer step {found.index}"]
 
 
 def plain_line(row: Row) -> str:

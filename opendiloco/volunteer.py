@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from opendiloco.checkpointing import Checkpointer
 from opendiloco.checkpoints import Checkpoints
 from opendiloco.config import RunConfig
+from opendiloco.evaluation_turns import is_our_turn
 from opendiloco.journal import Journal
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
 from opendiloco.resume import resume
@@ -27,7 +28,7 @@ from opendiloco.worker_group import WorkerGroup
 from opendiloco.worker_options import WorkerOptions
 from peers.driver import Driver
 from peers.errors import DilocoPeerError
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import Heartbeat, HeldOut
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.leases import SampleRange
@@ -44,11 +45,17 @@ ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
 
 class RunWorkload(LocalWorkload):
-    """Trains until the run's last outer step. After that its peer stays, to hand out the finished state."""
+    """Trains until the run's last outer step. After that its peer stays, to hand out the finished state.
+
+    When it is this peer's turn, theta is evaluated first.
+    """
 
     def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
         super().__init__(workers, config)
         self._outer_steps = config.total_outer_steps
+        self._windows = config.evaluation.windows
+        self.is_our_turn: Callable[[], bool] = lambda: False
+        self.on_evaluated: Callable[[HeldOut], None] = lambda held_out: None
 
     async def train(
         self,
@@ -58,6 +65,10 @@ class RunWorkload(LocalWorkload):
         tokens: int,
         on_progress: Callable[[Progress], None],
     ) -> Trained:
+        if self.is_our_turn():
+            loss = (await self.evaluate(self._windows)).loss
+            logger.info("held-out loss %.4f after outer step %d", loss, index)
+            self.on_evaluated(HeldOut(index=index, loss=loss))
         if index >= self._outer_steps:
             await asyncio.Event().wait()
         return await super().train(index, samples, steps, tokens, on_progress)
@@ -177,6 +188,8 @@ async def volunteering(
         driver = Driver(
             identity, transport, workload, run.settings, digest, log, position, storage, companion=companion
         )
+        workload.is_our_turn = lambda: is_our_turn(identity.peer_id, driver.peer.log, run.config.evaluation)
+        workload.on_evaluated = driver.evaluated
         yield Volunteer(run, driver, transport, workload, folder, log)
 
 
@@ -194,7 +207,7 @@ async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder
 
 
 @asynccontextmanager
-async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
+async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[RunWorkload]:
     """The run's workload with workers of its own, which end with the context. Raises: DilocoPeerError."""
     workload = await RunWorkload.start(run.config, options)
     try:

@@ -53,7 +53,7 @@ from peers.events import (
 )
 from peers.freezing import Freezer
 from peers.headers import serve_headers
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import Heartbeat, HeldOut
 from peers.identity import Identity
 from peers.log import Header, LogState
 from peers.log_folder import MemoryLog, RunLog
@@ -318,6 +318,11 @@ class Driver:
                 async with asyncio.timeout(self._settings.timing.heartbeat_expiry):
                     self.handle(HeartbeatsSeen(await self._pulse.beat()))
             await asyncio.sleep(self._settings.timing.heartbeat)
+
+    def evaluated(self, held_out: HeldOut) -> None:
+        """Tell others from now on what this peer found about theta."""
+        self._pulse.held_out = held_out
+        metrics.HELD_OUT_LOSS.set(held_out.loss)
 
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now."""

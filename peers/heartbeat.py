@@ -56,12 +56,19 @@ class SignedHeartbeat(Value):
     signature: Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 
 
+class HeldOut(Value):
+    """The loss of theta on held-out text after `index` entries, in nats per token."""
+
+    index: Count
+    loss: Loss
+
+
 class Heartbeat(Value):
     """One peer of one run at one moment.
 
     `index` and `head` are its position in the log, `state_digest` that of theta and momentum there.
     `loss` is that of the inner step under way (None: not known). `speed`, in tokens a second, is that of its last
-    training, also while it does not train.
+    training, also while it does not train. `held_out` is what it found when it last evaluated theta.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -80,6 +87,7 @@ class Heartbeat(Value):
     speed: Rate
     addresses: tuple[Address, ...] = Field(max_length=8)
     roster_size: Count
+    held_out: HeldOut | None = None
 
     @property
     def expires(self) -> float:

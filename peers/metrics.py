@@ -16,6 +16,7 @@ OUTER_STEP = Gauge("diloco_peer_outer_step", "Entries in this peer's log")
 LIVE_PEERS = Gauge("diloco_peer_live_peers", "Other peers of the run that are alive")
 TOKENS_PER_SECOND = Gauge("diloco_peer_tokens_per_second", "This machine's training speed")
 LOSS = Gauge("diloco_peer_loss", "Training loss of the last inner step, nats per token; NaN: not training")
+HELD_OUT_LOSS = Gauge("diloco_peer_held_out_loss", "Loss of theta on held-out text, when this peer last evaluated it")
 
 
 def serve_metrics(port: int, host: str = "127.0.0.1") -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from peers import metrics
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import Heartbeat, HeldOut
 from peers.identity import Identity
 from peers.peer import Peer
 from peers.states import SHOWN_AS
@@ -46,6 +46,7 @@ class Pulse:
         self._start = start
         self._sequence = 0
         self._beats = 0
+        self.held_out: HeldOut | None = None
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
@@ -87,6 +88,7 @@ class Pulse:
             speed=peer.speed,
             addresses=self._transport.addresses,
             roster_size=len(log.roster),
+            held_out=self.held_out,
         )
 
     def signed_heartbeat(self) -> bytes:

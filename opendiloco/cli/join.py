@@ -217,14 +217,16 @@ async def show_lines(volunteer: Volunteer) -> None:
 async def show_screen(volunteer: Volunteer, console: Console) -> None:
     import asyncio
 
+    from rich.console import Group
     from rich.live import Live
 
-    from opendiloco.screen import peers_table, row_of
+    from opendiloco.screen import held_out_lines, peers_table, row_of
 
     config = volunteer.run.config
     with Live(console=console, auto_refresh=False) as live:
         while True:
             own, *others = volunteer.heartbeats()
             rows = [row_of(own, config, THIS_MACHINE), *(row_of(beat, config) for beat in others)]
-            live.update(peers_table(rows, volunteer.run.run_id), refresh=True)
+            table = peers_table(rows, volunteer.run.run_id)
+            live.update(Group(table, *held_out_lines([own, *others])), refresh=True)
             await asyncio.sleep(SCREEN_SECONDS)

@@ -98,11 +98,12 @@ async def live_heartbeats(transport: HivemindTransport, run: Run) -> list[Heartb
 def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement) -> Group:
     from rich.console import Group
 
-    from opendiloco.screen import peers_table, row_of
+    from opendiloco.screen import held_out_lines, peers_table, row_of
 
     if not heartbeats:
         return Group(run.run_id, NOBODY)
-    return Group(peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id), str(agreement))
+    table = peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id)
+    return Group(table, *held_out_lines(heartbeats), str(agreement))
 
 
 def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
@@ -116,6 +117,7 @@ def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
         "inner_step": beat.inner_step,
         "tokens_per_second": beat.tokens_per_second,
         "loss": beat.loss,
+        "held_out": None if beat.held_out is None else {"outer_step": beat.held_out.index, "loss": beat.held_out.loss},
         "lineage_tokens": beat.lineage_tokens,
         "roster_size": beat.roster_size,
         "log_digest": beat.head.hex(),

@@ -210,6 +210,7 @@ class ShortOfMemory(StateOnly):
         index: int,
         samples: tuple[SampleRange, ...],
         steps: int,
+        tokens: int,
         on_progress: Callable[[Progress], None],
         from_local: bool = False,
     ) -> Trained:
@@ -230,7 +231,7 @@ def test_a_training_that_ran_out_of_memory_begins_again_from_the_same_weights(
         workload = LocalWorkload(workers, small_config)
         payload = bytes(await workload.contribution())
         if applied_meanwhile:
-            workers.meanwhile = lambda: workload.apply(payload, keeps_work=True)
+            workers.meanwhile = lambda: workload.apply(payload, 0, keeps_work=True)
         theta = workers.vectors.theta.copy()
         trained = await workload.train(0, (SampleRange(0, 1),), 1, 0, ignore)
         assert trained.samples == (SampleRange(0, 1),)

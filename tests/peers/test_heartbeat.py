@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from peers.errors import RemoteProtocolError
-from peers.heartbeat import SIGNING_CONTEXT, SIZE_LIMIT, Heartbeat, PeerState, SignedHeartbeat
+from peers.heartbeat import SIGNING_CONTEXT, SIZE_LIMIT, Heartbeat, HeldOut, PeerState, SignedHeartbeat
 from peers.identity import Identity
 from peers.wire import pack, to_plain
 
@@ -54,7 +54,8 @@ def test_lifetime_is_part_of_what_is_signed() -> None:
 def test_largest_heartbeat_fits() -> None:
     most = 2**62 - 1
     counts = dict.fromkeys(("sequence", "index", "lineage_tokens", "inner_step", "roster_size"), most)
-    largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, **counts)
+    held_out = HeldOut(index=most, loss=1e300)
+    largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, held_out=held_out, **counts)
     signed = largest.sign(IDENTITY)
     assert len(signed) <= SIZE_LIMIT
     assert Heartbeat.verify(signed) == largest

@@ -1,0 +1,23 @@
+"""Whose turn it is to evaluate theta: each time another peer's, so that all give up as little training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from opendiloco.config import EvaluationSection
+from peers.heartbeat import Heartbeat, HeldOut
+from peers.log import LogState
+
+
+def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
+    """Whether theta at this place in the log is to be evaluated, and by us. Everybody who is there knows by whom."""
+    index, roster = log.position.index, log.roster
+    if not section.every or not roster or index % section.every:
+        return False
+    return roster[index // section.every % len(roster)] == me
+
+
+def newest_held_out(heartbeats: Iterable[Heartbeat]) -> HeldOut | None:
+    """What the peers last found, if any of those who are there did."""
+    found = [beat.held_out for beat in heartbeats if beat.held_out is not None]
+    return max(found, key=lambda held_out: held_out.index, default=None)

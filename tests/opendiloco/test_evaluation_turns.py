@@ -1,0 +1,85 @@
+"""Peers evaluate theta in turn, before they train from it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from opendiloco.config import EvaluationSection, RunConfig
+from opendiloco.control import Evaluated
+from opendiloco.evaluation_turns import is_our_turn, newest_held_out
+from opendiloco.screen import held_out_lines
+from opendiloco.volunteer import RunWorkload
+from opendiloco.worker_group import WorkerGroup
+from peers.heartbeat import HeldOut
+from peers.leases import SampleRange
+from peers.workload import Progress, Trained
+from tests.peers.builders import LOG, beat
+from tests.peers.test_freezing import log_at
+
+
+def test_each_time_another_peer_evaluates_and_all_know_which() -> None:
+    section = EvaluationSection(every=2)
+    turns = [[peer for peer in "abc" if is_our_turn(peer, log_at(index), section)] for index in range(9)]
+    assert turns == [[], [], ["b"], [], ["c"], [], ["a"], [], ["b"]]
+
+
+def test_nobody_evaluates_where_the_manifest_does_not_say_so() -> None:
+    assert not any(is_our_turn(peer, log_at(6), EvaluationSection(every=0)) for peer in "abc")
+    assert not is_our_turn("stranger", log_at(6), EvaluationSection(every=1))
+
+
+def test_the_newest_finding_is_shown() -> None:
+    found = (HeldOut(index=16, loss=2.0), None, HeldOut(index=24, loss=1.5), HeldOut(index=8, loss=3.0))
+    beats = [beat(peer, LOG, held_out=held_out) for peer, held_out in zip("abcd", found, strict=True)]
+    assert newest_held_out(beats) == found[2]
+    assert held_out_lines(beats) == ["held-out loss 1.500 (perplexity 4.5) after outer step 24"]
+    assert held_out_lines([beats[1]]) == []
+
+
+@pytest.mark.parametrize("loss", [1e300, -1e300])
+def test_whatever_others_claim_can_be_shown(loss: float) -> None:
+    assert len(held_out_lines([beat("a", LOG, held_out=HeldOut(index=1, loss=loss))])) == 1
+
+
+class Workers(WorkerGroup):
+    """Note what is asked of them."""
+
+    def __init__(self) -> None:
+        zeros = np.zeros(10, np.float32)
+        self.vectors = type("Vectors", (), {"theta": zeros, "local": zeros.copy()})()
+        self.asked: list[str] = []
+
+    async def evaluate(self, windows: int) -> Evaluated:
+        self.asked.append(f"evaluate {windows}")
+        return Evaluated(loss=2.5, tokens=100)
+
+    async def train(
+        self,
+        index: int,
+        samples: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        on_progress: Callable[[Progress], None],
+        from_local: bool = False,
+    ) -> Trained:
+        self.asked.append(f"train {index}")
+        return Trained(samples, 16, 1.0)
+
+
+def test_who_has_the_turn_evaluates_theta_before_training_changes_anything(small_config: RunConfig) -> None:
+    async def story() -> None:
+        workers = Workers()
+        workload = RunWorkload(workers, small_config)
+        found: list[HeldOut] = []
+        workload.on_evaluated = found.append
+        for turn in (False, True):
+            workload.is_our_turn = lambda turn=turn: turn  # type: ignore[misc]
+            await workload.train(3 + turn, (SampleRange(0, 1),), 1, 0, lambda progress: None)
+        assert workers.asked == ["train 3", f"evaluate {small_config.evaluation.windows}", "train 4"]
+        assert found == [HeldOut(index=4, loss=2.5)]
+
+    asyncio.run(story())
