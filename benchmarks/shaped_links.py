@@ -74,8 +74,18 @@ def converging_bytes_per_second(senders: Sequence[str], receiver: str) -> float:
         return sum(pool.map(link_bytes_per_second, senders, [receiver] * len(senders), ports))
 
 
-def row_of(group: Group, payload: int, link: float) -> dict[str, Any]:
-    """One line of the table."""
+def sent_all_at_once(namespaces: Sequence[str]) -> float:
+    """Bytes a second that the slowest of them sends while iperf3 goes from each to each other: what the machine that
+    carries all these links has to give, as a round asks for it."""
+    pairs = [(sender, receiver) for sender in namespaces for receiver in namespaces if sender != receiver]
+    ports = range(IPERF_PORT, IPERF_PORT + len(pairs))
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        rates = list(pool.map(link_bytes_per_second, *zip(*pairs, strict=True), ports))
+    return min(sum(rate for (sender, _), rate in zip(pairs, rates, strict=True) if sender == one) for one in namespaces)
+
+
+def row_of(group: Group, payload: int, link: float, at_once: float) -> dict[str, Any]:
+    """One line of the table. The bound is of links that carry nothing else, which they don't do on one machine."""
     peers, seconds = len(group.peers), statistics.median(group.seconds)
     bound = sent_bytes(payload, peers) / link
     return {
@@ -88,6 +98,8 @@ def row_of(group: Group, payload: int, link: float) -> dict[str, Any]:
         "link Mbit/s": link * 8 / 1e6,
         "bound s": bound,
         "of the bound": bound / seconds,
+        "all at once Mbit/s": at_once * 8 / 1e6,
+        "of that": sent_bytes(payload, peers) / at_once / seconds,
     }
 
 
@@ -96,10 +108,10 @@ def run(values: int, namespaces: Sequence[str], repetitions: int, json_file: Pat
     if shutil.which("iperf3") is None:
         click.echo("iperf3 is not installed: nothing to compare a round on these links with, so it is not measured")
         return
-    link = slowest_link(namespaces)
+    link, at_once = slowest_link(namespaces), sent_all_at_once(namespaces)
     places = list(map(place_in, namespaces))
     groups = asyncio.run(measure([OURS], values, places, repetitions))
-    row = row_of(groups[OURS], INT8.payload_size(values), link)
+    row = row_of(groups[OURS], INT8.payload_size(values), link, at_once)
     bars = [Bar(f"bound / ours, {len(namespaces)} peers", row["of the bound"], 0.85)]
     report(
         f"averaging {values / 1e6:g} M fp32 values over shaped links, median of {repetitions}", [row], bars, json_file

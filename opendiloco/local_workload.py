@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class LocalWorkload(TrainingWorkload):
         self.companion = InnerState(workers, config) if copies else None
 
     @classmethod
-    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> LocalWorkload:
+    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> Self:
         """With fresh workers and the run's initial state.
 
         Raises: see `WorkerGroup.start` and `check_initial_weights`.

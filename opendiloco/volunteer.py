@@ -96,7 +96,7 @@ class Volunteer:
 
     @property
     def device(self) -> str:
-        return self._workload.workers.device
+        return self._workload.trainer.device
 
     def record(self, journal: Journal) -> None:
         """Write every entry that is applied from now on into the journal."""

@@ -14,9 +14,11 @@ from opendiloco.initial_weights import check_initial_weights, digest_of_weights
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model import build_model, initial_theta
 from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.worker_options import WorkerOptions
 from peers.errors import ManifestError
 
 OTHER = "ab" * 32
+CPU = WorkerOptions(device="cpu")
 
 
 def pretrained(content: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def test_a_volunteer_whose_weights_differ_does_not_train(small_content: dict[str
     content = pretrained(small_content, tmp_path)
     content["model"]["digest"] = OTHER
     with pytest.raises(MachineError, match=f"weights of digest {OTHER}; those of .* have [0-9a-f]{{64}} here"):
-        asyncio.run(asyncio.wait_for(LocalWorkload.start(RunConfig.from_manifest_content(content), "cpu"), 100))
+        asyncio.run(asyncio.wait_for(LocalWorkload.start(RunConfig.from_manifest_content(content), CPU), 100))
 
 
 @pytest.mark.parametrize("digest", ["ab", "AB" * 32, "xy" * 32])

@@ -45,7 +45,7 @@ def test_a_model_trains_travels_as_a_flat_vector_and_is_exported(config: RunConf
     tokenizer = ByteTokenizer()
     check_model(config, tokenizer)
     samples = load_data(config, tokenizer).samples
-    one, other = (Replica(config, build_model(config, tokenizer), samples, torch.device("cpu")) for _ in range(2))
+    one, other = (Replica(config, build_model(config, tokenizer), samples) for _ in range(2))
     theta, moved, back = (np.empty(one.layout.size, np.float32) for _ in range(3))
     one.store(theta)
     trained = one.train(theta, 0, (SampleRange(0, 8),), 4)

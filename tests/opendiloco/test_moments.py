@@ -16,7 +16,7 @@ from opendiloco.config import RunConfig
 from opendiloco.inner_state import InnerState
 from opendiloco.moments import STEPS_LIMIT, Moments, check_moments, largest_ratio, moments_size
 from opendiloco.optimizer_config import AdamWSection
-from opendiloco.worker_process import WorkerProcess
+from opendiloco.worker_group import WorkerGroup
 from peers.leases import SampleRange
 from peers.workload import SnapshotError
 from tests.opendiloco.test_replica import make_replica
@@ -234,7 +234,7 @@ class FakeWorker:
 
 def state_of(worker: FakeWorker, config: RunConfig) -> InnerState:
     training = config.training.model_copy(update={"gradient_clip": CLIP})
-    return InnerState(cast(WorkerProcess, worker), config.model_copy(update={"training": training}))
+    return InnerState(cast(WorkerGroup, worker), config.model_copy(update={"training": training}))
 
 
 def test_only_what_passes_the_checks_reaches_the_worker(small_config: RunConfig) -> None:

@@ -84,9 +84,8 @@ def test_the_rewarmup_takes_as_many_inner_steps_as_it_says(small_config: RunConf
     replica, theta = make_replica(small_config)
     rates = []
 
-    def note(step: int, loss: float, samples: int) -> bool:
+    def note(step: int, loss: float, samples: int) -> None:
         rates.append([group["lr"] for group in replica._optimizer.param_groups])
-        return True
 
     replica.train(theta, 1, (SampleRange(0, 24),), 12, note)
     expected = [0.01 * min(1.0, done / 10) for done in range(1, 13)]
@@ -100,9 +99,8 @@ def test_the_learning_rate_goes_by_the_runs_tokens_if_the_schedule_does(small_co
     for tokens in (0, 160, 352):
         replica, theta = make_replica(config)
 
-        def note(step: int, loss: float, samples: int, replica: Replica = replica) -> bool:
+        def note(step: int, loss: float, samples: int, replica: Replica = replica) -> None:
             rates.append(replica._optimizer.param_groups[0]["lr"])
-            return True
 
         replica.train(theta, 0, (SampleRange(0, 8),), 4, note, tokens=tokens)
     expected = [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1, 1, 0.5, 0]

@@ -203,7 +203,9 @@ def test_peers_with_different_numbers_of_workers_have_the_same_bits(groups: Grou
         for index, trainer in enumerate(peers):
             await trainer.train(index, LEASE, 4, 0, lambda progress: None)
             payload = bytes(await trainer.contribution())
-            digests = {await peer.apply(payload) for peer in peers}
+            for peer in peers:
+                await peer.apply(payload, index)
+            digests = {await peer.state_digest() for peer in peers}
             assert len(digests) == 1
         for peer in peers:
             await peer.train(2, (), 4, 0, lambda progress: None)

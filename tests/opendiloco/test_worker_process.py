@@ -84,7 +84,7 @@ async def stops_within_a_step_when_cancelled(worker: WorkerGroup) -> None:
     training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, 0, note))
     await reached.wait()
     assert [progress.inner_step for progress in seen] == [1, 2, 3]
-    assert all(progress.loss > 0 and progress.tokens_per_second > 0 for progress in seen)
+    assert all((progress.loss or 0) > 0 and progress.tokens_per_second > 0 for progress in seen)
     training.cancel()
     queued = asyncio.create_task(worker.train(1, ENDLESS, 10**6, 0, note))
     asyncio.get_running_loop().call_soon(queued.cancel)  # before the worker has heard of it
