@@ -27,16 +27,9 @@ from peers.errors import ManifestError
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
-def check_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
-    """Whether `build_model` can build the inline model, found out without the memory or time that its weights take.
-
-    Returns the model on the device "meta". Raises: ManifestError as `build_model` would.
-    """
-    build_skeleton(config, tokenizer)
-
-
 def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
-    """The model without values, on the meta device. Raises: ManifestError as `build_model` would."""
+    """The model without values, on the meta device: whether it can be built is found out without the memory or time
+    that its weights take. Raises: ManifestError as `build_model` would."""
     with torch.device("meta"):
         if config.model.path:
             model = AutoModelForCausalLM.from_config(_load(AutoConfig, config.model.path))

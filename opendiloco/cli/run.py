@@ -76,7 +76,7 @@ def check(config: RunConfig) -> None:
     """
     from opendiloco.errors import DataError
     from opendiloco.local_sources import local_sources
-    from opendiloco.model import check_model
+    from opendiloco.model import build_skeleton
     from opendiloco.optimizers import check_inner_optimizer
     from opendiloco.tokenizer import build_tokenizer
 
@@ -91,7 +91,7 @@ def check(config: RunConfig) -> None:
     except DataError as error:
         logger.warning("the model is not checked: %s", error)
         return
-    check_model(config, tokenizer)
+    build_skeleton(config, tokenizer)
 
 
 def with_weights_named(config: RunConfig) -> RunConfig:

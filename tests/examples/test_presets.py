@@ -11,7 +11,7 @@ import torch
 
 from opendiloco.config import RunConfig
 from opendiloco.data_config import DataSection
-from opendiloco.model import check_model
+from opendiloco.model import build_skeleton
 from opendiloco.reference import Reference, Work
 from opendiloco.tokenizer import ByteTokenizer
 from peers.leases import SampleRange
@@ -45,7 +45,7 @@ def test_a_preset_is_a_run_of_the_size_that_it_says(name: str) -> None:
     assert config.name == name
     carried = json.loads(json.dumps(config.to_manifest_content()))
     assert RunConfig.from_manifest_content(carried) == config
-    model = check_model(config, ByteTokenizer())
+    model = build_skeleton(config, ByteTokenizer())
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 

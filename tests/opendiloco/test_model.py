@@ -19,7 +19,7 @@ from opendiloco.errors import MachineError
 from opendiloco.model import (
     PortableNormal,
     build_model,
-    check_model,
+    build_skeleton,
     choose_device,
     layout_of,
     trainable,
@@ -102,7 +102,7 @@ def test_models_that_transformers_does_not_know(
 ) -> None:
     content = copy.deepcopy(small_content)
     content["model"]["config"].update(changes)
-    for refuse in (build_model, check_model):
+    for refuse in (build_model, build_skeleton):
         with pytest.raises(ManifestError) as caught:
             refuse(RunConfig.from_manifest_content(content), ByteTokenizer())
         assert str(caught.value).startswith(said)
@@ -113,14 +113,14 @@ def test_a_model_that_would_not_fit_here_can_be_checked(small_content: dict[str,
     """Without its weights: these would take 4 TB."""
     content = copy.deepcopy(small_content)
     content["model"]["config"].update(hidden_size=2**18, intermediate_size=2**20)
-    check_model(RunConfig.from_manifest_content(content), ByteTokenizer())
+    build_skeleton(RunConfig.from_manifest_content(content), ByteTokenizer())
 
 
 def test_a_size_left_to_transformers_is_checked_too(small_content: dict[str, Any]) -> None:
     content = copy.deepcopy(small_content)
     del content["model"]["config"]["max_position_embeddings"]
     content["training"]["sequence_length"] = 4096
-    for refuse in (build_model, check_model):
+    for refuse in (build_model, build_skeleton):
         with pytest.raises(ManifestError, match="sequence_length = 4096 is longer than"):
             refuse(RunConfig.from_manifest_content(content), ByteTokenizer())
 

@@ -16,7 +16,7 @@ from opendiloco.config import RunConfig
 from opendiloco.control import RunFacts
 from opendiloco.data import load_data
 from opendiloco.export import export_model
-from opendiloco.model import build_model, check_model, layout_of
+from opendiloco.model import build_model, build_skeleton, layout_of
 from opendiloco.replica import Replica
 from opendiloco.tokenizer import ByteTokenizer
 from peers.errors import ManifestError
@@ -43,7 +43,7 @@ def config(request: pytest.FixtureRequest, small_content: dict[str, Any]) -> Run
 
 def test_a_model_trains_travels_as_a_flat_vector_and_is_exported(config: RunConfig, tmp_path: Path) -> None:
     tokenizer = ByteTokenizer()
-    check_model(config, tokenizer)
+    build_skeleton(config, tokenizer)
     samples = load_data(config, tokenizer).samples
     one, other = (Replica(config, build_model(config, tokenizer), samples) for _ in range(2))
     theta, moved, back = (np.empty(one.layout.size, np.float32) for _ in range(3))
