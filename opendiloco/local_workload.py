@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -131,11 +132,13 @@ class LocalWorkload(TrainingWorkload):
         tokens: int,
         on_progress: Callable[[Progress], None],
     ) -> Trained:
-        try:
+        """Again from the same base, for as long as new workers take the place of lost ones."""
+        with suppress(WorkersRestartedError):
             return await super().train(index, samples, steps, tokens, on_progress)
-        except WorkersRestartedError:
+        while True:
             await asyncio.to_thread(self._put_base_into_local)
-            return await self.workers.train(index, samples, steps, tokens, on_progress, from_local=True)
+            with suppress(WorkersRestartedError):
+                return await self.workers.train(index, samples, steps, tokens, on_progress, from_local=True)
 
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta. Not while training."""

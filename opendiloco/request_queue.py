@@ -31,6 +31,11 @@ class RequestQueue:
         task.add_done_callback(self._forget)
         return task
 
+    async def idle(self) -> None:
+        """Returns once all of them have ended."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():

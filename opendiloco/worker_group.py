@@ -37,24 +37,26 @@ from opendiloco.control import (
     TrainingDone,
     TrainingProgress,
 )
-from opendiloco.errors import DeviceMemoryError
+from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.request_queue import RequestQueue
 from opendiloco.shared_memory import SharedVectors, copy_bytes, create_memory_file
 from opendiloco.worker_options import WorkerOptions, choose_devices, needs_gpu_count
-from opendiloco.worker_process import Answer, Descriptors, UnexpectedWorkerError, WorkerProcess
+from opendiloco.worker_process import Answer, Descriptors, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
 from peers.errors import DilocoPeerError
 from peers.leases import SampleRange
 from peers.memory_file import MemoryFile
-from peers.workload import Progress, Trained
+from peers.workload import Progress, SnapshotError, Trained
 
 logger = logging.getLogger(__name__)
 
+LOST = (WorkerDeathError, UnexpectedWorkerError)
+"""How workers fail that may do better when they are started again."""
 EXPLANATION_SECONDS = 2.0
 """How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
 
 
 class WorkersRestartedError(Exception):
-    """The training failed for want of memory, and new workers wait that take less. They know nothing of it."""
+    """The training's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
 
 
 class WorkerGroup:
@@ -75,6 +77,9 @@ class WorkerGroup:
         self._requests = RequestQueue()
         self._trainings = 0
         self._halved = False
+        self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
+        self._restarts_left = options.restarts
+        self._is_closing = False
 
     @classmethod
     async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> WorkerGroup:
@@ -105,8 +110,9 @@ class WorkerGroup:
 
         Begins from theta, or with `from_local` from what `vectors.local` holds.
 
-        Raises: WorkerError when a worker dies or most losses are not finite; DeviceMemoryError, or the first time
-        WorkersRestartedError, when a device runs out of memory.
+        Raises: WorkersRestartedError when a worker died or failed, or a device ran out of memory, and others have been
+        started in their place. Too often, WorkerError and DeviceMemoryError; WorkerError also when most losses are not
+        finite.
         """
         wanted = True
 
@@ -135,7 +141,7 @@ class WorkerGroup:
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta over at most so many windows."""
         command = Evaluate(windows=windows)
-        return await asyncio.shield(self._requests.add(lambda: self._together(self._ask_all(command, Evaluated))))
+        return await asyncio.shield(self._requests.add(lambda: self._together(self._evaluate(command))))
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
         """theta's continuation of a prompt."""
@@ -165,7 +171,10 @@ class WorkerGroup:
 
     async def close(self) -> None:
         """End the workers. Leaves no process behind."""
+        self._is_closing = True
         await self._end_workers()
+        await self._requests.idle()
+        await self._end_workers()  # what a request had started meanwhile
         if self._memory_descriptor >= 0:
             os.close(self._memory_descriptor)
             os.close(self._moments_descriptor)
@@ -177,6 +186,8 @@ class WorkerGroup:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             self._workers = [await WorkerProcess.start(shared._replace(listener=listener.fileno()), threads)]
+        if self._is_closing:
+            raise WorkerError("no workers are wanted any more.")
         devices = choose_devices(self._options, await self._count_gpus())
         for _ in devices[1:]:
             self._workers.append(await WorkerProcess.start(shared, threads))
@@ -216,7 +227,19 @@ class WorkerGroup:
             "%s The workers start again with %d windows at once instead of %d; --micro-batch %d does so at once.",
             *(error.message, before // 2, before, before // 2),
         )
+        await self._restart()
+
+    async def _start_again(self, error: DilocoPeerError) -> None:
+        """New workers for those that were lost; their moments start anew. Raises: the error, if that was too often."""
+        if not self._restarts_left:
+            raise error
+        self._restarts_left -= 1
+        logger.warning("%s The workers start again; training begins anew from the outer parameters.", error.message)
+        await self._restart()
+
+    async def _restart(self) -> None:
         await self._end_workers()
+        self._lost = None
         await self._start_workers(fresh=False)
 
     async def _together(self, work: Coroutine[Any, Any, Answer]) -> Answer:
@@ -225,17 +248,25 @@ class WorkerGroup:
             return await work
         except DilocoPeerError as error:
             if len(self._workers) > 1:
-                self._die(error)
+                (self._lose if isinstance(error, LOST) else self._die)(error)
             raise
 
     async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
         deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
         try:
             done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
-            self._die(next(iter(done)).result())
+            self._lose(next(iter(done)).result())
         finally:
             for death in deaths:
                 death.cancel()
+
+    def _lose(self, error: DilocoPeerError) -> None:
+        """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
+        self._lost = self._lost or error
+        for worker in self._workers:
+            worker.kill()
+        if not self._restarts_left:
+            self._die(error)
 
     def _die(self, error: DilocoPeerError) -> None:
         if not self._death.done():
@@ -251,11 +282,26 @@ class WorkerGroup:
 
     # Requests --------------------------------------------------------------------------------------------------------
     async def _train(self, command: Train, on_progress: Callable[[TrainingProgress], None]) -> TrainingDone:
+        await self._revive()
         try:
-            return await self._ask_all(command, TrainingDone, on_progress)
+            done = await self._ask_all(command, TrainingDone, on_progress)
         except DeviceMemoryError as error:
             await self._restart_with_half(error)
             raise WorkersRestartedError from error
+        except LOST as error:
+            await self._start_again(error)
+            raise WorkersRestartedError from error
+        self._restarts_left = self._options.restarts
+        return done
+
+    async def _evaluate(self, command: Evaluate) -> Evaluated:
+        await self._revive()
+        return await self._ask_all(command, Evaluated)
+
+    async def _revive(self) -> None:
+        """Workers that died since they were last needed. Raises: see `_start_again`."""
+        if self._lost is not None:
+            await self._start_again(self._lost)
 
     async def _finish_moving(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
         """It goes on to its end even if we are cancelled."""
@@ -274,6 +320,8 @@ class WorkerGroup:
                     await asyncio.to_thread(copy_bytes, moments, memory.data)
                 moved = [worker.move_moments(command) for worker in self._workers]
                 problems = [said for said in await asyncio.gather(*moved, return_exceptions=True) if said is not None]
+                if problems and isinstance(problems[0], WorkerDeathError) and not self._death.done():
+                    raise SnapshotError("the worker is gone")  # another takes its place
                 if problems:
                     raise problems[0]
                 if isinstance(command, StoreMoments):
@@ -305,7 +353,7 @@ class WorkerGroup:
             await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
         errors = [error for task in exchanges if task.done() and (error := task.exception())]
         if errors:
-            raise self._death.result() if self._death.done() else min(errors, key=_is_unexpected)
+            raise self._lost or min(errors, key=_is_unexpected)
         return exchanges[0].result()
 
 

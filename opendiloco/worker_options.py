@@ -13,7 +13,8 @@ class WorkerOptions:
 
     `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs; each worker has `threads` CPU threads. `micro_batch` is
     how many windows go through the model at once (None: all of a worker's part of a batch). `compile` None: on GPUs.
-    Without `trains` there is one worker, which only evaluates, generates and exports.
+    Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
+    only evaluates, generates and exports.
     """
 
     device: str = "auto"
@@ -23,6 +24,7 @@ class WorkerOptions:
     micro_batch: int | None = None
     activation_checkpointing: bool = False
     compile: bool | None = None
+    restarts: int = 0
     trains: bool = True
 
 

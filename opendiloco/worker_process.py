@@ -47,6 +47,10 @@ class UnexpectedWorkerError(WorkerError):
     """The worker failed in a way that none of ours describes."""
 
 
+class WorkerDeathError(WorkerError):
+    """The worker's process has ended."""
+
+
 class Descriptors(NamedTuple):
     """What a worker inherits: memory files for vectors and for moments, and, if it is the first, where all meet."""
 
@@ -174,12 +178,12 @@ class WorkerProcess:
                 line = await self._process.stdout.readline()
                 self._output.append(line.decode(errors="replace").rstrip())
 
-    def _describe_death(self) -> WorkerError:
+    def _describe_death(self) -> WorkerDeathError:
         code = self._process.returncode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         said = f" Its last words: {' | '.join(filter(None, self._output))}" if any(self._output) else ""
         remedy = "If the machine ran out of memory, use a smaller batch or another machine; then join again."
-        return WorkerError(f"{self.name} {how}.{said}", remedy)
+        return WorkerDeathError(f"{self.name} {how}.{said}", remedy)
 
 
 async def _spawn(control: int, descriptors: Descriptors, threads: int) -> asyncio.subprocess.Process:

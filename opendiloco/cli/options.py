@@ -99,6 +99,14 @@ WORKER_OPTIONS = (
         "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads of each worker."
     ),
     click.option(
+        "--restarts",
+        type=click.IntRange(min=0),
+        metavar="N",
+        default=3,
+        show_default=True,
+        help="Start workers that died or failed again, so many times in a row.",
+    ),
+    click.option(
         "--micro-batch",
         type=click.IntRange(min=1),
         metavar="N",

@@ -16,7 +16,7 @@ from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.shared_memory import reserve
 from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
 from opendiloco.worker_options import WorkerOptions
-from opendiloco.worker_process import Descriptors, WorkerProcess
+from opendiloco.worker_process import Descriptors, WorkerDeathError, WorkerProcess
 from peers.leases import SampleRange
 from peers.workload import Progress
 
@@ -28,6 +28,8 @@ class Played(WorkerProcess):
 
     windows = 0
     all: ClassVar[list[Played]] = []
+    deaths: ClassVar[dict[int, int]] = {}
+    """Of trainings by number, which worker dies in it."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
@@ -47,6 +49,11 @@ class Played(WorkerProcess):
             reserve(self.memory, 4)
             return Configured(parameters=4, tokens_per_sample=16, device="cpu")
         assert isinstance(command, Train)
+        if command.number in self.deaths:
+            if self.deaths[command.number] == self.configured.rank:
+                self.ended.set()
+            await self.ended.wait()
+            raise WorkerDeathError("killed by SIGKILL.")
         if (self.configured.options.micro_batch or 0) <= self.windows:
             return TrainingDone(samples=command.samples, tokens=64, loss=1.0, skipped=1)
         if self.configured.rank == 0:
@@ -56,7 +63,7 @@ class Played(WorkerProcess):
 
     async def wait_for_death(self) -> WorkerError:
         await self.ended.wait()
-        return WorkerError("killed.")
+        return WorkerDeathError("killed by SIGKILL.")
 
     def kill(self) -> None:
         self.ended.set()
@@ -71,18 +78,21 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(worker_group, "EXPLANATION_SECONDS", 0.01)
     yield
     Played.all.clear()
+    Played.deaths.clear()
 
 
 def ignore(progress: Progress) -> None:
     pass
 
 
-async def started(config: RunConfig, windows: int) -> WorkerGroup:
+async def started(config: RunConfig, windows: int, restarts: int = 0) -> WorkerGroup:
     """Their pieces of a batch have 8 windows."""
     Played.windows = windows
     training = config.training.model_copy(update={"batch_size": 16})
     config = config.model_copy(update={"training": training})
-    return await WorkerGroup.start(config, WorkerOptions(device="cpu", cpu_workers=2, micro_batch=100))
+    return await WorkerGroup.start(
+        config, WorkerOptions(device="cpu", cpu_workers=2, micro_batch=100, restarts=restarts)
+    )
 
 
 def test_the_first_time_all_start_again_with_half_the_micro_batch(
@@ -123,3 +133,51 @@ def test_the_second_time_is_an_error_that_names_the_remedy(small_config: RunConf
         await group.close()
 
     asyncio.run(story())
+
+
+def test_lost_workers_are_started_again_and_train_from_where_they_began(
+    small_config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=2)
+        Played.deaths.update({1: 0, 2: 1, 4: 1, 5: 0})
+        for _ in range(2):  # each training that ends well makes up for what was lost before it
+            for _ in range(2):
+                with pytest.raises(WorkersRestartedError):
+                    await group.train(0, LEASE, 4, 0, ignore)
+            assert (await group.train(0, LEASE, 4, 0, ignore)).samples == LEASE
+        assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 8
+        assert [one.ended.is_set() for one in Played.all] == [True] * 8 + [False] * 2
+        assert not group._death.done()
+        await group.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(story())
+    assert "killed by SIGKILL. The workers start again" in caplog.text
+
+
+def test_workers_that_are_lost_too_often_are_given_up(small_config: RunConfig) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=1)
+        Played.deaths.update({1: 0, 2: 0})
+        with pytest.raises(WorkersRestartedError):
+            await group.train(0, LEASE, 4, 0, ignore)
+        with pytest.raises(WorkerError, match="killed by SIGKILL"):
+            await group.train(0, LEASE, 4, 0, ignore)
+        assert "SIGKILL" in str(await group.wait_for_death())
+        await group.close()
+
+    asyncio.run(story())
+
+
+def test_workers_that_die_while_nobody_needs_them_are_replaced_when_somebody_does(small_config: RunConfig) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=1)
+        Played.all[1].ended.set()
+        await Played.all[0].ended.wait()  # the group kills the other
+        assert not group._death.done()
+        assert (await group.train(0, LEASE, 4, 0, ignore)).samples == LEASE
+        assert len(Played.all) == 4
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 20))

@@ -43,8 +43,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     site.assert_nothing_is_left()
 
 
-def join(site: Site, run: Run, identity: str) -> Command:
-    return site.start(*run.join_arguments(identity))
+def join(site: Site, run: Run, identity: str, *more: str) -> Command:
+    return site.start(*run.join_arguments(identity), *more)
 
 
 def test_the_others_go_on(site: Site, run: Run) -> None:
@@ -109,11 +109,17 @@ def test_killed(site: Site, run: Run) -> None:
     assert site.run("status", "--run", run.invite).code == 0
 
 
-def test_a_killed_worker_ends_its_peer(site: Site, run: Run) -> None:
-    with join(site, run, "one.pem") as volunteer:
+def kill_worker(volunteer: Command) -> None:
+    [worker] = [process for name, process in volunteer.children().items() if name != "p2pd"]
+    os.kill(worker, signal.SIGKILL)
+
+
+def test_a_killed_worker_is_started_again_and_ends_its_peer_when_that_is_too_often(site: Site, run: Run) -> None:
+    with join(site, run, "one.pem", "--restarts", "1") as volunteer:
         volunteer.line("outer step", "it does not train")
-        [worker] = [process for name, process in volunteer.children().items() if name != "p2pd"]
-        os.kill(worker, signal.SIGKILL)
+        kill_worker(volunteer)
+        volunteer.line("killed by SIGKILL.* The workers start again", "no worker is started again")
+        kill_worker(volunteer)
         finished = volunteer.finish()
         assert finished.code == 8
         assert "killed by SIGKILL" in finished.err
