@@ -24,7 +24,7 @@ from peers.wire import (
     unpack,
 )
 
-SIZE_LIMIT = 2048  # bytes, signature included
+SIZE_LIMIT = 2304  # bytes, signature included
 ADDRESS_LENGTH = 200  # characters
 DEFAULT_LIFETIME = 30.0  # seconds
 SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # a signature made for anything else is worth nothing here
