@@ -29,13 +29,13 @@ from opendiloco.worker_group import WorkerGroup
 from peers.driver import Driver
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
-from peers.leases import SampleRange, sample_count
+from peers.leases import sample_count
 from peers.log import Header
 from peers.settings import RunSettings, Timing
 from peers.snapshots import SNAPSHOT, FrozenSnapshot
 from peers.throttle import Caps
 from peers.wire import digest_of
-from peers.workload import Blocks, Progress, Trained
+from peers.workload import Blocks, InnerLoop, Progress, Trained
 
 TOKENS_PER_SAMPLE = 8
 CHUNK = 1 << 20
@@ -84,23 +84,17 @@ class VectorWorker(WorkerGroup):
         self._lines = lines
 
     async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-        from_local: bool = False,
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
     ) -> Trained:
         if self._pause is None:
             await self._told("prepare")
-        await asyncio.to_thread(add_noise, self.vectors.theta, self.vectors.local, (index, samples[0].start))
+        await asyncio.to_thread(add_noise, self.vectors.theta, self.vectors.local, (work.index, work.samples[0].start))
         if self._pause is None:
             say("ready")
             await self._told("go")
         else:
             await asyncio.sleep(self._pause * random.uniform(0.8, 1.2))
-        return Trained(samples, TOKENS_PER_SAMPLE * sample_count(samples), 1.0)
+        return Trained(work.samples, TOKENS_PER_SAMPLE * sample_count(work.samples), 1.0)
 
     async def _told(self, wanted: str) -> None:
         while await self._lines.get() != wanted:

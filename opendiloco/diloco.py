@@ -25,7 +25,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from opendiloco.data import load_data
@@ -33,6 +32,7 @@ from opendiloco.local_workload import TrainingWorkload
 from opendiloco.loop_worker import LoopWorker, OuterStep
 from opendiloco.model import build_model, layout_of, trainable
 from opendiloco.run import Run, find_run
+from opendiloco.sample_order import numbers_of
 from opendiloco.shards import Shards
 from opendiloco.shared_memory import SharedVectors, create_memory_file, reserve
 from opendiloco.tokenizer import build_tokenizer
@@ -40,9 +40,9 @@ from opendiloco.volunteer import Volunteer, connected
 from peers.driver import Driver
 from peers.errors import ManifestError
 from peers.identity import Identity
-from peers.leases import SampleRange, prefix
+from peers.leases import SampleRange, prefix, sample_count
 from peers.manifest import Invite
-from peers.workload import Progress, Trained
+from peers.workload import InnerLoop, Progress, Trained
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class DiLoCo:
     @property
     def outer_step(self) -> int:
         """Outer steps that the run has taken."""
-        return self.run.config.total_outer_steps if self._outer_step is None else self._outer_step.index
+        return self.run.config.total_outer_steps if self._outer_step is None else self._outer_step.work.index
 
     @property
     def inner_step(self) -> int:
@@ -122,7 +122,7 @@ class DiLoCo:
     @property
     def lease(self) -> tuple[SampleRange, ...]:
         """The samples of the present outer step: numbers in the run's endless order, which nobody else trains."""
-        return () if self._outer_step is None else self._outer_step.samples
+        return () if self._outer_step is None else self._outer_step.work.samples
 
     def report(self, loss: torch.Tensor | float) -> None:
         """The loss of the inner step under way, to be shown to others."""
@@ -135,10 +135,10 @@ class DiLoCo:
         """
         config = self.run.with_data(self._data).config
         samples = load_data(config, build_tokenizer(config.tokenizer)).samples
+        size = config.training.batch_size
         while (outer_step := self._outer_step) is not None:
-            size, done = config.training.batch_size, outer_step.steps_done
-            numbers = [number for piece in outer_step.samples for number in range(*piece)]
-            yield torch.from_numpy(samples.read(np.array(numbers[done * size : (done + 1) * size], np.int64)))
+            first = outer_step.steps_done * size
+            yield torch.from_numpy(samples.read(numbers_of(outer_step.work.samples)[first : first + size]))
 
     # The training thread --------------------------------------------------------------------------------------
     def _begin_outer_step(self) -> None:
@@ -157,16 +157,15 @@ class DiLoCo:
             trained = self._trained_in(outer_step)
             speed = trained.tokens / (time.monotonic() - self._began_at)
             outer_step.report(Progress(outer_step.steps_done, self._loss, speed))
-            if outer_step.steps_done < outer_step.steps and trained.samples != outer_step.samples:
+            if outer_step.steps_done < outer_step.work.steps and trained.samples != outer_step.work.samples:
                 return
             outer_step.finish(self._publish, trained)
         self._begin_outer_step()
 
     def _trained_in(self, outer_step: OuterStep) -> Trained:
         training = self.run.config.training
-        samples = prefix(outer_step.samples, outer_step.steps_done * training.batch_size)
-        tokens = training.sequence_length * sum(piece.size for piece in samples)
-        return Trained(samples, tokens, self._loss or 0.0)
+        samples = prefix(outer_step.work.samples, outer_step.steps_done * training.batch_size)
+        return Trained(samples, training.sequence_length * sample_count(samples), self._loss or 0.0)
 
     def _publish(self) -> None:
         self._shards.store(trainable(self._model), self._joined.worker.vectors.local)
@@ -225,18 +224,11 @@ class LoopWorkload(TrainingWorkload):
         self._worker = worker
         self._outer_steps = run.config.total_outer_steps
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
-        if index >= self._outer_steps:
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        if work.index >= self._outer_steps:
             self._worker.end()
             await asyncio.Event().wait()
-        return await super().train(index, samples, steps, tokens, on_progress)
+        return await super().train(work, on_progress)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

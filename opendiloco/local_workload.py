@@ -24,8 +24,7 @@ from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
 from opendiloco.worker_options import WorkerOptions
 from peers.errors import DilocoPeerError
-from peers.leases import SampleRange
-from peers.workload import Blocks, Progress, Trained
+from peers.workload import Blocks, InnerLoop, Progress, Trained
 
 
 class Trainer(Protocol):
@@ -34,14 +33,7 @@ class Trainer(Protocol):
     vectors: SharedVectors
     device: str
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         """See `peers.workload.Workload.train`. What came of it is in `vectors.local`."""
 
     async def wait_for_death(self) -> DilocoPeerError:
@@ -57,16 +49,9 @@ class TrainingWorkload(LocalState):
         self._contribution = self._codec.empty_payload()
         self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         self._base = None
-        return await self.trainer.train(index, samples, steps, tokens, on_progress)
+        return await self.trainer.train(work, on_progress)
 
     async def contribution(self) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
@@ -124,21 +109,14 @@ class LocalWorkload(TrainingWorkload):
             raise
         return cls(workers, config)
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         """Again from the same base, for as long as new workers take the place of lost ones."""
         with suppress(WorkersRestartedError):
-            return await super().train(index, samples, steps, tokens, on_progress)
+            return await super().train(work, on_progress)
         while True:
             await asyncio.to_thread(self._put_base_into_local)
             with suppress(WorkersRestartedError):
-                return await self.workers.train(index, samples, steps, tokens, on_progress, from_local=True)
+                return await self.workers.train(work, on_progress, from_local=True)
 
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta. Not while training."""

@@ -9,19 +9,14 @@ from threading import Lock
 
 from opendiloco.errors import WorkerError
 from opendiloco.shared_memory import SharedVectors
-from peers.leases import SampleRange
-from peers.workload import Progress, Trained
+from peers.workload import InnerLoop, Progress, Trained
 
 
 class OuterStep:
-    """The inner steps of one outer step: at most `steps`, on these samples. The training thread reports each."""
+    """The inner steps of one outer step. The training thread reports each."""
 
-    def __init__(
-        self, index: int, samples: tuple[SampleRange, ...], steps: int, on_progress: Callable[[Progress], None]
-    ) -> None:
-        self.index = index
-        self.samples = samples
-        self.steps = steps
+    def __init__(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> None:
+        self.work = work
         self.steps_done = 0
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
@@ -71,15 +66,8 @@ class LoopWorker:
         self.device = "the caller's loop"
         self._outer_steps: queue.SimpleQueue[OuterStep | BaseException | None] = queue.SimpleQueue()
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
-        outer_step = OuterStep(index, samples, steps, on_progress)
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        outer_step = OuterStep(work, on_progress)
         self._outer_steps.put(outer_step)
         return await outer_step.trained()
 

@@ -6,7 +6,7 @@ The worker process and the one-process reference both train through this class, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from opendiloco.moments import Moments
 from opendiloco.optimizer_state import load_moments, step_count, store_moments
 from opendiloco.optimizers import build_inner_optimizer
 from opendiloco.packing import predicted_tokens, window_loss
-from opendiloco.sample_order import SampleOrder
+from opendiloco.sample_order import SampleOrder, numbers_of
 from opendiloco.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
 from opendiloco.team import Team
@@ -124,7 +124,7 @@ class Replica:
         self.load(theta)
         self.model.train()
         batch_size = self._config.training.batch_size
-        numbers = _numbers(lease)[: steps * batch_size]
+        numbers = numbers_of(lease)[: steps * batch_size]
         planned = math.ceil(len(numbers) / batch_size)
         losses: list[float] = []
         done = skipped = 0
@@ -220,8 +220,3 @@ def _divergence(step: int, loss: float, norm: float, skipped: int) -> WorkerErro
         f"{skipped} inner steps, more than half of this training, were skipped for that.",
         "Training diverged: lower inner_optimizer.learning_rate or gradient_clip in a new run.",
     )
-
-
-def _numbers(lease: Iterable[SampleRange]) -> NDArray[np.int64]:
-    parts = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in lease]
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)

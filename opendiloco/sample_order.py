@@ -7,15 +7,23 @@ exactly where a peer stopped, and lease ranges that are disjoint within an epoch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from peers.leases import SampleRange
+
 FEISTEL_ROUNDS = 6
 
 Numbers = NDArray[np.int64]
+
+
+def numbers_of(lease: Iterable[SampleRange]) -> Numbers:
+    """The sample numbers in a lease, in its order."""
+    parts = [np.arange(piece.start, piece.stop, dtype=np.int64) for piece in lease]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 class Permutation:

@@ -31,11 +31,10 @@ from peers.errors import DilocoPeerError
 from peers.heartbeat import Heartbeat, HeldOut
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
-from peers.leases import SampleRange
 from peers.log import LogState
 from peers.log_folder import LogFolder
 from peers.storage import FolderStorage
-from peers.workload import Progress, SnapshotError, Trained
+from peers.workload import InnerLoop, Progress, SnapshotError, Trained
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +56,14 @@ class RunWorkload(LocalWorkload):
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOut], None] = lambda held_out: None
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         if self.is_our_turn():
             loss = (await self.evaluate(self._windows)).loss
-            logger.info("held-out loss %.4f after outer step %d", loss, index)
-            self.on_evaluated(HeldOut(index=index, loss=loss))
-        if index >= self._outer_steps:
+            logger.info("held-out loss %.4f after outer step %d", loss, work.index)
+            self.on_evaluated(HeldOut(index=work.index, loss=loss))
+        if work.index >= self._outer_steps:
             await asyncio.Event().wait()
-        return await super().train(index, samples, steps, tokens, on_progress)
+        return await super().train(work, on_progress)
 
 
 class Volunteer:

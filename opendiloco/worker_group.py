@@ -43,9 +43,8 @@ from opendiloco.shared_memory import SharedVectors, copy_bytes, create_memory_fi
 from opendiloco.worker_options import WorkerOptions, choose_devices, needs_gpu_count
 from opendiloco.worker_process import Answer, Descriptors, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
 from peers.errors import DilocoPeerError
-from peers.leases import SampleRange
 from peers.memory_file import MemoryFile
-from peers.workload import Progress, SnapshotError, Trained
+from peers.workload import InnerLoop, Progress, SnapshotError, Trained
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +97,7 @@ class WorkerGroup:
         return group
 
     async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-        from_local: bool = False,
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
     ) -> Trained:
         """Train and publish into `vectors.local`; see `Replica.train`. When cancelled, stops within one inner step.
 
@@ -122,7 +115,7 @@ class WorkerGroup:
 
         self._trainings += 1
         number = self._trainings
-        command = Train(number=number, index=index, samples=samples, steps=steps, tokens=tokens, from_local=from_local)
+        command = Train(number=number, from_local=from_local, **vars(work))
         request = self._requests.add(lambda: self._together(self._train(command, report)))
         try:
             done = await asyncio.shield(request)
@@ -134,7 +127,8 @@ class WorkerGroup:
             raise
         if done.skipped:
             logger.warning(
-                "outer step %d: %d inner steps were skipped; their loss or gradient was not finite", index, done.skipped
+                "outer step %d: %d inner steps were skipped; their loss or gradient was not finite",
+                *(work.index, done.skipped),
             )
         return Trained(done.samples, done.tokens, done.loss)
 

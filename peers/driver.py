@@ -335,7 +335,7 @@ class Driver:
     async def _train(self, train: Train) -> None:
         async with self._worker:  # a training that was stopped needs a moment to end
             await asyncio.to_thread(self._buffers.prepare)
-            trained = await self._workload.train(train.index, train.lease, train.steps, train.tokens, self._progress)
+            trained = await self._workload.train(train, self._progress)
             async with self._freezer.state_lock:
                 self._buffers.own = await self._workload.contribution()  # now, so that no round waits for it
         self.handle(TrainingDone(trained))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peers.heartbeat import Heartbeat
-from peers.leases import Lease
 from peers.log import Header
 from peers.messages import Attempt, Message, Round
-from peers.workload import Progress, Trained
+from peers.workload import InnerLoop, Progress, Trained
 
 
 # Events ---------------------------------------------------------------------------------------------------------
@@ -199,14 +198,8 @@ class Send:
     message: Message
 
 
-@dataclass(frozen=True)
-class Train:
-    """At most so many inner steps of outer step `index`, before which the lineage has trained so many tokens."""
-
-    index: int
-    lease: Lease
-    steps: int
-    tokens: int
+class Train(InnerLoop):
+    """Have the worker do this; ends in TrainingDone."""
 
 
 @dataclass(frozen=True)

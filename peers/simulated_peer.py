@@ -148,7 +148,7 @@ class SimulatedPeer:
         match effect:
             case Send(to, message):
                 world.send(self, to, message)
-            case Train(lease=lease, steps=steps):
+            case Train(samples=lease, steps=steps):
                 tokens = world.settings.tokens_per_sample * sample_count(lease)
                 self._trained = Trained(lease, tokens, 1.0)
                 buffers.own = self.workload.contribution(self._trained)

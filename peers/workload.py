@@ -13,6 +13,17 @@ Blocks: TypeAlias = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
+class InnerLoop:
+    """What one peer trains for one outer step: from the theta after `index` entries, at most `steps` inner steps on a
+    lease's samples, in their order. `tokens` is what the log's lineage has trained before that."""
+
+    index: int
+    samples: tuple[SampleRange, ...]
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far the worker is within one outer step; published in heartbeats. `loss` is None where it is not known."""
 
@@ -76,17 +87,8 @@ class Workload(ReplicatedState, Protocol):
     beside `train` once it has reported progress; other calls are never concurrent.
     """
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
-        """Load theta into the worker and run at most `steps` inner steps of outer step `index` on a lease's ranges, in
-        their order. `tokens` is what the log's lineage has trained before that. Cancelling stops the worker within an
-        inner step."""
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        """Load theta into the worker and train. Cancelling stops the worker within an inner step."""
 
     async def contribution(self) -> Blocks:
         """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local. The bytes may

@@ -16,7 +16,7 @@ from opendiloco.volunteer import RunWorkload
 from opendiloco.worker_group import WorkerGroup
 from peers.heartbeat import HeldOut
 from peers.leases import SampleRange
-from peers.workload import Progress, Trained
+from peers.workload import InnerLoop, Progress, Trained
 from tests.peers.builders import LOG, beat
 from tests.peers.test_freezing import log_at
 
@@ -58,16 +58,10 @@ class Workers(WorkerGroup):
         return Evaluated(loss=2.5, tokens=100)
 
     async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-        from_local: bool = False,
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
     ) -> Trained:
-        self.asked.append(f"train {index}")
-        return Trained(samples, 16, 1.0)
+        self.asked.append(f"train {work.index}")
+        return Trained(work.samples, 16, 1.0)
 
 
 def test_who_has_the_turn_evaluates_theta_before_training_changes_anything(small_config: RunConfig) -> None:
@@ -78,7 +72,7 @@ def test_who_has_the_turn_evaluates_theta_before_training_changes_anything(small
         workload.on_evaluated = found.append
         for turn in (False, True):
             workload.is_our_turn = lambda turn=turn: turn  # type: ignore[misc]
-            await workload.train(3 + turn, (SampleRange(0, 1),), 1, 0, lambda progress: None)
+            await workload.train(InnerLoop(3 + turn, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         assert workers.asked == ["train 3", f"evaluate {small_config.evaluation.windows}", "train 4"]
         assert found == [HeldOut(index=4, loss=2.5)]
 

@@ -21,7 +21,7 @@ from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
 from opendiloco.worker_options import WorkerOptions
 from peers.leases import SampleRange
 from peers.state_chunks import digest_of_state
-from peers.workload import BadBlocksError, Progress, SnapshotError, Trained, Workload
+from peers.workload import BadBlocksError, InnerLoop, Progress, SnapshotError, Trained, Workload
 
 OUTER_STEPS = [
     [Work("a", (SampleRange(0, 8),), 4), Work("b", (SampleRange(8, 16),), 4)],
@@ -40,7 +40,7 @@ async def swarm_step(swarm: dict[str, LocalWorkload], index: int, tokens: int, r
     members = [swarm[work.replica] for work in roster]
     trained = await asyncio.gather(
         *(
-            member.train(index, work.samples, work.steps, tokens, ignore)
+            member.train(InnerLoop(index, work.samples, work.steps, tokens), ignore)
             for member, work in zip(members, roster, strict=True)
         )
     )
@@ -206,20 +206,14 @@ class ShortOfMemory(StateOnly):
         self.began_with: list[Vector] = []
 
     async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-        from_local: bool = False,
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
     ) -> Trained:
         self.began_with.append((self.vectors.local if from_local else self.vectors.theta).copy())
         if len(self.began_with) == 1:
             if self.meanwhile is not None:
                 await self.meanwhile()
             raise WorkersRestartedError
-        return Trained(samples, 16, 1.0)
+        return Trained(work.samples, 16, 1.0)
 
 
 @pytest.mark.parametrize("applied_meanwhile", [False, True])
@@ -233,7 +227,7 @@ def test_a_training_that_ran_out_of_memory_begins_again_from_the_same_weights(
         if applied_meanwhile:
             workers.meanwhile = lambda: workload.apply(payload, 0, keeps_work=True)
         theta = workers.vectors.theta.copy()
-        trained = await workload.train(0, (SampleRange(0, 1),), 1, 0, ignore)
+        trained = await workload.train(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
         assert trained.samples == (SampleRange(0, 1),)
         assert (workers.vectors.theta != theta).any() == applied_meanwhile
         assert [bool((began == theta).all()) for began in workers.began_with] == [True, True]

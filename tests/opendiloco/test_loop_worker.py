@@ -11,7 +11,7 @@ import pytest
 from opendiloco.loop_worker import LoopWorker, OuterStep
 from opendiloco.shared_memory import SharedVectors, create_memory_file, reserve
 from peers.leases import SampleRange
-from peers.workload import Progress, Trained
+from peers.workload import InnerLoop, Progress, Trained
 
 LEASE = (SampleRange(0, 8),)
 TRAINED = Trained(LEASE, 80, 1.0)
@@ -44,14 +44,14 @@ def test_an_outer_step_goes_to_the_training_thread_and_back() -> None:
     def train() -> None:
         outer_step = worker.next_outer_step()
         assert outer_step is not None
-        assert (outer_step.index, outer_step.samples, outer_step.steps) == (7, LEASE, 4)
+        assert outer_step.work == InnerLoop(7, LEASE, 4, 0)
         outer_step.report(Progress(1, None, 1.0))
         outer_step.finish(lambda: worker.vectors.local.fill(2), TRAINED)
 
     async def scenario() -> None:
         training = in_another_thread(train)
         async with asyncio.timeout(SECONDS):
-            assert await worker.train(7, LEASE, 4, 0, heard.append) == TRAINED
+            assert await worker.train(InnerLoop(7, LEASE, 4, 0), heard.append) == TRAINED
             await asyncio.wrap_future(training)
 
     asyncio.run(scenario())
@@ -63,7 +63,7 @@ def test_what_was_stopped_is_neither_published_nor_heard_of() -> None:
     worker, heard = new_worker(), list[Progress]()
 
     async def scenario() -> None:
-        stopped = asyncio.create_task(worker.train(0, LEASE, 4, 0, heard.append))
+        stopped = asyncio.create_task(worker.train(InnerLoop(0, LEASE, 4, 0), heard.append))
         await asyncio.sleep(0)
         outer_step = worker.next_outer_step()
         assert outer_step is not None
@@ -85,11 +85,11 @@ def test_what_was_stopped_before_it_began_is_passed_over() -> None:
     worker, found = new_worker(), list[OuterStep | None]()
 
     async def scenario() -> None:
-        stopped = asyncio.create_task(worker.train(0, LEASE, 4, 0, lambda progress: None))
+        stopped = asyncio.create_task(worker.train(InnerLoop(0, LEASE, 4, 0), lambda progress: None))
         await asyncio.sleep(0)
         stopped.cancel()
         await asyncio.gather(stopped, return_exceptions=True)
-        following = asyncio.create_task(worker.train(1, LEASE, 4, 0, lambda progress: None))
+        following = asyncio.create_task(worker.train(InnerLoop(1, LEASE, 4, 0), lambda progress: None))
         await asyncio.sleep(0)
         found.append(worker.next_outer_step())
         following.cancel()
@@ -97,7 +97,7 @@ def test_what_was_stopped_before_it_began_is_passed_over() -> None:
 
     asyncio.run(scenario())
     assert found[0] is not None
-    assert found[0].index == 1
+    assert found[0].work.index == 1
 
 
 def test_the_end_of_the_run_and_what_went_wrong_are_heard_each_time() -> None:

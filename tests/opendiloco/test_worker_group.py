@@ -30,7 +30,7 @@ from opendiloco.tokenizer import ByteTokenizer
 from opendiloco.worker_group import WorkerGroup
 from opendiloco.worker_options import WorkerOptions
 from peers.leases import SampleRange
-from peers.workload import Progress
+from peers.workload import InnerLoop, Progress
 from tests.child_processes import child_processes
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
@@ -113,7 +113,7 @@ def alone(config: RunConfig) -> Alone:
 
 def test_workers_together_train_as_one_process_does(groups: Groups, alone: Alone, workers: int) -> None:
     group, seen = groups.members[workers], list[Progress]()
-    trained = groups.runner.run(group.train(0, LEASE, 100, 0, seen.append))
+    trained = groups.runner.run(group.train(InnerLoop(0, LEASE, 100, 0), seen.append))
     assert len(groups.processes[workers]) == workers
     assert group.device == f"{workers} x cpu"
     assert (trained.samples, trained.tokens) == (LEASE, 41 * 16)
@@ -129,7 +129,7 @@ def test_theta_is_the_same_however_it_is_shared_and_survives_it_to_the_last_bit(
 ) -> None:
     vectors = groups.members[workers].vectors
     vectors.local[:] = np.nan
-    groups.runner.run(groups.members[workers].train(0, (), 100, 0, lambda progress: None))
+    groups.runner.run(groups.members[workers].train(InnerLoop(0, (), 100, 0), lambda progress: None))
     for vector in (vectors.theta, vectors.local, initial_theta(config)):
         assert np.array_equal(vector.view(np.uint32), alone.theta.view(np.uint32))
 
@@ -144,7 +144,7 @@ def test_workers_together_evaluate_and_the_first_has_the_whole_model_when_it_mus
         assert evaluated.loss == pytest.approx(alone.held_out, abs=1e-5)
         assert await group.generate("peers", 5, seed=1) == await group.generate("peers", 5, seed=1)
         await group.export(tmp_path / "model", FACTS)
-        await group.train(0, LEASE[:1], 1, 0, lambda progress: None)  # they are in step as before
+        await group.train(InnerLoop(0, LEASE[:1], 1, 0), lambda progress: None)  # they are in step as before
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -162,16 +162,16 @@ def test_when_one_worker_is_told_to_stop_all_stop_after_the_same_inner_step(grou
             if progress.inner_step == 3:
                 group._workers[-1].write(StopTraining(number=group._trainings))
 
-        trained = await group.train(0, ENDLESS, 10**6, 0, tell_the_last)
+        trained = await group.train(InnerLoop(0, ENDLESS, 10**6, 0), tell_the_last)
         assert trained.samples == (SampleRange(0, 5 * len(seen)),)
 
         def cancel(progress: Progress) -> None:
             cancelled.cancel()
 
-        cancelled = asyncio.create_task(group.train(0, ENDLESS, 10**6, 0, cancel))
+        cancelled = asyncio.create_task(group.train(InnerLoop(0, ENDLESS, 10**6, 0), cancel))
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        assert (await group.train(0, LEASE, 1, 0, seen.append)).samples == (SampleRange(3, 8),)
+        assert (await group.train(InnerLoop(0, LEASE, 1, 0), seen.append)).samples == (SampleRange(3, 8),)
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
 
@@ -201,14 +201,14 @@ def test_peers_with_different_numbers_of_workers_have_the_same_bits(groups: Grou
     async def story() -> None:
         peers = [LocalWorkload(group, config) for group in groups.members.values()]
         for index, trainer in enumerate(peers):
-            await trainer.train(index, LEASE, 4, 0, lambda progress: None)
+            await trainer.train(InnerLoop(index, LEASE, 4, 0), lambda progress: None)
             payload = bytes(await trainer.contribution())
             for peer in peers:
                 await peer.apply(payload, index)
             digests = {await peer.state_digest() for peer in peers}
             assert len(digests) == 1
         for peer in peers:
-            await peer.train(2, (), 4, 0, lambda progress: None)
+            await peer.train(InnerLoop(2, (), 4, 0), lambda progress: None)
         first, second = (peer.workers.vectors.local.view(np.uint32) for peer in peers)
         assert np.array_equal(first, second)
 
@@ -223,7 +223,7 @@ def test_the_death_of_one_worker_ends_all(groups: Groups, workers: int) -> None:
 
     async def story() -> None:
         training = asyncio.create_task(
-            group.train(0, ENDLESS, 10**6, 0, lambda progress: os.kill(victim, signal.SIGKILL))
+            group.train(InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: os.kill(victim, signal.SIGKILL))
         )
         with pytest.raises(WorkerError, match=f"worker {workers - 1} of {workers} was killed by SIGKILL"):
             await training

@@ -18,7 +18,7 @@ from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
 from opendiloco.worker_options import WorkerOptions
 from opendiloco.worker_process import Descriptors, WorkerDeathError, WorkerProcess
 from peers.leases import SampleRange
-from peers.workload import Progress
+from peers.workload import InnerLoop, Progress
 
 LEASE = (SampleRange(0, 4),)
 
@@ -102,8 +102,8 @@ def test_the_first_time_all_start_again_with_half_the_micro_batch(
         group = await started(small_config, windows=4)
         group.vectors.theta[:] = 7
         with pytest.raises(WorkersRestartedError):
-            await group.train(0, LEASE, 4, 0, ignore)
-        assert (await group.train(0, LEASE, 4, 0, ignore)).samples == LEASE
+            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert (await group.train(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert [(one.configured.options.micro_batch, one.configured.fresh) for one in Played.all] == [
             *[(100, True)] * 2,
             *[(4, False)] * 2,
@@ -123,9 +123,9 @@ def test_the_second_time_is_an_error_that_names_the_remedy(small_config: RunConf
     async def story() -> None:
         group = await started(small_config, windows=2)
         with pytest.raises(WorkersRestartedError):
-            await group.train(0, LEASE, 4, 0, ignore)
+            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
         with pytest.raises(DeviceMemoryError) as caught:
-            await group.train(0, LEASE, 4, 0, ignore)
+            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
         assert "--micro-batch" in caught.value.remedy
         assert caught.value.exit_code == 6
         assert await group.wait_for_death() is caught.value
@@ -144,8 +144,8 @@ def test_lost_workers_are_started_again_and_train_from_where_they_began(
         for _ in range(2):  # each training that ends well makes up for what was lost before it
             for _ in range(2):
                 with pytest.raises(WorkersRestartedError):
-                    await group.train(0, LEASE, 4, 0, ignore)
-            assert (await group.train(0, LEASE, 4, 0, ignore)).samples == LEASE
+                    await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            assert (await group.train(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 8
         assert [one.ended.is_set() for one in Played.all] == [True] * 8 + [False] * 2
         assert not group._death.done()
@@ -161,9 +161,9 @@ def test_workers_that_are_lost_too_often_are_given_up(small_config: RunConfig) -
         group = await started(small_config, windows=100, restarts=1)
         Played.deaths.update({1: 0, 2: 0})
         with pytest.raises(WorkersRestartedError):
-            await group.train(0, LEASE, 4, 0, ignore)
+            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
         with pytest.raises(WorkerError, match="killed by SIGKILL"):
-            await group.train(0, LEASE, 4, 0, ignore)
+            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
         assert "SIGKILL" in str(await group.wait_for_death())
         await group.close()
 
@@ -176,7 +176,7 @@ def test_workers_that_die_while_nobody_needs_them_are_replaced_when_somebody_doe
         Played.all[1].ended.set()
         await Played.all[0].ended.wait()  # the group kills the other
         assert not group._death.done()
-        assert (await group.train(0, LEASE, 4, 0, ignore)).samples == LEASE
+        assert (await group.train(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert len(Played.all) == 4
         await group.close()
 

@@ -22,7 +22,7 @@ from opendiloco.worker_group import WorkerGroup
 from opendiloco.worker_options import WorkerOptions
 from peers.leases import SampleRange
 from peers.signals import LEAVE_SIGNALS
-from peers.workload import Progress, SnapshotError
+from peers.workload import InnerLoop, Progress, SnapshotError
 from tests.child_processes import child_processes
 
 PROMPT_SECONDS = 20.0  # for what takes milliseconds, on a machine that is doing much else
@@ -35,13 +35,14 @@ from opendiloco.config import RunConfig
 from opendiloco.worker_group import WorkerGroup
 from opendiloco.worker_options import WorkerOptions
 from peers.leases import SampleRange
+from peers.workload import InnerLoop
 
 async def main():
     config = RunConfig.from_manifest_content(json.loads(sys.argv[1]))
     worker = await WorkerGroup.start(config, WorkerOptions(device="cpu"))
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         child = file.read()
-    await worker.train(0, (SampleRange(0, 10**6),), 10**6, 0, lambda progress: print(child, flush=True))
+    await worker.train(InnerLoop(0, (SampleRange(0, 10**6),), 10**6, 0), lambda progress: print(child, flush=True))
 
 asyncio.run(main())
 """
@@ -81,12 +82,12 @@ async def stops_within_a_step_when_cancelled(worker: WorkerGroup) -> None:
         if progress.inner_step == 3:
             reached.set()
 
-    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, 0, note))
+    training = asyncio.create_task(worker.train(InnerLoop(0, ENDLESS, 10**6, 0), note))
     await reached.wait()
     assert [progress.inner_step for progress in seen] == [1, 2, 3]
     assert all((progress.loss or 0) > 0 and progress.tokens_per_second > 0 for progress in seen)
     training.cancel()
-    queued = asyncio.create_task(worker.train(1, ENDLESS, 10**6, 0, note))
+    queued = asyncio.create_task(worker.train(InnerLoop(1, ENDLESS, 10**6, 0), note))
     asyncio.get_running_loop().call_soon(queued.cancel)  # before the worker has heard of it
     for stopped in (training, queued):
         with pytest.raises(asyncio.CancelledError):
@@ -99,7 +100,7 @@ async def moves_moments_between_two_inner_steps(worker: WorkerGroup, config: Run
     assert isinstance(section, AdamWSection)
     out = memoryview(bytearray(moments_size(worker.vectors.theta.size)))
     moments = Moments(out)
-    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, 0, lambda progress: None))
+    training = asyncio.create_task(worker.train(InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: None))
     async with asyncio.timeout(PROMPT_SECONDS):
         given_up = asyncio.create_task(worker.store_moments(out))
         asyncio.get_running_loop().call_soon(given_up.cancel)
@@ -128,7 +129,7 @@ async def is_not_asked_to_end(worker: WorkerGroup, process: int) -> None:
         for number in LEAVE_SIGNALS:
             os.kill(process, number)
 
-    trained = await worker.train(0, (SampleRange(0, 7),), 4, 0, interrupt)
+    trained = await worker.train(InnerLoop(0, (SampleRange(0, 7),), 4, 0), interrupt)
     assert trained.samples == (SampleRange(0, 7),)
 
 
@@ -149,7 +150,7 @@ async def says_how_it_died_to_those_who_wait(worker: WorkerGroup, process: int) 
         given_up.cancel()
         os.kill(process, signal.SIGKILL)
 
-    training = asyncio.create_task(worker.train(0, ENDLESS, 10**6, 0, kill))
+    training = asyncio.create_task(worker.train(InnerLoop(0, ENDLESS, 10**6, 0), kill))
     given_up = asyncio.create_task(worker.evaluate(1))  # its turn comes after the training
     with pytest.raises(WorkerError, match="the worker was killed by SIGKILL") as caught:
         await asyncio.wait_for(training, PROMPT_SECONDS)
@@ -184,7 +185,7 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
         worker = await WorkerGroup.start(config, CPU)
         try:
             with pytest.raises(WorkerError, match="norm nan") as caught:
-                await worker.train(0, ENDLESS, 10, 0, lambda progress: None)
+                await worker.train(InnerLoop(0, ENDLESS, 10, 0), lambda progress: None)
             assert "in train" in caught.value.__notes__[0]
             assert (await worker.evaluate(4)).loss > 0
         finally:

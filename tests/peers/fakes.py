@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from peers.leases import SampleRange
 from peers.state_chunks import digest_of_state
 from peers.streams import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
-from peers.workload import BadBlocksError, Blocks, Progress, SnapshotError, Trained
+from peers.workload import BadBlocksError, Blocks, InnerLoop, Progress, SnapshotError, Trained
 from tests.peers.builders import SIZE
 
 BLOCK = SIZE.bytes // SIZE.chunks
@@ -88,14 +87,7 @@ class FakeWorkload:
             raise SnapshotError("not that state")
         self.state = bytes(state)
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         raise NotImplementedError
 
     async def contribution(self) -> bytes:

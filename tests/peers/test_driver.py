@@ -29,14 +29,13 @@ from peers.events import (
     Train,
 )
 from peers.identity import Identity
-from peers.leases import SampleRange
 from peers.messages import Abort, Accuse, Attempt, Commit, Complete, Message, unpack_message
 from peers.payloads import PAYLOAD, serve_payloads
 from peers.states import State
 from peers.streams import Channel
 from peers.traffic import CHUNKS, StreamHeader, Traffic
 from peers.wire import digest_of, unpack
-from peers.workload import Blocks, Progress, Trained
+from peers.workload import Blocks, InnerLoop, Progress, Trained
 from tests.peers.builders import RUN, SETTINGS, SIZE, STATE, Rig, ready
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload
 from tests.peers.test_peer import at_second
@@ -116,16 +115,9 @@ class FussyWorkload(FakeWorkload):
         self.may_end_training = asyncio.Event()
         self.trained = bytes(SIZE.bytes)
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         await self.may_end_training.wait()
-        return Trained(samples, 100, 1.0)
+        return Trained(work.samples, 100, 1.0)
 
     async def contribution(self) -> bytes:
         return self.trained

@@ -26,12 +26,11 @@ from peers.events import ChunkSent, Event, ReducedArrived
 from peers.hivemind_daemon import Daemon
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
-from peers.leases import SampleRange
 from peers.log import Header
 from peers.messages import Commit, unpack_message
 from peers.settings import RunSettings, Timing
 from peers.wire import digest_of
-from peers.workload import Progress, Trained
+from peers.workload import InnerLoop, Progress, Trained
 from tests.swarm.vector_workload import VectorWorkload
 
 VALUES = 32 * 1024  # in 32 chunks
@@ -127,15 +126,8 @@ class FaultyDriver(Driver):
 
 
 class UnhurriedWorkload(VectorWorkload):
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
-        trained = await super().train(index, samples, steps, tokens, on_progress)
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        trained = await super().train(work, on_progress)
         await asyncio.sleep(TRAINING_SECONDS)
         return trained
 

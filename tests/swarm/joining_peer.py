@@ -23,7 +23,6 @@ from peers.driver import Driver
 from peers.hivemind_daemon import Daemon
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
-from peers.leases import SampleRange
 from peers.settings import RunSettings, Timing
 from peers.snapshots import SNAPSHOT, SnapshotRequest
 from peers.state_chunks import STATE_CHUNK, StateChunking
@@ -32,7 +31,7 @@ from peers.storage import FolderStorage, Storage
 from peers.streams import Buffer, PeerUnreachableError, Serve
 from peers.throttle import Caps
 from peers.wire import digest_of, unpack
-from peers.workload import CompanionState, Progress, Trained
+from peers.workload import CompanionState, InnerLoop, Progress, Trained
 from tests.swarm.vector_workload import VectorWorkload
 
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
@@ -57,19 +56,12 @@ class StillWorkload(VectorWorkload):
         super().__init__(VALUES)
         self.frozen = asyncio.Event()
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
-        if index >= FROZEN:
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        if work.index >= FROZEN:
             await self.frozen.wait()
-        if index >= END:
+        if work.index >= END:
             await asyncio.Event().wait()
-        return await super().train(index, samples, steps, tokens, on_progress)
+        return await super().train(work, on_progress)
 
 
 class OwnNumbers:

@@ -11,9 +11,9 @@ from opendiloco.codec import BlockCodec
 from opendiloco.kernels import INT8
 from opendiloco.optimizer_config import OuterOptimizerSection
 from opendiloco.outer import OuterState
-from peers.leases import SampleRange, sample_count
+from peers.leases import sample_count
 from peers.state_chunks import digest_of_state
-from peers.workload import Blocks, Progress, SnapshotError, Trained
+from peers.workload import Blocks, InnerLoop, Progress, SnapshotError, Trained
 
 VALUES = 5000
 
@@ -35,20 +35,14 @@ class VectorWorkload:
     def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
         return self.codec.byte_range(first_block, last_block)
 
-    async def train(
-        self,
-        index: int,
-        samples: tuple[SampleRange, ...],
-        steps: int,
-        tokens: int,
-        on_progress: Callable[[Progress], None],
-    ) -> Trained:
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         await self.may_train.wait()
-        noise = np.random.default_rng([index, samples[0].start]).standard_normal(self.values).astype(np.float32)
+        random = np.random.default_rng([work.index, work.samples[0].start])
+        noise = random.standard_normal(self.values).astype(np.float32)
         self.base = self.state.theta.copy()
         self.local = self.base + noise / np.float32(100)
-        on_progress(Progress(steps, 1.0, 1.0))
-        return Trained(samples, 8 * sample_count(samples), 1.0)
+        on_progress(Progress(work.steps, 1.0, 1.0))
+        return Trained(work.samples, 8 * sample_count(work.samples), 1.0)
 
     async def contribution(self) -> bytes:
         payload = self.codec.empty_payload()
