@@ -155,10 +155,12 @@ def _take_exception(task: asyncio.Task[None]) -> None:
 
 
 async def _wait_for_end(failed: Daemon) -> None:
-    """Until the process is gone, so that nobody hears of its end when our event loop is closed."""
+    """Until the process is gone, so that nobody hears of its end when our event loop is closed.
+
+    It ends by itself. A signal to a process that is just ending would have asyncio (before 3.12.8) warn of a child that
+    it does not know: `Popen.send_signal` and asyncio's own watcher both want to be told its exit status.
+    """
     if failed._child is not None:
-        with suppress(ProcessLookupError):
-            failed._child.terminate()
         try:
             async with asyncio.timeout(STOP_TIMEOUT):
                 await failed._child.wait()

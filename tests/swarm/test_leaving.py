@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Command, Site, bootstrap, create_run
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, bootstrap, create_run, eventually
 from tests.swarm.terminals import Terminal
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
@@ -110,7 +110,13 @@ def test_killed(site: Site, run: Run) -> None:
 
 
 def kill_worker(volunteer: Command) -> None:
-    [worker] = [process for name, process in volunteer.children().items() if name != "p2pd"]
+    """As soon as there is one: that workers start again is said before they do."""
+
+    def workers() -> list[int]:
+        return [process for name, process in volunteer.children().items() if name != "p2pd"]
+
+    eventually(workers, "it has no worker")
+    [worker] = workers()
     os.kill(worker, signal.SIGKILL)
 
 
