@@ -18,18 +18,21 @@ from peers.heartbeat import HeldOut
 logger = logging.getLogger(__name__)
 
 VALUES = {
-    "loss": "Mean loss of the last outer step's training, nats per token",
-    "gradient_norm": "Its mean gradient norm, before clipping",
-    "tokens": "Tokens in it",
-    "tokens_per_second": "Its speed",
-    "flops_utilisation": "Its model FLOPs utilisation, 0 to 1; NaN: this device's peak is not known",
-    "data_wait_share": "Share of its time, 0 to 1, in which it waited for data",
-    "peak_memory_bytes": "Most memory of the first worker: on its GPU in that training; on the CPU since it started",
-    "skipped_inner_steps": "Its inner steps that changed nothing, since their loss or gradient was not finite",
+    "loss": "Mean training loss, nats per token",
+    "gradient_norm": "Mean gradient norm before clipping",
+    "tokens": "Tokens trained",
+    "tokens_per_second": "Training speed",
+    "flops_utilisation": "Model FLOPs utilisation, 0 to 1; NaN: the peak of this device is not known",
+    "data_wait_share": "Share of the time, 0 to 1, in which training waited for data",
+    "peak_memory_bytes": "Most memory of the first worker: on a GPU in that training, on the CPU since it started",
+    "skipped_inner_steps": "Inner steps that changed nothing, since their loss or gradient was not finite",
 }
 """Of one outer step's training on this machine: the same in metrics, and in trackers as training/…"""
 
-GAUGES = {name: Gauge(f"diloco_peer_training_{name}", text) for name, text in VALUES.items()}
+GAUGES = {
+    name: Gauge(f"diloco_peer_training_{name}", f"{text}; this machine's last outer step")
+    for name, text in VALUES.items()
+}
 for _gauge in GAUGES.values():
     _gauge.set(math.nan)  # until something has been trained
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from opendiloco.errors import MachineError, first_line
@@ -47,7 +48,7 @@ class TensorBoard:
         """Raises: ImportError, OSError."""
         from tensorboard.summary import Writer
 
-        self._writer: Any = Writer(folder)
+        self._writer: Any = Writer(str(Path(folder).expanduser()))
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
