@@ -73,7 +73,7 @@ class Telemetry:
             logger.warning(
                 "outer step %d: %d inner steps were skipped; their loss or gradient was not finite", index, done.skipped
             )
-        logger.info("outer step %d: %s", index, line_of(values))
+        logger.info("trained after outer step %d: %s", index, line_of(values))
         for name, value in values.items():
             GAUGES[name].set(value)
         self._track(

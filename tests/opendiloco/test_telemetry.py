@@ -32,8 +32,8 @@ def test_one_training_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog: 
     with caplog.at_level(logging.INFO):
         telemetry.trained(7, training_done())
     assert caplog.messages == [
-        "outer step 7: 64 tokens, loss 1.0000, gradient norm 0.5, 32 tokens/s, MFU 40.0%, 25.0% waiting for data, "
-        "3.00 GiB"
+        "trained after outer step 7: 64 tokens, loss 1.0000, gradient norm 0.5, 32 tokens/s, MFU 40.0%, "
+        "25.0% waiting for data, 3.00 GiB"
     ]
     assert {name: REGISTRY.get_sample_value(f"diloco_peer_training_{name}") for name in VALUES} == EXPECTED
     assert tracker.records == [(74, {f"training/{name}": value for name, value in EXPECTED.items()})]
