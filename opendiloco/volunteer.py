@@ -24,6 +24,7 @@ from opendiloco.resume import resume
 from opendiloco.run import Run
 from opendiloco.run_folder import RunFolder
 from opendiloco.shared_memory import available_memory
+from opendiloco.trackers import Tracker
 from opendiloco.worker_group import WorkerGroup
 from opendiloco.worker_options import WorkerOptions
 from peers.driver import Driver
@@ -67,8 +68,9 @@ class RunWorkload(LocalWorkload):
     ) -> Trained:
         if self.is_our_turn():
             loss = (await self.evaluate(self._windows)).loss
-            logger.info("held-out loss %.4f after outer step %d", loss, index)
-            self.on_evaluated(HeldOut(index=index, loss=loss))
+            held_out = HeldOut(index=index, loss=loss)
+            self.workers.telemetry.evaluated(held_out)
+            self.on_evaluated(held_out)
         if index >= self._outer_steps:
             await asyncio.Event().wait()
         return await super().train(index, samples, steps, tokens, on_progress)
@@ -172,6 +174,7 @@ async def volunteering(
     transport: HivemindTransport,
     options: WorkerOptions | None = None,
     folder: RunFolder | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> AsyncIterator[Volunteer]:
     """A volunteer with workers that are ready to train; with a folder, from where this machine left off.
 
@@ -190,6 +193,7 @@ async def volunteering(
         )
         workload.is_our_turn = lambda: is_our_turn(identity.peer_id, driver.peer.log, run.config.evaluation)
         workload.on_evaluated = driver.evaluated
+        workload.workers.telemetry.trackers.extend(trackers)
         yield Volunteer(run, driver, transport, workload, folder, log)
 
 
