@@ -181,20 +181,26 @@ async def volunteering(
     Raises: DilocoPeerError when this machine does not fit.
     """
     async with working(run, options or WorkerOptions()) as workload:
-        log, position, storage = None, None, None
-        if folder is not None:
-            log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
-            storage = FolderStorage(folder.download, available_memory)
-            position = await resume_from(folder, workload, log)
-        digest = await workload.state_digest()
-        companion = workload.companion
-        driver = Driver(
-            identity, transport, workload, run.settings, digest, log, position, storage, companion=companion
-        )
-        workload.is_our_turn = lambda: is_our_turn(identity.peer_id, driver.peer.log, run.config.evaluation)
-        workload.on_evaluated = driver.evaluated
         workload.workers.telemetry.trackers.extend(trackers)
-        yield Volunteer(run, driver, transport, workload, folder, log)
+        yield await volunteer_with(workload, run, identity, transport, folder)
+
+
+async def volunteer_with(
+    workload: RunWorkload, run: Run, identity: Identity, transport: HivemindTransport, folder: RunFolder | None = None
+) -> Volunteer:
+    """One that trains with these workers; see `volunteering`."""
+    log, position, storage = None, None, None
+    if folder is not None:
+        log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
+        storage = FolderStorage(folder.download, available_memory)
+        position = await resume_from(folder, workload, log)
+    digest = await workload.state_digest()
+    driver = Driver(
+        identity, transport, workload, run.settings, digest, log, position, storage, companion=workload.companion
+    )
+    workload.is_our_turn = lambda: is_our_turn(identity.peer_id, driver.peer.log, run.config.evaluation)
+    workload.on_evaluated = driver.evaluated
+    return Volunteer(run, driver, transport, workload, folder, log)
 
 
 async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:
