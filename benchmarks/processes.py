@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,22 @@ LOG_LINES = 5
 def say(event: str, **fields: object) -> None:
     """Tell whoever started us. `time` is the clock that all processes of a machine share."""
     print(json.dumps({"event": event, "time": time.monotonic(), **fields}), flush=True)
+
+
+async def read_lines(lines: asyncio.Queue[str], leave: Callable[[], None]) -> None:
+    """Hand on what we are told; leave when nobody is there any more to tell us anything."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        lines.put_nowait(line.decode().strip())
+    leave()
+
+
+def memory_of(process: int | str = "self") -> int:
+    """Bytes that a process takes beside files: its own, and its share of what it shares with others."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    wanted = ("Pss_Anon:", "Pss_Shmem:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(wanted))
 
 
 class PeerProcessError(click.ClickException):

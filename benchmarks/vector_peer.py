@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.processes import say
+from benchmarks.processes import read_lines, say
 from opendiloco import config
 from opendiloco.cli.options import limit_option
 from opendiloco.config import RunConfig
@@ -191,18 +190,9 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
     driver.on_entry = tell
     if part.fetches:
         driver.on_snapshot = restored
-    reading = asyncio.create_task(read_lines(lines, driver))
+    reading = asyncio.create_task(read_lines(lines, driver.leave))
     await driver.run()
     reading.cancel()
-
-
-async def read_lines(lines: asyncio.Queue[str], driver: Driver) -> None:
-    """Hand on what we are told; leave when nobody is there any more to tell us anything."""
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        lines.put_nowait(line.decode().strip())
-    driver.leave()
 
 
 async def run_peer(part: Part) -> None:

@@ -130,34 +130,48 @@ class DevicesCounted(Message):
 
 
 class Configured(Message):
-    """The worker is ready. `parameters` is the number of trainable values, the length of theta."""
+    """The worker is ready. `parameters` is the number of trainable values, the length of theta.
+
+    `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see utilisation.py.
+    """
 
     kind: Literal["configured"] = "configured"
     parameters: int
     tokens_per_sample: int
     device: str
+    device_name: str
+    flops_per_token: float | None
 
 
 class TrainingProgress(Message):
-    """After an inner step. `loss` in nats per token; `tokens_per_second` over this training so far."""
+    """After an inner step. `loss` in nats per token; `gradient_norm` before clipping; `tokens_per_second` over this
+    training so far."""
 
     kind: Literal["progress"] = "progress"
     inner_step: int
     loss: float
+    gradient_norm: float
     tokens_per_second: float
 
 
 class TrainingDone(Message):
     """`samples` (the lease, or a prefix of it) are trained, and the weights that came out are in `local`.
 
-    Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite.
+    Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite. `loss` and `gradient_norm` are
+    means over the others. `waited_seconds` of its `seconds` the worker waited for data. `peak_memory_bytes`: on a GPU,
+    what tensors took at most in this training; on the CPU, the process since it started.
     """
 
     kind: Literal["trained"] = "trained"
     samples: tuple[SampleRange, ...]
     tokens: int
+    inner_steps: int
     loss: float
+    gradient_norm: float
     skipped: int
+    seconds: float
+    waited_seconds: float
+    peak_memory_bytes: int
 
 
 class Evaluated(Message):

@@ -6,7 +6,7 @@ The worker process and the one-process reference both train through this class, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +32,11 @@ from opendiloco.team import Team
 from peers.leases import SampleRange, prefix
 from peers.workload import SnapshotError, Trained
 
-InnerStepDone = Callable[[int, float, int], None]
-"""Called after each inner step that changed the weights, with (steps done, its loss, samples done)."""
+InnerStepDone = Callable[[int, float, float, int], None]
+"""Called after each inner step that changed the weights: (steps done, its loss, its gradient's norm, samples done)."""
 
 
-def unnoticed(inner_step: int, loss: float, samples: int) -> None:
+def unnoticed(inner_step: int, loss: float, gradient_norm: float, samples: int) -> None:
     pass
 
 
@@ -46,9 +46,15 @@ def never() -> bool:
 
 @dataclass(frozen=True)
 class ReplicaTrained(Trained):
-    """`skipped`: inner steps that changed nothing, since their loss or gradient was not finite."""
+    """`skipped`: how many of the `inner_steps` changed nothing, since their loss or gradient was not finite.
 
-    skipped: int = 0
+    `gradient_norm` is the mean over the others, before clipping; `waited_seconds` is how long they waited for data.
+    """
+
+    inner_steps: int
+    gradient_norm: float
+    skipped: int
+    waited_seconds: float
 
 
 class Replica:
@@ -127,24 +133,33 @@ class Replica:
         numbers = numbers_of(lease)[: steps * batch_size]
         planned = math.ceil(len(numbers) / batch_size)
         losses: list[float] = []
+        norms: list[float] = []
         done = skipped = 0
-        for batch in Batches(self._samples, numbers, batch_size):
+        batches = Batches(self._samples, numbers, batch_size)
+        for batch in batches:
             done += len(batch)
             step = index * self._config.training.inner_steps + len(losses) + skipped
             trained = tokens + done * self._config.training.sequence_length
             loss, norm, stopping = self._inner_step(batch, step, trained, stop_wanted)
             if _finite(loss, norm):
                 losses.append(loss)
-                after_step(len(losses) + skipped, loss, done)
+                norms.append(norm)
+                after_step(len(losses) + skipped, loss, norm, done)
             else:
                 skipped += 1
                 if 2 * skipped > planned:
                     raise _divergence(step, loss, norm, skipped)
             if stopping:
                 break
-        mean_loss = sum(losses) / len(losses) if losses else 0.0
-        tokens = done * self._config.training.sequence_length
-        return ReplicaTrained(prefix(lease, done), tokens, mean_loss, skipped)
+        return ReplicaTrained(
+            samples=prefix(lease, done),
+            tokens=done * self._config.training.sequence_length,
+            loss=_mean(losses),
+            inner_steps=len(losses) + skipped,
+            gradient_norm=_mean(norms),
+            skipped=skipped,
+            waited_seconds=batches.waited,
+        )
 
     def _inner_step(
         self, batch: NDArray[np.int64], step: int, tokens: int, stop_wanted: Callable[[], bool]
@@ -212,6 +227,10 @@ class Replica:
 
 def _finite(loss: float, norm: float) -> bool:
     return math.isfinite(loss) and math.isfinite(norm)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _divergence(step: int, loss: float, norm: float, skipped: int) -> WorkerError:

@@ -24,6 +24,7 @@ from opendiloco.resume import resume
 from opendiloco.run import Run
 from opendiloco.run_folder import RunFolder
 from opendiloco.shared_memory import available_memory
+from opendiloco.trackers import Tracker
 from opendiloco.worker_group import WorkerGroup
 from opendiloco.worker_options import WorkerOptions
 from peers.driver import Driver
@@ -59,8 +60,9 @@ class RunWorkload(LocalWorkload):
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         if self.is_our_turn():
             loss = (await self.evaluate(self._windows)).loss
-            logger.info("held-out loss %.4f after outer step %d", loss, work.index)
-            self.on_evaluated(HeldOut(index=work.index, loss=loss))
+            held_out = HeldOut(index=work.index, loss=loss)
+            self.workers.telemetry.evaluated(held_out)
+            self.on_evaluated(held_out)
         if work.index >= self._outer_steps:
             await asyncio.Event().wait()
         return await super().train(work, on_progress)
@@ -164,25 +166,33 @@ async def volunteering(
     transport: HivemindTransport,
     options: WorkerOptions | None = None,
     folder: RunFolder | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> AsyncIterator[Volunteer]:
     """A volunteer with workers that are ready to train; with a folder, from where this machine left off.
 
     Raises: DilocoPeerError when this machine does not fit.
     """
     async with working(run, options or WorkerOptions()) as workload:
-        log, position, storage = None, None, None
-        if folder is not None:
-            log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
-            storage = FolderStorage(folder.download, available_memory)
-            position = await resume_from(folder, workload, log)
-        digest = await workload.state_digest()
-        companion = workload.companion
-        driver = Driver(
-            identity, transport, workload, run.settings, digest, log, position, storage, companion=companion
-        )
-        workload.is_our_turn = lambda: is_our_turn(identity.peer_id, driver.peer.log, run.config.evaluation)
-        workload.on_evaluated = driver.evaluated
-        yield Volunteer(run, driver, transport, workload, folder, log)
+        workload.workers.telemetry.trackers.extend(trackers)
+        yield await volunteer_with(workload, run, identity, transport, folder)
+
+
+async def volunteer_with(
+    workload: RunWorkload, run: Run, identity: Identity, transport: HivemindTransport, folder: RunFolder | None = None
+) -> Volunteer:
+    """One that trains with these workers; see `volunteering`."""
+    log, position, storage = None, None, None
+    if folder is not None:
+        log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
+        storage = FolderStorage(folder.download, available_memory)
+        position = await resume_from(folder, workload, log)
+    digest = await workload.state_digest()
+    driver = Driver(
+        identity, transport, workload, run.settings, digest, log, position, storage, companion=workload.companion
+    )
+    workload.is_our_turn = lambda: is_our_turn(identity.peer_id, driver.peer.log, run.config.evaluation)
+    workload.on_evaluated = driver.evaluated
+    return Volunteer(run, driver, transport, workload, folder, log)
 
 
 async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:

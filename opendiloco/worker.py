@@ -102,10 +102,12 @@ class Worker:
 
         from opendiloco.assembly import assemble_model
         from opendiloco.data import load_data
+        from opendiloco.device_facts import device_name
         from opendiloco.model import choose_device
         from opendiloco.replica import Replica
         from opendiloco.team import Team
         from opendiloco.tokenizer import build_tokenizer
+        from opendiloco.utilisation import flops_per_token
 
         torch.set_num_threads(command.options.threads)
         self._channel = channel
@@ -126,10 +128,13 @@ class Worker:
         self._replica: Replica = Replica(self._config, model, self._data.samples, self._team, micro_batch)
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
+        parameters, length = self._replica.layout.size, self._config.training.sequence_length
         self.description = Configured(
-            parameters=self._replica.layout.size,
-            tokens_per_sample=self._config.training.sequence_length,
+            parameters=parameters,
+            tokens_per_sample=length,
             device=str(device),
+            device_name=device_name(device),
+            flops_per_token=flops_per_token(model.config, parameters, length),
         )
 
     def carry_out(self, command: Command) -> Message:
@@ -149,13 +154,19 @@ class Worker:
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
 
     def _train(self, command: Train) -> TrainingDone:
+        from opendiloco.device_facts import forget_peak_memory, peak_memory
+
         started = time.monotonic()
+        forget_peak_memory(self._team.device)
         length = self._config.training.sequence_length
 
-        def report(inner_step: int, loss: float, samples: int) -> None:
+        def report(inner_step: int, loss: float, norm: float, samples: int) -> None:
             if self._team.rank == 0:
                 speed = samples * length / (time.monotonic() - started)
-                self._channel.send(TrainingProgress(inner_step=inner_step, loss=loss, tokens_per_second=speed))
+                progress = TrainingProgress(
+                    inner_step=inner_step, loss=loss, gradient_norm=norm, tokens_per_second=speed
+                )
+                self._channel.send(progress)
             if self._team.size == 1:
                 self._carry_out_asides()
 
@@ -167,8 +178,17 @@ class Worker:
             start, command.index, command.samples, command.steps, report, stop_wanted, command.tokens
         )
         self._replica.store(self._vectors.local)
-        samples, tokens, loss, skipped = trained.samples, trained.tokens, trained.loss, trained.skipped
-        return TrainingDone(samples=samples, tokens=tokens, loss=loss, skipped=skipped)
+        return TrainingDone(
+            samples=trained.samples,
+            tokens=trained.tokens,
+            inner_steps=trained.inner_steps,
+            loss=trained.loss,
+            gradient_norm=trained.gradient_norm,
+            skipped=trained.skipped,
+            seconds=time.monotonic() - started,
+            waited_seconds=trained.waited_seconds,
+            peak_memory_bytes=peak_memory(self._team.device),
+        )
 
     def _carry_out_asides(self) -> None:
         """While we train, the peer process asks for nothing that does not fit between two inner steps."""

@@ -40,6 +40,8 @@ from opendiloco.control import (
 from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.request_queue import RequestQueue
 from opendiloco.shared_memory import SharedVectors, copy_bytes, create_memory_file
+from opendiloco.telemetry import Telemetry
+from opendiloco.utilisation import peak_tokens_per_second
 from opendiloco.worker_options import WorkerOptions, choose_devices, needs_gpu_count
 from opendiloco.worker_process import Answer, Descriptors, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
 from peers.errors import DilocoPeerError
@@ -64,6 +66,7 @@ class WorkerGroup:
     vectors: SharedVectors
     tokens_per_sample: int
     device: str
+    telemetry: Telemetry
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self._config = config
@@ -94,6 +97,10 @@ class WorkerGroup:
             raise
         group.vectors = SharedVectors(group._memory_descriptor, configured.parameters)
         group.tokens_per_sample = configured.tokens_per_sample
+        peak = peak_tokens_per_second(
+            configured.device_name, len(group._workers), config.training.precision, configured.flops_per_token
+        )
+        group.telemetry = Telemetry(config.training.inner_steps, peak)
         return group
 
     async def train(
@@ -111,6 +118,7 @@ class WorkerGroup:
 
         def report(message: TrainingProgress) -> None:
             if wanted:
+                self.telemetry.progressed(work.index, message)
                 on_progress(Progress(message.inner_step, message.loss, message.tokens_per_second))
 
         self._trainings += 1
@@ -125,11 +133,7 @@ class WorkerGroup:
                 worker.write(StopTraining(number=number))
             await asyncio.wait([request])
             raise
-        if done.skipped:
-            logger.warning(
-                "outer step %d: %d inner steps were skipped; their loss or gradient was not finite",
-                *(work.index, done.skipped),
-            )
+        self.telemetry.trained(work.index, done)
         return Trained(done.samples, done.tokens, done.loss)
 
     async def evaluate(self, windows: int) -> Evaluated:

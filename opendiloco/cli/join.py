@@ -20,12 +20,14 @@ from opendiloco.cli.options import (
     listen_option,
     parse_run,
     run_option,
+    track_option,
     worker_options,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from opendiloco.trackers import Choice
     from opendiloco.volunteer import Volunteer
     from opendiloco.worker_options import WorkerOptions
 
@@ -95,6 +97,7 @@ THIS_MACHINE = "this machine"
     help="Serve metrics for Prometheus on 127.0.0.1, port N.",
     metavar="N",
 )
+@track_option
 @click.option("--plain", is_flag=True, help="Log lines instead of a live screen.")
 @click.pass_obj
 def command(
@@ -115,6 +118,7 @@ def command(
     checkpoint_limit: float,
     journal: Path | None,
     metrics_port: int | None,
+    track: tuple[Choice, ...],
     plain: bool,
 ) -> None:
     """Train in a run with this machine until Ctrl-C."""
@@ -125,6 +129,7 @@ def command(
     from opendiloco.remote import check_url
     from opendiloco.run import find_run
     from opendiloco.run_folder import RunFolder
+    from opendiloco.trackers import tracking
     from opendiloco.volunteer import connected, volunteering
     from peers.metrics import serve_metrics
     from peers.throttle import Caps
@@ -147,8 +152,9 @@ def command(
             folder = RunFolder.open(found, key.peer_id, state)
             plan = Plan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
+            kept = folder if keep or keep_every else None
             async with (
-                volunteering(found, key, transport, workers, folder if keep or keep_every else None) as volunteer,
+                volunteering(found, key, transport, workers, kept, trackers) as volunteer,
                 Checkpointer(plan) as checkpointer,
             ):
                 say(f"what outlives this process is in {folder.path}", console)
@@ -160,7 +166,7 @@ def command(
                 await train_in_view(volunteer, console)
         say("left the run", console)
 
-    with hold_identity(identity) as key:
+    with hold_identity(identity) as key, tracking(track, invite.run_id, key.peer_id) as trackers:
         run_interruptible(main)
 
 

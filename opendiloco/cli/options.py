@@ -13,6 +13,7 @@ import click
 from opendiloco.worker_options import WorkerOptions
 
 if TYPE_CHECKING:
+    from opendiloco.trackers import Choice
     from peers.manifest import Invite
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -63,6 +64,24 @@ def limit_option(direction: str, verb: str) -> Callable[[Command], Command]:
         metavar="MBIT",
         help=f"{verb} model data at no more than so many megabits a second.",
     )
+
+
+def parse_trackers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[Choice, ...]:
+    from opendiloco.trackers import Choice
+
+    try:
+        return tuple(Choice.parse(value) for value in values)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+track_option = click.option(
+    "--track",
+    multiple=True,
+    callback=parse_trackers,
+    metavar="KIND:TARGET",
+    help="Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. Can be given again.",
+)
 
 
 def worker_options(command: Command) -> Command:

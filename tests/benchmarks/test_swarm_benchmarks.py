@@ -13,10 +13,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import averaging, churn, join, shaped_links
+from benchmarks import averaging, churn, join, shaped_links, training
 from benchmarks.groups import GLOO, OURS, sent_bytes
 from benchmarks.processes import Event, PeerProcess, PeerProcessError, gone
+from opendiloco.config import RunConfig
 from tests.child_processes import child_processes
+
+TINY = Path(__file__).parent.parent.parent / "examples/tiny.toml"
 
 
 @pytest.mark.swarm
@@ -61,6 +64,49 @@ def test_joining_reports(tmp_path: Path) -> None:
     assert all(row["seconds"] > 0 for row in fetches)
     assert fetches[0]["bound s"] == pytest.approx(8e6 * 8 / 300e6)
     assert not child_processes()
+
+
+@pytest.mark.swarm
+def test_training_reports(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ["--run", str(TINY), "--steps", "2", "--repetitions", "1", "--json", str(figures)]
+    done = CliRunner().invoke(training.main, arguments, catch_exceptions=False)
+    assert done.output.strip().splitlines()[-1].startswith("verdict: ")
+    content = json.loads(figures.read_text())
+    bare, volunteer = content["rows"]
+    assert (bare["contender"], volunteer["contender"]) == (training.BARE, training.VOLUNTEER)
+    assert (bare["processes"], volunteer["processes"]) == (1, 2)
+    for row in (bare, volunteer):
+        assert row["tokens/s"] == row["slowest turn"] > 0
+        assert 0 < row["loss"] < 6
+        assert row["memory MB"] > row["formula MB"] > 0
+    assert volunteer["of bare"] == pytest.approx(volunteer["tokens/s"] / bare["tokens/s"])
+    assert [bar["at_least"] for bar in content["bars"]] == [0.97]
+    assert not child_processes()
+
+
+def test_what_training_takes() -> None:
+    on_the_cpu = training.Machine("cpu", threads=2, cpu_workers=3)
+    assert on_the_cpu.bare_arguments == ["--device", "cpu", "--threads", 6]
+    assert [on_the_cpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [160, 320]
+    on_a_gpu = training.Machine("cuda:0", threads=1, cpu_workers=1)
+    assert [on_a_gpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [0, 160]
+
+
+def test_a_run_is_made_to_last_and_to_need_one_peer() -> None:
+    config = RunConfig.from_toml(TINY)
+    config = config.model_copy(update={"rounds": config.rounds.model_copy(update={"minimum_peers": 4})})
+    prepared = training.prepared(config, 5, 20)
+    assert (prepared.training.inner_steps, prepared.rounds.minimum_peers) == (5, 1)
+    assert prepared.total_outer_steps > 20
+    assert training.prepared(config, None, 1).training.inner_steps == config.training.inner_steps
+
+
+def test_runs_that_the_bare_loop_does_not_know_are_refused() -> None:
+    config = RunConfig.from_toml(TINY)
+    unknown = config.model_copy(update={"training": config.training.model_copy(update={"z_loss": 1e-4})})
+    with pytest.raises(click.UsageError, match=r"knows neither training\.z_loss"):
+        training.prepared(unknown, None, 1)
 
 
 LINKS = join.Links(upload=10, download=25)

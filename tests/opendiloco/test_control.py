@@ -3,15 +3,16 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from opendiloco.control import Failed, Train, TrainingDone, parse_command, parse_reply
+from opendiloco.control import Failed, Train, parse_command, parse_reply
 from peers.leases import SampleRange
+from tests.opendiloco.trainings import training_done
 
 
 def test_messages_survive_their_line() -> None:
     command = Train(number=1, index=2, samples=(SampleRange(0, 4), SampleRange(8, 9)), steps=3, tokens=4096)
     assert command.line().count(b"\n") == 1
     assert parse_command(command.line()) == command
-    reply = TrainingDone(samples=(SampleRange(0, 4),), tokens=64, loss=0.1, skipped=0)
+    reply = training_done(samples=(SampleRange(0, 4),), loss=0.1)
     assert parse_reply(reply.line()) == reply
     failure = Failed(error="WorkerError", message="two\nlines", remedy="", traceback="a\nb\n")
     assert failure.line().count(b"\n") == 1

@@ -12,11 +12,13 @@ from opendiloco.config import EvaluationSection, RunConfig
 from opendiloco.control import Evaluated
 from opendiloco.evaluation_turns import is_our_turn, newest_held_out
 from opendiloco.screen import held_out_lines
+from opendiloco.telemetry import Telemetry
 from opendiloco.volunteer import RunWorkload
 from opendiloco.worker_group import WorkerGroup
 from peers.heartbeat import HeldOut
 from peers.leases import SampleRange
 from peers.workload import InnerLoop, Progress, Trained
+from tests.opendiloco.trainings import NotingTracker
 from tests.peers.builders import LOG, beat
 from tests.peers.test_freezing import log_at
 
@@ -52,6 +54,7 @@ class Workers(WorkerGroup):
         zeros = np.zeros(10, np.float32)
         self.vectors = type("Vectors", (), {"theta": zeros, "local": zeros.copy()})()
         self.asked: list[str] = []
+        self.telemetry = Telemetry(inner_steps=10)
 
     async def evaluate(self, windows: int) -> Evaluated:
         self.asked.append(f"evaluate {windows}")
@@ -70,10 +73,13 @@ def test_who_has_the_turn_evaluates_theta_before_training_changes_anything(small
         workload = RunWorkload(workers, small_config)
         found: list[HeldOut] = []
         workload.on_evaluated = found.append
+        tracker = NotingTracker()
+        workers.telemetry.trackers.append(tracker)
         for turn in (False, True):
             workload.is_our_turn = lambda turn=turn: turn  # type: ignore[misc]
             await workload.train(InnerLoop(3 + turn, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         assert workers.asked == ["train 3", f"evaluate {small_config.evaluation.windows}", "train 4"]
         assert found == [HeldOut(index=4, loss=2.5)]
+        assert tracker.records == [(40, {"held_out/loss": 2.5})]
 
     asyncio.run(story())

@@ -168,7 +168,7 @@ def test_they_come_between_two_inner_steps_and_end_the_rewarmup(
     joiner, _ = make_replica(small_config)
     before, after = [], []
 
-    def load(step: int, loss: float, samples: int) -> None:
+    def load(step: int, loss: float, norm: float, samples: int) -> None:
         if step == 1:
             before.append(weights(joiner))
             joiner.load_moments(Moments(data))

@@ -84,7 +84,7 @@ def test_the_rewarmup_takes_as_many_inner_steps_as_it_says(small_config: RunConf
     replica, theta = make_replica(small_config)
     rates = []
 
-    def note(step: int, loss: float, samples: int) -> None:
+    def note(step: int, loss: float, norm: float, samples: int) -> None:
         rates.append([group["lr"] for group in replica._optimizer.param_groups])
 
     replica.train(theta, 1, (SampleRange(0, 24),), 12, note)
@@ -99,7 +99,7 @@ def test_the_learning_rate_goes_by_the_runs_tokens_if_the_schedule_does(small_co
     for tokens in (0, 160, 352):
         replica, theta = make_replica(config)
 
-        def note(step: int, loss: float, samples: int, replica: Replica = replica) -> None:
+        def note(step: int, loss: float, norm: float, samples: int, replica: Replica = replica) -> None:
             rates.append(replica._optimizer.param_groups[0]["lr"])
 
         replica.train(theta, 0, (SampleRange(0, 8),), 4, note, tokens=tokens)
@@ -128,15 +128,21 @@ def test_the_z_loss_is_added_where_it_is_wanted() -> None:
 def test_training_learns_and_can_be_stopped_after_any_step(small_config: RunConfig) -> None:
     replica, theta = make_replica(small_config)
     seen: list[tuple[int, float, int]] = []
+    norms = []
 
-    def note(step: int, loss: float, samples: int) -> None:
+    def note(step: int, loss: float, norm: float, samples: int) -> None:
         seen.append((step, loss, samples))
+        norms.append(norm)
 
     trained = replica.train(theta, 0, (SampleRange(0, 20),), 10, note, lambda: len(seen) == 2)
     assert trained.samples == (SampleRange(0, 6),)
     assert [(step, samples) for step, _, samples in seen] == [(1, 2), (2, 4), (3, 6)]
     assert seen[2][1] < seen[0][1]
     assert trained.loss == pytest.approx(sum(loss for _, loss, _ in seen) / 3)
+    assert len(set(norms)) == 3
+    assert trained.gradient_norm == pytest.approx(sum(norms) / 3)
+    assert trained.inner_steps == 3
+    assert trained.waited_seconds > 0
 
 
 def test_a_loss_that_is_no_number_ends_training(small_content: dict[str, Any]) -> None:
@@ -180,8 +186,8 @@ def test_an_inner_step_whose_loss_is_no_number_changes_nothing_and_is_counted(sm
     lease, losses = (SampleRange(0, 8),), []
     replica, theta = make_replica(small_config)
     Stumbling(replica.model, 2, 4)
-    trained = replica.train(theta, 0, lease, 4, lambda step, loss, samples: losses.append((step, loss)))
-    assert (trained.samples, trained.tokens, trained.skipped) == (lease, 8 * 16, 2)
+    trained = replica.train(theta, 0, lease, 4, lambda step, loss, norm, samples: losses.append((step, loss)))
+    assert (trained.samples, trained.tokens, trained.inner_steps, trained.skipped) == (lease, 8 * 16, 4, 2)
     assert [step for step, _ in losses] == [1, 3]
     assert trained.loss == pytest.approx(sum(loss for _, loss in losses) / 2)
     replica.store(theta)

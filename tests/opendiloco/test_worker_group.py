@@ -106,7 +106,7 @@ def alone(config: RunConfig) -> Alone:
     theta, local = np.empty((2, replica.layout.size), np.float32)
     replica.store(theta)
     losses: list[float] = []
-    replica.train(theta, 0, LEASE, 100, lambda step, loss, samples: losses.append(loss))
+    replica.train(theta, 0, LEASE, 100, lambda step, loss, norm, samples: losses.append(loss))
     replica.store(local)
     return Alone(losses, theta, local, held_out)
 

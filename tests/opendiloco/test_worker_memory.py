@@ -11,7 +11,7 @@ import pytest
 
 from opendiloco import worker_group
 from opendiloco.config import RunConfig
-from opendiloco.control import Configure, Configured, Message, Train, TrainingDone, TrainingProgress
+from opendiloco.control import Configure, Configured, Message, Train, TrainingProgress
 from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.shared_memory import reserve
 from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
@@ -19,6 +19,7 @@ from opendiloco.worker_options import WorkerOptions
 from opendiloco.worker_process import Descriptors, WorkerDeathError, WorkerProcess
 from peers.leases import SampleRange
 from peers.workload import InnerLoop, Progress
+from tests.opendiloco.trainings import training_done
 
 LEASE = (SampleRange(0, 4),)
 
@@ -47,7 +48,9 @@ class Played(WorkerProcess):
         if isinstance(command, Configure):
             self.configured = command
             reserve(self.memory, 4)
-            return Configured(parameters=4, tokens_per_sample=16, device="cpu")
+            return Configured(
+                parameters=4, tokens_per_sample=16, device="cpu", device_name="cpu", flops_per_token=100.0
+            )
         assert isinstance(command, Train)
         if command.number in self.deaths:
             if self.deaths[command.number] == self.configured.rank:
@@ -55,7 +58,7 @@ class Played(WorkerProcess):
             await self.ended.wait()
             raise WorkerDeathError("killed by SIGKILL.")
         if (self.configured.options.micro_batch or 0) <= self.windows:
-            return TrainingDone(samples=command.samples, tokens=64, loss=1.0, skipped=1)
+            return training_done(samples=command.samples, skipped=1)
         if self.configured.rank == 0:
             await self.ended.wait()
             raise WorkerError("killed.")

@@ -24,6 +24,7 @@ from peers.leases import SampleRange
 from peers.signals import LEAVE_SIGNALS
 from peers.workload import InnerLoop, Progress, SnapshotError
 from tests.child_processes import child_processes
+from tests.opendiloco.trainings import NotingTracker
 
 PROMPT_SECONDS = 20.0  # for what takes milliseconds, on a machine that is doing much else
 CPU = WorkerOptions(device="cpu")
@@ -61,6 +62,7 @@ def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: Run
         [process] = child_processes().keys() - before.keys()
         theta = worker.vectors.theta.copy()
         await stops_within_a_step_when_cancelled(worker)
+        await says_what_a_training_came_to(worker)
         await moves_moments_between_two_inner_steps(worker, small_config)
         await is_not_asked_to_end(worker, process)
         assert (worker.vectors.theta == theta).all()
@@ -92,6 +94,23 @@ async def stops_within_a_step_when_cancelled(worker: WorkerGroup) -> None:
     for stopped in (training, queued):
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(stopped, PROMPT_SECONDS)
+
+
+async def says_what_a_training_came_to(worker: WorkerGroup) -> None:
+    tracker = NotingTracker()
+    worker.telemetry.trackers.append(tracker)
+    trained = await worker.train(InnerLoop(2, (SampleRange(0, 6),), 3, 0), lambda progress: None)
+    worker.telemetry.trackers.remove(tracker)
+    *steps, (last, values) = tracker.records
+    assert [step for step, _ in steps] == [9, 10, 11]  # after 2 outer steps of 4
+    assert last == 11
+    norms = [said["inner_step/gradient_norm"] for _, said in steps]
+    assert values["training/gradient_norm"] == pytest.approx(sum(norms) / 3)
+    assert (values["training/loss"], values["training/tokens"]) == (trained.loss, 6 * 16)
+    assert values["training/tokens_per_second"] > 0
+    assert 0 < values["training/data_wait_share"] <= 1
+    assert values["training/peak_memory_bytes"] > worker.vectors.theta.nbytes
+    assert "training/flops_utilisation" not in values  # a CPU's peak is not known
 
 
 async def moves_moments_between_two_inner_steps(worker: WorkerGroup, config: RunConfig) -> None:

@@ -1,0 +1,95 @@
+"""A volunteer alone in its run, which trains when it is told to: `python -m benchmarks.gated_volunteer`.
+
+All is as with `diloco-peer join`: worker processes, driver, transport, heartbeats, log and checkpoints in a folder. But
+after each training it says how long that took, and waits for a line on its standard input. Only then comes the round,
+the outer step, and the next training with all that the peer process does beside it: the state's digest, and every so
+often a snapshot and a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from benchmarks.processes import memory_of, read_lines, say
+from opendiloco.checkpointing import Checkpointer, Plan
+from opendiloco.config import RunConfig
+from opendiloco.run import Run
+from opendiloco.run_folder import RunFolder
+from opendiloco.volunteer import volunteer_with, working
+from opendiloco.worker_group import WorkerGroup
+from opendiloco.worker_options import WorkerOptions
+from peers.errors import DilocoPeerError
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.workload import InnerLoop, Progress, Trained
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+CHECKPOINT_RATE = 200e6  # bytes a second: what `join` keeps to if it is not told otherwise
+
+
+class GatedTrainer:
+    """The machine's workers; see `opendiloco.local_workload.Trainer`. Seconds are those that the peer process waits:
+    from theta in shared memory to the trained weights there."""
+
+    def __init__(self, workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
+        self.vectors = workers.vectors
+        self.device = workers.device
+        self._workers = workers
+        self._lines = lines
+
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        began = time.monotonic()
+        trained = await self._workers.train(work, on_progress)
+        say(
+            "trained",
+            seconds=time.monotonic() - began,
+            samples=trained.samples,
+            tokens=trained.tokens,
+            loss=trained.loss,
+            parameters=self.vectors.theta.size,
+        )
+        await self._lines.get()
+        return trained
+
+    async def wait_for_death(self) -> DilocoPeerError:
+        return await self._workers.wait_for_death()
+
+
+async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
+    """Until standard input ends."""
+    identity = Identity.generate()
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    transport = await HivemindTransport.create(identity, (), (LOOPBACK,), local=True)
+    try:
+        say("connected", memory=memory_of())
+        kept = RunFolder.open(run, identity.peer_id, folder)
+        async with working(run, options) as workload, Checkpointer(Plan(kept, rate=CHECKPOINT_RATE)) as checkpointer:
+            workload.trainer = GatedTrainer(workload.workers, lines)
+            volunteer = await volunteer_with(workload, run, identity, transport, kept)
+            volunteer.checkpoint_with(checkpointer)
+            reading = asyncio.create_task(read_lines(lines, volunteer.leave))
+            await volunteer.train()
+            reading.cancel()
+    finally:
+        await transport.close()
+
+
+@click.command(help=__doc__)
+@click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--threads", type=int, required=True)
+@click.option("--cpu-workers", type=int, required=True)
+@click.option("--device", required=True)
+def main(manifest: Path, threads: int, cpu_workers: int, device: str) -> None:
+    config = RunConfig.from_manifest_content(json.loads(manifest.read_text()))
+    options = WorkerOptions(device=device, cpu_workers=cpu_workers, threads=threads)
+    asyncio.run(take_part(Run.sign(config, Identity.generate()), options, manifest.parent / "state"))
+
+
+if __name__ == "__main__":
+    main()

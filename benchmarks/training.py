@@ -1,0 +1,197 @@
+"""How much of a bare training loop's speed a volunteer has between rounds: `python -m benchmarks.training`.
+
+Two contenders, with the same model, optimizer, batches and number of threads. They live side by side and take turns of
+one outer step's inner steps; the first turn only warms up.
+
+- The bare loop (benchmarks/bare_loop.py) is one process. Its windows are read before its clock starts.
+- The volunteer (benchmarks/gated_volunteer.py) is a peer process with its workers, alone in its run. Its clock runs
+  from theta in shared memory to the trained weights there, with the peer process at work beside it: heartbeats, the
+  digest of the last outer step's state, and now and then a snapshot and a checkpoint. Rounds and evaluations are not
+  part of it. Heartbeats go on, too, while the bare loop has its turn.
+
+"of bare" is the median over turns of the volunteer's tokens a second over those of the bare loop in the same turn.
+
+"memory" is at the end of a training, at most, what the contender has beyond its libraries and the corpus. "formula" is
+docs/training.md's, which knows no activations; of a GPU's memory nothing is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.processes import PeerProcess, memory_of
+from benchmarks.reporting import Bar, report, speed_ratio
+from opendiloco.config import RunConfig
+
+BARE, VOLUNTEER = "bare loop", "volunteer"
+WORKER = b"opendiloco.worker\0"
+START_SECONDS = 600.0
+TURN_SECONDS = 3600.0
+AT_LEAST, AT_LEAST_ON_A_GPU = 0.97, 0.98
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to train with."""
+
+    device: str
+    threads: int
+    """Of each of the volunteer's workers; the bare loop has those of all workers."""
+    cpu_workers: int
+
+    @property
+    def bare_arguments(self) -> list[object]:
+        return ["--device", self.device, "--threads", self.threads * self.cpu_workers]
+
+    @property
+    def volunteer_arguments(self) -> list[object]:
+        return ["--device", self.device, "--threads", self.threads, "--cpu-workers", self.cpu_workers]
+
+    def formula(self, name: str, parameters: int) -> int:
+        """Bytes of main memory: weights, gradients, moments; of a volunteer also theta, local, momentum, payloads."""
+        return parameters * (16 * (self.device == "cpu") + 16 * (name == VOLUNTEER))
+
+
+@dataclass
+class Turns:
+    """What one contender's turns took."""
+
+    seconds_per_token: list[float] = field(default_factory=list)
+    memory: int = 0
+    processes: int = 0
+    loss: float = 0.0
+    """Of the last turn, in nats per token."""
+
+    def add(self, trained: dict[str, Any], memory: list[int]) -> None:
+        self.seconds_per_token.append(trained["seconds"] / trained["tokens"])
+        self.memory, self.processes, self.loss = max(self.memory, sum(memory)), len(memory), trained["loss"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    turns: dict[str, Turns]
+    parameters: int
+
+    @property
+    def ratio(self) -> float:
+        return speed_ratio({name: each.seconds_per_token for name, each in self.turns.items()}, VOLUNTEER, BARE)
+
+
+def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfig:
+    """The run with so many inner steps, for one peer, and long enough. Raises: UsageError."""
+    training = config.training
+    if training.z_loss or training.document_mask:
+        raise click.UsageError("the bare loop knows neither training.z_loss nor training.document_mask")
+    return config.model_copy(
+        update={
+            "training": training.model_copy(update={"inner_steps": steps or training.inner_steps}),
+            "rounds": config.rounds.model_copy(update={"minimum_peers": 1, "smallest_share": 1.0}),
+            "outer_steps": repetitions + 2,
+        }
+    )
+
+
+async def measure(config: RunConfig, machine: Machine, repetitions: int) -> Measured:
+    """Both contenders' turns. Raises: PeerProcessError."""
+    turns = {VOLUNTEER: Turns(), BARE: Turns()}
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="training-")))
+        manifest = folder / "manifest.json"
+        manifest.write_text(json.dumps(config.to_manifest_content()), encoding="utf-8")
+        bare = await start(stack, ["benchmarks.bare_loop", manifest, *machine.bare_arguments], folder)
+        loaded = (await bare.event("loaded", START_SECONDS))["memory"]
+        volunteer = await start(stack, ["benchmarks.gated_volunteer", manifest, *machine.volunteer_arguments], folder)
+        connected = (await volunteer.event("connected", START_SECONDS))["memory"]
+        for turn in range(repetitions + 1):
+            if turn:
+                volunteer.tell("go")
+            ours = await volunteer.event("trained", TURN_SECONDS)
+            bare.tell(json.dumps(ours["samples"]))
+            theirs = await bare.event("trained", TURN_SECONDS)
+            if turn:
+                workers = [memory_of(process) - loaded for process in workers_of(volunteer)]
+                turns[VOLUNTEER].add(ours, [memory_of(volunteer.process_id) - connected, *workers])
+                turns[BARE].add(theirs, [memory_of(bare.process_id) - loaded])
+    return Measured(turns, ours["parameters"])
+
+
+async def start(stack: AsyncExitStack, command: list[object], folder: Path) -> PeerProcess:
+    """It ends with the stack."""
+    process = await PeerProcess.start(command, folder / f"{command[0]}.log")
+    stack.push_async_callback(process.end)
+    return process
+
+
+def workers_of(volunteer: PeerProcess) -> list[int]:
+    """Not the network's daemon, nor who writes a checkpoint."""
+    workers = []
+    for process in volunteer.children():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if WORKER in Path(f"/proc/{process}/cmdline").read_bytes():
+                workers.append(process)
+    return workers
+
+
+def row_of(name: str, measured: Measured, machine: Machine) -> dict[str, Any]:
+    """One line of the table."""
+    turns, formula = measured.turns[name], machine.formula(name, measured.parameters)
+    speeds = [1 / seconds for seconds in turns.seconds_per_token]
+    return {
+        "contender": name,
+        "processes": turns.processes,
+        "threads": machine.threads * machine.cpu_workers,
+        "tokens/s": statistics.median(speeds),
+        "slowest turn": min(speeds),
+        "of bare": measured.ratio if name == VOLUNTEER else 1.0,
+        "loss": turns.loss,
+        "memory MB": turns.memory / 1e6,
+        "formula MB": formula / 1e6,
+        "beyond it MB": (turns.memory - formula) / 1e6,
+    }
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--run",
+    "run_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=Path("examples/llama-2m.toml"),
+    show_default=True,
+    help="What is trained, a run.toml.",
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Inner steps of a turn.  [default: the run's]")
+@click.option("--repetitions", default=8, show_default=True, type=click.IntRange(min=1), help="Turns that count.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Of each worker.")
+@click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="The volunteer's.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda:0.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+def main(
+    run_file: Path,
+    steps: int | None,
+    repetitions: int,
+    threads: int,
+    cpu_workers: int,
+    device: str,
+    json_file: Path | None,
+) -> None:
+    config = prepared(RunConfig.from_toml(run_file), steps, repetitions)
+    machine = Machine(device, threads, cpu_workers)
+    measured = asyncio.run(measure(config, machine, repetitions))
+    size, inner_steps = measured.parameters / 1e6, config.training.inner_steps
+    title = f"training {config.name}, {size:.3g} M parameters, on {device}: {repetitions} turns of {inner_steps} steps"
+    at_least = AT_LEAST if device == "cpu" else AT_LEAST_ON_A_GPU
+    bars = [Bar("tokens/s of the volunteer / of the bare loop", measured.ratio, at_least)]
+    report(title, [row_of(name, measured, machine) for name in (BARE, VOLUNTEER)], bars, json_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Where a volunteer wants curves of its training drawn: TensorBoard or Weights & Biases.
+
+Both are optional, and imported only when asked for. This runs in the peer process, so none of it may need torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from opendiloco.errors import MachineError, first_line
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Takes values as they come, without waiting for a disk or network."""
+
+    def record(self, inner_step: int, values: Mapping[str, float]) -> None:
+        """Finite values by name, as of an inner step of the run. Steps may come twice: work can be lost."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class Choice(NamedTuple):
+    """What `--track` says: a kind of tracker, and which folder or project."""
+
+    kind: str
+    target: str
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """Raises: ValueError."""
+        kind, _, target = text.partition(":")
+        if kind not in TRACKERS or not target:
+            raise ValueError(f"{text!r} is neither tensorboard:FOLDER nor wandb:PROJECT.")
+        return cls(kind, target)
+
+
+class TensorBoard:
+    """Event files in a folder, for `tensorboard --logdir FOLDER`; written by a thread, at least every two minutes."""
+
+    def __init__(self, folder: str, run_id: str, peer_id: str) -> None:
+        """Raises: ImportError, OSError."""
+        from tensorboard.summary import Writer
+
+        self._writer: Any = Writer(str(Path(folder).expanduser()))
+
+    def record(self, inner_step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, inner_step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of a project of Weights & Biases: those of one training run are a group, and this peer's has its name."""
+
+    def __init__(self, project: str, run_id: str, peer_id: str) -> None:
+        """Raises: ImportError; what wandb raises without a login or network."""
+        import wandb
+
+        quiet = {"console": "off"}  # what we print is nobody's business there
+        self._run: Any = wandb.init(project=project, group=run_id, name=peer_id, settings=quiet)
+        self._run.define_metric("*", step_metric="inner_step")  # wandb's own steps may not go back, as ours may
+
+    def record(self, inner_step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"inner_step": inner_step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+REMEDIES = {
+    "tensorboard": "Name a folder that can be written.",
+    "wandb": "Run `wandb login` first, or set WANDB_MODE=offline and upload later with `wandb sync`.",
+}
+
+
+def open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
+    """Raises: MachineError when the package for it is missing, or it cannot be used."""
+    try:
+        return TRACKERS[choice.kind](choice.target, run_id, peer_id)
+    except ImportError as error:
+        raise MachineError(
+            f"--track {choice.kind}: the package for it cannot be imported: {first_line(error)}",
+            f'Install it: pip install "diloco-peer[{choice.kind}]".',
+        ) from error
+    except Exception as error:  # each library has its own ways to object
+        message = f"--track {choice.kind}:{choice.target} cannot be used: {first_line(error)}"
+        raise MachineError(message, REMEDIES[choice.kind]) from error
+
+
+@contextmanager
+def tracking(choices: Sequence[Choice], run_id: str, peer_id: str) -> Iterator[list[Tracker]]:
+    """The trackers, which are closed at the end. Raises: MachineError."""
+    with ExitStack() as stack:
+        trackers = []
+        for choice in choices:
+            trackers.append(open_tracker(choice, run_id, peer_id))
+            stack.callback(_close, trackers[-1])
+        yield trackers
+
+
+def _close(tracker: Tracker) -> None:
+    try:
+        tracker.close()
+    except Exception as error:
+        logger.warning("%s: its last values may be lost: %s", type(tracker).__name__, error)

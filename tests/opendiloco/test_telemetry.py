@@ -1,0 +1,82 @@
+"""What is said of a training: in the log, in metrics and to trackers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import pytest
+from prometheus_client import REGISTRY
+
+from opendiloco.control import TrainingProgress
+from opendiloco.telemetry import VALUES, Telemetry, values_of
+from peers.heartbeat import HeldOut
+from tests.opendiloco.trainings import NotingTracker, training_done
+
+EXPECTED = {
+    "loss": 1.0,
+    "gradient_norm": 0.5,
+    "tokens": 64,
+    "tokens_per_second": 32,
+    "flops_utilisation": 0.4,
+    "data_wait_share": 0.25,
+    "peak_memory_bytes": 3 * 2**30,
+    "skipped_inner_steps": 0,
+}
+
+
+def test_one_training_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry, tracker = Telemetry(inner_steps=10, peak_tokens_per_second=80.0), NotingTracker()
+    telemetry.trackers.append(tracker)
+    with caplog.at_level(logging.INFO):
+        telemetry.trained(7, training_done())
+    assert caplog.messages == [
+        "trained after outer step 7: 64 tokens, loss 1.0000, gradient norm 0.5, 32 tokens/s, MFU 40.0%, "
+        "25.0% waiting for data, 3.00 GiB"
+    ]
+    assert {name: REGISTRY.get_sample_value(f"diloco_peer_training_{name}") for name in VALUES} == EXPECTED
+    assert tracker.records == [(74, {f"training/{name}": value for name, value in EXPECTED.items()})]
+
+
+def test_a_utilisation_that_is_not_known_is_said_to_be_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry, tracker = Telemetry(inner_steps=10), NotingTracker()
+    telemetry.trackers.append(tracker)
+    with caplog.at_level(logging.INFO):
+        telemetry.trained(0, training_done(skipped=2))
+    assert "MFU unknown" in caplog.text
+    assert "outer step 0: 2 inner steps were skipped" in caplog.text
+    assert math.isnan(REGISTRY.get_sample_value("diloco_peer_training_flops_utilisation") or 0.0)
+    ((_, values),) = tracker.records
+    assert values.keys() == {f"training/{name}" for name in VALUES} - {"training/flops_utilisation"}
+
+
+def test_a_training_of_no_time_has_values() -> None:
+    values = values_of(training_done(tokens=0, seconds=0.0, waited_seconds=0.0), 80.0)
+    assert (values["tokens_per_second"], values["data_wait_share"]) == (0, 0)
+
+
+def test_trackers_count_the_inner_steps_of_the_run() -> None:
+    telemetry, tracker = Telemetry(inner_steps=10), NotingTracker()
+    telemetry.trackers.append(tracker)
+    telemetry.evaluated(HeldOut(index=3, loss=2.5))
+    telemetry.progressed(3, TrainingProgress(inner_step=1, loss=2.0, gradient_norm=0.1, tokens_per_second=5.0))
+    assert tracker.records == [
+        (30, {"held_out/loss": 2.5}),
+        (31, {"inner_step/loss": 2.0, "inner_step/gradient_norm": 0.1}),
+    ]
+
+
+class BrokenTracker(NotingTracker):
+    def record(self, inner_step: int, values: Mapping[str, float]) -> None:
+        super().record(inner_step, values)
+        raise OSError("the disk is full")
+
+
+def test_a_tracker_that_fails_is_given_up_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry, broken, sound = Telemetry(inner_steps=10), BrokenTracker(), NotingTracker()
+    telemetry.trackers.extend([broken, sound])
+    for index in range(2):
+        telemetry.evaluated(HeldOut(index=index, loss=2.5))
+    assert (len(broken.records), len(sound.records)) == (1, 2)
+    assert caplog.text.count("BrokenTracker takes no more values: the disk is full") == 1
