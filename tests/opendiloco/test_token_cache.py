@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import multiprocessing
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from opendiloco.errors import MachineError
 from opendiloco.token_cache import Piece, TokenCache, Tokens, default_cache_folder
 
 KEY = "0123abc"
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Text:
@@ -121,30 +123,23 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert "XDG_CACHE_HOME" in caught.value.remedy
 
 
-def tokenize(folder: Path, reads: multiprocessing.connection.Connection) -> None:
-    text = Text()
-    assert_is_whole(TokenCache(folder, few=0).tokens(KEY, np.uint16, text))
-    reads.send(text.times_read)
+def tokenize(folder: str) -> None:
+    assert_is_whole(TokenCache(Path(folder), few=0).tokens(KEY, np.uint16, Text()))
 
 
 def test_processes_that_need_the_same_tokens_wait_for_the_first(tmp_path: Path) -> None:
     """Each reads until it sees that there is much; who comes second then finds it written."""
-    processes, pipes = [], []
-    context = multiprocessing.get_context("spawn")
+    script = f"from {__name__} import tokenize; tokenize({str(tmp_path)!r})"
     with (tmp_path / f"{KEY}.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for _ in range(2):
-            receiver, sender = context.Pipe(duplex=False)
-            processes.append(context.Process(target=tokenize, args=(tmp_path, sender)))
-            pipes.append(receiver)
-            processes[-1].start()
+        processes = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) for _ in range(2)]
     try:
-        assert all(pipe.poll(60) for pipe in pipes), "waiting for both to have their tokens"
+        assert [process.wait(60) for process in processes] == [0, 0]
         assert sorted(path.name for path in tmp_path.iterdir()) == [KEY, f"{KEY}.lock"]
     finally:
         for process in processes:
-            process.join(30)
             process.kill()
+            process.wait()
 
 
 def test_shards_that_were_not_needed_for_long_are_removed_while_who_reads_them_reads_on(tmp_path: Path) -> None:
