@@ -132,7 +132,8 @@ class DevicesCounted(Message):
 class Configured(Message):
     """The worker is ready. `parameters` is the number of trainable values, the length of theta.
 
-    `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see utilisation.py.
+    `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see utilisation.py; `micro_batch` windows go
+    through the model at once.
     """
 
     kind: Literal["configured"] = "configured"
@@ -141,6 +142,7 @@ class Configured(Message):
     device: str
     device_name: str
     flops_per_token: float | None
+    micro_batch: int
 
 
 class TrainingProgress(Message):

@@ -75,10 +75,11 @@ class Replica:
     ) -> None:
         self.model = model
         self.layout = layout_of(model)
+        self.micro_batch = micro_batch
+        self.window_length = config.training.sequence_length + 1
         self._config = config
         self._samples = samples
         self._team = team or Team(torch.device("cpu"))
-        self._micro_batch = micro_batch
         self._shards = Shards(self.layout, self._team.rank, self._team.size, staging_for(self._team.device))
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
@@ -185,19 +186,23 @@ class Replica:
             self._optimizer.step()
         return loss, norm, stop > 0
 
+    def loss(self, windows: torch.Tensor) -> torch.Tensor:
+        """Mean training loss of windows of token ids, of shape (batch, window_length)."""
+        with self._precision():
+            return window_loss(self.model, windows, self._samples.document_end, self._config.training.z_loss)
+
     def _add_gradient(self, batch: NDArray[np.int64]) -> float:
         """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
 
         FSDP2 averages the gradients of the workers, so each has its own times their number.
         """
-        end, z_loss = self._samples.document_end, self._config.training.z_loss
+        end = self._samples.document_end
         predicted = predicted_tokens(torch.from_numpy(batch), end)
         losses = []
         for part in self._micro_batches(batch):
             share = predicted_tokens(torch.from_numpy(part), end) / predicted if len(part) else 0.0
             windows = torch.from_numpy(part if len(part) else batch[:1]).to(self._team.device)
-            with self._precision():
-                loss = window_loss(self.model, windows, end, z_loss)
+            loss = self.loss(windows)
             (loss * (share * self._team.size)).backward()
             losses.append(loss.detach() * share)
         return sum(loss.item() for loss in losses)
@@ -208,7 +213,7 @@ class Replica:
         What is trained on in place of an empty one counts nothing.
         """
         own, largest = batch[self._team.piece(len(batch))], self._team.largest_piece(len(batch))
-        size = self._micro_batch or largest
+        size = self.micro_batch or largest
         for start in range(0, largest, size):
             yield own[start : start + size]
 

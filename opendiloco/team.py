@@ -52,12 +52,12 @@ class Team:
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sum of each value over all workers, in their order, so that all have the same bits."""
-        if self.mesh is None:
-            return list(values)
-        own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyones = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(everyones, own)
-        return [sum(column) for column in torch.stack(everyones).T.tolist()]
+        return [sum(column) for column in self._everyones(values)]
+
+    def smallest(self, value: int) -> int:
+        """Of all workers' values."""
+        [column] = self._everyones([value])
+        return int(min(column))
 
     def take_from_first(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor with worker 0's."""
@@ -66,3 +66,12 @@ class Team:
 
     def wait_for_all(self) -> None:
         self.sums([0.0])
+
+    def _everyones(self, values: Sequence[float]) -> list[list[float]]:
+        """Of each value those of all workers, in their order."""
+        if self.mesh is None:
+            return [[value] for value in values]
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyones = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everyones, own)
+        return [list(column) for column in torch.stack(everyones).T.tolist()]

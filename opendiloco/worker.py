@@ -124,8 +124,8 @@ class Worker:
                 os.close(descriptors.listener)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
-        micro_batch = command.options.micro_batch
-        self._replica: Replica = Replica(self._config, model, self._data.samples, self._team, micro_batch)
+        self._replica: Replica = Replica(self._config, model, self._data.samples, self._team)
+        self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
         parameters, length = self._replica.layout.size, self._config.training.sequence_length
@@ -135,7 +135,17 @@ class Worker:
             device=str(device),
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, parameters, length),
+            micro_batch=self._replica.micro_batch,
         )
+
+    def _choose_micro_batch(self) -> int:
+        """As this machine's owner says; else, to train, as many windows as fit."""
+        from opendiloco.micro_batch import fitting_micro_batch
+
+        piece = self._team.largest_piece(self._config.training.batch_size)
+        if self._options.micro_batch is not None or not self._options.trains:
+            return min(self._options.micro_batch or piece, piece)
+        return fitting_micro_batch(self._replica, piece, self._team)
 
     def carry_out(self, command: Command) -> Message:
         """The reply to one command."""
@@ -215,8 +225,8 @@ class Worker:
         from opendiloco.evaluation import held_out_loss
 
         self._replica.load(self._vectors.theta)
-        batch_size = self._options.micro_batch or self._team.largest_piece(self._config.training.batch_size)
-        loss, tokens = held_out_loss(self._replica.model, self._data.held_out, command.windows, batch_size)
+        windows, at_once = command.windows, self.description.micro_batch
+        loss, tokens = held_out_loss(self._replica.model, self._data.held_out, windows, at_once)
         return Evaluated(loss=loss, tokens=tokens)
 
     def _generate(self, command: Generate) -> Generated:

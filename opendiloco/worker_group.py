@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
@@ -78,6 +77,7 @@ class WorkerGroup:
         self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         self._requests = RequestQueue()
         self._trainings = 0
+        self._micro_batch = 0
         self._halved = False
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
         self._restarts_left = options.restarts
@@ -206,7 +206,11 @@ class WorkerGroup:
             )
             for rank, device in enumerate(devices)
         ]
-        return await self._exchange(commands, Configured)
+        configured = await self._exchange(commands, Configured)
+        self._micro_batch = configured.micro_batch
+        if self._options.micro_batch is None and self._micro_batch * len(devices) < self._config.training.batch_size:
+            logger.info("for want of memory, each worker trains on %d windows at once", self._micro_batch)
+        return configured
 
     async def _count_gpus(self) -> int:
         if not needs_gpu_count(self._options):
@@ -215,8 +219,7 @@ class WorkerGroup:
 
     async def _restart_with_half(self, error: DeviceMemoryError) -> None:
         """New workers with half the micro-batch; their moments start anew. Raises: the error, if we did so before."""
-        piece = math.ceil(self._config.training.batch_size / len(self._workers))
-        before = min(self._options.micro_batch or piece, piece)
+        before = self._micro_batch
         if self._halved or before == 1:
             raise error
         self._halved = True

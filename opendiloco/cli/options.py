@@ -129,7 +129,7 @@ WORKER_OPTIONS = (
         "--micro-batch",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Put N windows through the model at once, for less memory.  [default: all that a worker has of a batch]",
+        help="Put N windows through the model at once, for less memory.  [default: as many as fit]",
     ),
     click.option(
         "--activation-checkpointing/--no-activation-checkpointing",

@@ -18,6 +18,7 @@ from opendiloco.assembly import assemble_model
 from opendiloco.config import RunConfig
 from opendiloco.data import load_data
 from opendiloco.errors import MachineError
+from opendiloco.micro_batch import bytes_kept
 from opendiloco.model import build_model, build_skeleton, initial_theta, layout_of, trainable
 from opendiloco.replica import Replica
 from opendiloco.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
@@ -114,6 +115,26 @@ def test_a_worker_with_all_shards_computes_as_one_without(
     assert trained(small_config, team, checkpointed)[0] == pytest.approx(loss, abs=1e-6)
     monkeypatch.setattr(assembly, "has_other_tensors", lambda model: True)  # each worker then builds a whole model
     assert trained(small_config, team)[0] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_backward_passes_keep_is_as_much_sharded_and_asking_changes_nothing(
+    small_config: RunConfig, precision: str
+) -> None:
+    training = small_config.training.model_copy(update={"precision": precision})
+    config = small_config.model_copy(update={"training": training})
+    kept, losses = [], []
+    for team in (Team(CPU), only_one()):
+        model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
+        replica = Replica(config, model, load_data(config, ByteTokenizer()).samples, team)
+        replica.load(initial_theta(config))
+        kept += [bytes_kept(replica, team), bytes_kept(replica, team)]
+        losses.append(replica.train(initial_theta(config), 0, LEASE, 4).loss)
+        assert losses[-1] == trained(config, team)[0]
+    assert kept[0] == kept[1]
+    assert kept[2] == kept[3]
+    assert kept[2] == kept[0] if precision == "fp32" else kept[2] < kept[0]  # autocast keeps weights and norms twice
 
 
 @pytest.mark.usefixtures("_process_group_ends")

@@ -49,7 +49,12 @@ class Played(WorkerProcess):
             self.configured = command
             reserve(self.memory, 4)
             return Configured(
-                parameters=4, tokens_per_sample=16, device="cpu", device_name="cpu", flops_per_token=100.0
+                parameters=4,
+                tokens_per_sample=16,
+                device="cpu",
+                device_name="cpu",
+                flops_per_token=100.0,
+                micro_batch=min(command.options.micro_batch or 8, 8),
             )
         assert isinstance(command, Train)
         if command.number in self.deaths:
