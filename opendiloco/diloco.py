@@ -27,7 +27,10 @@ from typing import Any, Self
 
 import torch
 
+from opendiloco.config import RunConfig
 from opendiloco.data import load_data
+from opendiloco.initial_weights import check_initial_weights
+from opendiloco.layout import Layout
 from opendiloco.local_workload import TrainingWorkload
 from opendiloco.loop_worker import LoopWorker, OuterStep
 from opendiloco.model import build_model, layout_of, trainable
@@ -185,35 +188,13 @@ class DiLoCo:
     async def _take_part(self) -> None:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = await find_run(transport, self._invite.run_id)
-            worker = LoopWorker(await asyncio.to_thread(self._initial_vectors, run))
+            worker = LoopWorker(await asyncio.to_thread(initial_vectors, run.config, self._layout))
             workload = LoopWorkload(worker, run)
             driver = Driver(self._identity, transport, workload, run.settings, await workload.state_digest())
             volunteer = Volunteer(run, driver, transport, workload)
             loop = asyncio.get_running_loop()
             self._joining.set_result(_Joined(run, worker, lambda: _call(loop, volunteer.leave)))
             await volunteer.train()
-
-    def _initial_vectors(self, run: Run) -> SharedVectors:
-        """Raises: ManifestError when the caller's model is not the run's; MachineError when there is no room."""
-        model = build_model(run.config, build_tokenizer(run.config.tokenizer))
-        layout = layout_of(model)
-        for ours, theirs in zip(self._layout, layout, strict=False):
-            if ours.shape != theirs.shape:
-                raise ManifestError(
-                    f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
-                    f"{theirs.shape}.",
-                    "Build the model as the run's manifest says: `diloco-peer run show` prints it.",
-                )
-        if self._layout.size != layout.size:
-            raise ManifestError(
-                f"the model has {self._layout.size} trainable values; the run's has {layout.size}.",
-                "Build the model as the run's manifest says: `diloco-peer run show` prints it.",
-            )
-        descriptor = create_memory_file()
-        reserve(descriptor, layout.size)
-        vectors = SharedVectors(descriptor, layout.size)
-        Shards(layout).store(trainable(model), vectors.theta)
-        return vectors
 
 
 class LoopWorkload(TrainingWorkload):
@@ -234,3 +215,31 @@ class LoopWorkload(TrainingWorkload):
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
     with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(function)
+
+
+def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
+    """With the weights that the run begins with, for a model of this layout.
+
+    Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
+    """
+    model = build_model(config, build_tokenizer(config.tokenizer))
+    _check_layout(layout, layout_of(model))
+    descriptor = create_memory_file()
+    reserve(descriptor, layout.size)
+    vectors = SharedVectors(descriptor, layout.size)
+    Shards(layout_of(model)).store(trainable(model), vectors.theta)
+    check_initial_weights(vectors.theta, config.model)
+    return vectors
+
+
+def _check_layout(own: Layout, runs: Layout) -> None:
+    remedy = "Build the model as the run's manifest says: `diloco-peer run show` prints it."
+    for ours, theirs in zip(own, runs, strict=False):
+        if ours.shape != theirs.shape:
+            raise ManifestError(
+                f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
+                f"{theirs.shape}.",
+                remedy,
+            )
+    if own.size != runs.size:
+        raise ManifestError(f"the model has {own.size} trainable values; the run's has {runs.size}.", remedy)
