@@ -9,6 +9,9 @@ DOCKERFILES = $(wildcard docker/*Dockerfile*)
 # make demo PEERS=4 MINUTES=5 RUN=run.toml, and whatever else in DEMO_ARGS
 DEMO_FLAGS = $(if $(PEERS),--peers $(PEERS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RUN),--run $(RUN)) $(DEMO_ARGS)
 
+# Swarms of real processes have the machine to themselves, one after the other.
+ALL_TESTS = $(BIN)/python -m pytest -m "not swarm" --numprocesses auto --maxprocesses 4 && $(BIN)/python -m pytest -m swarm
+
 .PHONY: help venv demo test neon lint clean
 .DEFAULT_GOAL := help
 
@@ -20,9 +23,9 @@ venv: $(READY) ## the virtual environment, with the pinned versions of constrain
 demo: $(READY) ## a swarm that trains on this machine (PEERS=3 MINUTES=3 RUN=run.toml)
 	$(BIN)/diloco-peer demo $(DEMO_FLAGS)
 
-test: $(READY) ## all tests: C, then Python (TEST_ARGS go to pytest)
+test: $(READY) ## all tests: C, then Python (or, with TEST_ARGS, what pytest makes of these)
 	$(MAKE) --no-print-directory -C native check
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(if $(TEST_ARGS),$(BIN)/python -m pytest $(TEST_ARGS),$(ALL_TESTS))
 
 neon: ## the C tests for 64-bit ARM, emulated (needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user)
 	$(MAKE) --no-print-directory -C native check-neon

@@ -14,6 +14,8 @@ from opendiloco.cli.logs import OURS
 
 # Several processes share the machine's cores in many tests; more threads than that make everything slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Of the hundreds of commands that tests start, only the first need compile our modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # No deadline for an example: the time that one takes says more about the machine's load than about our code.
 settings.register_profile("diloco-peer", deadline=None, derandomize=True, database=None)

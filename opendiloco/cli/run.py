@@ -13,6 +13,7 @@ from opendiloco.cli.options import FILE, initial_peers_option
 
 if TYPE_CHECKING:
     from opendiloco.config import RunConfig
+    from opendiloco.errors import MachineError
     from opendiloco.run import Run
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
     if not initial_peers:
         raise click.UsageError("a run needs a bootstrap node that remembers it: add --initial-peer.")
     config = RunConfig.from_toml(run_toml)
+    make_folder(out)  # what takes seconds comes afterwards
     check(config)
     run = Run.sign(with_weights_named(config), load_identity(identity))
     path = save(run, out)
@@ -130,14 +132,25 @@ async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
     return kept
 
 
-def save(run: Run, folder: Path) -> Path:
-    """Write the signed manifest to `folder`. Raises: MachineError."""
-    from opendiloco.errors import MachineError
-
-    path = folder / f"{run.run_id}.manifest"
+def make_folder(folder: Path) -> None:
+    """Raises: MachineError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def save(run: Run, folder: Path) -> Path:
+    """Write the signed manifest to `folder`. Raises: MachineError."""
+    path = folder / f"{run.run_id}.manifest"
+    try:
         path.write_bytes(run.manifest.pack())
     except OSError as error:
-        raise MachineError(f"cannot write {path}: {error.strerror}.", "Name a folder with --out.") from error
+        raise cannot_write(path, error) from error
     return path
+
+
+def cannot_write(path: Path, error: OSError) -> MachineError:
+    from opendiloco.errors import MachineError
+
+    return MachineError(f"cannot write {path}: {error.strerror}.", "Name a folder with --out.")

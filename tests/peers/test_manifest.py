@@ -78,7 +78,7 @@ def test_digest_must_match_the_run_id() -> None:
         ({"name": "No Good"}, "name"),
         ({"version": 2}, "version is 2, ours is 1"),
     ],
-    ids=str,
+    ids=["content", "organiser", "name", "signature", "bad name", "version"],
 )
 def test_tampering_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ManifestError, match=reason) as caught:

@@ -70,7 +70,7 @@ def test_expired_records_are_valid_still() -> None:
     assert record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW + 10_000)
 
 
-@pytest.mark.parametrize("subkey", [NO_SUBKEY, MINE])
+@pytest.mark.parametrize("subkey", [NO_SUBKEY, MINE], ids=["no subkey", "mine"])
 @given(value=st.binary(max_size=300), place=st.sampled_from([MANIFEST_PLACE, HEARTBEATS_PLACE, bytes(20)]))
 def test_arbitrary_values_are_refused(subkey: bytes, value: bytes, place: bytes) -> None:
     assert not record_is_valid(place, subkey, value, NOW, NOW)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.journal import Journal
+from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Command, Site, create_run, eventually
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
@@ -21,8 +22,9 @@ BOOTSTRAP = ("bootstrap", "--identity", "bootstrap.pem", "--archive", "archive")
 def test_a_run_outlives_its_volunteers(tmp_path: Path) -> None:
     """All leave, and the archive is started anew. A stranger goes on from what it has; who comes back has its own."""
     site = Site(tmp_path)
+    corpus = write_corpus(tmp_path / "corpus")
     with archive(site) as address:
-        invite = create_run(site, site.write_run("stdlib"), address)
+        invite = create_run(site, site.write_run(str(corpus)), address)
         with volunteer(site, invite, "one"), volunteer(site, invite, "two"):
             eventually(lambda: index_of(site, "one") >= 6, "nobody comes to outer step 6")
             eventually(lambda: archived(site, invite) >= 5, "the archive does not follow the run")
@@ -50,7 +52,7 @@ def archive(site: Site, *arguments: str) -> Iterator[str]:
 @contextmanager
 def volunteer(site: Site, invite: str, name: str) -> Iterator[Command]:
     """One that leaves politely in the end."""
-    options = ("--identity", f"{name}.pem", "--journal", f"{name}.jsonl", "--device", "cpu", *LOOPBACK)
+    options = ("--identity", f"{name}.pem", "--journal", f"{name}.jsonl", "--data", "corpus", *LOOPBACK)
     with site.start("join", "--run", invite, *options) as command:
         command.line("joining as", f"{name} does not start")
         yield command
