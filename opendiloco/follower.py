@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from opendiloco.control import RunFacts
 from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
+from opendiloco.workers.control import RunFacts
 from peers.following import CannotFollowError, Following, nobody_trains
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity

@@ -100,7 +100,7 @@ def test_the_protocol_has_no_input_or_output(name: str) -> None:
 
 
 def test_remote_storage_is_behind_one_module() -> None:
-    assert importers("fsspec") == {"opendiloco.remote"}
+    assert importers("fsspec") == {"opendiloco.checkpoints.remote"}
 
 
 def test_no_peer_needs_the_simulation() -> None:
