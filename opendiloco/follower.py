@@ -9,9 +9,9 @@ from pathlib import Path
 
 from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
+from opendiloco.model.export import RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
-from opendiloco.workers.control import RunFacts
 from peers.following import CannotFollowError, Following, nobody_trains
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity

@@ -11,9 +11,9 @@ from opendiloco.checkpoints.run_folder import MANIFEST, RunFolder, read_manifest
 from opendiloco.errors import CheckpointError
 from opendiloco.follower import export_state, new_folder
 from opendiloco.local_workload import LocalWorkload
+from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.volunteer import working
-from opendiloco.workers.control import RunFacts
 from peers.errors import ManifestError
 from peers.log import Header
 from peers.log_files import ENTRIES, read_entries

@@ -11,7 +11,7 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, NEW_FOLDER, initial_peers_option, parse_run
 
 if TYPE_CHECKING:
-    from opendiloco.workers.control import RunFacts
+    from opendiloco.model.export import RunFacts
 
 ANY_PATH = click.Path(path_type=Path)
 

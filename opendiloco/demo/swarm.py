@@ -17,11 +17,11 @@ from opendiloco.demo.screen import DemoScreen
 from opendiloco.errors import DemoError, MachineError
 from opendiloco.follower import HELD_OUT_WINDOWS, export_state, fetch_state, make_folder
 from opendiloco.local_workload import LocalWorkload
+from opendiloco.model.export import RunFacts
 from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
 from opendiloco.screen import Row, is_finished, row_of
 from opendiloco.volunteer import connected, working
-from opendiloco.workers.control import RunFacts
 from peers.bootstrap import announce_manifest
 from peers.heartbeat import Heartbeat, PeerState
 from peers.hivemind_daemon import sweep_sockets

@@ -5,11 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from opendiloco.config.data import STANDARD_LIBRARY
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError
-from opendiloco.workers.control import RunFacts
+
+
+class RunFacts(BaseModel):
+    """What the model card says about the run that made the model. `peers`: how many took the last outer step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_id: str
+    manifest_digest: str
+    outer_steps: int
+    tokens: int
+    peers: int
+    held_out_loss: float
 
 
 def export_model(model: Any, tokenizer: Tokenizer, folder: Path, config: RunConfig, facts: RunFacts) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from opendiloco.model.export import RunFacts
 from opendiloco.workers.options import WorkerOptions
 from peers.leases import SampleRange
 
@@ -88,17 +89,6 @@ class Generate(Message):
     prompt: str
     tokens: int
     seed: int
-
-
-class RunFacts(Message):
-    """What the model card says about the run that made the model. `peers`: how many took the last outer step."""
-
-    run_id: str
-    manifest_digest: str
-    outer_steps: int
-    tokens: int
-    peers: int
-    held_out_loss: float
 
 
 class Export(Message):

@@ -17,6 +17,7 @@ from typing import Any
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, WorkerError
+from opendiloco.model.export import RunFacts
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.shared_memory import SharedVectors, copy_bytes, create_memory_file
 from opendiloco.workers.control import (
@@ -32,7 +33,6 @@ from opendiloco.workers.control import (
     Generated,
     LoadMoments,
     Message,
-    RunFacts,
     StopTraining,
     StoreMoments,
     Train,

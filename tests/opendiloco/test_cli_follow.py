@@ -18,9 +18,10 @@ from click.testing import CliRunner, Result
 from opendiloco import volunteer
 from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
+from opendiloco.model.export import RunFacts
 from opendiloco.outer.local_state import LocalState
 from opendiloco.run import Run
-from opendiloco.workers.control import Evaluated, RunFacts
+from opendiloco.workers.control import Evaluated
 from peers.buffers import PayloadBuffers
 from peers.errors import DilocoPeerError
 from peers.headers import HEADERS, serve_headers

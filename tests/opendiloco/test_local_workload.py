@@ -13,10 +13,10 @@ import pytest
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
+from opendiloco.model.export import RunFacts
 from opendiloco.outer.state import OuterState
 from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
-from opendiloco.workers.control import RunFacts
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.options import WorkerOptions
 from peers.leases import SampleRange

@@ -24,9 +24,10 @@ from opendiloco.inner.replica import Replica
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.evaluation import held_out_loss
+from opendiloco.model.export import RunFacts
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.workers.control import RunFacts, StopTraining
+from opendiloco.workers.control import StopTraining
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.leases import SampleRange
