@@ -18,12 +18,12 @@ import torch
 
 from benchmarks.reporting import Bar, report
 from opendiloco import kernels
-from opendiloco.config import RunConfig
-from opendiloco.data import load_data
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.data.training_data import load_data
+from opendiloco.inner.replica import Replica
 from opendiloco.kernels import FloatArray, Format, Payload, Rounding
-from opendiloco.model import build_model
-from opendiloco.replica import Replica
-from opendiloco.tokenizer import build_tokenizer
+from opendiloco.model.build import build_model
 from peers.leases import SamplePool
 
 WORKERS = 4

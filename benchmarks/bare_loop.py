@@ -18,7 +18,7 @@ import click
 import numpy as np
 
 from benchmarks.processes import memory_of, say
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 
 
 def train_as_told(config: RunConfig, threads: int, wanted: str) -> None:
@@ -27,11 +27,11 @@ def train_as_told(config: RunConfig, threads: int, wanted: str) -> None:
     import torch
     from torch.nn.functional import cross_entropy
 
-    from opendiloco.data import load_data
-    from opendiloco.learning_rate import learning_rate_factor
-    from opendiloco.model import build_model, choose_device
-    from opendiloco.optimizers import build_inner_optimizer
-    from opendiloco.tokenizer import build_tokenizer
+    from opendiloco.data.tokenizer import build_tokenizer
+    from opendiloco.data.training_data import load_data
+    from opendiloco.inner.learning_rate import learning_rate_factor
+    from opendiloco.inner.optimizers import build_inner_optimizer
+    from opendiloco.model.build import build_model, choose_device
 
     torch.set_num_threads(threads)
     device, training, schedule = choose_device(wanted), config.training, config.schedule

@@ -28,11 +28,11 @@ import click
 import numpy as np
 
 from benchmarks.reporting import Bar, report, speed_ratio
-from opendiloco.checkpointing import Checkpointer, Plan
-from opendiloco.checkpoints import Checkpoints
-from opendiloco.optimizer_config import OuterOptimizerSection
-from opendiloco.outer import OuterState
-from opendiloco.run_folder import RunFolder
+from opendiloco.checkpoints.checkpointer import Checkpointer, Plan
+from opendiloco.checkpoints.loading import Checkpoints
+from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.config.optimizers import OuterOptimizerSection
+from opendiloco.outer.state import OuterState
 from peers.memory_file import MemoryFile
 
 OURS, SAFETENSORS, TORCH = "ours, in a process", "safetensors.save_file + fsync", "torch.save + fsync"

@@ -17,13 +17,13 @@ from pathlib import Path
 import click
 
 from benchmarks.processes import memory_of, read_lines, say
-from opendiloco.checkpointing import Checkpointer, Plan
-from opendiloco.config import RunConfig
+from opendiloco.checkpoints.checkpointer import Checkpointer, Plan
+from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.run_folder import RunFolder
 from opendiloco.volunteer import volunteer_with, working
-from opendiloco.worker_group import WorkerGroup
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity

@@ -30,10 +30,10 @@ import click
 
 from benchmarks.processes import PeerProcess, memory_of
 from benchmarks.reporting import Bar, report, speed_ratio
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 
 BARE, VOLUNTEER = "bare loop", "volunteer"
-WORKER = b"opendiloco.worker\0"
+WORKER = b"opendiloco.workers.worker\0"
 START_SECONDS = 600.0
 TURN_SECONDS = 3600.0
 AT_LEAST, AT_LEAST_ON_A_GPU = 0.97, 0.98

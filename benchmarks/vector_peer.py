@@ -18,13 +18,13 @@ from typing import Any
 import click
 import numpy as np
 
+import opendiloco
 from benchmarks.processes import read_lines, say
-from opendiloco import config
 from opendiloco.cli.options import limit_option
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
-from opendiloco.worker_group import WorkerGroup
+from opendiloco.workers.group import WorkerGroup
 from peers.driver import Driver
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
@@ -166,7 +166,7 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
     lines: asyncio.Queue[str] = asyncio.Queue()
     vectors = await asyncio.to_thread(create_vectors, part.values)
     worker = VectorWorker(vectors, part.pause, lines)
-    workload = VectorWorkload(worker, RunConfig.from_toml(Path(config.__file__).with_name("demo.toml")))
+    workload = VectorWorkload(worker, RunConfig.from_toml(Path(opendiloco.__file__).with_name("demo.toml")))
     driver = Driver(identity, transport, workload, part.settings, await workload.state_digest())
 
     def tell(header: Header, state_digest: bytes) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 from opendiloco.reference import Reference, Work
 from peers.leases import SamplePool
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco import DiLoCo
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 
 
 def train(config: RunConfig, invite: str, data: list[Path]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 from opendiloco.trainer_callback import DiLoCoCallback
 
 

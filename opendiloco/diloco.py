@@ -27,18 +27,18 @@ from typing import Any, Self
 
 import torch
 
-from opendiloco.config import RunConfig
-from opendiloco.data import load_data
-from opendiloco.initial_weights import check_initial_weights
-from opendiloco.layout import Layout
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.sample_order import numbers_of
+from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.data.training_data import load_data
 from opendiloco.local_workload import TrainingWorkload
 from opendiloco.loop_worker import LoopWorker, OuterStep
-from opendiloco.model import build_model, layout_of, trainable
+from opendiloco.model.build import build_model, layout_of, trainable
+from opendiloco.model.initial_weights import check_initial_weights
+from opendiloco.model.layout import Layout
+from opendiloco.model.shards import Shards
 from opendiloco.run import Run, find_run
-from opendiloco.sample_order import numbers_of
-from opendiloco.shards import Shards
 from opendiloco.shared_memory import SharedVectors, create_memory_file, reserve
-from opendiloco.tokenizer import build_tokenizer
 from opendiloco.volunteer import Volunteer, connected
 from peers.driver import Driver
 from peers.errors import ManifestError

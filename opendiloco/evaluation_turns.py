@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from opendiloco.config import EvaluationSection
+from opendiloco.config.run_config import EvaluationSection
 from peers.heartbeat import Heartbeat, HeldOut
 from peers.log import LogState
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from opendiloco.control import RunFacts
 from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
+from opendiloco.model.export import RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
 from peers.following import CannotFollowError, Following, nobody_trains

@@ -14,15 +14,16 @@ from typing import Protocol, Self
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.config import RunConfig
-from opendiloco.control import Evaluated, RunFacts
+from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import WorkerError
-from opendiloco.initial_weights import check_initial_weights
-from opendiloco.inner_state import InnerState
-from opendiloco.local_state import LocalState
+from opendiloco.model.export import RunFacts
+from opendiloco.model.initial_weights import check_initial_weights
+from opendiloco.outer.inner_state import InnerState
+from opendiloco.outer.local_state import LocalState
 from opendiloco.shared_memory import SharedVectors, Vector
-from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.workers.control import Evaluated
+from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
+from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
 from peers.workload import Blocks, InnerLoop, Progress, Trained
 

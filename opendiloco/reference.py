@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.config import RunConfig
-from opendiloco.data import TrainingData, load_data
-from opendiloco.evaluation import held_out_loss
-from opendiloco.model import build_model
-from opendiloco.outer import OuterState
-from opendiloco.replica import Replica
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
+from opendiloco.data.training_data import TrainingData, load_data
+from opendiloco.inner.replica import Replica
+from opendiloco.model.build import build_model
+from opendiloco.model.evaluation import held_out_loss
+from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
-from opendiloco.tokenizer import Tokenizer, build_tokenizer
 from peers.leases import SampleRange
 
 

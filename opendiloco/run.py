@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from opendiloco.config import RunConfig
-from opendiloco.local_sources import volunteered
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.local_sources import volunteered
 from peers.errors import SwarmUnreachableError
 from peers.identity import Identity
 from peers.manifest import SignedManifest

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import newest_held_out
 from peers.heartbeat import Heartbeat, PeerState
 

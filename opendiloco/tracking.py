@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from opendiloco.errors import DisagreementError, MachineError
-from opendiloco.local_state import LocalState
+from opendiloco.outer.local_state import LocalState
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from peers.errors import DilocoPeerError, SwarmUnreachableError

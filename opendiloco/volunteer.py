@@ -14,19 +14,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from opendiloco.checkpointing import Checkpointer
-from opendiloco.checkpoints import Checkpoints
-from opendiloco.config import RunConfig
+from opendiloco.checkpoints.checkpointer import Checkpointer
+from opendiloco.checkpoints.journal import Journal
+from opendiloco.checkpoints.loading import Checkpoints
+from opendiloco.checkpoints.resume import resume
+from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import is_our_turn
-from opendiloco.journal import Journal
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
-from opendiloco.resume import resume
 from opendiloco.run import Run
-from opendiloco.run_folder import RunFolder
 from opendiloco.shared_memory import available_memory
-from opendiloco.trackers import Tracker
-from opendiloco.worker_group import WorkerGroup
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.trackers import Tracker
 from peers.driver import Driver
 from peers.errors import DilocoPeerError
 from peers.heartbeat import Heartbeat, HeldOut

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from opendiloco.cli import main
 from opendiloco.cli.exit_codes import EXIT_CODES
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 from peers.states import diagram
 
 ROOT = Path(__file__).parent.parent
@@ -33,8 +33,8 @@ BOOTSTRAP_IMPORTS = f"""
 import sys
 from importlib.metadata import packages_distributions
 before = set(sys.modules)
-import opendiloco.archive, opendiloco.checkpoint_writer, opendiloco.cli.bootstrap, opendiloco.identity_file
-import opendiloco.interrupts, peers.bootstrap
+import opendiloco.checkpoints.archive, opendiloco.checkpoints.writer, opendiloco.cli.bootstrap
+import opendiloco.identity_file, opendiloco.interrupts, peers.bootstrap
 from peers.hivemind_daemon import parse_addresses
 parse_addresses([{ADDRESS!r}], needs_peer_id=True)
 parse_addresses(["/dns4/bootstrap/tcp/31337", "/ip6/::1/udp/31337/quic"], needs_peer_id=False)

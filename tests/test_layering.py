@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def test_the_protocol_has_no_input_or_output(name: str) -> None:
 
 
 def test_remote_storage_is_behind_one_module() -> None:
-    assert importers("fsspec") == {"opendiloco.remote"}
+    assert importers("fsspec") == {"opendiloco.checkpoints.remote"}
 
 
 def test_no_peer_needs_the_simulation() -> None:
@@ -114,6 +115,21 @@ def test_no_peer_needs_the_simulation() -> None:
 
 def test_compiled_kernels_are_behind_their_wrapper() -> None:
     assert {module.rpartition(".")[0] for module in importers("opendiloco._kernels")} == {"opendiloco.kernels"}
+
+
+ROOMS = ("kernels", "config", "data", "model", "inner", "workers", "outer", "checkpoints", "demo", "cli")
+"""Packages of opendiloco, as the table in CONTRIBUTING.md has them."""
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {path.parent.name for path in (ROOT / "opendiloco").glob("*/__init__.py")} == set(ROOMS)
+    assert tuple(re.findall(r"^\| `(\w+)/` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)) == ROOMS
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_only_from_those_above(room: str) -> None:
+    above = {f"opendiloco.{other}" for other in ROOMS[: ROOMS.index(room)]}
+    assert not {module for module in importers(f"opendiloco.{room}") if any(is_in(module, other) for other in above)}
 
 
 def test_nothing_imports_the_build_script() -> None:

@@ -42,7 +42,7 @@ def command(
         interrupts.polite = stop.set
         kept = None
         if archive is not None:
-            from opendiloco.archive import Archive
+            from opendiloco.checkpoints.archive import Archive
 
             kept = Archive(key, archive)
         await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, kept)

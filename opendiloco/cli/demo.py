@@ -12,8 +12,8 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, NEW_FOLDER
 
 if TYPE_CHECKING:
-    from opendiloco.demo import DemoResult
-    from opendiloco.demo_screen import DemoScreen
+    from opendiloco.demo.screen import DemoScreen
+    from opendiloco.demo.swarm import DemoResult
 
 
 @click.command()
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @click.pass_obj
 def command(log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
     """Watch a swarm of volunteers train a small model on this machine."""
-    from opendiloco.demo import DemoOptions, run_demo
-    from opendiloco.demo_screen import DemoScreen
+    from opendiloco.demo.screen import DemoScreen
+    from opendiloco.demo.swarm import DemoOptions, run_demo
     from opendiloco.interrupts import run_interruptible
 
     log.start()

@@ -11,7 +11,7 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, NEW_FOLDER, initial_peers_option, parse_run
 
 if TYPE_CHECKING:
-    from opendiloco.control import RunFacts
+    from opendiloco.model.export import RunFacts
 
 ANY_PATH = click.Path(path_type=Path)
 
@@ -40,7 +40,7 @@ def command(
     """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
     import tempfile
 
-    from opendiloco.remote import Remote, push_folder, without_secrets
+    from opendiloco.checkpoints.remote import Remote, push_folder, without_secrets
 
     if (run is None) == (source is None):
         raise click.UsageError("say where the model is to come from, with either --run or --from.")
@@ -72,7 +72,7 @@ def export_from_peers(run: str, initial_peers: tuple[str, ...], folder: Path) ->
 def export_from_disk(source: Path | None, at: int | None, manifest: Path | None, folder: Path) -> RunFacts:
     import asyncio
 
-    from opendiloco.checkpoint_export import export_origin, find_origin
+    from opendiloco.checkpoints.export import export_origin, find_origin
 
     assert source is not None
     return asyncio.run(export_origin(find_origin(source, at, manifest), folder))

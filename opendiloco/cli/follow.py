@@ -16,8 +16,8 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FOLDER, initial_peers_option, parse_run, run_option
 
 if TYPE_CHECKING:
-    from opendiloco.local_state import LocalState
     from opendiloco.local_workload import LocalWorkload
+    from opendiloco.outer.local_state import LocalState
     from opendiloco.run import Run
     from opendiloco.tracking import Audit, Disagreement, Patience, Reached
     from peers.hivemind_transport import HivemindTransport
@@ -83,8 +83,8 @@ def command(
     All states are computed again, from a snapshot on, and compared with what peers say of theirs; who has another state
     is named, and the exit code is 12 in the end. Ctrl-C ends it.
     """
+    from opendiloco.checkpoints.remote import Remote
     from opendiloco.interrupts import run_interruptible
-    from opendiloco.remote import Remote
     from opendiloco.tracking import Audit
 
     log.start("info")
@@ -189,8 +189,8 @@ def deliver(made: Path, plan: Plan) -> str | None:
     """Bring a model to where it is wanted; returns where that is. What is in the way, or out of reach, is logged."""
     import shutil
 
+    from opendiloco.checkpoints.remote import push_folder, without_secrets
     from opendiloco.errors import RemoteError
-    from opendiloco.remote import push_folder, without_secrets
 
     places = []
     if plan.push_to is not None:

@@ -27,9 +27,9 @@ from opendiloco.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from opendiloco.trackers import Choice
     from opendiloco.volunteer import Volunteer
-    from opendiloco.worker_options import WorkerOptions
+    from opendiloco.workers.options import WorkerOptions
+    from opendiloco.workers.trackers import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -122,15 +122,15 @@ def command(
     plain: bool,
 ) -> None:
     """Train in a run with this machine until Ctrl-C."""
-    from opendiloco.checkpointing import Checkpointer, Plan
+    from opendiloco.checkpoints.checkpointer import Checkpointer, Plan
+    from opendiloco.checkpoints.journal import Journal
+    from opendiloco.checkpoints.remote import check_url
+    from opendiloco.checkpoints.run_folder import RunFolder
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
-    from opendiloco.journal import Journal
-    from opendiloco.remote import check_url
     from opendiloco.run import find_run
-    from opendiloco.run_folder import RunFolder
-    from opendiloco.trackers import tracking
     from opendiloco.volunteer import connected, volunteering
+    from opendiloco.workers.trackers import tracking
     from peers.metrics import serve_metrics
     from peers.throttle import Caps
 

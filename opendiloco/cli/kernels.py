@@ -11,7 +11,7 @@ def command(threads: int) -> None:
     """Show which instruction set the kernels use, test it against the reference, and measure its speed."""
     from opendiloco import kernels
     from opendiloco.errors import MachineError
-    from opendiloco.kernel_self_test import differing_sets, measure_speeds
+    from opendiloco.kernels.self_test import differing_sets, measure_speeds
 
     supported = ", ".join(kernels.supported_kernels())
     click.echo(f"kernels: {kernels.chosen_kernels()} (this machine has: {supported})")

@@ -79,8 +79,8 @@ def verify(
     These are the headers', from the manifest or the first entry that is here; those of the payloads that are here; and
     with these those of the states, from a checkpoint or from the run's initial model. Nothing is changed.
     """
-    from opendiloco.audit import audit
-    from opendiloco.checkpoints import load_checkpoint
+    from opendiloco.checkpoints.audit import audit
+    from opendiloco.checkpoints.loading import load_checkpoint
     from opendiloco.errors import DamagedLogError
 
     log.start()
@@ -99,7 +99,7 @@ def verify(
 
 def find_log(run: str | None, folder: Path | None) -> Path:
     """The log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
-    from opendiloco.run_folder import RunFolder, default_state_folder
+    from opendiloco.checkpoints.run_folder import RunFolder, default_state_folder
     from peers.log_files import ENTRIES
     from peers.manifest import Invite
 
@@ -122,7 +122,7 @@ def find_log(run: str | None, folder: Path | None) -> Path:
 
 def find_manifest(log: Path, manifest: Path | None) -> Run:
     """The run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
-    from opendiloco.run_folder import RunFolder, read_manifest
+    from opendiloco.checkpoints.run_folder import RunFolder, read_manifest
     from peers.errors import ManifestError
 
     if manifest is not None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.workers.options import WorkerOptions
 
 if TYPE_CHECKING:
-    from opendiloco.trackers import Choice
+    from opendiloco.workers.trackers import Choice
     from peers.manifest import Invite
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -67,7 +67,7 @@ def limit_option(direction: str, verb: str) -> Callable[[Command], Command]:
 
 
 def parse_trackers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[Choice, ...]:
-    from opendiloco.trackers import Choice
+    from opendiloco.workers.trackers import Choice
 
     try:
         return tuple(Choice.parse(value) for value in values)

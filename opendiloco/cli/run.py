@@ -12,7 +12,7 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, initial_peers_option
 
 if TYPE_CHECKING:
-    from opendiloco.config import RunConfig
+    from opendiloco.config.run_config import RunConfig
     from opendiloco.errors import MachineError
     from opendiloco.run import Run
 
@@ -36,7 +36,7 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
     """Sign RUN_TOML as a new run, and announce it."""
     import asyncio
 
-    from opendiloco.config import RunConfig
+    from opendiloco.config.run_config import RunConfig
     from opendiloco.identity_file import load_identity
     from opendiloco.run import Run
     from peers.manifest import Invite
@@ -62,7 +62,7 @@ def show(log: LogOptions, manifest: Path) -> None:
     """Check the file of a signed MANIFEST, and print what it says."""
     import json
 
-    from opendiloco.run_folder import read_manifest
+    from opendiloco.checkpoints.run_folder import read_manifest
 
     log.start()
     run = read_manifest(manifest)
@@ -76,11 +76,11 @@ def check(config: RunConfig) -> None:
     Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
     no more than a warning.
     """
+    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.errors import DataError
-    from opendiloco.local_sources import local_sources
-    from opendiloco.model import build_skeleton
-    from opendiloco.optimizers import check_inner_optimizer
-    from opendiloco.tokenizer import build_tokenizer
+    from opendiloco.inner.optimizers import check_inner_optimizer
+    from opendiloco.model.build import build_skeleton
 
     check_inner_optimizer(config.inner_optimizer)
     for source in local_sources(config.data):
@@ -105,8 +105,8 @@ def with_weights_named(config: RunConfig) -> RunConfig:
     section = config.model
     if section.path is None and section.digest is None:
         return config
-    from opendiloco.initial_weights import check_initial_weights, digest_of_weights
-    from opendiloco.model import initial_theta
+    from opendiloco.model.build import initial_theta
+    from opendiloco.model.initial_weights import check_initial_weights, digest_of_weights
 
     theta = initial_theta(config)
     if section.digest is None:

@@ -12,8 +12,8 @@ from opendiloco.cli.options import initial_peers_option, parse_run, run_option
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from opendiloco.agreement import Agreement
-    from opendiloco.config import RunConfig
+    from opendiloco.config.run_config import RunConfig
+    from opendiloco.outer.agreement import Agreement
     from opendiloco.run import Run
     from peers.heartbeat import Heartbeat
     from peers.hivemind_transport import HivemindTransport
@@ -50,7 +50,7 @@ async def show_status(invite: Invite, as_json: bool) -> None:
 
     from rich.console import Console
 
-    from opendiloco.agreement import Agreement
+    from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
     from peers.identity import Identity
@@ -72,7 +72,7 @@ async def watch_status(invite: Invite) -> None:
 
     from rich.live import Live
 
-    from opendiloco.agreement import Agreement
+    from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
     from peers.identity import Identity

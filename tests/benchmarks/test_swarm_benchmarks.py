@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from benchmarks import averaging, churn, join, shaped_links, training
 from benchmarks.groups import GLOO, OURS, sent_bytes
 from benchmarks.processes import Event, PeerProcess, PeerProcessError, gone
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 from tests.child_processes import child_processes
 
 TINY = Path(__file__).parent.parent.parent / "examples/tiny.toml"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from opendiloco.config import RunConfig
-from opendiloco.data_config import DataSection
-from opendiloco.model import build_skeleton
+from opendiloco.config.data import DataSection
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.model.build import build_skeleton
 from opendiloco.reference import Reference, Work
-from opendiloco.tokenizer import ByteTokenizer
 from peers.leases import SampleRange
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 
 WORDS = ["peers", "train", "alone", "then", "average", "what", "they", "learned", "and", "go", "on"]
 

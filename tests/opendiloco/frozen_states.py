@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from opendiloco.checkpoint_writer import Job
-from opendiloco.checkpointing import Plan
-from opendiloco.run_folder import RunFolder
+from opendiloco.checkpoints.checkpointer import Plan
+from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.checkpoints.writer import Job
 from peers.leases import SampleRange
 from peers.log import Header, LogState, Member
 from peers.memory_file import MemoryFile

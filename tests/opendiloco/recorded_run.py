@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.codec import BlockCodec
-from opendiloco.config import RunConfig
-from opendiloco.outer import OuterState
+from opendiloco.config.run_config import RunConfig
+from opendiloco.outer.codec import BlockCodec
+from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from peers.buffers import Payload

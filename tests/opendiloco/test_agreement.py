@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from opendiloco.agreement import Agreement
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
+from opendiloco.outer.agreement import Agreement
 from opendiloco.screen import peers_table, plain_line, row_of, short_name
 from peers.heartbeat import Heartbeat, PeerState
 

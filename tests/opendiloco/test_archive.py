@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from opendiloco import kernels
-from opendiloco.archive import ArchivedRun
-from opendiloco.codec import BlockCodec
-from opendiloco.config import RunConfig
+from opendiloco.checkpoints.archive import ArchivedRun
+from opendiloco.config.run_config import RunConfig
+from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
 from peers.buffers import Payload
 from peers.heartbeat import Heartbeat, PeerState

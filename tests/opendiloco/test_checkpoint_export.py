@@ -14,17 +14,16 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
-from opendiloco import checkpoint_export
-from opendiloco.checkpoint_export import find_origin
-from opendiloco.checkpoint_files import file_header, file_name
-from opendiloco.checkpoints import metadata_of
+from opendiloco.checkpoints.export import find_origin
+from opendiloco.checkpoints.files import file_header, file_name
+from opendiloco.checkpoints.loading import metadata_of
+from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.cli.group import main
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.model import build_model
+from opendiloco.model.build import build_model
 from opendiloco.run import Run
-from opendiloco.run_folder import RunFolder
-from opendiloco.tokenizer import ByteTokenizer
 from peers.identity import Identity
 from peers.log_folder import LogFolder
 from tests.opendiloco.recorded_run import BLOCK_BYTES, RecordedRun, record
@@ -139,7 +138,7 @@ def test_what_is_found_out_late_leaves_nothing(
     async def working(run: Run) -> AsyncIterator[LocalWorkload]:
         yield LocalWorkload(StateOnly(values or len(kept.recorded.states[0].state) // 8), run.config)
 
-    monkeypatch.setattr(checkpoint_export, "working", working)
+    monkeypatch.setattr("opendiloco.checkpoints.export.working", working)
     done = export("--from", kept.folder.path, "--at", 9, "--out", tmp_path / "model")
     assert (done.exit_code, said in done.output) == (9, True), done.output
     assert not (tmp_path / "model").exists()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.checkpoint_files import file_header, file_name, read_file_header
-from opendiloco.checkpoint_writer import write_checkpoint
-from opendiloco.checkpoints import Checkpoints, metadata_of
+from opendiloco.checkpoints.files import file_header, file_name, read_file_header
+from opendiloco.checkpoints.loading import Checkpoints, metadata_of
+from opendiloco.checkpoints.writer import write_checkpoint
 from opendiloco.errors import CheckpointError
 from peers.state_chunks import chunk_digests
 from tests.opendiloco.frozen_states import RUN, FrozenState, frozen

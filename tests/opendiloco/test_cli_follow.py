@@ -17,10 +17,11 @@ from click.testing import CliRunner, Result
 
 from opendiloco import volunteer
 from opendiloco.cli import main
-from opendiloco.config import RunConfig
-from opendiloco.control import Evaluated, RunFacts
-from opendiloco.local_state import LocalState
+from opendiloco.config.run_config import RunConfig
+from opendiloco.model.export import RunFacts
+from opendiloco.outer.local_state import LocalState
 from opendiloco.run import Run
+from opendiloco.workers.control import Evaluated
 from peers.buffers import PayloadBuffers
 from peers.errors import DilocoPeerError
 from peers.headers import HEADERS, serve_headers
@@ -252,7 +253,7 @@ def test_every_nth_state_is_exported_and_pushed(recorded: RecordedRun, tmp_path:
 def test_a_remote_that_fails_is_tried_again(
     recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opendiloco import remote
+    from opendiloco.checkpoints import remote
     from opendiloco.errors import RemoteError
 
     pushed: list[str] = []

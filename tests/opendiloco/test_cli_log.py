@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from opendiloco.audit import entries
-from opendiloco.checkpoint_files import file_header
-from opendiloco.checkpoints import metadata_of
+from opendiloco.checkpoints.audit import entries
+from opendiloco.checkpoints.files import file_header
+from opendiloco.checkpoints.loading import metadata_of
+from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.cli import main
-from opendiloco.config import RunConfig
-from opendiloco.model import initial_theta
+from opendiloco.config.run_config import RunConfig
+from opendiloco.model.build import initial_theta
 from opendiloco.run import Run
-from opendiloco.run_folder import RunFolder
 from peers.buffers import Payload
 from peers.identity import Identity
 from peers.log_files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries
@@ -261,7 +261,7 @@ def test_a_disk_that_cannot_be_read(folder: RunFolder, monkeypatch: pytest.Monke
     def unreadable(path: Path, block_bytes: int) -> Payload:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("opendiloco.audit.read_payload", unreadable)
+    monkeypatch.setattr("opendiloco.checkpoints.audit.read_payload", unreadable)
     result = log("verify", "--folder", folder.path)
     assert result.exit_code == 6
     assert f"the log in {folder.log} cannot be read: Input/output error." in result.stderr

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opendiloco.codec import BlockCodec
 from opendiloco.kernels import FORMATS, INT8, Format
+from opendiloco.outer.codec import BlockCodec
 from peers.chunks import parts_of, split_evenly
 from peers.workload import BadBlocksError
 

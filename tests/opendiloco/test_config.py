@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from opendiloco.config import RoundsSection, RunConfig
-from opendiloco.data_config import DataSection
+from opendiloco.config.data import DataSection
+from opendiloco.config.run_config import RoundsSection, RunConfig
 from opendiloco.run import Run
 from peers.errors import ManifestError
 from peers.heartbeat import Heartbeat

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from opendiloco.control import Failed, Train, parse_command, parse_reply
+from opendiloco.workers.control import Failed, Train, parse_command, parse_reply
 from peers.leases import SampleRange
 from tests.opendiloco.trainings import training_done
 

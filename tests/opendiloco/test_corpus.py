@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from opendiloco.corpus import Document, open_corpus
-from opendiloco.data_config import SourceSection
+from opendiloco.config.data import SourceSection
+from opendiloco.data.corpus import Document, open_corpus
 from opendiloco.errors import DataError
 
 ROWS = ["one", "zwölf", "drei\nZeilen"]

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opendiloco.config import RunConfig
-from opendiloco.data import HeldOut, TrainingData, load_data
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.sample_order import Mixture
+from opendiloco.data.token_cache import TokenCache
+from opendiloco.data.tokenized import Windows
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import HeldOut, TrainingData, load_data
 from opendiloco.errors import DataError
-from opendiloco.sample_order import Mixture
-from opendiloco.token_cache import TokenCache
-from opendiloco.tokenized import Windows
-from opendiloco.tokenizer import ByteTokenizer
 
 END = ByteTokenizer.end
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.diloco import initial_vectors
 from opendiloco.errors import MachineError
-from opendiloco.layout import Layout
-from opendiloco.model import build_model, initial_theta, layout_of
-from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.model.build import build_model, initial_theta, layout_of
+from opendiloco.model.layout import Layout
 from peers.errors import ManifestError
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from opendiloco.config import RunConfig
-from opendiloco.data import HeldOut
-from opendiloco.evaluation import generate_sample, held_out_loss
-from opendiloco.model import build_model
-from opendiloco.tokenized import Windows
-from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenized import Windows
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import HeldOut
+from opendiloco.model.build import build_model
+from opendiloco.model.evaluation import generate_sample, held_out_loss
 
 
 def test_a_model_that_knows_nothing_loses_the_logarithm_of_its_vocabulary(small_config: RunConfig) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from opendiloco.config import EvaluationSection, RunConfig
-from opendiloco.control import Evaluated
+from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import is_our_turn, newest_held_out
 from opendiloco.screen import held_out_lines
-from opendiloco.telemetry import Telemetry
 from opendiloco.volunteer import RunWorkload
-from opendiloco.worker_group import WorkerGroup
+from opendiloco.workers.control import Evaluated
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.telemetry import Telemetry
 from peers.heartbeat import HeldOut
 from peers.leases import SampleRange
 from peers.workload import InnerLoop, Progress, Trained

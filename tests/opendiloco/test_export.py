@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from opendiloco.config import RunConfig
-from opendiloco.control import RunFacts
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import BEGIN, END, PADDING, ByteTokenizer
 from opendiloco.errors import MachineError
-from opendiloco.export import export_model
-from opendiloco.model import build_model
-from opendiloco.tokenizer import BEGIN, END, PADDING, ByteTokenizer
+from opendiloco.model.build import build_model
+from opendiloco.model.export import RunFacts, export_model
 
 FACTS = RunFacts(
     run_id="small-abc", manifest_digest="cd" * 32, outer_steps=12, tokens=345678, peers=3, held_out_loss=2.15625

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from opendiloco.cli.run import with_weights_named
-from opendiloco.config import ModelSection, RunConfig
+from opendiloco.config.run_config import ModelSection, RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.errors import MachineError
-from opendiloco.initial_weights import check_initial_weights, digest_of_weights
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.model import build_model, initial_theta
-from opendiloco.tokenizer import ByteTokenizer
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.model.build import build_model, initial_theta
+from opendiloco.model.initial_weights import check_initial_weights, digest_of_weights
+from opendiloco.workers.options import WorkerOptions
 from peers.errors import ManifestError
 
 OTHER = "ab" * 32

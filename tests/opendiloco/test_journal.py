@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from opendiloco.checkpoints.journal import Journal
 from opendiloco.errors import MachineError
-from opendiloco.journal import Journal
 from peers.leases import SampleRange
 from peers.log import LogState, Member
 from peers.wire import digest_of

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from opendiloco.config import RunConfig
-from opendiloco.learning_rate import learning_rate_factor
-from opendiloco.optimizer_config import OuterScheduleSection, ScheduleSection
+from opendiloco.config.optimizers import OuterScheduleSection, ScheduleSection
+from opendiloco.config.run_config import RunConfig
+from opendiloco.inner.learning_rate import learning_rate_factor
 from peers.errors import ManifestError
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from opendiloco.corpus import open_corpus
-from opendiloco.data_config import DataSection, SourceSection
+from opendiloco.config.data import DataSection, SourceSection
+from opendiloco.data.corpus import open_corpus
+from opendiloco.data.local_sources import check_files, is_local, local_sources, volunteered
 from opendiloco.errors import DataError
-from opendiloco.local_sources import check_files, is_local, local_sources, volunteered
 
 pytestmark = pytest.mark.usefixtures("own_dataset_cache")
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from opendiloco import kernels
-from opendiloco.config import RunConfig
-from opendiloco.control import RunFacts
+from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.outer import OuterState
+from opendiloco.model.export import RunFacts
+from opendiloco.outer.state import OuterState
 from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
-from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
+from opendiloco.workers.options import WorkerOptions
 from peers.leases import SampleRange
 from peers.state_chunks import digest_of_state
 from peers.workload import BadBlocksError, InnerLoop, Progress, SnapshotError, Trained, Workload

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from opendiloco import micro_batch
-from opendiloco.config import RunConfig
-from opendiloco.data import load_data
-from opendiloco.micro_batch import bytes_kept, fitting_micro_batch
-from opendiloco.model import build_model
-from opendiloco.replica import Replica
-from opendiloco.team import Team
-from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import load_data
+from opendiloco.inner import micro_batch
+from opendiloco.inner.micro_batch import bytes_kept, fitting_micro_batch
+from opendiloco.inner.replica import Replica
+from opendiloco.inner.team import Team
+from opendiloco.model.build import build_model
 
 TEAM = Team(torch.device("cpu"))
 

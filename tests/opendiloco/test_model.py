@@ -14,9 +14,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.errors import MachineError
-from opendiloco.model import (
+from opendiloco.model.build import (
     PortableNormal,
     build_model,
     build_skeleton,
@@ -24,8 +25,7 @@ from opendiloco.model import (
     layout_of,
     trainable,
 )
-from opendiloco.shards import Shards
-from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.model.shards import Shards
 from peers.errors import ManifestError
 
 
@@ -60,7 +60,7 @@ def test_the_portable_normal_has_the_moments_of_a_normal() -> None:
 def test_the_portable_normal_does_not_depend_on_the_processors_vector_instructions() -> None:
     source = inspect.getsource(digest_of_a_draw)
     imports = (
-        "import hashlib, torch; from opendiloco.model import PortableNormal\n"
+        "import hashlib, torch; from opendiloco.model.build import PortableNormal\n"
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
     )
     without_vectors = subprocess.run(

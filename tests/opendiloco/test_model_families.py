@@ -12,13 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from opendiloco.config import RunConfig
-from opendiloco.control import RunFacts
-from opendiloco.data import load_data
-from opendiloco.export import export_model
-from opendiloco.model import build_model, build_skeleton, layout_of
-from opendiloco.replica import Replica
-from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import load_data
+from opendiloco.inner.replica import Replica
+from opendiloco.model.build import build_model, build_skeleton, layout_of
+from opendiloco.model.export import RunFacts, export_model
 from peers.errors import ManifestError
 from peers.leases import SampleRange
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from opendiloco import inner_state as inner_state_module
-from opendiloco.config import RunConfig
-from opendiloco.inner_state import InnerState
-from opendiloco.moments import STEPS_LIMIT, Moments, check_moments, largest_ratio, moments_size
-from opendiloco.optimizer_config import AdamWSection
-from opendiloco.worker_group import WorkerGroup
+from opendiloco.config.optimizers import AdamWSection
+from opendiloco.config.run_config import RunConfig
+from opendiloco.inner.moments import STEPS_LIMIT, Moments, check_moments, largest_ratio, moments_size
+from opendiloco.outer import inner_state as inner_state_module
+from opendiloco.outer.inner_state import InnerState
+from opendiloco.workers.group import WorkerGroup
 from peers.leases import SampleRange
 from peers.workload import SnapshotError
 from tests.opendiloco.test_replica import make_replica
@@ -81,7 +81,7 @@ def test_nor_is_a_step_count_that_cannot_be(steps: int) -> None:
 
 
 def test_what_lies_beyond_the_first_piece_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opendiloco.moments.PIECE", 8)
+    monkeypatch.setattr("opendiloco.inner.moments.PIECE", 8)
     data, moments = sound()
     check_moments(data, SECTION, CLIP)
     moments.vectors["exp_avg"][VALUES - 1] = math.nan

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from opendiloco.cli.run import check
-from opendiloco.config import RunConfig
-from opendiloco.data import load_data
-from opendiloco.model import build_model
-from opendiloco.optimizer_config import AdamWSection, InnerOptimizerSection
-from opendiloco.optimizers import build_inner_optimizer, check_inner_optimizer
-from opendiloco.packing import window_loss
-from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.config.optimizers import AdamWSection, InnerOptimizerSection
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import load_data
+from opendiloco.inner.optimizers import build_inner_optimizer, check_inner_optimizer
+from opendiloco.model.build import build_model
+from opendiloco.model.packing import window_loss
 from peers.errors import ManifestError
 
 
@@ -230,8 +230,8 @@ SHARDED = """
 import sys, torch, torch.distributed as distributed
 from torch.distributed.fsdp import fully_shard
 from opendiloco.errors import MachineError
-from opendiloco.optimizers import build_inner_optimizer
-from opendiloco.optimizer_config import AdafactorSection, AdamWSettings, MuonSection, TorchSection
+from opendiloco.inner.optimizers import build_inner_optimizer
+from opendiloco.config.optimizers import AdafactorSection, AdamWSettings, MuonSection, TorchSection
 
 rank, store = int(sys.argv[1]), distributed.FileStore(sys.argv[2], 2)
 distributed.init_process_group("gloo", rank=rank, world_size=2, store=store)

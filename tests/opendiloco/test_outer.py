@@ -5,8 +5,8 @@ import torch
 from blake3 import blake3
 
 from opendiloco import kernels
-from opendiloco.optimizer_config import OuterOptimizerSection, OuterScheduleSection
-from opendiloco.outer import OuterState
+from opendiloco.config.optimizers import OuterOptimizerSection, OuterScheduleSection
+from opendiloco.outer.state import OuterState
 from peers.state_chunks import digest_of_state
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from opendiloco.config import RunConfig
-from opendiloco.data import HeldOut
-from opendiloco.evaluation import held_out_loss
-from opendiloco.model import build_model
-from opendiloco.packing import check_document_mask, document_positions, predicted_tokens, window_loss
-from opendiloco.tokenized import Windows
-from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenized import Windows
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import HeldOut
+from opendiloco.model.build import build_model
+from opendiloco.model.evaluation import held_out_loss
+from opendiloco.model.packing import check_document_mask, document_positions, predicted_tokens, window_loss
 from peers.errors import ManifestError
 
 END = ByteTokenizer.end

@@ -9,9 +9,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from opendiloco.checkpoint_files import file_name
+from opendiloco.checkpoints.files import file_name
+from opendiloco.checkpoints.remote import Pace, Remote, check_url, push_folder, without_secrets
 from opendiloco.errors import RemoteError
-from opendiloco.remote import Pace, Remote, check_url, push_folder, without_secrets
 
 URL = "memory://bucket/run"
 
@@ -121,7 +121,7 @@ def test_passwords_are_not_shown() -> None:
 
 def test_a_pace_is_kept_by_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waits = 100.0, list[float]()
-    monkeypatch.setattr("opendiloco.remote.time.monotonic", lambda: now)
+    monkeypatch.setattr("opendiloco.checkpoints.remote.time.monotonic", lambda: now)
     pace = Pace(1000.0, waits.append)
     assert (pace.piece(1 << 20), pace.piece(10), Pace(None).piece(10), Pace(0.5).piece(10)) == (100, 10, 10, 1)
     pace.passed(100)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from opendiloco.config import RunConfig
-from opendiloco.data import load_data
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import load_data
 from opendiloco.errors import WorkerError
-from opendiloco.model import build_model
-from opendiloco.packing import window_loss
-from opendiloco.replica import Replica
+from opendiloco.inner.replica import Replica
+from opendiloco.model.build import build_model
+from opendiloco.model.packing import window_loss
 from opendiloco.shared_memory import Vector
-from opendiloco.tokenizer import ByteTokenizer
 from peers.leases import SampleRange
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opendiloco.config import RunConfig
+from opendiloco.checkpoints.resume import resume
+from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.resume import resume
 from opendiloco.run import Run
 from peers.buffers import Payload
 from peers.identity import Identity

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError
 from opendiloco.run import Run, find_run
 from peers.errors import ManifestError, SwarmUnreachableError

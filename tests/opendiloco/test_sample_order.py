@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendiloco.sample_order import Mixture, Numbers, Permutation, SampleOrder, ShuffledShards, ShuffledWindows
-from opendiloco.tokenized import Windows
+from opendiloco.data.sample_order import Mixture, Numbers, Permutation, SampleOrder, ShuffledShards, ShuffledWindows
+from opendiloco.data.tokenized import Windows
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 

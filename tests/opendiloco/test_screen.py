@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from opendiloco.config import RunConfig
+from opendiloco.config.run_config import RunConfig
 from opendiloco.screen import Row, peers_table, plain_line, row_of, shown_state
 from peers.heartbeat import Heartbeat, PeerState
 from peers.identity import Identity

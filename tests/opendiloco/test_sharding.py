@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opendiloco import assembly
-from opendiloco.assembly import assemble_model
-from opendiloco.config import RunConfig
-from opendiloco.data import load_data
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import load_data
 from opendiloco.errors import MachineError
-from opendiloco.micro_batch import bytes_kept
-from opendiloco.model import build_model, build_skeleton, initial_theta, layout_of, trainable
-from opendiloco.replica import Replica
-from opendiloco.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
-from opendiloco.shards import Shards, local_part, shard_rows
-from opendiloco.team import Team
-from opendiloco.tokenizer import ByteTokenizer
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.inner.micro_batch import bytes_kept
+from opendiloco.inner.replica import Replica
+from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
+from opendiloco.inner.team import Team
+from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
+from opendiloco.model.shards import Shards, local_part, shard_rows
+from opendiloco.workers import assembly
+from opendiloco.workers.assembly import assemble_model
+from opendiloco.workers.options import WorkerOptions
 from peers.leases import SampleRange
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from opendiloco.layout import Layout
-from opendiloco.shards import Shards, shard_rows
+from opendiloco.model.layout import Layout
+from opendiloco.model.shards import Shards, shard_rows
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("even", (6, 4)),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from opendiloco.snapshot import decode_snapshot, encode_snapshot
+from opendiloco.outer.snapshot import decode_snapshot, encode_snapshot
 from peers.workload import SnapshotError
 
 THETA = np.arange(10, dtype=np.float32)

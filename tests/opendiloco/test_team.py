@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opendiloco.team import Team
+from opendiloco.inner.team import Team
 
 CPU = torch.device("cpu")
 

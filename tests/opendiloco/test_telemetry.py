@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client import REGISTRY
 
-from opendiloco.control import TrainingProgress
-from opendiloco.telemetry import VALUES, Telemetry, values_of
+from opendiloco.workers.control import TrainingProgress
+from opendiloco.workers.telemetry import VALUES, Telemetry, values_of
 from peers.heartbeat import HeldOut
 from tests.opendiloco.trainings import NotingTracker, training_done
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from opendiloco.data.token_cache import Piece, TokenCache, Tokens, default_cache_folder
 from opendiloco.errors import MachineError
-from opendiloco.token_cache import Piece, TokenCache, Tokens, default_cache_folder
 
 KEY = "0123abc"
 ROOT = Path(__file__).parent.parent.parent

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendiloco.data_config import TokenizerSection
+from opendiloco.config.data import TokenizerSection
+from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer, byte_symbols
 from opendiloco.errors import DataError
-from opendiloco.tokenizer import ByteTokenizer, build_tokenizer, byte_symbols
 
 PRETRAINED = ByteTokenizer().pretrained()
 

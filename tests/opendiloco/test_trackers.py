@@ -13,10 +13,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from opendiloco import trackers
 from opendiloco.cli.options import track_option
 from opendiloco.errors import MachineError
-from opendiloco.trackers import Choice, open_tracker, tracking
+from opendiloco.workers import trackers
+from opendiloco.workers.trackers import Choice, open_tracker, tracking
 from tests.opendiloco.trainings import NotingTracker
 
 
@@ -163,10 +163,10 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_the_peer_process_tracks_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="a development extra that is not installed")
     code = (
-        "import sys, opendiloco.telemetry; from opendiloco.trackers import Choice, open_tracker; "
+        "import sys, opendiloco.workers.telemetry; from opendiloco.workers.trackers import Choice, open_tracker; "
         f"open_tracker(Choice('tensorboard', {str(tmp_path)!r}), 'run-1', 'peer-1').close(); print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "opendiloco.trackers" in done.stdout.split()
+    assert "opendiloco.workers.trackers" in done.stdout.split()
     assert not {"torch", "tensorflow", "wandb"} & set(done.stdout.split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from opendiloco.utilisation import flops_per_token, peak_flops, peak_tokens_per_second
+from opendiloco.model.utilisation import flops_per_token, peak_flops, peak_tokens_per_second
 
 LLAMA = {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}
 GPT2 = {"n_layer": 3, "n_embd": 8, "n_head": 2}

@@ -16,19 +16,20 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from opendiloco.config import RunConfig
-from opendiloco.control import RunFacts, StopTraining
-from opendiloco.data import TrainingData, load_data
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.errors import WorkerError
-from opendiloco.evaluation import held_out_loss
-from opendiloco.layout import Layout
+from opendiloco.inner.replica import Replica
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.model import build_model, initial_theta
-from opendiloco.replica import Replica
+from opendiloco.model.build import build_model, initial_theta
+from opendiloco.model.evaluation import held_out_loss
+from opendiloco.model.export import RunFacts
+from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.tokenizer import ByteTokenizer
-from opendiloco.worker_group import WorkerGroup
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.workers.control import StopTraining
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.options import WorkerOptions
 from peers.leases import SampleRange
 from peers.workload import InnerLoop, Progress
 from tests.child_processes import child_processes

@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from opendiloco import worker_group
-from opendiloco.config import RunConfig
-from opendiloco.control import Configure, Configured, Message, Train, TrainingProgress
+from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.shared_memory import reserve
-from opendiloco.worker_group import WorkerGroup, WorkersRestartedError
-from opendiloco.worker_options import WorkerOptions
-from opendiloco.worker_process import Descriptors, WorkerDeathError, WorkerProcess
+from opendiloco.workers.control import Configure, Configured, Message, Train, TrainingProgress
+from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.process import Descriptors, WorkerDeathError, WorkerProcess
 from peers.leases import SampleRange
 from peers.workload import InnerLoop, Progress
 from tests.opendiloco.trainings import training_done
@@ -82,8 +81,8 @@ class Played(WorkerProcess):
 
 @pytest.fixture(autouse=True)
 def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(worker_group, "WorkerProcess", Played)
-    monkeypatch.setattr(worker_group, "EXPLANATION_SECONDS", 0.01)
+    monkeypatch.setattr("opendiloco.workers.group.WorkerProcess", Played)
+    monkeypatch.setattr("opendiloco.workers.group.EXPLANATION_SECONDS", 0.01)
     yield
     Played.all.clear()
     Played.deaths.clear()

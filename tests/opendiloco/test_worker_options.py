@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from opendiloco.errors import MachineError
-from opendiloco.worker_options import WorkerOptions, choose_devices
+from opendiloco.workers.options import WorkerOptions, choose_devices
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from opendiloco.config import RunConfig
+from opendiloco.config.optimizers import AdamWSection
+from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError, MachineError, WorkerError
-from opendiloco.moments import Moments, check_moments, moments_size
-from opendiloco.optimizer_config import AdamWSection
-from opendiloco.worker_group import WorkerGroup
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.inner.moments import Moments, check_moments, moments_size
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.options import WorkerOptions
 from peers.leases import SampleRange
 from peers.signals import LEAVE_SIGNALS
 from peers.workload import InnerLoop, Progress, SnapshotError
@@ -32,9 +32,9 @@ ENDLESS = (SampleRange(0, 10**6),)
 
 ABANDONED = """
 import asyncio, json, os, sys
-from opendiloco.config import RunConfig
-from opendiloco.worker_group import WorkerGroup
-from opendiloco.worker_options import WorkerOptions
+from opendiloco.config.run_config import RunConfig
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.options import WorkerOptions
 from peers.leases import SampleRange
 from peers.workload import InnerLoop
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opendiloco.control import TrainingDone
+from opendiloco.workers.control import TrainingDone
 from peers.leases import SampleRange
 
 
@@ -26,7 +26,7 @@ def training_done(**changes: Any) -> TrainingDone:
 
 
 class NotingTracker:
-    """Implements `opendiloco.trackers.Tracker`."""
+    """Implements `opendiloco.workers.trackers.Tracker`."""
 
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, float]]] = []

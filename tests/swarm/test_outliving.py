@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.journal import Journal
+from opendiloco.checkpoints.journal import Journal
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Command, Site, create_run, eventually
 

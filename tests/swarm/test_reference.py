@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.config import RunConfig
-from opendiloco.demo_processes import Child
-from opendiloco.journal import Journal
+from opendiloco.checkpoints.journal import Journal
+from opendiloco.config.run_config import RunConfig
+from opendiloco.demo.processes import Child
 from opendiloco.reference import Reference, Work
 
 pytestmark = pytest.mark.swarm

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from opendiloco.codec import BlockCodec
+from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.kernels import INT8
-from opendiloco.optimizer_config import OuterOptimizerSection
-from opendiloco.outer import OuterState
+from opendiloco.outer.codec import BlockCodec
+from opendiloco.outer.state import OuterState
 from peers.leases import sample_count
 from peers.state_chunks import digest_of_state
 from peers.workload import Blocks, InnerLoop, Progress, SnapshotError, Trained

@@ -1,0 +1,259 @@
+"""Archives: a bootstrap node that keeps runs, so that they outlive the last of their volunteers.
+
+Of each run that is announced to it, it keeps the headers of all entries, the newest snapshots, and the payloads since;
+and it gives them like a peer. It has no worker and no state of its own, and takes no part in rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from opendiloco import kernels
+from opendiloco.checkpoints.checkpointer import Checkpointer, Plan
+from opendiloco.checkpoints.loading import Checkpoints
+from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.outer.codec import BlockCodec
+from opendiloco.run import Run
+from opendiloco.shared_memory import VALUE_BYTES, available_memory
+from peers.buffers import PayloadBuffers
+from peers.driver import CALL, CALL_TIMEOUT
+from peers.errors import DilocoPeerError, RemoteProtocolError
+from peers.following import next_in_log
+from peers.headers import Past, add_headers_before, serve_headers
+from peers.heartbeat import Heartbeat, PeerState
+from peers.hivemind_transport import CallHandler, HivemindTransport
+from peers.identity import Identity
+from peers.lineage import RECENT_ENTRIES
+from peers.log import LogError
+from peers.log_folder import LogFolder
+from peers.manifest import SignedManifest
+from peers.membership import PARTICIPATING
+from peers.messages import Commit, Elsewhere, Inquire, Message, pack_message, unpack_message
+from peers.payloads import PayloadError, Payloads, serve_payloads
+from peers.snapshot_fetch import ask_offer, fetch_snapshot
+from peers.snapshots import Snapshot, SnapshotSource, serve_snapshots
+from peers.storage import FolderStorage
+from peers.streams import PeerUnreachableError, RefusalError
+from peers.wire import DIGEST_BYTES, WireError
+from peers.workload import SnapshotError
+
+logger = logging.getLogger(__name__)
+
+POLL = 5.0  # seconds between two looks for new runs
+SNAPSHOT_SHARE = 4  # of so many snapshots of the peers one is kept: each takes their links 8 bytes a parameter
+NO_STATE = bytes(DIGEST_BYTES)
+FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, SnapshotError, OSError)
+
+
+class ArchivedRun:
+    """What is kept of one run. Implements `SnapshotSource`."""
+
+    def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path) -> None:
+        """May take long, since all that is here is digested. Raises: DilocoPeerError when the folder cannot be used."""
+        self.run = run
+        self._identity = identity
+        self._transport = transport
+        self._folder = RunFolder.open(run, identity.peer_id, base)
+        self._format = kernels.FORMATS[run.config.codec.kind]
+        self.log = LogFolder.open(self._folder.log, run.settings.empty_log, self._format.block_bytes)
+        self._checkpoints = Checkpoints(self._folder.checkpoints, run.run_id)
+        self.checkpointer = Checkpointer(Plan(self._folder))
+        self._state_bytes = 0  # until the model's size is known
+        self.buffers: PayloadBuffers | None = None  # from then on
+        self._snapshot: Snapshot | None = None
+        self._peers: frozenset[str] = frozenset()
+        self._load()
+        last = self.log.header_at(self.log.next_index - 1)
+        if self._snapshot is not None and (last is None or last.index < self._snapshot.index - 1):
+            last = self._snapshot.last
+        self.end = self.log.empty_log.at(last)
+        """The log as it ends here: after the last entry, or after the snapshot if nothing has come since."""
+
+    # What is here ---------------------------------------------------------------------------------------------
+    def _load(self) -> None:
+        """Give the newest checkpoint from now on, and drop the payloads before the oldest."""
+        checkpoint = self._checkpoints.load_newest()
+        if checkpoint is None:
+            return
+        self._snapshot = Snapshot(checkpoint.last, checkpoint.state_digest, checkpoint.chunk_digests, checkpoint.state)
+        self._size_is(len(checkpoint.state))
+        self.log.prune(min(self._checkpoints.indices()))
+
+    def _size_is(self, state_bytes: int) -> None:
+        if self.buffers is None:
+            self._state_bytes = state_bytes
+            codec = BlockCodec(self._format, state_bytes // (2 * VALUE_BYTES))
+            self.buffers = PayloadBuffers(codec, 0, self.log.payload)
+
+    # Giving ---------------------------------------------------------------------------------------------------
+    @property
+    def lineage(self) -> tuple[bytes, ...]:
+        last = self.log.next_index
+        heads = [header.digest for header in self.log.headers(last - RECENT_ENTRIES, last)]
+        return tuple(heads or ([self.end.position.head] if self.end.last else []))
+
+    def is_member(self, peer: str) -> bool:
+        return peer in self._peers
+
+    async def newest(self, least: int) -> Snapshot:
+        if self._snapshot is None or self._snapshot.index < least:
+            raise RefusalError(f"no snapshot of outer step {least} or later is kept here")
+        return self._snapshot
+
+    def held(self, head: bytes) -> Snapshot | None:
+        snapshot = self._snapshot
+        return snapshot if snapshot and self.log.empty_log.at(snapshot.last).position.head == head else None
+
+    def answer(self, inquiry: Inquire) -> Message | None:
+        """What followed a place in the log; nothing if that is where it ends."""
+        followed = self.log.header_at(inquiry.position.index)
+        if followed is not None and followed.previous == inquiry.position.head:
+            return Commit(header=followed)
+        return None if inquiry.position == self.end.position else Elsewhere(position=self.end.position)
+
+    async def publish(self) -> None:
+        """Say that the run is kept here, up to where."""
+        end = self.end
+        heartbeat = Heartbeat(
+            run=self.run.run_id,
+            peer=self._identity.peer_id,
+            sequence=time.time_ns() // 1_000_000,
+            lifetime=self.run.settings.timing.heartbeat_expiry * 2,
+            state=PeerState.ARCHIVING,
+            index=end.position.index,
+            head=end.position.head,
+            state_digest=NO_STATE,
+            lineage_tokens=end.lineage_tokens,
+            inner_step=0,
+            tokens_per_second=0.0,
+            speed=0.0,
+            loss=None,
+            addresses=self._transport.addresses,
+            roster_size=len(end.roster),
+        )
+        await self._transport.publish(heartbeat.sign(self._identity), self.run.run_id)
+
+    # Keeping --------------------------------------------------------------------------------------------------
+    async def follow(self) -> None:
+        """Learn what has happened since, from whoever is furthest on. What fails is tried again at the next call."""
+        beats = [beat for beat in await self._transport.heartbeats(self.run.run_id) if beat.state in PARTICIPATING]
+        beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
+        self._peers = frozenset(beat.peer for beat in beats)
+        donors = [beat.peer for beat in beats if beat.lineage_tokens > self.end.lineage_tokens]
+        if not donors:
+            return
+        for beat in beats:
+            await self._transport.connect(beat.peer, beat.addresses)
+        if self.buffers is None:
+            self._size_is((await ask_offer(self._transport, donors[0], self.log.empty_log)).offer.bytes)
+        try:
+            if self.end.position.index >= beats[0].index:
+                raise LogError(f"{donors[0]} is on another lineage, which is heavier")
+            while self.end.position.index < beats[0].index:
+                await self._keep_next(donors)
+        except (LogError, PayloadError) as error:
+            logger.info("run %s: %s; a snapshot is fetched", self.run.run_id, error)
+            snapshot = await self._keep_snapshot(donors, 0)
+            self.end = self.log.empty_log.at(snapshot.last)
+        await self._complete_log(donors)
+        due = (self._snapshot.index if self._snapshot else 0) + SNAPSHOT_SHARE * self.run.settings.snapshot_every
+        if self.end.position.index > due:
+            await self._keep_snapshot(donors, due)
+
+    async def _keep_next(self, donors: Sequence[str]) -> None:
+        """Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
+        assert self.buffers is not None
+        end = await next_in_log(self._transport, donors[0], self.end)
+        assert end.last is not None
+        await Payloads(self._transport, self.run.run_id, self.buffers).fetch(end.last, donors)
+        payload = self.buffers.kept.get(end.last.payload)
+        await asyncio.to_thread(self.log.append, end.last, None, payload)
+        self.end = end
+
+    async def _keep_snapshot(self, donors: Sequence[str], least: int) -> Snapshot:
+        """Raises: SnapshotError, OSError."""
+        storage = FolderStorage(self._folder.download, available_memory)
+        snapshot, _ = await fetch_snapshot(
+            self._transport, donors, self.log.empty_log, least, storage, self._state_bytes
+        )
+        self.checkpointer.take(snapshot)
+        await self.checkpointer.idle()
+        await asyncio.to_thread(self._load)
+        return snapshot
+
+    async def _complete_log(self, donors: Sequence[str]) -> None:
+        """The headers before those that are here, back to the manifest."""
+        while self.log.first and await add_headers_before(self._transport, donors[0], self.log):
+            pass
+
+
+class Archive:
+    """All runs that a node keeps, in a folder."""
+
+    def __init__(self, identity: Identity, folder: Path) -> None:
+        self._identity = identity
+        self._folder = folder
+        self._runs: dict[str, ArchivedRun] = {}
+        self._unusable: set[str] = set()
+
+    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
+        """Keep every run of `manifests`, which is looked through again and again, until cancelled."""
+        sources: dict[str, SnapshotSource] = {}
+        pasts: dict[str, Past] = {}
+        kept: dict[str, PayloadBuffers] = {}
+        await serve_snapshots(transport, sources)
+        await serve_headers(transport, pasts)
+        await serve_payloads(transport, kept)
+        await transport.on_call(CALL, self._answerer(transport))
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for manifest in manifests:
+                    if manifest.run_id not in self._runs and manifest.run_id not in self._unusable:
+                        archived = await asyncio.to_thread(self._open, manifest, transport)
+                        if archived is not None:
+                            self._runs[manifest.run_id] = archived
+                            sources[manifest.run_id], pasts[manifest.run_id] = archived, archived.log.headers
+                            tasks.create_task(self._keep_one(archived, kept))
+                await asyncio.sleep(POLL)
+
+    def _open(self, manifest: SignedManifest, transport: HivemindTransport) -> ArchivedRun | None:
+        try:
+            return ArchivedRun(Run.from_manifest(manifest), self._identity, transport, self._folder)
+        except DilocoPeerError as error:
+            logger.error("run %s is not archived: %s", manifest.run_id, error)
+            self._unusable.add(manifest.run_id)
+            return None
+
+    async def _keep_one(self, archived: ArchivedRun, kept: dict[str, PayloadBuffers]) -> None:
+        async with archived.checkpointer:
+            while True:
+                try:
+                    await archived.follow()
+                except (*FAILURES, DilocoPeerError) as error:
+                    logger.warning("run %s: %s", archived.run.run_id, error)
+                if archived.buffers is not None:
+                    kept[archived.run.run_id] = archived.buffers
+                if archived.end.last is not None:
+                    await archived.publish()
+                await asyncio.sleep(archived.run.settings.timing.heartbeat)
+
+    def _answerer(self, transport: HivemindTransport) -> CallHandler:
+        async def answer(sender: str, data: bytes) -> bytes:
+            for run_id, archived in self._runs.items():
+                try:
+                    message = unpack_message(run_id, data)
+                except WireError:
+                    continue  # of another run
+                reply = archived.answer(message) if isinstance(message, Inquire) else None
+                if reply is not None:
+                    with suppress(PeerUnreachableError):
+                        await transport.call(sender, CALL, pack_message(run_id, reply), CALL_TIMEOUT)
+                return b""
+            raise RemoteProtocolError(sender, "a message of no run that is kept here")
+
+        return answer

@@ -1,0 +1,172 @@
+"""Whether a log on disk is what its digests say: the chain of headers, the payloads, and the states that they lead to.
+
+Nothing on the disk is changed. Neither torch nor the model is needed, except for the states from the manifest on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from opendiloco import kernels
+from opendiloco.checkpoints.resume import Checkpoint
+from opendiloco.config.run_config import RunConfig
+from opendiloco.model.initial_weights import check_initial_weights
+from opendiloco.outer.codec import BlockCodec
+from opendiloco.outer.state import OuterState
+from opendiloco.run import Run
+from peers.log_files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries, read_payload
+from peers.log_folder import LogFolderError
+from peers.workload import BadBlocksError, Blocks
+
+
+@dataclass
+class Findings:
+    """What was found of which entries: words to their indices, and what is wrong by index."""
+
+    verified: dict[str, list[int]] = field(default_factory=dict)
+    unverified: dict[str, list[int]] = field(default_factory=dict)
+    wrong: list[tuple[int, str]] = field(default_factory=list)
+
+    def is_verified(self, what: str, index: int) -> None:
+        self.verified.setdefault(what, []).append(index)
+
+    def is_unverified(self, what: str, index: int) -> None:
+        self.unverified.setdefault(what, []).append(index)
+
+    def lines(self) -> Iterable[str]:
+        """For people."""
+        for heading, found in (("verified", self.verified), ("not verified", self.unverified)):
+            yield from (f"{heading}: {what}: {entries(indices)}" for what, indices in found.items())
+        yield from (f"wrong: entry {index}: {what}" for index, what in sorted(self.wrong))
+
+
+def entries(indices: Iterable[int]) -> str:
+    """Ascending indices in words: "entries 0 to 3, 7"."""
+    runs = [list(run) for _, run in groupby(enumerate(indices), lambda placed: placed[1] - placed[0])]
+    ends = [(run[0][1], run[-1][1]) for run in runs]
+    text = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ends)
+    return f"entr{'y' if text.isdecimal() else 'ies'} {text}"
+
+
+class States:
+    """Computes the state after each entry again, from where there is one."""
+
+    def __init__(self, config: RunConfig, start: OuterState, index: int, origin: str) -> None:
+        """The state after `index` entries, which is the checkpoint's or whatever `origin` says."""
+        self._state = start
+        self._codec = BlockCodec(kernels.FORMATS[config.codec.kind], start.theta.size)
+        self._next = index
+        self._origin = origin
+        self._broken = ""  # why there is no state any more
+
+    def follow(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
+        index = entry.index
+        if index < self._next:
+            findings.is_unverified(f"states, which come before {self._origin}", index)
+            return
+        if payload is None and not self._broken:
+            self._broken = f"without the payload of entry {index}"
+        if payload is None or self._broken:
+            findings.is_unverified(f"states, {self._broken}", index)
+            return
+        try:
+            self._state.apply(self._codec.checked(payload), index)
+        except BadBlocksError as error:
+            findings.wrong.append((index, f"its payload cannot be applied: {error}"))
+            self._broken = f"which follow from the wrong entry {index}"
+            return
+        if entry.state_digest is None:
+            findings.is_unverified("states whose digest was not recorded", index)
+        elif entry.state_digest == self._state.digest():
+            findings.is_verified(f"states, from {self._origin} on", index)
+        else:
+            findings.wrong.append((index, "its payload leads to another state than the recorded one"))
+            self._broken = f"which follow from the wrong entry {index}"
+
+
+def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findings:
+    """Verify all that can be verified of the log in a folder.
+
+    Raises: LogFolderError when it cannot be read, and what building the model raises.
+    """
+    findings = Findings()
+    try:
+        chain = check_chain(folder / ENTRIES, run, findings)
+        states = start_states(folder, run, chain, checkpoint, findings)
+        for entry in chain:
+            payload = check_payload(folder, run, entry, findings)
+            if states is not None:
+                states.follow(entry, payload, findings)
+    except OSError as error:
+        raise LogFolderError(
+            f"the log in {folder} cannot be read: {error.strerror or error}.", "Name one that this user may read."
+        ) from error
+    return findings
+
+
+def check_chain(file: Path, run: Run, findings: Findings) -> list[Entry]:
+    """The entries that follow from each other. Raises: OSError."""
+    chain, problem = read_entries(file, run.settings.empty_log)
+    first = chain[0].index if chain else 0
+    origin = "the first that is here" if first else "the manifest"
+    for entry in chain:
+        findings.is_verified(f"headers, from {origin} on", entry.index)
+    if problem:
+        findings.wrong.append((first + len(chain), problem))
+    return chain
+
+
+def check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:
+    """The payload, if it is here and the right one. Raises: OSError."""
+    wanted = entry.header.payload
+    path = payload_path(folder / PAYLOADS, entry.index, wanted)
+    try:
+        payload = read_payload(path, kernels.FORMATS[run.config.codec.kind].block_bytes)
+    except FileNotFoundError:
+        findings.is_unverified("payloads, which are not here", entry.index)
+        return None
+    if payload.digest != wanted:
+        findings.wrong.append((entry.index, f"{path} is not the payload that its header names"))
+        return None
+    findings.is_verified("payloads", entry.index)
+    return payload.data
+
+
+def start_states(
+    folder: Path, run: Run, chain: list[Entry], checkpoint: Checkpoint | None, findings: Findings
+) -> States | None:
+    """Where states can be computed from; None, and noted why, if from nowhere."""
+    if checkpoint is not None:
+        return _states_from(checkpoint, run, chain, findings)
+    for entry in chain[:1]:
+        if entry.index == 0 and payload_path(folder / PAYLOADS, 0, entry.header.payload).exists():
+            from opendiloco.model.build import initial_theta
+
+            theta = initial_theta(run.config)
+            check_initial_weights(theta, run.config.model)
+            return States(run.config, OuterState(theta, run.config.outer_optimizer), 0, "the manifest")
+    for entry in chain:
+        findings.is_unverified("states, without a checkpoint to begin with", entry.index)
+    return None
+
+
+def _states_from(checkpoint: Checkpoint, run: Run, chain: list[Entry], findings: Findings) -> States | None:
+    last = checkpoint.last
+    index, head = (0, run.manifest.digest) if last is None else (last.index + 1, last.digest)
+    at = {entry.index: entry for entry in chain}
+    before, after = at.get(index - 1), at.get(index)
+    if not (before and before.digest == head) and not (after and after.header.previous == head):
+        for entry in chain:
+            findings.is_unverified("states, since the log does not contain the checkpoint's last entry", entry.index)
+        return None
+    if before and before.state_digest not in (None, checkpoint.state_digest):
+        findings.wrong.append((index - 1, "the recorded state is not the checkpoint's"))
+    momentum, theta = np.frombuffer(checkpoint.state, np.float32).reshape(2, -1).copy()
+    state = OuterState(theta, run.config.outer_optimizer)
+    state.replace(theta, momentum)
+    return States(run.config, state, index, "the checkpoint")

@@ -1,0 +1,167 @@
+"""A volunteer's side of checkpoints: hands frozen states to the process that writes them, and hears what came of it.
+
+async with Checkpointer(plan) as checkpointer:
+    volunteer.checkpoint_with(checkpointer)
+    await volunteer.train()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from prometheus_client import Counter
+
+from opendiloco.checkpoints.files import kept
+from opendiloco.checkpoints.loading import index_after, metadata_of
+from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.checkpoints.writer import NOT_SAVED, NOT_SENT, SAVED, Job
+from peers.log import Header
+from peers.memory_file import MemoryFile
+from peers.signals import signals_held_back
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0  # for what is being written when the volunteer leaves
+OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
+CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by what came of them", ["outcome"])
+
+
+class Frozen(Protocol):
+    """A state that does not change any more, and the last entry of the log that led to it."""
+
+    @property
+    def last(self) -> Header | None: ...
+    @property
+    def state_digest(self) -> bytes: ...
+    @property
+    def memory(self) -> MemoryFile | None: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is kept of a run and where. Rates are in bytes a second; None: as fast as it goes."""
+
+    folder: RunFolder
+    keep_newest: int = 2
+    keep_every: int = 0
+    rate: float | None = None
+    remote: str | None = None
+    remote_rate: float | None = None
+
+    def keeps(self, index: int) -> bool:
+        """Whether a checkpoint after `index` outer steps is worth writing."""
+        return index in kept([index], self.keep_newest, self.keep_every)
+
+    def job(self, state: Frozen, memory: MemoryFile) -> Job:
+        return Job(
+            descriptor=memory.descriptor,
+            state_bytes=memory.data.nbytes,
+            index=index_after(state.last),
+            metadata=metadata_of(self.folder.run_id, state.last, state.state_digest),
+            folder=str(self.folder.checkpoints),
+            keep_newest=self.keep_newest,
+            keep_every=self.keep_every,
+            rate=self.rate,
+            remote=self.remote,
+            remote_rate=self.remote_rate,
+            owner=self.folder.peer_id,
+            manifest=str(self.folder.manifest),
+        )
+
+
+class Checkpointer:
+    """Writes one checkpoint at a time, in a process of its own. Nothing that goes wrong here reaches the training."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.on_saved: Callable[[], None] = lambda: None
+        self._plan = plan
+        self._waiting: Frozen | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def take(self, state: Frozen) -> None:
+        """Write it now, or once the one before is written, if no newer one has come by then.
+
+        Called on the event loop; returns at once. The state's memory is held until it is written. A state that lies in
+        no memory of its own has come from the disk.
+        """
+        if state.memory is None or not self._plan.keeps(index_after(state.last)):
+            return
+        if self._waiting is not None:
+            CHECKPOINTS.labels("skipped").inc()
+            logger.info("no checkpoint of outer step %d: those before take too long", index_after(self._waiting.last))
+        self._waiting = state
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_waiting())
+
+    async def idle(self) -> None:
+        """Wait until all that was taken is written or given up."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def close(self) -> None:
+        """Give what was taken some seconds more; then end our process, which leaves the checkpoints that were there."""
+        if self._writing is None:
+            return
+        try:
+            await asyncio.wait([self._writing], timeout=CLOSE_SECONDS)
+        finally:
+            if self._writing.cancel():
+                logger.warning("the last checkpoint was not finished; the one before is in %s", self._plan.folder.path)
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _write_waiting(self) -> None:
+        while self._waiting is not None:
+            state, self._waiting = self._waiting, None
+            assert state.memory is not None
+            try:
+                status, said = await _run_writer(self._plan.job(state, state.memory))
+            except OSError as error:  # not even a process can be had
+                status, said = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
+            outcome = OUTCOMES.get(status, "not_saved")
+            CHECKPOINTS.labels(outcome).inc()
+            what = f"the checkpoint of outer step {index_after(state.last)}"
+            if outcome == "saved":
+                logger.info("%s is saved: %s", what, said)
+                self.on_saved()
+            else:
+                logger.warning("%s failed: %s", what, said or f"its process ended with {status}")
+
+
+async def _run_writer(job: Job) -> tuple[int, str]:
+    """The exit status of a process that does the job, and its last line. Cancelled, it is killed. Raises: OSError."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with signals_held_back():  # Ctrl-C is ours to hear; what is being written has a few seconds more
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-P", "-m", "opendiloco.checkpoints.writer"],
+            pass_fds=(job.descriptor,),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+        )
+    try:
+        _, said = await process.communicate(json.dumps(asdict(job)).encode())
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    lines = said.decode(errors="replace").strip().splitlines()
+    return process.returncode or 0, lines[-1] if lines else ""

@@ -1,0 +1,117 @@
+"""The model of a run at any outer step that a machine's checkpoints and log lead to, without peers or a network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from opendiloco.checkpoints.loading import Checkpoint, Checkpoints, load_checkpoint
+from opendiloco.checkpoints.resume import resume
+from opendiloco.checkpoints.run_folder import MANIFEST, RunFolder, read_manifest
+from opendiloco.errors import CheckpointError
+from opendiloco.follower import export_state, new_folder
+from opendiloco.local_workload import LocalWorkload
+from opendiloco.model.export import RunFacts
+from opendiloco.run import Run
+from opendiloco.volunteer import working
+from peers.errors import ManifestError
+from peers.log import Header
+from peers.log_files import ENTRIES, read_entries
+from peers.log_folder import LogFolder
+from peers.workload import SnapshotError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model comes from: the state after `index` outer steps, by a checkpoint and the log from there on."""
+
+    run: Run
+    checkpoint: Checkpoint
+    index: int
+    log: Path
+
+    async def bring(self, workload: LocalWorkload) -> Header | None:
+        """Give the workload that state. Returns the last entry. Nothing on the disk is changed.
+
+        Raises: CheckpointError when the checkpoint is of another model, or the log does not lead that far.
+        """
+        try:
+            reached = await resume(workload, self._read_log(workload), self.checkpoint, self.index)
+        except SnapshotError as error:
+            message = f"{self.checkpoint.path} is not of this run: {error}."
+            raise CheckpointError(message, "Use another checkpoint.") from error
+        if reached.position.index != self.index:
+            raise CheckpointError(
+                f"from {self.checkpoint.path} on, the log in {self.log} leads to outer step {reached.position.index} "
+                f"and not to {self.index}.",
+                "Choose one from there to there, or one of which there is a checkpoint.",
+            )
+        return reached.last
+
+    def _read_log(self, workload: LocalWorkload) -> LogFolder:
+        """Its peer may be writing to it: what is wrong at its end is passed over."""
+        empty_log, file = self.run.settings.empty_log, self.log / ENTRIES
+        entries = read_entries(file, empty_log)[0] if file.exists() else []
+        return LogFolder(self.log, empty_log, workload.byte_range(0, 1)[1], entries)
+
+
+async def export_origin(origin: Origin, folder: Path) -> RunFacts:
+    """Write a model into a new folder; returns what its card says.
+
+    Raises: MachineError when the folder is not new, CheckpointError (see `Origin.bring`), and what starting a worker
+    raises.
+    """
+    with new_folder(folder):
+        async with working(origin.run) as workload:
+            last = await origin.bring(workload)
+            return await export_state(origin.run, last, workload, folder)
+
+
+def find_origin(source: Path, index: int | None = None, manifest: Path | None = None) -> Origin:
+    """What to export from: the file of a checkpoint, a peer's folder of a run, or the folder of its checkpoints.
+
+    Without an index it is the checkpoint in the file, or the newest good one. The run's manifest lies beside the
+    checkpoints or one folder above, if it is not given.
+
+    Raises: CheckpointError, ManifestError.
+    """
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist.", "Give a checkpoint, or a folder of them or of a run.")
+    folder = source if source.is_dir() else source.absolute().parent
+    if (inner := RunFolder(folder).checkpoints).is_dir():
+        folder = inner
+    run = _find_run(folder, manifest)
+    if source.is_dir():
+        checkpoint = _newest(Checkpoints(folder, run.run_id), index)
+    else:
+        checkpoint = load_checkpoint(source, run.run_id)
+    log = RunFolder(folder.absolute().parent).log
+    index = checkpoint.index if index is None else index
+    if index < checkpoint.index or (index > checkpoint.index and not (log / ENTRIES).exists()):
+        raise CheckpointError(
+            f"{checkpoint.path} is the state after {checkpoint.index} outer steps, not after {index}, and there is no "
+            f"log in {log} that leads from there.",
+            "Choose another --at or --from.",
+        )
+    return Origin(run, checkpoint, index, log)
+
+
+def _newest(checkpoints: Checkpoints, index: int | None) -> Checkpoint:
+    newest = checkpoints.load_newest(index)
+    if newest is None:
+        limit = "" if index is None else f" after {index} outer steps or fewer"
+        there = ", ".join(map(str, checkpoints.indices())) or "none"
+        raise CheckpointError(f"{checkpoints.folder} has no good checkpoint{limit}.", f"Those that are there: {there}.")
+    return newest
+
+
+def _find_run(folder: Path, manifest: Path | None) -> Run:
+    if manifest is not None:
+        return read_manifest(manifest)
+    found = next(filter(Path.exists, (folder / MANIFEST, folder.absolute().parent / MANIFEST)), None)
+    if found is None:
+        raise ManifestError(
+            f"there is no {MANIFEST} in {folder} or the folder above.",
+            "Give the run's signed manifest with --manifest; `diloco-peer run create` has written one.",
+        )
+    return read_manifest(found)

@@ -1,0 +1,155 @@
+"""A folder somewhere else, at any URL that fsspec knows: s3://, gs://, hf://, sftp://, or a path on this machine.
+
+Storage of each kind raises errors of its own kind, so here, as nowhere else, any exception becomes ours.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from opendiloco.checkpoints.files import PARTIAL, file_name, indices_in, kept
+from opendiloco.errors import RemoteError, first_line
+
+PIECE = 1 << 20  # bytes
+
+
+class Pace:
+    """Keeps to a rate by waiting: `done` bytes take at least so many seconds from when this was made."""
+
+    def __init__(self, rate: float | None, wait: Callable[[float], None] = time.sleep) -> None:
+        """`rate` in bytes a second; None: as fast as it goes."""
+        self._rate = rate
+        self._wait = wait
+        self._began = time.monotonic()
+
+    def piece(self, limit: int) -> int:
+        """Bytes to handle at once: a tenth of a second's worth, so that no wait is long, and at most `limit`."""
+        return limit if self._rate is None else max(1, min(limit, int(self._rate / 10)))
+
+    def passed(self, done: int) -> None:
+        if self._rate is not None:
+            self._wait(max(0.0, self._began + done / self._rate - time.monotonic()))
+
+
+def check_url(url: str) -> None:
+    """Whether fsspec and the package that it needs for this URL are here; nothing is connected to.
+
+    Raises: RemoteError.
+    """
+    import fsspec
+
+    with _as_remote_error(url):
+        fsspec.get_filesystem_class(fsspec.utils.get_protocol(url))
+
+
+class Remote:
+    """The folder at a URL, made if need be."""
+
+    def __init__(self, url: str) -> None:
+        """Raises: RemoteError."""
+        import fsspec
+
+        self._url = url
+        with self._errors():
+            self._files, root = fsspec.core.url_to_fs(url)
+            self._root = root.rstrip("/")
+            self._files.makedirs(self._root, exist_ok=True)
+
+    def folder(self, name: str) -> Remote:
+        """A folder in it. Raises: RemoteError."""
+        return Remote(f"{self._url.rstrip('/')}/{name}")
+
+    def names(self) -> list[str]:
+        """Of what is in it now. Raises: RemoteError."""
+        with self._errors():
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(self._root, detail=False)
+            except FileNotFoundError:  # where folders are but a part of names, one that is empty is not there
+                return []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+
+    def send(self, path: Path, name: str) -> None:
+        """Copy a file into it, the way that its kind of storage does it best. Raises: RemoteError."""
+        with self._errors():
+            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._files.put_file(str(path), self._path(name))
+
+    def send_whole(self, path: Path, name: str, owner: str, rate: float | None = None) -> None:
+        """Copy a file so that it is either all there under its name, or not at all, at no more than a rate in bytes a
+        second. What is left by a sender that died is removed by the next with the same `owner`. Raises: RemoteError."""
+        suffix = f".{owner}{PARTIAL}"
+        for left in self.names():
+            if left.endswith(suffix):
+                self.remove(left)
+        partial = self._path(name + suffix)
+        with self._errors():
+            try:
+                with self._files.open(partial, "wb") as file:
+                    for piece in _pieces(path, Pace(rate)):
+                        file.write(piece)
+                self._files.mv(partial, self._path(name))
+            except BaseException:
+                with suppress(Exception):
+                    self._files.rm_file(partial)
+                raise
+
+    def prune(self, keep_newest: int, keep_every: int, last: int) -> None:
+        """Remove the checkpoints that are not to be kept, but not `last`, which was just sent: those after it may be of
+        a peer that is ahead. Raises: RemoteError."""
+        indices = indices_in(self.names())
+        for index in set(indices) - kept(indices, keep_newest, keep_every) - {last}:
+            self.remove(file_name(index))
+
+    def remove(self, name: str) -> None:
+        """Raises: RemoteError."""
+        with self._errors(), suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return _as_remote_error(self._url)
+
+
+def push_folder(folder: Path, url: str) -> None:
+    """Copy a model's folder to a URL file by file, its README last: where that is new, all the rest is there.
+
+    Raises: RemoteError.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    remote = Remote(url)
+    for path in sorted(paths, key=lambda path: (path.name == "README.md", path.stat().st_size)):
+        remote.send(path, path.relative_to(folder).as_posix())
+
+
+def _pieces(path: Path, pace: Pace) -> Iterator[bytes]:
+    done = 0
+    with path.open("rb") as file:
+        while piece := file.read(pace.piece(PIECE)):
+            yield piece
+            done += len(piece)
+            pace.passed(done)
+
+
+def without_secrets(url: str) -> str:
+    """The URL as it may be shown: without the password that it may have."""
+    return re.sub(r"(//[^/@:]*):[^/@]*@", r"\1@", url)
+
+
+@contextmanager
+def _as_remote_error(url: str) -> Iterator[None]:
+    try:
+        yield
+    except RemoteError:
+        raise
+    except Exception as error:
+        raise RemoteError(
+            f"{without_secrets(url)} cannot be used: {first_line(error)}",
+            "Check the URL, the credentials, and that fsspec's package for it is installed (s3fs, gcsfs, paramiko).",
+        ) from error

@@ -1,0 +1,1 @@
+"""`run.toml`: its tables, each value checked, and what a person is told about a mistake. Needs no torch."""

@@ -1,0 +1,119 @@
+"""The tables of `run.toml` that say what is read: [tokenizer], [data] and [[data.sources]]. See docs/data.md."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from opendiloco.config.section import Name, Positive, PositiveFloat, Section, Seed
+
+BYTE_TOKENIZER_SIZE = 259
+"""Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
+
+STANDARD_LIBRARY = "stdlib"
+"""The source that every machine has: the source of Python's standard library."""
+
+SOURCE_LIMIT = 64
+LONGEST_CYCLE = 10_000
+"""Samples after which a mixture begins again; `Mixture` keeps a table of them."""
+
+
+class TokenizerSection(Section):
+    """Bytes (256 values and three special tokens), a pretrained tokenizer's folder or hub name, or a `tokenizer.json`.
+
+    `end` is the special token that closes each document, where the tokenizer does not say which one that is.
+    """
+
+    kind: Literal["bytes", "pretrained", "file"] = "bytes"
+    path: Name | None = None
+    end: Name | None = None
+
+    @model_validator(mode="after")
+    def check_path(self) -> Self:
+        if self.kind == "bytes" and (self.path or self.end):
+            raise ValueError('a path or an end goes with kind = "pretrained" or "file", and only with these')
+        if self.kind != "bytes" and self.path is None:
+            raise ValueError(f'kind = "{self.kind}" needs a path')
+        return self
+
+
+class SourceSection(Section):
+    """One source of a mixture: "stdlib", a folder, or a data set's name on the hub.
+
+    `subset`, `split`, `revision` and `column` choose a data set's rows and their text. Samples are taken in proportion
+    to the `weight`s. A source with `streaming` is read without being downloaded first; one with `shards` is never read
+    whole: its files are dealt to so many shards, each shard gives `windows_per_shard` windows, and each peer reads the
+    shards that its samples are in.
+    """
+
+    source: Name
+    subset: Name | None = None
+    split: Name = "train"
+    revision: Name | None = None
+    column: Name = "text"
+    weight: PositiveFloat = 1.0
+    streaming: bool = False
+    shards: Positive | None = None
+    windows_per_shard: Annotated[int, Field(ge=1, le=10**9)] | None = None
+
+    @model_validator(mode="after")
+    def check_shards(self) -> Self:
+        if (self.shards is None) != (self.windows_per_shard is None):
+            raise ValueError("shards and windows_per_shard go together; give both or neither")
+        if self.source == STANDARD_LIBRARY and (self.shards or self.streaming or self.subset or self.revision):
+            raise ValueError('source = "stdlib" has no shards, stream, subset or revision; remove these keys')
+        return self
+
+
+class DataSection(Section):
+    """Where the text comes from: [[data.sources]], or their short form for one, the keys `source`, `split`, `column`.
+
+    `held_out` is the fraction of documents that are never trained on.
+    """
+
+    source: Name | None = None
+    split: Name | None = None
+    column: Name | None = None
+    sources: Annotated[tuple[SourceSection, ...], Field(strict=False, max_length=SOURCE_LIMIT)] = ()
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    shuffle_seed: Seed = 0
+
+    @model_validator(mode="after")
+    def check_sources(self) -> Self:
+        if self.sources and self._short_form:
+            key = next(iter(self._short_form))
+            raise ValueError(
+                f"both {key} and [[data.sources]] are given; write {key} into the tables, or leave them out"
+            )
+        if sum(self.shares) > LONGEST_CYCLE:
+            raise ValueError(
+                f"the weights' proportions come true only every {sum(self.shares)} samples, more than {LONGEST_CYCLE}; "
+                "use rounder weights, such as whole numbers up to 100"
+            )
+        return self
+
+    @property
+    def _short_form(self) -> dict[str, Any]:
+        keys = {"source": self.source, "split": self.split, "column": self.column}
+        return {key: value for key, value in keys.items() if value is not None}
+
+    @property
+    def all_sources(self) -> tuple[SourceSection, ...]:
+        """The sources, whichever form they have in the file: one or more."""
+        return self.sources or (SourceSection(**{"source": STANDARD_LIBRARY} | self._short_form),)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The sources' weights as the smallest whole numbers with the same proportions (of the decimals as written)."""
+        weights = [Fraction(repr(source.weight)) for source in self.all_sources]
+        whole = [int(weight * math.lcm(*(other.denominator for other in weights))) for weight in weights]
+        return tuple(share // math.gcd(*whole) for share in whole)
+
+    def with_sources(self, sources: tuple[SourceSection, ...]) -> DataSection:
+        """The same with other sources, in the same order and proportions."""
+        if self.sources:
+            return self.model_copy(update={"sources": sources})
+        return self.model_copy(update={"source": sources[0].source})

@@ -1,0 +1,196 @@
+"""`run.toml`: everything that defines a run, strictly checked. The signed manifest carries exactly these values.
+
+Inner steps are optimizer steps of one peer; an outer step is `training.inner_steps` of them (the paper's H) followed
+by one averaging round. The inner schedule counts the inner steps of the whole run: outer index * H + inner step; or
+its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+
+from opendiloco.config.data import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
+from opendiloco.config.errors import explain_toml_error, explain_validation_error
+from opendiloco.config.optimizers import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
+from opendiloco.config.section import NotNegativeFloat, Positive, PositiveFloat, Seconds, Section, Seed
+from peers.errors import ManifestError
+from peers.settings import RunSettings, Timing
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class ModelSection(Section):
+    """The model: an inline transformers config (initialised from `init_seed`), or a folder or hub name to load.
+
+    `digest` is that of the weights that the run begins with (see model/initial_weights.py). With a path it is needed,
+    and `diloco-peer run create` fills it in.
+    """
+
+    config: dict[str, JsonValue] | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
+    init_seed: Seed = 0
+    digest: str | None = None
+
+    @model_validator(mode="after")
+    def check_source(self) -> Self:
+        if (self.config is None) == (self.path is None):
+            raise ValueError("needs either a table [model.config] or a path, and not both")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError('[model.config] has no model_type; name the architecture, e.g. model_type = "llama"')
+        if self.digest is not None and not DIGEST.fullmatch(self.digest):
+            raise ValueError(f"digest = {self.digest!r} is not 64 hexadecimal digits in lower case; correct it")
+        return self
+
+
+class TrainingSection(Section):
+    """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens.
+
+    `z_loss` is the weight of the squared log of the softmax's denominator, added to the loss of each token (section 5
+    of arXiv 2204.02311, where it is 1e-4); it keeps logits from drifting. With `document_mask` a token attends within
+    its document only, and no document predicts the next one's beginning. `precision` is that of the forward and
+    backward pass; weights and moments are fp32. `gradient_reduction` is that in which a machine's workers sum their
+    gradients.
+    """
+
+    inner_steps: Positive
+    batch_size: Positive
+    sequence_length: Annotated[int, Field(ge=2, le=1_000_000)]
+    document_mask: bool = False
+    gradient_clip: PositiveFloat = 1.0
+    z_loss: NotNegativeFloat = 0.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    gradient_reduction: Literal["fp32", "bf16"] = "fp32"
+
+
+class CodecSection(Section):
+    """How payloads are encoded on the wire: a name of `opendiloco.kernels.FORMATS`; docs/codecs.md helps to choose."""
+
+    kind: Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16"] = "int8"
+
+
+class RoundsSection(Section):
+    """Timing of membership and rounds, in seconds."""
+
+    heartbeat_seconds: Seconds = Timing.heartbeat
+    heartbeat_expiry_seconds: Annotated[float, Field(gt=0, le=300)] = Timing.heartbeat_expiry
+    grace_seconds: Seconds = Timing.grace
+    round_timeout_seconds: Seconds = Timing.round_timeout
+    partition_grace_seconds: Seconds = Timing.partition_grace
+    minimum_peers: Positive = 1
+    staleness: Annotated[int, Field(ge=0, le=16)] = 1
+    """Outer steps that a peer may miss and still contribute what it trained meanwhile."""
+    smallest_share: Annotated[float, Field(gt=0, le=1)] = RunSettings.smallest_share
+    """Of `training.inner_steps`, that the slowest peers make at the least; 1: all make as many."""
+
+    @model_validator(mode="after")
+    def check_expiry(self) -> Self:
+        if self.heartbeat_expiry_seconds <= 2 * self.heartbeat_seconds:
+            raise ValueError(
+                f"heartbeat_expiry_seconds = {self.heartbeat_expiry_seconds:g} would bury a peer after one lost "
+                f"heartbeat; make it more than twice heartbeat_seconds = {self.heartbeat_seconds:g}"
+            )
+        return self
+
+
+class SnapshotsSection(Section):
+    """How often the state is frozen for who joins, in outer steps. What came since is replayed."""
+
+    every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
+
+
+class EvaluationSection(Section):
+    """After every so many outer steps one of the peers evaluates theta on held-out text, each time another; 0: none.
+
+    theta is better than what any peer makes of it alone (Table 3 of arXiv 2501.18512). `windows` is how many windows of
+    `training.sequence_length` tokens are read.
+    """
+
+    every: Annotated[int, Field(ge=0, le=1_000_000)] = 8
+    windows: Positive = 64
+
+
+class RunConfig(Section):
+    """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+    outer_steps: Positive | None = None
+    model: ModelSection
+    tokenizer: TokenizerSection = TokenizerSection()
+    data: DataSection = DataSection()
+    training: TrainingSection
+    inner_optimizer: InnerOptimizerSection
+    schedule: ScheduleSection
+    outer_optimizer: OuterOptimizerSection = OuterOptimizerSection()
+    codec: CodecSection = CodecSection()
+    rounds: RoundsSection = RoundsSection()
+    snapshots: SnapshotsSection = SnapshotsSection()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    @model_validator(mode="after")
+    def check_across_sections(self) -> Self:
+        if self.outer_steps is None and self.schedule.total_steps is None:
+            raise ValueError("the schedule does not say how many steps the run has; give outer_steps at the top")
+        if self.outer_steps is None and self.schedule.total_steps == 0:
+            raise ValueError("the schedule is empty; give schedule.stable_steps, or outer_steps at the top")
+        config = self.model.config or {}
+        tokens = BYTE_TOKENIZER_SIZE if self.tokenizer.kind == "bytes" else 0
+        problem = misfit(config.get("max_position_embeddings"), config.get("vocab_size"), self, tokens)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @property
+    def total_outer_steps(self) -> int:
+        """Length of the run: `outer_steps` if given, else as many as the inner schedule fills."""
+        return self.outer_steps or math.ceil((self.schedule.total_steps or 0) / self.training.inner_steps)
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Self:
+        """Read and check a file. Raises: ManifestError, with one line for each problem."""
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ManifestError(f"{path}: cannot be read ({error.strerror}).", "Give a run.toml that exists.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise explain_toml_error(str(path), error) from None
+        return cls._checked(content, str(path))
+
+    @classmethod
+    def from_manifest_content(cls, content: dict[str, Any]) -> Self:
+        """The configuration in a manifest. Raises: ManifestError."""
+        return cls._checked(content, "manifest")
+
+    def to_manifest_content(self) -> dict[str, Any]:
+        """All values, defaults included, as plain JSON types; `from_manifest_content` gives an equal configuration."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def _checked(cls, content: dict[str, Any], origin: str) -> Self:
+        try:
+            config = cls.model_validate(content)
+            json.dumps(config.to_manifest_content(), allow_nan=False)
+        except ValidationError as error:
+            raise explain_validation_error(origin, error, cls) from None
+        except ValueError as error:
+            raise ManifestError(f"{origin}: model.config: {error}.", "Use finite numbers only.") from None
+        return config
+
+
+def misfit(positions: JsonValue, vocabulary: JsonValue, config: RunConfig, tokens: int) -> str | None:
+    """Why this model cannot train on these windows and tokens, in one line; None when it can (or cannot be known)."""
+    length = config.training.sequence_length
+    if isinstance(positions, int) and length > positions:
+        return (
+            f"training.sequence_length = {length} is longer than model.config.max_position_embeddings = {positions}; "
+            "shorten the one or raise the other"
+        )
+    if isinstance(vocabulary, int) and vocabulary < tokens:
+        return f"model.config.vocab_size = {vocabulary} is smaller than the tokenizer's {tokens} tokens; raise it"
+    return None

@@ -1,0 +1,157 @@
+"""Text to token ids and back. The default is bytes: id b is byte b, then three special tokens.
+
+The byte tokenizer also exists as a real `tokenizers` object with the same ids, so that an exported model loads with
+`AutoTokenizer` and needs nothing of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opendiloco.config.data import BYTE_TOKENIZER_SIZE, TokenizerSection
+from opendiloco.errors import DataError, first_line
+
+BEGIN, END, PADDING = 256, 257, 258
+SPECIAL_TOKENS = {"<|begin|>": BEGIN, "<|end|>": END, "<|padding|>": PADDING}
+
+USUAL_ENDS = frozenset({"<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[EOS]"})
+"""Names under which tokenizers that say no more than their vocabulary have the token that ends a document."""
+
+TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
+
+
+class Tokenizer(Protocol):
+    """What training needs from a tokenizer."""
+
+    @property
+    def size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def end(self) -> int:
+        """The id that closes each document."""
+
+    @property
+    def special(self) -> dict[str, int]:
+        """Special ids under the names that a model's config has for them."""
+
+    @property
+    def identity(self) -> str:
+        """The same for two tokenizers only if they encode every text alike."""
+
+    def encode_document(self, text: bytes) -> TokenArray:
+        """Token ids of one document, without special tokens."""
+
+    def pretrained(self) -> Any:
+        """The same tokenizer as transformers knows it, for export and generation."""
+
+
+class ByteTokenizer:
+    """Every byte is a token, so every text has one encoding and nothing is out of vocabulary."""
+
+    size = BYTE_TOKENIZER_SIZE
+    end = END
+    identity = "bytes"
+    special: ClassVar[dict[str, int]] = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PADDING}
+
+    def encode_document(self, text: bytes) -> TokenArray:
+        return np.frombuffer(text, np.uint8).astype(np.uint16)
+
+    def pretrained(self) -> Any:
+        """A `PreTrainedTokenizerFast`: byte-level BPE without merges. Round-trips any valid UTF-8."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary | SPECIAL_TOKENS, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+        begin, end, padding = SPECIAL_TOKENS
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token=begin,
+            eos_token=end,
+            pad_token=padding,
+            clean_up_tokenization_spaces=False,
+        )
+
+
+def byte_symbols() -> list[str]:
+    """The printable character that byte-level tokenizers write for each of the 256 bytes, in byte order.
+
+    Printable Latin-1 characters stand for themselves; the other bytes take the code points from 256 on, in order.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    replacements = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]
+
+
+class PretrainedTokenizer:
+    """A transformers tokenizer, and the special token that closes documents: the one named, or the tokenizer's own.
+
+    Raises: DataError when there is none.
+    """
+
+    def __init__(self, tokenizer: Any, section: TokenizerSection) -> None:
+        self._tokenizer = tokenizer
+        self.end = _end_of(tokenizer, section)
+        if tokenizer.eos_token_id != self.end:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(self.end)
+        self.size = len(tokenizer)
+        self.special = {"eos_token_id": self.end}
+
+    @property
+    def identity(self) -> str:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items()))
+        return f"{type(self._tokenizer).__name__} {self.end} {rules}"
+
+    def encode_document(self, text: bytes) -> TokenArray:
+        ids = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False, verbose=False)
+        return np.asarray(ids, np.uint16) if self.size <= 2**16 else np.asarray(ids, np.uint32)
+
+    def pretrained(self) -> Any:
+        return self._tokenizer
+
+
+def _end_of(tokenizer: Any, section: TokenizerSection) -> int:
+    """The id of the token that closes documents. Raises: DataError when there is none, or several could be meant."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if section.end is not None:
+        candidates = [section.end] if section.end in tokenizer.get_vocab() else []
+    elif tokenizer.eos_token is not None:
+        candidates = [tokenizer.eos_token]
+    else:
+        candidates = [token for token in special if token in USUAL_ENDS]
+    if len(candidates) == 1:
+        return int(tokenizer.convert_tokens_to_ids(candidates[0]))
+    known = f"one of its special tokens: {', '.join(special)}" if special else "a token of its vocabulary"
+    if section.end is not None:
+        raise DataError(f"tokenizer.end = {section.end!r} is no token of {section.path!r}.", f"Name {known}.")
+    raise DataError(
+        f"tokenizer.path = {section.path!r} does not say which token ends a document.", f"Set tokenizer.end to {known}."
+    )
+
+
+def build_tokenizer(section: TokenizerSection) -> Tokenizer:
+    """The run's tokenizer. Raises: DataError when it cannot be loaded, or has no token that ends a document."""
+    if section.path is None:
+        return ByteTokenizer()
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if section.kind == "pretrained":
+            return PretrainedTokenizer(AutoTokenizer.from_pretrained(section.path), section)
+        return PretrainedTokenizer(PreTrainedTokenizerFast(tokenizer_file=section.path), section)
+    except DataError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception
+        wanted = "a tokenizer's folder or hub name" if section.kind == "pretrained" else "a tokenizer.json"
+        raise DataError(
+            f"tokenizer.path = {section.path!r} cannot be loaded: {first_line(error)}",
+            f"Give {wanted} that is there; on a machine without internet, a local one.",
+        ) from error

@@ -1,0 +1,265 @@
+"""A swarm on this machine, start to end: a bootstrap node and volunteers as processes of their own, one of which is
+killed half way while a new one joins. What is shown comes from the DHT, as any onlooker could see it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opendiloco.config.data import STANDARD_LIBRARY
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.local_sources import local_sources
+from opendiloco.demo.processes import Child
+from opendiloco.demo.screen import DemoScreen
+from opendiloco.errors import DemoError, MachineError
+from opendiloco.follower import HELD_OUT_WINDOWS, export_state, fetch_state, make_folder
+from opendiloco.local_workload import LocalWorkload
+from opendiloco.model.export import RunFacts
+from opendiloco.outer.agreement import Agreement
+from opendiloco.run import Run
+from opendiloco.screen import Row, is_finished, row_of
+from opendiloco.volunteer import connected, working
+from peers.bootstrap import announce_manifest
+from peers.heartbeat import Heartbeat, PeerState
+from peers.hivemind_daemon import sweep_sockets
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.membership import PARTICIPATING
+
+DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+START_SECONDS = 60.0
+WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
+LOOK_SECONDS = 0.5
+SAMPLE_TOKENS = 160
+BOOTSTRAP = "bootstrap node"
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the person chose. `out` None: a new temporary folder."""
+
+    peers: int
+    minutes: float
+    run: Path | None
+    out: Path | None
+    plain: bool
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """How it went. `problems`: what should not have happened, one line each."""
+
+    before: float
+    facts: RunFacts
+    agreement: Agreement
+    sample: str
+    folder: Path
+    problems: tuple[str, ...]
+
+
+@dataclass
+class _Volunteer:
+    name: str
+    child: Child
+    heartbeat: Heartbeat | None = None
+    trains: bool = False
+    fate: str | None = None
+
+
+@dataclass
+class _Swarm:
+    """The processes of the demo, and what is known of them."""
+
+    run: Run
+    address: str
+    folder: Path
+    screen: DemoScreen
+    children: list[Child]
+    agreement: Agreement = field(default_factory=Agreement)
+    volunteers: dict[str, _Volunteer] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    async def add_volunteer(self) -> _Volunteer:
+        name = f"volunteer {len(self.volunteers) + 1}"
+        identity, key_file = Identity.generate(), self.folder / f"{name.replace(' ', '-')}.pem"
+        identity.save(key_file)
+        arguments = ["join", "--plain", "--run", self.run.run_id, "--initial-peer", self.address]
+        arguments += ["--identity", str(key_file), "--listen", LOOPBACK]
+        arguments += ["--state", str(self.folder / "state")]
+        for source in local_sources(self.run.config.data):
+            arguments += ["--data", source]
+        child = await start_child(name, arguments, self.folder, self.children)
+        self.volunteers[identity.peer_id] = _Volunteer(name, child)
+        return self.volunteers[identity.peer_id]
+
+    def observe(self, heartbeats: list[Heartbeat]) -> None:
+        """Take in what the DHT says, and what has become of the processes."""
+        self.agreement.observe(heartbeats)
+        for beat in heartbeats:
+            volunteer = self.volunteers.get(beat.peer)
+            if volunteer is not None and volunteer.fate is None:
+                self._tell_of_progress(volunteer, beat)
+                volunteer.heartbeat = beat
+        for volunteer in self.live():
+            if volunteer.child.exit_code is not None:
+                volunteer.fate = f"ended with {volunteer.child.exit_code}"
+                self.problems.append(f"{volunteer.name} {volunteer.fate}: {volunteer.child.last_words()}")
+                self.screen.event(self.problems[-1])
+        self.screen.show([self._row(volunteer) for volunteer in self.volunteers.values()])
+
+    def _tell_of_progress(self, volunteer: _Volunteer, beat: Heartbeat) -> None:
+        if volunteer.heartbeat is None:
+            self.screen.event(f"{volunteer.name} is there")
+        if not volunteer.trains and beat.state in PARTICIPATING:
+            volunteer.trains = True
+            if beat.index > 0:
+                self.screen.event(
+                    f"{volunteer.name} has taken over the state after outer step {beat.index}, and trains"
+                )
+
+    def live(self) -> list[_Volunteer]:
+        return [volunteer for volunteer in self.volunteers.values() if volunteer.fate is None]
+
+    def outer_step(self) -> int:
+        return max((one.heartbeat.index for one in self.live() if one.heartbeat), default=0)
+
+    def finished(self) -> bool:
+        """Whether everybody has been through the whole run."""
+        return all(one.heartbeat is not None and is_finished(one.heartbeat, self.run.config) for one in self.live())
+
+    def _row(self, volunteer: _Volunteer) -> Row:
+        if volunteer.fate is not None:
+            return Row(volunteer.name, (volunteer.fate,), "red")
+        if volunteer.heartbeat is None:
+            return Row(volunteer.name, (str(PeerState.STARTING),))
+        return row_of(volunteer.heartbeat, self.run.config, volunteer.name)
+
+
+async def run_demo(options: DemoOptions, screen: DemoScreen) -> DemoResult:
+    """Raises: DilocoPeerError when it cannot go on. Leaves no process behind, however it ends."""
+    config = RunConfig.from_toml(options.run or DEFAULT_RUN)
+    folder = prepare_folder(options.out)
+    children: list[Child] = []
+    try:
+        screen.event(f"starting a bootstrap node; all processes log to {folder / 'logs'}")
+        arguments = ["bootstrap", "--identity", str(folder / "bootstrap.pem"), "--listen", LOOPBACK]
+        bootstrap = await start_child(BOOTSTRAP, arguments, folder, children)
+        address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", START_SECONDS)
+        run = Run.sign(config, Identity.generate())
+        async with connected(Identity.generate(), [address], [LOOPBACK], client_mode=True) as transport:
+            await announce_manifest(transport, run.manifest, [address])
+            screen.event(f"created the run {run.run_id}; starting {options.peers} volunteers")
+            swarm = _Swarm(run, address, folder, screen, children)
+            for _ in range(options.peers):
+                await swarm.add_volunteer()
+            return await train_and_export(options, swarm, transport)
+    finally:
+        await end_all(children)
+
+
+async def train_and_export(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
+    """From the start of the volunteers to the exported model."""
+    async with AsyncExitStack() as stack:
+        # An onlooker's own worker, which evaluates the model before and after and does nothing in between.
+        starting = asyncio.create_task(stack.enter_async_context(working(swarm.run)))
+        try:
+            while not starting.done():
+                await look(swarm, transport)
+            workload = starting.result()
+            before = await workload.evaluate(HELD_OUT_WINDOWS)
+            swarm.screen.event(f"held-out loss of the fresh model: {before.loss:.3f} nats per token")
+            await train(options, swarm, transport)
+            return await finish(swarm, transport, workload, before.loss)
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+
+
+async def train(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> None:
+    """Watch until the time is up or the run is over; half way, kill a volunteer and start another."""
+    seconds = options.minutes * 60 - WRAP_UP_SECONDS
+    total = swarm.run.config.total_outer_steps
+    killed = False
+    while swarm.screen.elapsed < seconds and not swarm.finished():
+        await look(swarm, transport)
+        if not swarm.live():
+            raise DemoError("no volunteer is alive any more.", f"See {swarm.folder / 'logs'}.")
+        half_way = max(swarm.screen.elapsed / seconds, swarm.outer_step() / total) >= 0.5
+        if half_way and not killed and swarm.outer_step() > 0:
+            killed = True
+            await replace_one(swarm)
+
+
+async def replace_one(swarm: _Swarm) -> None:
+    """What happens on real machines: one is gone without a word, another one comes."""
+    victim = swarm.live()[-1]
+    victim.fate = "killed"
+    victim.child.kill()
+    swarm.screen.event(f"{victim.name} was killed (SIGKILL) at outer step {swarm.outer_step()}; the others go on")
+    newcomer = await swarm.add_volunteer()
+    swarm.screen.event(f"{newcomer.name} starts; it will take over the run's state from a peer")
+
+
+async def look(swarm: _Swarm, transport: HivemindTransport) -> None:
+    swarm.observe(await transport.heartbeats(swarm.run.run_id))
+    await asyncio.sleep(LOOK_SECONDS)
+
+
+async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
+    """Fetch the state while somebody has it, let everybody leave, and see what has become of the model."""
+    last = await fetch_state(swarm.run, transport, workload)
+    swarm.screen.event(f"time is up: fetched the state after outer step {last.index + 1 if last else 0}")
+    leaving = swarm.live()
+    for volunteer in leaving:
+        volunteer.child.ask_to_stop()
+    facts = await export_state(swarm.run, last, workload, swarm.folder / "model")
+    prompt = "def " if swarm.run.config.data.all_sources[0].source == STANDARD_LIBRARY else ""
+    sample = prompt + await workload.generate(prompt, SAMPLE_TOKENS)
+    for volunteer in leaving:
+        await volunteer.child.ended()
+        volunteer.fate = "left"
+        if volunteer.child.exit_code != 0:
+            swarm.problems.append(f"{volunteer.name} left with exit code {volunteer.child.exit_code}")
+    swarm.observe(await transport.heartbeats(swarm.run.run_id))
+    return DemoResult(before, facts, swarm.agreement, sample, swarm.folder, judge(swarm, facts, before))
+
+
+def judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
+    """What should not have happened."""
+    problems = list(swarm.problems)
+    if swarm.agreement.disagreements or (not swarm.agreement.compared and len(swarm.volunteers) > 2):
+        problems.append(str(swarm.agreement))
+    if facts.held_out_loss >= before:
+        problems.append("the held-out loss has not fallen")
+    return tuple(problems)
+
+
+async def start_child(name: str, arguments: list[str], folder: Path, children: list[Child]) -> Child:
+    child = await Child.start(name, arguments, folder / "logs")
+    children.append(child)
+    return child
+
+
+async def end_all(children: list[Child]) -> None:
+    """The bootstrap node, first of all, is ended last."""
+    for child in reversed(children):
+        child.ask_to_stop()
+    for child in children:
+        await child.ended()
+    sweep_sockets()  # of the one that was killed
+
+
+def prepare_folder(out: Path | None) -> Path:
+    """Raises: MachineError."""
+    if out is not None:
+        make_folder(out)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="diloco-demo-")) if out is None else out.absolute()
+        (folder / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise MachineError(f"cannot use {out}: {error.strerror}.", "Give a new folder with --out.") from error
+    return folder

@@ -1,0 +1,178 @@
+"""The inner optimizers, as torch has them.
+
+Where a replica is sharded (its parameters are DTensors), all work but Adafactor and Rprop, which torch cannot compute
+on shards. The others step value by value, apart from Muon: it orthogonalizes whole matrices, which torch gathers for
+that at each of its products, so that it agrees with an unsharded replica up to the rounding of bfloat16.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from opendiloco.config.optimizers import (
+    AdafactorSection,
+    AdamWSection,
+    AdamWSettings,
+    InnerOptimizerSection,
+    MuonSection,
+    TorchSection,
+)
+from opendiloco.errors import MachineError, first_line
+from peers.errors import ManifestError
+
+# LBFGS wants the loss again and again, SparseAdam sparse gradients, Muon matrices only.
+UNUSABLE = frozenset({torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon})
+UNSHARDABLE = (torch.optim.Adafactor, torch.optim.Rprop)
+# Given elsewhere in run.toml, or about how this machine computes instead of what.
+RESERVED = frozenset({"params", "lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
+
+Groups = list[dict[str, Any]]
+
+
+def build_inner_optimizer(model: torch.nn.Module, section: InnerOptimizerSection) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters. Each of its groups has its peak learning rate as `initial_lr`.
+
+    Raises: ManifestError when torch knows no such optimizer or option; MachineError when it cannot step on shards.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer
+    match section:
+        case AdamWSection():
+            optimizer = _adamw(trainable, section)
+        case MuonSection():
+            optimizer = _muon(model, trainable, section)
+        case AdafactorSection():
+            optimizer = torch.optim.Adafactor(
+                _groups(trainable, section.weight_decay),
+                lr=section.learning_rate,
+                beta2_decay=section.beta2_decay,
+                eps=(None, section.epsilon),
+                d=section.clip_threshold,
+            )
+        case TorchSection():
+            optimizer = _from_torch(trainable, section)
+    if isinstance(optimizer, UNSHARDABLE) and any(isinstance(parameter, DTensor) for parameter in trainable):
+        raise MachineError(
+            f"torch cannot compute {type(optimizer).__name__} on a model that is sharded over several workers.",
+            "Train with one worker, on one device.",
+        )
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def check_inner_optimizer(section: InnerOptimizerSection) -> None:
+    """Whether torch has this optimizer with these options. Raises: ManifestError."""
+    build_inner_optimizer(torch.nn.Linear(1, 1), section)
+
+
+def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float) -> Groups:
+    """Only those with two or more dimensions decay."""
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _adamw(parameters: Sequence[torch.nn.Parameter], settings: AdamWSettings) -> torch.optim.AdamW:
+    groups = _groups(parameters, settings.weight_decay)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
+
+
+def _muon(
+    model: torch.nn.Module, trainable: Sequence[torch.nn.Parameter], section: MuonSection
+) -> torch.optim.Optimizer:
+    outer: list[Any] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    if isinstance(model, PreTrainedModel):
+        outer.append(model.get_output_embeddings())
+    not_hidden = {id(parameter) for module in outer for parameter in module.parameters()}
+    hidden = [p for p in trainable if p.ndim == 2 and id(p) not in not_hidden]
+    chosen = {id(p) for p in hidden}
+    muon = torch.optim.Muon(
+        hidden,
+        lr=section.learning_rate,
+        weight_decay=section.weight_decay,
+        momentum=section.momentum,
+        nesterov=section.nesterov,
+        ns_steps=section.newton_schulz_steps,
+        adjust_lr_fn=section.scale,
+    )
+    return JointOptimizer([muon, _adamw([p for p in trainable if id(p) not in chosen], section.adamw)])
+
+
+def _from_torch(parameters: Sequence[torch.nn.Parameter], section: TorchSection) -> torch.optim.Optimizer:
+    kind = _optimizer_class(section.name)
+    known = {name: option for name, option in inspect.signature(kind).parameters.items() if name not in RESERVED}
+    for key, value in section.options.items():
+        said = f"inner_optimizer.options.{key} = {value!r}"
+        if key not in known:
+            allowed = f"It has: {', '.join(known)}."
+            raise ManifestError(f"{said}: torch.optim.{section.name} has no such option for a run.", allowed)
+        if not _fits(value, known[key].default):
+            raise ManifestError(f"{said}: not of the right kind.", f"Its default is {known[key].default!r}.")
+    options: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in section.options.items()
+    }
+    groups: Groups = [{"params": list(parameters)}]
+    if "weight_decay" in options:
+        groups = _groups(parameters, options["weight_decay"])
+    try:
+        return kind(groups, lr=section.learning_rate, **options)
+    except (TypeError, ValueError) as error:
+        cause = f"inner_optimizer: torch.optim.{section.name} refuses it: {first_line(error)}"
+        raise ManifestError(cause, "Correct that value.") from error
+
+
+def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Only what torch.optim itself has: a manifest's author is a stranger, and names no code of their choice."""
+    known = {
+        key: kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind not in UNUSABLE
+    }
+    if name not in known:
+        raise ManifestError(
+            f"inner_optimizer.name = {name!r}: no optimizer of torch.optim that a run can use.",
+            f"Use one of: {', '.join(sorted(known))}.",
+        )
+    return known[name]
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value from TOML is of the kind that an option's default is."""
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, tuple):
+        return isinstance(value, list) and len(value) == len(default) and all(_fits(each, 0.0) for each in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers of disjoint parameters as one, which has the groups and the state of all of them."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:
+        """One step of each. A closure is not called."""
+        for part in self._parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """The parts look at our groups and our state, not at copies."""
+        first = 0
+        for part in self._parts:
+            last = first + len(part.param_groups)
+            part.param_groups, part.state, first = self.param_groups[first:last], self.state, last

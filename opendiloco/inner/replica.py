@@ -1,0 +1,246 @@
+"""One replica's inner loop: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105).
+
+The worker process and the one-process reference both train through this class, so they do the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.fsdp import FSDPModule
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.batches import Batches
+from opendiloco.data.sample_order import SampleOrder, numbers_of
+from opendiloco.errors import WorkerError
+from opendiloco.inner.learning_rate import learning_rate_factor
+from opendiloco.inner.moments import Moments
+from opendiloco.inner.optimizer_state import load_moments, step_count, store_moments
+from opendiloco.inner.optimizers import build_inner_optimizer
+from opendiloco.inner.team import Team
+from opendiloco.model.build import layout_of, trainable
+from opendiloco.model.packing import predicted_tokens, window_loss
+from opendiloco.model.shards import Shards, local_part, staging_for
+from opendiloco.shared_memory import Vector
+from peers.leases import SampleRange, prefix
+from peers.workload import SnapshotError, Trained
+
+InnerStepDone = Callable[[int, float, float, int], None]
+"""Called after each inner step that changed the weights: (steps done, its loss, its gradient's norm, samples done)."""
+
+
+def unnoticed(inner_step: int, loss: float, gradient_norm: float, samples: int) -> None:
+    pass
+
+
+def never() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class ReplicaTrained(Trained):
+    """`skipped`: how many of the `inner_steps` changed nothing, since their loss or gradient was not finite.
+
+    `gradient_norm` is the mean over the others, before clipping; `waited_seconds` is how long they waited for data.
+    """
+
+    inner_steps: int
+    gradient_norm: float
+    skipped: int
+    waited_seconds: float
+
+
+class Replica:
+    """A model with its inner optimizer's state, which persists while theta replaces the weights at each outer step.
+
+    The workers of one machine have one replica together: the `model` of each is sharded (see `sharding.shard_model`),
+    and each trains on its piece of a batch, at most `micro_batch` windows at once (None: all of it). All make the same
+    calls in the same order, and arrive at the same inner step with the same loss.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: Any,
+        samples: SampleOrder,
+        team: Team | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        self.model = model
+        self.layout = layout_of(model)
+        self.micro_batch = micro_batch
+        self.window_length = config.training.sequence_length + 1
+        self._config = config
+        self._samples = samples
+        self._team = team or Team(torch.device("cpu"))
+        self._shards = Shards(self.layout, self._team.rank, self._team.size, staging_for(self._team.device))
+        self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
+        self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
+
+    def load(self, theta: Vector) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # after a forward pass without a backward pass FSDP2 keeps the root's weights whole
+        self._shards.load(theta, trainable(self.model))
+
+    def store(self, flat: Vector) -> None:
+        """This worker's part of the weights."""
+        self._shards.store(trainable(self.model), flat)
+
+    def store_moments(self, out: Moments) -> None:
+        """The inner optimizer's state, as of the last inner step. Raises: SnapshotError while it is worth little."""
+        if step_count(self._optimizer) == 0 or self._warmed_up != self._config.inner_optimizer.rewarmup_steps:
+            raise SnapshotError("its inner optimizer has only just begun")
+        store_moments(self._optimizer, trainable(self.model), self._shards, out)
+
+    def load_moments(self, moments: Moments) -> None:
+        """Go on with another replica's. There is no more re-warmup. Raises: SnapshotError when ours are as good."""
+        if step_count(self._optimizer) >= moments.steps[0]:
+            raise SnapshotError(f"its inner optimizer has made {moments.steps[0]} steps; ours as many")
+        load_moments(self._optimizer, trainable(self.model), self._shards, moments)
+        self._warmed_up = self._config.inner_optimizer.rewarmup_steps
+
+    def train(
+        self,
+        theta: Vector,
+        index: int,
+        lease: tuple[SampleRange, ...],
+        steps: int,
+        after_step: InnerStepDone = unnoticed,
+        stop_wanted: Callable[[], bool] = never,
+        tokens: int = 0,
+    ) -> ReplicaTrained:
+        """From theta, at most `steps` inner steps of outer step `index`, each on the lease's next batch.
+
+        `tokens` is what all peers have trained before this outer step, for schedules that go by it.
+
+        The last batch may be smaller, so that a short lease is trained whole; a lease longer than `steps` batches is
+        trained up to there. `loss` is the mean over the inner steps, in nats per token. All workers stop
+        after the first inner step in which `stop_wanted` to any of them, asked before the weights change.
+
+        Raises: WorkerError when the losses or gradients of more than half of the inner steps are not finite.
+        """
+        if self._warmed_up is None:  # from the run's beginning its schedule has a warmup of its own
+            self._warmed_up = 0 if index else self._config.inner_optimizer.rewarmup_steps
+        self.load(theta)
+        self.model.train()
+        batch_size = self._config.training.batch_size
+        numbers = numbers_of(lease)[: steps * batch_size]
+        planned = math.ceil(len(numbers) / batch_size)
+        losses: list[float] = []
+        norms: list[float] = []
+        done = skipped = 0
+        batches = Batches(self._samples, numbers, batch_size)
+        for batch in batches:
+            done += len(batch)
+            step = index * self._config.training.inner_steps + len(losses) + skipped
+            trained = tokens + done * self._config.training.sequence_length
+            loss, norm, stopping = self._inner_step(batch, step, trained, stop_wanted)
+            if _finite(loss, norm):
+                losses.append(loss)
+                norms.append(norm)
+                after_step(len(losses) + skipped, loss, norm, done)
+            else:
+                skipped += 1
+                if 2 * skipped > planned:
+                    raise _divergence(step, loss, norm, skipped)
+            if stopping:
+                break
+        return ReplicaTrained(
+            samples=prefix(lease, done),
+            tokens=done * self._config.training.sequence_length,
+            loss=_mean(losses),
+            inner_steps=len(losses) + skipped,
+            gradient_norm=_mean(norms),
+            skipped=skipped,
+            waited_seconds=batches.waited,
+        )
+
+    def _inner_step(
+        self, batch: NDArray[np.int64], step: int, tokens: int, stop_wanted: Callable[[], bool]
+    ) -> tuple[float, float, bool]:
+        """Inner step `step` of the run, counted from 0, after which `tokens` are trained.
+
+        The batch's mean loss, the norm of its gradient, and whether to stop. Not finite: nothing has changed.
+        """
+        schedule = self._config.schedule
+        done = tokens if schedule.unit == "tokens" else step + 1
+        factor = learning_rate_factor(schedule, done) * self._rewarmup()
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        self._optimizer.zero_grad(set_to_none=True)
+        own_loss = self._add_gradient(batch)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        own_norm = torch.nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters]).item()
+        loss, square, stop = self._team.sums([own_loss, own_norm**2, stop_wanted()])
+        norm = math.sqrt(square)
+        if _finite(loss, norm):
+            clip = self._config.training.gradient_clip
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, dtype=torch.float32))
+            self._optimizer.step()
+        return loss, norm, stop > 0
+
+    def loss(self, windows: torch.Tensor) -> torch.Tensor:
+        """Mean training loss of windows of token ids, of shape (batch, window_length)."""
+        with self._precision():
+            return window_loss(self.model, windows, self._samples.document_end, self._config.training.z_loss)
+
+    def _add_gradient(self, batch: NDArray[np.int64]) -> float:
+        """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
+
+        FSDP2 averages the gradients of the workers, so each has its own times their number.
+        """
+        end = self._samples.document_end
+        predicted = predicted_tokens(torch.from_numpy(batch), end)
+        losses = []
+        for part in self._micro_batches(batch):
+            share = predicted_tokens(torch.from_numpy(part), end) / predicted if len(part) else 0.0
+            windows = torch.from_numpy(part if len(part) else batch[:1]).to(self._team.device)
+            loss = self.loss(windows)
+            (loss * (share * self._team.size)).backward()
+            losses.append(loss.detach() * share)
+        return sum(loss.item() for loss in losses)
+
+    def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """This worker's piece in parts: as many on each worker, as each forward pass is a collective; some are empty.
+
+        What is trained on in place of an empty one counts nothing.
+        """
+        own, largest = batch[self._team.piece(len(batch))], self._team.largest_piece(len(batch))
+        size = self.micro_batch or largest
+        for start in range(0, largest, size):
+            yield own[start : start + size]
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """FSDP2 sees to it where the model is sharded."""
+        if self._team.mesh is None and self._config.training.precision == "bf16":
+            return torch.autocast(self._team.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _rewarmup(self) -> float:
+        """Who joins in the middle has fresh moments: the first steps are smaller, until they mean something."""
+        steps = self._config.inner_optimizer.rewarmup_steps
+        self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
+        return self._warmed_up / steps if steps else 1.0
+
+
+def _finite(loss: float, norm: float) -> bool:
+    return math.isfinite(loss) and math.isfinite(norm)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _divergence(step: int, loss: float, norm: float, skipped: int) -> WorkerError:
+    return WorkerError(
+        f"inner step {step}: the loss is {loss}, its gradient's norm {norm}; "
+        f"{skipped} inner steps, more than half of this training, were skipped for that.",
+        "Training diverged: lower inner_optimizer.learning_rate or gradient_clip in a new run.",
+    )

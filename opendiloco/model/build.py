@@ -1,0 +1,174 @@
+"""The transformers model of a run, and its place in flat fp32 vectors.
+
+Every peer builds the initial weights itself, so these must be the same bits on every machine. torch's `normal_` is
+not (its vectorised path, taken on CPUs with AVX2, rounds differently), hence `PortableNormal`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from opendiloco.config.run_config import RunConfig, misfit
+from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
+from opendiloco.errors import MachineError, first_line
+from opendiloco.model.layout import Layout
+from opendiloco.model.packing import check_document_mask
+from opendiloco.model.shards import Shards
+from opendiloco.shared_memory import Vector
+from peers.errors import ManifestError
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+
+def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
+    """The model without values, on the meta device: whether it can be built is found out without the memory or time
+    that its weights take. Raises: ManifestError as `build_model` would."""
+    with torch.device("meta"):
+        if config.model.path:
+            model = AutoModelForCausalLM.from_config(_load(AutoConfig, config.model.path))
+        else:
+            model = _from_config(config, tokenizer)
+    _check_size(model, config, tokenizer)
+    return model.float()
+
+
+def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
+    """The run's causal language model in fp32 on the CPU, with its initial weights.
+
+    Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
+    cannot keep documents apart where it should.
+    """
+    path = config.model.path
+    model = _load(AutoModelForCausalLM, path) if path else _from_config(config, tokenizer)
+    _check_size(model, config, tokenizer)
+    model = model.float()
+    if config.training.document_mask:
+        check_document_mask(model)
+    return model
+
+
+def initial_theta(config: RunConfig) -> Vector:
+    """The weights that a run begins with, as every peer has them before the first entry.
+
+    Raises: see `build_model`; DataError when the tokenizer cannot be had.
+    """
+    model = build_model(config, build_tokenizer(config.tokenizer))
+    layout = layout_of(model)
+    theta: Vector = np.empty(layout.size, np.float32)
+    Shards(layout).store(trainable(model), theta)
+    return theta
+
+
+def _check_size(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
+    settings = model.config
+    positions = getattr(settings, "max_position_embeddings", None)
+    problem = misfit(positions, settings.vocab_size, config, tokenizer.size)
+    if problem:
+        raise ManifestError(f"{problem}.")
+
+
+def _load(kind: type[Any], path: str) -> Any:
+    try:
+        weights = {"use_safetensors": True} if kind is AutoModelForCausalLM else {}  # others may hold pickles
+        return kind.from_pretrained(path, **weights)
+    except (OSError, ValueError) as error:
+        raise ManifestError(
+            f"model.path = {path!r} cannot be loaded: {first_line(error)}",
+            "Give a model's folder or hub name, with weights as safetensors; on a machine without internet, a folder.",
+        ) from error
+
+
+def _from_config(config: RunConfig, tokenizer: Tokenizer) -> Any:
+    values = dict(config.model.config or {})
+    model_type = str(values.pop("model_type"))
+    _refuse_unknown_keys(model_type, values)
+    torch.manual_seed(config.model.init_seed)
+    try:
+        with PortableNormal():
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **tokenizer.special, **values))
+    except Exception as error:  # each architecture has its own ways to object
+        cause = f"model.config: transformers refuses it: {first_line(error)}"
+        raise ManifestError(cause, "Correct that value.") from error
+
+
+def _refuse_unknown_keys(model_type: str, values: dict[str, Any]) -> None:
+    """transformers keeps unknown keys in silence, and a misspelt size would silently be the default."""
+    try:
+        known = AutoConfig.for_model(model_type)
+    except ValueError:
+        raise ManifestError(
+            f"model.config.model_type = {model_type!r}: transformers knows no such architecture.",
+            'Name a causal language model, e.g. "llama".',
+        ) from None
+    for key in values:
+        if not hasattr(known, key):
+            close = difflib.get_close_matches(key, list(vars(known)), n=1)
+            remedy = f"Did you mean {close[0]}?" if close else "Remove it."
+            raise ManifestError(f"model.config.{key} = {values[key]!r}: {model_type} has no such setting.", remedy)
+
+
+class PortableNormal(TorchDispatchMode):
+    """Within it, `normal_` gives the same bits on every CPU, whoever calls it: the sum of 12 uniform draws, less 6
+    (Irwin-Hall).
+
+    torch's `uniform_` is exact and additions are elementwise, so IEEE arithmetic leaves nothing open.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.normal_.default:
+            return _portable_normal(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _portable_normal(
+    tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    def empty() -> torch.Tensor:
+        return torch.empty_like(tensor, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+    total = empty().fill_(-6.0)
+    for _ in range(12):
+        total += empty().uniform_(generator=generator)
+    return tensor.copy_(total.mul_(std).add_(mean))
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    """The model's trainable parameters as a `Layout`."""
+    return Layout([(name, tuple(parameter.shape)) for name, parameter in trainable(model).items()])
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Those that are trained, by name; tied ones once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
+
+    Raises: MachineError when it is none of these, or torch cannot use it.
+    """
+    if not DEVICE.fullmatch(wanted):
+        raise MachineError(f"--device {wanted} is nothing to train on.", "Use auto, cpu, cuda, or cuda:1 and so on.")
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise MachineError(
+            f"--device {wanted} cannot be used by torch {torch.__version__}: {first_line(error)}",
+            "Use --device cpu, or install a torch that supports this GPU.",
+        ) from error
+    return device

@@ -1,0 +1,102 @@
+"""A worker's model: plain on one CPU, else sharded; and the memory for it, found to be there before it is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import Tokenizer
+from opendiloco.errors import MachineError, first_line
+from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
+from opendiloco.inner.team import Team
+from opendiloco.model.build import build_model, build_skeleton, layout_of, trainable
+from opendiloco.model.shards import Shards
+from opendiloco.shared_memory import VALUE_BYTES, SharedVectors, check_available, reserve
+from opendiloco.workers.options import WorkerOptions
+
+
+def assemble_model(
+    config: RunConfig, tokenizer: Tokenizer, team: Team, options: WorkerOptions, memory_descriptor: int | None
+) -> Any:
+    """The worker's model on its device. What theta has of it is to be loaded from there, if it is sharded.
+
+    With a `memory_descriptor`, the first worker puts the initial theta into that shared memory. It alone builds a whole
+    model; the others do, too, if the model has tensors that only its constructor can fill.
+
+    Raises: MachineError when the machine or device has too little memory; see `build_model`.
+    """
+    skeleton = build_skeleton(config, tokenizer)
+    each_builds = has_other_tensors(skeleton)
+    if team.device.type == "cuda":
+        _check_device(skeleton, team, options)
+    if memory_descriptor is not None and team.rank == 0:
+        _check_memory(skeleton, team, options)
+        reserve(memory_descriptor, layout_of(skeleton).size)
+    whole = build_model(config, tokenizer) if team.rank == 0 or each_builds else None
+    if memory_descriptor is not None and team.rank == 0:
+        _store_theta(whole, memory_descriptor)
+    model = whole if team.mesh is None or each_builds else skeleton
+    _prepare(model, team.device, options)
+    if team.mesh is not None:
+        shard_model(model, team, config.training)
+        if not each_builds:
+            fill_untrained(model, whole, team)
+    team.wait_for_all()  # the others map the shared memory now, which must have its size
+    return model
+
+
+def _store_theta(model: Any, memory_descriptor: int) -> None:
+    layout = layout_of(model)
+    Shards(layout).store(trainable(model), SharedVectors(memory_descriptor, layout.size).theta)
+
+
+def _prepare(model: Any, device: torch.device, options: WorkerOptions) -> None:
+    if options.activation_checkpointing:
+        # Its name until transformers 5.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise MachineError(first_line(error), "Leave out --activation-checkpointing.") from error
+    if options.compile if options.compile is not None else device.type == "cuda":
+        for block in transformer_blocks(model):
+            block.forward = torch.compile(block.forward)
+
+
+def _check_memory(skeleton: Any, team: Team, options: WorkerOptions) -> None:
+    """docs/training.md has the formulas. What activations take cannot be known, and comes on top.
+
+    Raises: MachineError.
+    """
+    weights, trained = _counts(skeleton)
+    starting = weights  # worker 0's whole model
+    training = 0
+    if team.device.type == "cpu":
+        starting += weights if team.mesh else 0
+        training = _training_values(weights, trained, options)
+    outer = 4 * trained  # theta, local, momentum; payloads are one more at most
+    what = "Training this model" if options.trains else "Evaluating this model"
+    check_available(what, VALUE_BYTES * (outer + max(starting, training)))
+
+
+def _check_device(skeleton: Any, team: Team, options: WorkerOptions) -> None:
+    """Raises: MachineError."""
+    needed = VALUE_BYTES * _training_values(*_counts(skeleton), options) // team.size
+    free = torch.cuda.mem_get_info(team.device)[0]
+    if needed > free:
+        raise MachineError(
+            f"{team.device} has {free / 2**20:.0f} MiB free; its part of the model takes {needed / 2**20:.0f} MiB.",
+            "Use more GPUs, or larger ones.",
+        )
+
+
+def _counts(model: Any) -> tuple[int, int]:
+    """How many values the model has, and how many of them are trained."""
+    return sum(parameter.numel() for parameter in model.parameters()), layout_of(model).size
+
+
+def _training_values(weights: int, trained: int, options: WorkerOptions) -> int:
+    """Weights, and when training their gradients and two moments: of all workers together."""
+    return weights + 3 * trained if options.trains else weights

@@ -1,0 +1,231 @@
+"""What the peer process and each of its workers say to each other: one JSON object a line over a socket pair.
+
+Commands are carried out one after the other; only `stop_training` and those about moments are heard while training.
+Each command is answered by exactly one reply of its kind, or by `failed`; `train` also sends `progress` in between, if
+the worker is the first.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from opendiloco.model.export import RunFacts
+from opendiloco.workers.options import WorkerOptions
+from peers.leases import SampleRange
+
+LINE_LIMIT = 16 * 2**20
+
+
+class Message(BaseModel):
+    """One line of the control channel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def line(self) -> bytes:
+        return self.model_dump_json().encode() + b"\n"
+
+
+class CountDevices(Message):
+    """Say how many GPUs torch sees. Answered by `DevicesCounted`."""
+
+    kind: Literal["count_devices"] = "count_devices"
+
+
+class Configure(Message):
+    """Build model, data and optimizer as worker `rank` of `workers`. Answered by `Configured` when all have.
+
+    They meet on `port`. With `fresh`, the first puts the initial weights into shared memory; else they are left there.
+    """
+
+    kind: Literal["configure"] = "configure"
+    manifest_content: dict[str, Any]
+    options: WorkerOptions
+    device: str
+    rank: int
+    workers: int
+    port: int
+    fresh: bool
+
+
+class Train(Message):
+    """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `TrainingDone`.
+
+    `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. They begin
+    from theta, or from what lies in `local`.
+    """
+
+    kind: Literal["train"] = "train"
+    number: int
+    index: int
+    samples: tuple[SampleRange, ...]
+    steps: int
+    tokens: int
+    from_local: bool = False
+
+
+class StopTraining(Message):
+    """End training `number` after its present inner step, or after its first if it has not begun. Has no reply.
+
+    All workers end after the same inner step, as soon as one of them has heard it.
+    """
+
+    kind: Literal["stop_training"] = "stop_training"
+    number: int
+
+
+class Evaluate(Message):
+    """Held-out loss of theta over at most `windows` windows. Answered by `Evaluated`."""
+
+    kind: Literal["evaluate"] = "evaluate"
+    windows: int
+
+
+class Generate(Message):
+    """Continue `prompt` by at most `tokens` tokens with theta. Answered by `Generated`."""
+
+    kind: Literal["generate"] = "generate"
+    prompt: str
+    tokens: int
+    seed: int
+
+
+class Export(Message):
+    """Write theta as a transformers model folder. Answered by `Exported`."""
+
+    kind: Literal["export"] = "export"
+    folder: str
+    facts: RunFacts
+
+
+class StoreMoments(Message):
+    """Write the inner optimizer's state into the memory for it: each worker its part. Alone on its machine, a worker
+    does it between two inner steps. Answered by `MomentsMoved`."""
+
+    kind: Literal["store_moments"] = "store_moments"
+
+
+class LoadMoments(Message):
+    """Take the inner optimizer's state from there, just so. Answered by `MomentsMoved`."""
+
+    kind: Literal["load_moments"] = "load_moments"
+
+
+class DevicesCounted(Message):
+    """How many GPUs torch sees."""
+
+    kind: Literal["devices_counted"] = "devices_counted"
+    gpus: int
+
+
+class Configured(Message):
+    """The worker is ready. `parameters` is the number of trainable values, the length of theta.
+
+    `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
+    windows go through the model at once.
+    """
+
+    kind: Literal["configured"] = "configured"
+    parameters: int
+    tokens_per_sample: int
+    device: str
+    device_name: str
+    flops_per_token: float | None
+    micro_batch: int
+
+
+class TrainingProgress(Message):
+    """After an inner step. `loss` in nats per token; `gradient_norm` before clipping; `tokens_per_second` over this
+    training so far."""
+
+    kind: Literal["progress"] = "progress"
+    inner_step: int
+    loss: float
+    gradient_norm: float
+    tokens_per_second: float
+
+
+class TrainingDone(Message):
+    """`samples` (the lease, or a prefix of it) are trained, and the weights that came out are in `local`.
+
+    Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite. `loss` and `gradient_norm` are
+    means over the others. `waited_seconds` of its `seconds` the worker waited for data. `peak_memory_bytes`: on a GPU,
+    what tensors took at most in this training; on the CPU, the process since it started.
+    """
+
+    kind: Literal["trained"] = "trained"
+    samples: tuple[SampleRange, ...]
+    tokens: int
+    inner_steps: int
+    loss: float
+    gradient_norm: float
+    skipped: int
+    seconds: float
+    waited_seconds: float
+    peak_memory_bytes: int
+
+
+class Evaluated(Message):
+    """Mean loss in nats per token over `tokens` predicted tokens."""
+
+    kind: Literal["evaluated"] = "evaluated"
+    loss: float
+    tokens: int
+
+
+class Generated(Message):
+    """The continuation, without the prompt."""
+
+    kind: Literal["generated"] = "generated"
+    text: str
+
+
+class Exported(Message):
+    """The folder is complete."""
+
+    kind: Literal["exported"] = "exported"
+
+
+class MomentsMoved(Message):
+    """The moments are there, or `problem` says why not. Training goes on in any case."""
+
+    kind: Literal["moments_moved"] = "moments_moved"
+    problem: str | None = None
+
+
+class Failed(Message):
+    """A command failed. `error` is a class of `opendiloco.errors` if the error is expected, else anything."""
+
+    kind: Literal["failed"] = "failed"
+    error: str
+    message: str
+    remedy: str
+    traceback: str
+
+
+Command = CountDevices | Configure | Train | StopTraining | Evaluate | Generate | Export | StoreMoments | LoadMoments
+Reply = (
+    DevicesCounted
+    | Configured
+    | TrainingProgress
+    | TrainingDone
+    | Evaluated
+    | Generated
+    | Exported
+    | MomentsMoved
+    | Failed
+)
+
+_COMMANDS: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
+_REPLIES: TypeAdapter[Reply] = TypeAdapter(Annotated[Reply, Field(discriminator="kind")])
+
+
+def parse_command(line: bytes) -> Command:
+    """Raises: pydantic.ValidationError."""
+    return _COMMANDS.validate_json(line)
+
+
+def parse_reply(line: bytes) -> Reply:
+    """Raises: pydantic.ValidationError."""
+    return _REPLIES.validate_json(line)

@@ -1,0 +1,367 @@
+"""A machine's workers, as the peer process commands them: all do the same at the same time, or end together.
+
+Workers that share a model wait for each other in every collective, so the death or failure of one would leave the
+others waiting for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.errors import DeviceMemoryError, WorkerError
+from opendiloco.model.export import RunFacts
+from opendiloco.model.utilisation import peak_tokens_per_second
+from opendiloco.shared_memory import SharedVectors, copy_bytes, create_memory_file
+from opendiloco.workers.control import (
+    Configure,
+    Configured,
+    CountDevices,
+    DevicesCounted,
+    Evaluate,
+    Evaluated,
+    Export,
+    Exported,
+    Generate,
+    Generated,
+    LoadMoments,
+    Message,
+    StopTraining,
+    StoreMoments,
+    Train,
+    TrainingDone,
+    TrainingProgress,
+)
+from opendiloco.workers.options import WorkerOptions, choose_devices, needs_gpu_count
+from opendiloco.workers.process import Answer, Descriptors, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
+from opendiloco.workers.request_queue import RequestQueue
+from opendiloco.workers.telemetry import Telemetry
+from peers.errors import DilocoPeerError
+from peers.memory_file import MemoryFile
+from peers.workload import InnerLoop, Progress, SnapshotError, Trained
+
+logger = logging.getLogger(__name__)
+
+LOST = (WorkerDeathError, UnexpectedWorkerError)
+"""How workers fail that may do better when they are started again."""
+EXPLANATION_SECONDS = 2.0
+"""How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
+
+
+class WorkersRestartedError(Exception):
+    """The training's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
+
+
+class WorkerGroup:
+    """Running, configured workers. Made by `start`; `close` ends them. Requests queue up behind one another."""
+
+    vectors: SharedVectors
+    tokens_per_sample: int
+    device: str
+    telemetry: Telemetry
+
+    def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
+        self._config = config
+        self._options = options
+        self._memory_descriptor, self._moments_descriptor = create_memory_file(), create_memory_file()
+        self._moments_turn = asyncio.Lock()
+        self._workers: list[WorkerProcess] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
+        self._requests = RequestQueue()
+        self._trainings = 0
+        self._micro_batch = 0
+        self._halved = False
+        self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
+        self._restarts_left = options.restarts
+        self._is_closing = False
+
+    @classmethod
+    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> WorkerGroup:
+        """Start workers and have them build model and data: seconds, mostly imports.
+
+        Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
+        """
+        group = cls(config, options or WorkerOptions())
+        try:
+            configured = await group._start_workers(fresh=True)
+        except BaseException:
+            await group.close()
+            raise
+        group.vectors = SharedVectors(group._memory_descriptor, configured.parameters)
+        group.tokens_per_sample = configured.tokens_per_sample
+        peak = peak_tokens_per_second(
+            configured.device_name, len(group._workers), config.training.precision, configured.flops_per_token
+        )
+        group.telemetry = Telemetry(config.training.inner_steps, peak)
+        return group
+
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
+    ) -> Trained:
+        """Train and publish into `vectors.local`; see `Replica.train`. When cancelled, stops within one inner step.
+
+        Begins from theta, or with `from_local` from what `vectors.local` holds.
+
+        Raises: WorkersRestartedError when a worker died or failed, or a device ran out of memory, and others have been
+        started in their place. Too often, WorkerError and DeviceMemoryError; WorkerError also when most losses are not
+        finite.
+        """
+        wanted = True
+
+        def report(message: TrainingProgress) -> None:
+            if wanted:
+                self.telemetry.progressed(work.index, message)
+                on_progress(Progress(message.inner_step, message.loss, message.tokens_per_second))
+
+        self._trainings += 1
+        number = self._trainings
+        command = Train(number=number, from_local=from_local, **vars(work))
+        request = self._requests.add(lambda: self._together(self._train(command, report)))
+        try:
+            done = await asyncio.shield(request)
+        except asyncio.CancelledError:
+            wanted = False
+            for worker in self._workers:
+                worker.write(StopTraining(number=number))
+            await asyncio.wait([request])
+            raise
+        self.telemetry.trained(work.index, done)
+        return Trained(done.samples, done.tokens, done.loss)
+
+    async def evaluate(self, windows: int) -> Evaluated:
+        """Held-out loss of theta over at most so many windows."""
+        command = Evaluate(windows=windows)
+        return await asyncio.shield(self._requests.add(lambda: self._together(self._evaluate(command))))
+
+    async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
+        """theta's continuation of a prompt."""
+        command = Generate(prompt=prompt, tokens=tokens, seed=seed)
+        return (await asyncio.shield(self._requests.add(lambda: self._exchange([command], Generated)))).text
+
+    async def export(self, folder: Path, facts: RunFacts) -> None:
+        """Write theta as a model folder. Raises: MachineError when it cannot be written."""
+        command = Export(folder=str(folder.absolute()), facts=facts)
+        await asyncio.shield(self._requests.add(lambda: self._exchange([command], Exported)))
+
+    async def store_moments(self, out: memoryview) -> None:
+        """The inner optimizer's state (see inner/moments.py) as it is after some inner step. Of a single worker
+        training need not end for it; of several it must, since they are not at the same step at the same time.
+
+        Raises: SnapshotError when there is none to give; OSError without memory; WorkerError when a worker dies.
+        """
+        await self._finish_moving(StoreMoments(), out)
+
+    async def load_moments(self, moments: memoryview) -> None:
+        """Have the inner optimizer go on with checked moments. Raises: as `store_moments`."""
+        await self._finish_moving(LoadMoments(), moments)
+
+    async def wait_for_death(self) -> DilocoPeerError:
+        """Returns what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
+        return await asyncio.shield(self._death)
+
+    async def close(self) -> None:
+        """End the workers. Leaves no process behind."""
+        self._is_closing = True
+        await self._end_workers()
+        await self._requests.idle()
+        await self._end_workers()  # what a request had started meanwhile
+        if self._memory_descriptor >= 0:
+            os.close(self._memory_descriptor)
+            os.close(self._moments_descriptor)
+            self._memory_descriptor = -1
+
+    # Starting and ending ---------------------------------------------------------------------------------------------
+    async def _start_workers(self, fresh: bool) -> Configured:
+        threads, shared = self._options.threads, Descriptors(self._memory_descriptor, self._moments_descriptor)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            self._workers = [await WorkerProcess.start(shared._replace(listener=listener.fileno()), threads)]
+        if self._is_closing:
+            raise WorkerError("no workers are wanted any more.")
+        devices = choose_devices(self._options, await self._count_gpus())
+        for _ in devices[1:]:
+            self._workers.append(await WorkerProcess.start(shared, threads))
+        if len(devices) > 1:
+            for rank, worker in enumerate(self._workers):
+                worker.name = f"worker {rank} of {len(devices)}"
+        self._watching = asyncio.create_task(self._watch(self._workers))
+        self.device = devices[0] if len(devices) == 1 else f"{len(devices)} x {devices[0].partition(':')[0]}"
+        commands = [
+            Configure(
+                manifest_content=self._config.to_manifest_content(),
+                options=self._options,
+                device=device,
+                rank=rank,
+                workers=len(devices),
+                port=port,
+                fresh=fresh,
+            )
+            for rank, device in enumerate(devices)
+        ]
+        configured = await self._exchange(commands, Configured)
+        self._micro_batch = configured.micro_batch
+        if self._options.micro_batch is None and self._micro_batch * len(devices) < self._config.training.batch_size:
+            logger.info("for want of memory, each worker trains on %d windows at once", self._micro_batch)
+        return configured
+
+    async def _count_gpus(self) -> int:
+        if not needs_gpu_count(self._options):
+            return 0
+        return (await self._exchange([CountDevices()], DevicesCounted)).gpus
+
+    async def _restart_with_half(self, error: DeviceMemoryError) -> None:
+        """New workers with half the micro-batch; their moments start anew. Raises: the error, if we did so before."""
+        before = self._micro_batch
+        if self._halved or before == 1:
+            raise error
+        self._halved = True
+        self._options = replace(self._options, micro_batch=before // 2)
+        logger.warning(
+            "%s The workers start again with %d windows at once instead of %d; --micro-batch %d does so at once.",
+            *(error.message, before // 2, before, before // 2),
+        )
+        await self._restart()
+
+    async def _start_again(self, error: DilocoPeerError) -> None:
+        """New workers for those that were lost; their moments start anew. Raises: the error, if that was too often."""
+        if not self._restarts_left:
+            raise error
+        self._restarts_left -= 1
+        logger.warning("%s The workers start again; training begins anew from the outer parameters.", error.message)
+        await self._restart()
+
+    async def _restart(self) -> None:
+        await self._end_workers()
+        self._lost = None
+        await self._start_workers(fresh=False)
+
+    async def _together(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Workers that share a model are of no use any more when one of them has failed."""
+        try:
+            return await work
+        except DilocoPeerError as error:
+            if len(self._workers) > 1:
+                (self._lose if isinstance(error, LOST) else self._die)(error)
+            raise
+
+    async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
+        deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
+        try:
+            done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            self._lose(next(iter(done)).result())
+        finally:
+            for death in deaths:
+                death.cancel()
+
+    def _lose(self, error: DilocoPeerError) -> None:
+        """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
+        self._lost = self._lost or error
+        for worker in self._workers:
+            worker.kill()
+        if not self._restarts_left:
+            self._die(error)
+
+    def _die(self, error: DilocoPeerError) -> None:
+        if not self._death.done():
+            self._death.set_result(error)
+        for worker in self._workers:
+            worker.kill()
+
+    async def _end_workers(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    # Requests --------------------------------------------------------------------------------------------------------
+    async def _train(self, command: Train, on_progress: Callable[[TrainingProgress], None]) -> TrainingDone:
+        await self._revive()
+        try:
+            done = await self._ask_all(command, TrainingDone, on_progress)
+        except DeviceMemoryError as error:
+            await self._restart_with_half(error)
+            raise WorkersRestartedError from error
+        except LOST as error:
+            await self._start_again(error)
+            raise WorkersRestartedError from error
+        self._restarts_left = self._options.restarts
+        return done
+
+    async def _evaluate(self, command: Evaluate) -> Evaluated:
+        await self._revive()
+        return await self._ask_all(command, Evaluated)
+
+    async def _revive(self) -> None:
+        """Workers that died since they were last needed. Raises: see `_start_again`."""
+        if self._lost is not None:
+            await self._start_again(self._lost)
+
+    async def _finish_moving(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
+        """It goes on to its end even if we are cancelled."""
+        if len(self._workers) == 1:
+            work = self._requests.hold(asyncio.create_task(self._move_moments(command, moments)))
+        else:
+            work = self._requests.add(lambda: self._move_moments(command, moments))
+        await asyncio.shield(work)
+
+    async def _move_moments(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
+        """Through memory that all processes see, and that is taken only for so long."""
+        async with self._moments_turn:
+            memory = await asyncio.to_thread(MemoryFile, os.dup(self._moments_descriptor), len(moments))
+            try:
+                if isinstance(command, LoadMoments):
+                    await asyncio.to_thread(copy_bytes, moments, memory.data)
+                moved = [worker.move_moments(command) for worker in self._workers]
+                problems = [said for said in await asyncio.gather(*moved, return_exceptions=True) if said is not None]
+                if problems and isinstance(problems[0], WorkerDeathError) and not self._death.done():
+                    raise SnapshotError("the worker is gone")  # another takes its place
+                if problems:
+                    raise problems[0]
+                if isinstance(command, StoreMoments):
+                    await asyncio.to_thread(copy_bytes, memory.data, moments)
+            finally:
+                os.truncate(memory.descriptor, 0)
+
+    async def _ask_all(
+        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None] | None = None
+    ) -> Answer:
+        return await self._exchange([command] * len(self._workers), answer, on_progress)
+
+    async def _exchange(
+        self,
+        commands: Sequence[Message],
+        answer: type[Answer],
+        on_progress: Callable[[TrainingProgress], None] | None = None,
+    ) -> Answer:
+        """Give each of the first workers its command; the first one's answer, when all have answered.
+
+        Raises: what most probably was the cause, when one fails.
+        """
+        exchanges = [
+            self._requests.hold(asyncio.create_task(worker.exchange(command, answer, on_progress or _ignore)))
+            for worker, command in zip(self._workers, commands, strict=False)
+        ]
+        _, unfinished = await asyncio.wait(exchanges, return_when=asyncio.FIRST_EXCEPTION)
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
+        errors = [error for task in exchanges if task.done() and (error := task.exception())]
+        if errors:
+            raise self._lost or min(errors, key=_is_unexpected)
+        return exchanges[0].result()
+
+
+def _is_unexpected(error: BaseException) -> bool:
+    """Such as what a collective raises when another worker is gone."""
+    return isinstance(error, UnexpectedWorkerError)
+
+
+def _ignore(progress: TrainingProgress) -> None:
+    pass

@@ -1,0 +1,308 @@
+"""A worker process: trains, evaluates and exports on command. Started as `python -m opendiloco.workers.worker`.
+
+It lives exactly as long as the control channel: when the peer process dies, however it dies, the channel closes and
+the worker exits at once. Ctrl-C and other requests to end are the peer process's business alone: they reach the worker
+blocked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
+from opendiloco.shared_memory import SharedVectors
+from opendiloco.workers.control import (
+    Command,
+    Configure,
+    Configured,
+    CountDevices,
+    DevicesCounted,
+    Evaluate,
+    Evaluated,
+    Export,
+    Exported,
+    Failed,
+    Generate,
+    Generated,
+    LoadMoments,
+    Message,
+    MomentsMoved,
+    StopTraining,
+    StoreMoments,
+    Train,
+    TrainingDone,
+    TrainingProgress,
+    parse_command,
+)
+from peers.errors import DilocoPeerError
+
+if TYPE_CHECKING:
+    from opendiloco.data.tokenizer import Tokenizer
+    from opendiloco.data.training_data import TrainingData
+    from opendiloco.inner.replica import Replica
+
+
+class Channel:
+    """The worker's end of the control channel, read by a thread of its own so that its closing is noticed at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.stopped_number = 0
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        self._connection.sendall(message.line())
+
+    def _read(self) -> None:
+        """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
+        try:
+            for line in self._connection.makefile("rb"):
+                command = parse_command(line)
+                if isinstance(command, StopTraining):
+                    self.stopped_number = command.number
+                else:
+                    self.commands.put(command)
+        except ConnectionError:
+            pass
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+
+class Descriptors(NamedTuple):
+    """The memory files that the peer process sees, too: for `SharedVectors`, and, while they are moved, for moments.
+    And the socket at which workers meet, if this is the first."""
+
+    vectors: int
+    moments: int
+    listener: int | None
+
+
+class Worker:
+    """A configured worker: model, data and shared vectors."""
+
+    def __init__(self, command: Configure, descriptors: Descriptors, channel: Channel) -> None:
+        # Imported here, after the channel is being listened to: these take seconds.
+        import torch
+
+        from opendiloco.data.tokenizer import build_tokenizer
+        from opendiloco.data.training_data import load_data
+        from opendiloco.inner.device_facts import device_name
+        from opendiloco.inner.replica import Replica
+        from opendiloco.inner.team import Team
+        from opendiloco.model.build import choose_device
+        from opendiloco.model.utilisation import flops_per_token
+        from opendiloco.workers.assembly import assemble_model
+
+        torch.set_num_threads(command.options.threads)
+        self._channel = channel
+        self._options = command.options
+        self._config = RunConfig.from_manifest_content(command.manifest_content)
+        device = choose_device(command.device)
+        self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
+        self._data: TrainingData = load_data(self._config, self._tokenizer)
+        if command.workers > 1 or device.type == "cuda":
+            self._team = Team.meet(device, command.rank, command.workers, command.port, descriptors.listener)
+        else:
+            self._team = Team(device)
+            if descriptors.listener is not None:
+                os.close(descriptors.listener)
+        memory = descriptors.vectors if command.fresh else None
+        model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
+        self._replica: Replica = Replica(self._config, model, self._data.samples, self._team)
+        self._replica.micro_batch = self._choose_micro_batch()
+        self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
+        self._moments_descriptor = descriptors.moments
+        parameters, length = self._replica.layout.size, self._config.training.sequence_length
+        self.description = Configured(
+            parameters=parameters,
+            tokens_per_sample=length,
+            device=str(device),
+            device_name=device_name(device),
+            flops_per_token=flops_per_token(model.config, parameters, length),
+            micro_batch=self._replica.micro_batch,
+        )
+
+    def _choose_micro_batch(self) -> int:
+        """As this machine's owner says; else, to train, as many windows as fit."""
+        from opendiloco.inner.micro_batch import fitting_micro_batch
+
+        piece = self._team.largest_piece(self._config.training.batch_size)
+        if self._options.micro_batch is not None or not self._options.trains:
+            return min(self._options.micro_batch or piece, piece)
+        return fitting_micro_batch(self._replica, piece, self._team)
+
+    def carry_out(self, command: Command) -> Message:
+        """The reply to one command."""
+        match command:
+            case Train():
+                return self._train(command)
+            case Evaluate():
+                return self._evaluate(command)
+            case Generate():
+                return self._generate(command)
+            case Export():
+                return self._export(command)
+            case StoreMoments() | LoadMoments():
+                return self._move_moments(command)
+            case _:
+                raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
+
+    def _train(self, command: Train) -> TrainingDone:
+        from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
+
+        started = time.monotonic()
+        forget_peak_memory(self._team.device)
+        length = self._config.training.sequence_length
+
+        def report(inner_step: int, loss: float, norm: float, samples: int) -> None:
+            if self._team.rank == 0:
+                speed = samples * length / (time.monotonic() - started)
+                progress = TrainingProgress(
+                    inner_step=inner_step, loss=loss, gradient_norm=norm, tokens_per_second=speed
+                )
+                self._channel.send(progress)
+            if self._team.size == 1:
+                self._carry_out_asides()
+
+        def stop_wanted() -> bool:
+            return command.number <= self._channel.stopped_number
+
+        start = self._vectors.local if command.from_local else self._vectors.theta
+        trained = self._replica.train(
+            start, command.index, command.samples, command.steps, report, stop_wanted, command.tokens
+        )
+        self._replica.store(self._vectors.local)
+        return TrainingDone(
+            samples=trained.samples,
+            tokens=trained.tokens,
+            inner_steps=trained.inner_steps,
+            loss=trained.loss,
+            gradient_norm=trained.gradient_norm,
+            skipped=trained.skipped,
+            seconds=time.monotonic() - started,
+            waited_seconds=trained.waited_seconds,
+            peak_memory_bytes=peak_memory(self._team.device),
+        )
+
+    def _carry_out_asides(self) -> None:
+        """While we train, the peer process asks for nothing that does not fit between two inner steps."""
+        with suppress(queue.Empty):
+            while True:
+                self._channel.send(self.carry_out(self._channel.commands.get_nowait()))
+
+    def _move_moments(self, command: StoreMoments | LoadMoments) -> MomentsMoved:
+        from opendiloco.inner.moments import Moments
+
+        try:
+            memory = memoryview(mmap.mmap(self._moments_descriptor, 0))
+            moments = Moments(memory)
+            if isinstance(command, StoreMoments):
+                self._replica.store_moments(moments)
+            else:
+                self._replica.load_moments(moments)
+        except Exception as error:  # whatever it is, training need not end of it
+            return MomentsMoved(problem=str(error))
+        return MomentsMoved()
+
+    def _evaluate(self, command: Evaluate) -> Evaluated:
+        """All workers compute the same: each forward pass takes all of them."""
+        from opendiloco.model.evaluation import held_out_loss
+
+        self._replica.load(self._vectors.theta)
+        windows, at_once = command.windows, self.description.micro_batch
+        loss, tokens = held_out_loss(self._replica.model, self._data.held_out, windows, at_once)
+        return Evaluated(loss=loss, tokens=tokens)
+
+    def _generate(self, command: Generate) -> Generated:
+        from opendiloco.model.evaluation import generate_sample
+
+        model = self._whole_model()
+        return Generated(text=generate_sample(model, self._tokenizer, command.prompt, command.tokens, command.seed))
+
+    def _export(self, command: Export) -> Exported:
+        from opendiloco.model.export import export_model
+
+        export_model(self._whole_model(), self._tokenizer, Path(command.folder), self._config, command.facts)
+        return Exported()
+
+    def _whole_model(self) -> Any:
+        """A model with theta in it: the worker's own, or one made for the purpose if that is sharded."""
+        from opendiloco.model.build import build_model, trainable
+        from opendiloco.model.shards import Shards
+
+        if self._team.mesh is None:
+            self._replica.load(self._vectors.theta)
+            return self._replica.model
+        model = build_model(self._config, self._tokenizer)
+        Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
+        return model
+
+
+def serve(channel: Channel, descriptors: Descriptors) -> None:
+    """Carry out commands for as long as the process lives."""
+    worker: Worker | None = None
+    while True:
+        command = channel.commands.get()
+        try:
+            if isinstance(command, Configure):
+                worker = Worker(command, descriptors, channel)
+                reply: Message = worker.description
+            elif isinstance(command, CountDevices):
+                reply = count_devices()
+            elif worker is None:
+                raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
+            else:
+                reply = worker.carry_out(command)
+        except Exception as error:
+            reply = describe_failure(error)
+        channel.send(reply)
+
+
+def count_devices() -> DevicesCounted:
+    import torch
+
+    return DevicesCounted(gpus=torch.cuda.device_count())
+
+
+def describe_failure(error: Exception) -> Failed:
+    """What the peer process needs to raise the same error on its side."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, ImportError):
+        error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
+    if type(error).__name__ == "OutOfMemoryError":
+        remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
+        error = DeviceMemoryError("the device ran out of memory.", remedy)
+    message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
+    return Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Started by diloco-peer; not for use by hand.")
+    parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
+    parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory file")
+    parser.add_argument("--moments", type=int, required=True, help="descriptor of the one for moments")
+    parser.add_argument("--listener", type=int, help="descriptor of the socket where the workers meet; the first's")
+    arguments = parser.parse_args()
+    channel = Channel(socket.socket(fileno=arguments.control))
+    channel.start()
+    serve(channel, Descriptors(arguments.memory, arguments.moments, arguments.listener))
+
+
+if __name__ == "__main__":
+    main()
