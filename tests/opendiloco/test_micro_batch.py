@@ -11,7 +11,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.inner import micro_batch
-from opendiloco.inner.micro_batch import bytes_kept, fitting_micro_batch
+from opendiloco.inner.micro_batch import fitting_micro_batch, window_memory
 from opendiloco.inner.replica import Replica
 from opendiloco.inner.team import Team
 from opendiloco.model.build import build_model
@@ -32,30 +32,32 @@ def with_training(config: RunConfig, **changes: Any) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
 
 
-def test_what_is_kept_grows_with_the_windows_and_weights_do_not_count(replica: Replica) -> None:
-    one = bytes_kept(replica, TEAM)
+def test_more_windows_take_more(replica: Replica) -> None:
+    """By what none of them can do without: logits, and what blocks keep."""
+    two, eight = window_memory(replica, TEAM, windows=2), window_memory(replica, TEAM, windows=8)
     length, config = replica.window_length - 1, replica.model.config
-    assert one > 4 * length * (config.vocab_size + config.num_hidden_layers * config.hidden_size)
-    assert bytes_kept(replica, TEAM, windows=7) == pytest.approx(7 * one, rel=0.05)  # not so the sines of positions
+    assert eight - two > 6 * 4 * length * (2 * config.vocab_size + 10 * config.num_hidden_layers * config.hidden_size)
+    assert eight / 8 < window_memory(replica, TEAM) < eight  # some of it does not grow
 
 
-def test_what_is_kept_is_less_where_blocks_are_computed_again(replica: Replica) -> None:
-    one = bytes_kept(replica, TEAM)
+def test_less_where_blocks_are_computed_again(small_content: dict[str, Any]) -> None:
+    model = small_content["model"]["config"] | {"num_hidden_layers": 8}
+    replica = replica_of(RunConfig.from_manifest_content(small_content | {"model": {"config": model, "init_seed": 3}}))
+    replica.model.train()
+    whole = window_memory(replica, TEAM, windows=8)
     replica.model.gradient_checkpointing_enable({"use_reentrant": False})
     replica.model.train()
-    again = bytes_kept(replica, TEAM)
-    config = replica.model.config
-    assert 4 * (replica.window_length - 1) * config.num_hidden_layers * config.hidden_size < again < one
+    assert window_memory(replica, TEAM, windows=8) < whole / 2
 
 
 @pytest.mark.parametrize("changes", [{"document_mask": True}, {"precision": "bf16"}, {"z_loss": 1e-4}])
 def test_it_is_found_however_the_run_trains(small_config: RunConfig, changes: dict[str, Any]) -> None:
-    assert bytes_kept(replica_of(with_training(small_config, **changes)), TEAM) > 0
+    assert window_memory(replica_of(with_training(small_config, **changes)), TEAM) > 1000
 
 
 def test_the_replica_stays_as_it_is(replica: Replica) -> None:
     before, random = [tensor.clone() for tensor in replica.model.state_dict().values()], torch.get_rng_state()
-    bytes_kept(replica, TEAM)
+    window_memory(replica, TEAM)
     after = replica.model.state_dict().values()
     assert all(torch.equal(tensor, as_before) for tensor, as_before in zip(after, before, strict=True))
     assert all(parameter.grad is None for parameter in replica.model.parameters())
@@ -63,11 +65,11 @@ def test_the_replica_stays_as_it_is(replica: Replica) -> None:
 
 
 @pytest.mark.parametrize(("windows", "expected"), [(100, 8), (8, 8), (5, 5), (1, 1), (0, 1), (-9, 1)])
-def test_as_many_as_fit_into_half_of_what_is_left(
+def test_as_many_as_fit_into_a_quarter_of_what_is_left(
     replica: Replica, windows: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    later = 20 * replica.layout.size  # gradient, moments, momentum, payloads
-    free = later + 2 * windows * bytes_kept(replica, TEAM)
+    later = 16 * replica.layout.size  # moments, momentum, payloads
+    free = later + 4 * windows * window_memory(replica, TEAM)
     monkeypatch.setattr(micro_batch, "available_memory", lambda: free)
     assert fitting_micro_batch(replica, 8, TEAM) == expected
 
