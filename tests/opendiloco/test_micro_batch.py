@@ -85,3 +85,8 @@ def test_the_machines_memory_is_shared_and_who_has_least_decides(
     two = Two(torch.device("cpu"), rank=0, size=2)
     assert micro_batch.free_memory(two) == 2**39
     assert fitting_micro_batch(replica, 8, two) == 3
+
+
+def test_nothing_is_tried_where_there_is_no_choice(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_batch, "window_memory", lambda replica, team: pytest.fail("a window was tried"))
+    assert fitting_micro_batch(replica, 1, TEAM) == 1
