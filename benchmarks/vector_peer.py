@@ -23,7 +23,7 @@ from benchmarks.processes import read_lines, say
 from opendiloco.cli.options import limit_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
+from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.workers.group import WorkerGroup
 from peers.driver import Driver
 from peers.hivemind_transport import HivemindTransport
@@ -147,9 +147,7 @@ def add_noise(values: Vector, out: Vector, seed: tuple[int, ...]) -> None:
 
 def create_vectors(values: int) -> SharedVectors:
     """As a volunteer's, with the same theta in every peer. Raises: MachineError when memory is short."""
-    descriptor = create_memory_file()
-    reserve(descriptor, values)
-    vectors = SharedVectors(descriptor, values)
+    vectors = SharedVectors.create(values)
     add_noise(vectors.theta, vectors.theta, (0,))
     return vectors
 

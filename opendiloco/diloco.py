@@ -33,12 +33,12 @@ from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.local_workload import TrainingWorkload
 from opendiloco.loop_worker import LoopWorker, OuterStep
-from opendiloco.model.build import build_model, layout_of, trainable
+from opendiloco.model.build import build_model, layout_of, store_weights, trainable
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.model.layout import Layout
 from opendiloco.model.shards import Shards
 from opendiloco.run import Run, find_run
-from opendiloco.shared_memory import SharedVectors, create_memory_file, reserve
+from opendiloco.shared_memory import SharedVectors
 from opendiloco.volunteer import Volunteer, connected
 from peers.driver import Driver
 from peers.errors import ManifestError
@@ -224,10 +224,8 @@ def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     """
     model = build_model(config, build_tokenizer(config.tokenizer))
     _check_layout(layout, layout_of(model))
-    descriptor = create_memory_file()
-    reserve(descriptor, layout.size)
-    vectors = SharedVectors(descriptor, layout.size)
-    Shards(layout_of(model)).store(trainable(model), vectors.theta)
+    vectors = SharedVectors.create(layout.size)
+    store_weights(model, vectors.theta)
     check_initial_weights(vectors.theta, config.model)
     return vectors
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,16 @@ class SharedVectors:
         both = np.frombuffer(memory, np.float32)
         self.theta: Vector = both[:size]
         self.local: Vector = both[size:]
+
+    @classmethod
+    def create(cls, size: int) -> Self:
+        """For this process alone. Raises: MachineError when there is not enough memory."""
+        descriptor = create_memory_file()
+        try:
+            reserve(descriptor, size)
+            return cls(descriptor, size)
+        finally:
+            os.close(descriptor)  # the mapping needs it no more
 
 
 def create_memory_file() -> int:

@@ -10,15 +10,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
+
 
 def peak_while(work: Callable[[], None], device: torch.device) -> int:
     """The most bytes of this device that tensors made by `work` take at any time."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        forget_peak_memory(device)
         before: int = torch.cuda.memory_allocated(device)
         work()
-        peak: int = torch.cuda.max_memory_allocated(device)
-        return peak - before
+        return peak_memory(device) - before
     noticed = _Noticing()
     with noticed:
         work()

@@ -60,10 +60,14 @@ def initial_theta(config: RunConfig) -> Vector:
     Raises: see `build_model`; DataError when the tokenizer cannot be had.
     """
     model = build_model(config, build_tokenizer(config.tokenizer))
-    layout = layout_of(model)
-    theta: Vector = np.empty(layout.size, np.float32)
-    Shards(layout).store(trainable(model), theta)
+    theta: Vector = np.empty(layout_of(model).size, np.float32)
+    store_weights(model, theta)
     return theta
+
+
+def store_weights(model: Any, flat: Vector) -> None:
+    """A whole model's trained weights, in the order of its layout."""
+    Shards(layout_of(model)).store(trainable(model), flat)
 
 
 def _check_size(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -11,8 +11,7 @@ from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
 from opendiloco.inner.team import Team
-from opendiloco.model.build import build_model, build_skeleton, layout_of, trainable
-from opendiloco.model.shards import Shards
+from opendiloco.model.build import build_model, build_skeleton, layout_of, store_weights
 from opendiloco.shared_memory import VALUE_BYTES, SharedVectors, check_available, reserve
 from opendiloco.workers.options import WorkerOptions
 
@@ -36,7 +35,7 @@ def assemble_model(
         reserve(memory_descriptor, layout_of(skeleton).size)
     whole = build_model(config, tokenizer) if team.rank == 0 or each_builds else None
     if memory_descriptor is not None and team.rank == 0:
-        _store_theta(whole, memory_descriptor)
+        store_weights(whole, SharedVectors(memory_descriptor, layout_of(skeleton).size).theta)
     model = whole if team.mesh is None or each_builds else skeleton
     _prepare(model, team.device, options)
     if team.mesh is not None:
@@ -45,11 +44,6 @@ def assemble_model(
             fill_untrained(model, whole, team)
     team.wait_for_all()  # the others map the shared memory now, which must have its size
     return model
-
-
-def _store_theta(model: Any, memory_descriptor: int) -> None:
-    layout = layout_of(model)
-    Shards(layout).store(trainable(model), SharedVectors(memory_descriptor, layout.size).theta)
 
 
 def _prepare(model: Any, device: torch.device, options: WorkerOptions) -> None:

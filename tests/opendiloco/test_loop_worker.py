@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opendiloco.loop_worker import LoopWorker, OuterStep
-from opendiloco.shared_memory import SharedVectors, create_memory_file, reserve
+from opendiloco.shared_memory import SharedVectors
 from peers.leases import SampleRange
 from peers.workload import InnerLoop, Progress, Trained
 
@@ -19,9 +19,7 @@ SECONDS = 20.0
 
 
 def new_worker() -> LoopWorker:
-    descriptor = create_memory_file()
-    reserve(descriptor, 4)
-    return LoopWorker(SharedVectors(descriptor, 4))
+    return LoopWorker(SharedVectors.create(4))
 
 
 def in_another_thread(work: Callable[[], None]) -> Future[None]:
