@@ -15,7 +15,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -134,12 +134,11 @@ async def start_daemon(
         try:
             daemon: Daemon = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with suppress(Exception):
-                await stop_daemon(await starting)
+            await _to_the_end(_give_up(starting))
             raise
         except (HIVEMIND.p2p.P2PDaemonError, OSError, ValueError) as error:
             for attempt in attempts:
-                await _wait_for_end(attempt)
+                await _to_the_end(_wait_for_end(attempt))
             sweep_sockets()  # a daemon that fails to start does not tidy up
             raise _start_error(str(error), initial_peers) from error
     control = daemon._client.control
@@ -152,6 +151,12 @@ def _take_exception(task: asyncio.Task[None]) -> None:
     """A dead daemon breaks its control connection; nobody awaits those tasks, and asyncio would print a traceback."""
     if not task.cancelled() and task.exception() is not None:
         logger.debug("the control connection to libp2p's daemon broke: %r", task.exception())
+
+
+async def _give_up(starting: asyncio.Future[Daemon]) -> None:
+    """hivemind loses a daemon whose start is cancelled: it is awaited, and ended."""
+    with suppress(Exception):
+        await stop_daemon(await starting)
 
 
 async def _wait_for_end(failed: Daemon) -> None:
@@ -170,7 +175,11 @@ async def _wait_for_end(failed: Daemon) -> None:
 
 
 async def stop_daemon(daemon: Daemon) -> None:
-    """End p2pd and wait until it is gone; its sockets are removed."""
+    """End p2pd and wait until it is gone, even when we are cancelled meanwhile; its sockets are removed."""
+    await _to_the_end(_stop(daemon))
+
+
+async def _stop(daemon: Daemon) -> None:
     try:
         async with asyncio.timeout(STOP_TIMEOUT):
             await daemon.shutdown()
@@ -178,6 +187,20 @@ async def stop_daemon(daemon: Daemon) -> None:
         logger.warning("libp2p's daemon did not end in %.0f s and is killed", STOP_TIMEOUT)
         daemon._child.kill()
         await daemon._child.wait()
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Whoever is cancelled while this goes on hears of it afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from task.exception()
+    task.result()
 
 
 def sweep_sockets() -> None:

@@ -109,17 +109,18 @@ class HivemindNode:
         return transport
 
     async def close(self) -> None:
-        """Leave the DHT and end the daemon; nothing of it is left."""
-        if self._rejoining is not None:
-            self._rejoining.cancel()
-            await asyncio.gather(self._rejoining, return_exceptions=True)
-        if self._daemon._child.returncode is None:  # a dead daemon would leave the DHT node waiting for answers
-            try:
+        """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
+        try:
+            if self._rejoining is not None:
+                self._rejoining.cancel()
+                await asyncio.gather(self._rejoining, return_exceptions=True)
+            if self._daemon._child.returncode is None:  # a dead daemon would leave the DHT node waiting for answers
                 async with asyncio.timeout(DHT_WAIT):
                     await self._node.shutdown()
-            except NETWORK_ERRORS as error:
-                logger.debug("the DHT node did not shut down: %r", error)
-        await stop_daemon(self._daemon)
+        except NETWORK_ERRORS as error:
+            logger.debug("the DHT node did not shut down: %r", error)
+        finally:
+            await stop_daemon(self._daemon)
 
     async def failure(self) -> LocalNetworkError:
         """Wait for as long as the daemon lives; returns the error to end with once it has died."""

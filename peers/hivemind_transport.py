@@ -57,8 +57,10 @@ class HivemindTransport(HivemindNode):
     async def close(self) -> None:
         for task in self._serving:
             task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
-        await super().close()
+        try:
+            await asyncio.gather(*self._serving, return_exceptions=True)
+        finally:
+            await super().close()
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
         """Ask one peer; at most MESSAGE_LIMIT bytes there and back.

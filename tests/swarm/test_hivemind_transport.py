@@ -398,6 +398,30 @@ def test_start_can_be_cancelled_at_any_moment(moment: float) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("step", ["node", "daemon"])
+def test_close_can_be_cancelled_at_any_moment(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the DHT node that never says goodbye nor the daemon that is just ending leaves anything behind."""
+
+    async def main() -> None:
+        node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
+        ending, reached = getattr(node, f"_{step}"), asyncio.Event()
+        shutdown = ending.shutdown
+
+        async def watched() -> None:
+            reached.set()
+            await (asyncio.Event().wait() if step == "node" else shutdown())
+
+        monkeypatch.setattr(ending, "shutdown", watched)
+        closing = asyncio.create_task(node.close())
+        await asyncio.wait_for(reached.wait(), TIMEOUT)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert_gone(node)
+
+    asyncio.run(main())
+
+
 def test_connect_is_best_effort() -> None:
     async def main() -> None:
         async with swarm(1) as (node,):
