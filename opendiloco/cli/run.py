@@ -46,6 +46,7 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
         raise click.UsageError("a run needs a bootstrap node that remembers it: add --initial-peer.")
     config = RunConfig.from_toml(run_toml)
     make_folder(out)  # what takes seconds comes afterwards
+    config = with_tokenizer_named(config)
     check(config)
     run = Run.sign(with_weights_named(config), load_identity(identity))
     path = save(run, out)
@@ -94,6 +95,25 @@ def check(config: RunConfig) -> None:
         logger.warning("the model is not checked: %s", error)
         return
     build_skeleton(config, tokenizer)
+
+
+def with_tokenizer_named(config: RunConfig) -> RunConfig:
+    """With the digest of the tokenizer, if that comes from elsewhere and is to be had on this machine.
+
+    Raises: MachineError when the run names another digest.
+    """
+    from opendiloco.data.tokenizer import build_tokenizer, digest_of_tokenizer
+    from opendiloco.errors import DataError
+
+    section = config.tokenizer
+    if section.path is None:
+        return config
+    try:
+        digest = digest_of_tokenizer(build_tokenizer(section))
+    except DataError as error:
+        logger.warning("the tokenizer is not compared with the run's: %s", error)
+        return config
+    return config.model_copy(update={"tokenizer": section.model_copy(update={"digest": digest})})
 
 
 def with_weights_named(config: RunConfig) -> RunConfig:

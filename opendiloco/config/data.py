@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from opendiloco.config.section import Name, Positive, PositiveFloat, Section, Seed
+from opendiloco.config.section import Digest, Name, Positive, PositiveFloat, Section, Seed
 
 BYTE_TOKENIZER_SIZE = 259
 """Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
@@ -24,17 +24,19 @@ LONGEST_CYCLE = 10_000
 class TokenizerSection(Section):
     """Bytes (256 values and three special tokens), a pretrained tokenizer's folder or hub name, or a `tokenizer.json`.
 
-    `end` is the special token that closes each document, where the tokenizer does not say which one that is.
+    `end` is the special token that closes each document, where the tokenizer does not say which one that is. `digest`
+    is that of `digest_of_tokenizer`; `diloco-peer run create` fills it in.
     """
 
     kind: Literal["bytes", "pretrained", "file"] = "bytes"
     path: Name | None = None
     end: Name | None = None
+    digest: Digest | None = None
 
     @model_validator(mode="after")
     def check_path(self) -> Self:
-        if self.kind == "bytes" and (self.path or self.end):
-            raise ValueError('a path or an end goes with kind = "pretrained" or "file", and only with these')
+        if self.kind == "bytes" and (self.path or self.end or self.digest):
+            raise ValueError('path, end and digest go with kind = "pretrained" or "file", and only with these')
         if self.kind != "bytes" and self.path is None:
             raise ValueError(f'kind = "{self.kind}" needs a path')
         return self

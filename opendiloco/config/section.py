@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+def _check_digest(value: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", value):
+        raise PydanticCustomError("digest", "not 64 hexadecimal digits in lower case")
+    return value
+
 
 # The upper bounds are far beyond what makes sense, and keep every number that is made of these within what the wire,
 # fp32 and the clocks can carry.
@@ -17,6 +26,7 @@ NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
+Digest = Annotated[str, AfterValidator(_check_digest)]
 
 
 class Section(BaseModel):

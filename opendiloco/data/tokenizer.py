@@ -6,19 +6,26 @@ The byte tokenizer also exists as a real `tokenizers` object with the same ids, 
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, TokenizerSection
-from opendiloco.errors import DataError, first_line
+from opendiloco.errors import DataError, MachineError, first_line
 
 BEGIN, END, PADDING = 256, 257, 258
 SPECIAL_TOKENS = {"<|begin|>": BEGIN, "<|end|>": END, "<|padding|>": PADDING}
 
 USUAL_ENDS = frozenset({"<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[EOS]"})
 """Names under which tokenizers that say no more than their vocabulary have the token that ends a document."""
+
+PROBE = """It's 1234567 words -- don't  split\tthem,\r\n\n  or: https://example.org/a_b?c=%20#d (x+=y**2) != "Z";
+Straße, naïve = nai\u0308ve, ﬁ, İ, Привет, 你好世界, こんにちは, नमस्ते, 👩🏽‍🚀🎉\u00a0\u200b\x00\ufeff end
+"""
+"""Text that tokenizers of the same vocabulary may cut differently: numbers, spaces, scripts, what has two spellings."""
 
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
@@ -137,10 +144,34 @@ def _end_of(tokenizer: Any, section: TokenizerSection) -> int:
     )
 
 
+def digest_of_tokenizer(tokenizer: Tokenizer) -> str:
+    """64 hexadecimal digits, of the vocabulary, the end of documents, and what becomes of `PROBE`: the same whatever
+    files it came from, and whatever version of the libraries reads them. (`identity` is stricter, and a machine's own.)
+    """
+    vocabulary = sorted(tokenizer.pretrained().get_vocab().items())
+    facts = [vocabulary, tokenizer.end, tokenizer.encode_document(PROBE.encode()).tolist()]
+    return blake3(json.dumps(facts).encode()).hexdigest()
+
+
 def build_tokenizer(section: TokenizerSection) -> Tokenizer:
-    """The run's tokenizer. Raises: DataError when it cannot be loaded, or has no token that ends a document."""
+    """The run's tokenizer.
+
+    Raises: DataError when it cannot be loaded, or has no token that ends a document; MachineError when it is not the
+    one that the organiser means.
+    """
     if section.path is None:
         return ByteTokenizer()
+    tokenizer = _load(section)
+    found = digest_of_tokenizer(tokenizer)
+    if section.digest not in (None, found):
+        raise MachineError(
+            f"the run's tokenizer has the digest {section.digest}; tokenizer.path = {section.path!r} has {found} here.",
+            "Get the tokenizer that the organiser means.",
+        )
+    return tokenizer
+
+
+def _load(section: TokenizerSection) -> Tokenizer:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:

@@ -50,7 +50,7 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         ("model.config.model_type", 3, "model: [model.config] has no model_type; name the architecture"),
         ("tokenizer", {"kind": "pretrained"}, 'tokenizer: kind = "pretrained" needs a path'),
         ("tokenizer", {"kind": "file"}, 'tokenizer: kind = "file" needs a path'),
-        ("tokenizer", {"end": "</s>"}, 'tokenizer: a path or an end goes with kind = "pretrained" or "file"'),
+        ("tokenizer", {"end": "</s>"}, 'tokenizer: path, end and digest go with kind = "pretrained" or "file"'),
         ("data.sources", [{"source": "a"}], "data: both source and [[data.sources]] are given; write source into"),
         ("data", {"sources": [{"source": "a", "weihgt": 1}]}, "data.sources.0.weihgt = 1: unknown key. Did you mean w"),
         ("data", {"sources": [{"source": "a", "weight": 0}]}, "data.sources.0.weight = 0: too small. Use a number abo"),

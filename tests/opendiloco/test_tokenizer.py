@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opendiloco.cli.run import with_tokenizer_named
 from opendiloco.config.data import TokenizerSection
-from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer, byte_symbols
-from opendiloco.errors import DataError
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer, byte_symbols, digest_of_tokenizer
+from opendiloco.errors import DataError, MachineError
+from peers.errors import ManifestError
 
 PRETRAINED = ByteTokenizer().pretrained()
 
@@ -41,12 +44,13 @@ def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
 
 
 # Files ---------------------------------------------------------------------------------------------------------
-def write_tokenizer(path: Path, *special: str) -> TokenizerSection:
+def write_tokenizer(path: Path, *special: str, words: str = "peers train", cut: str = "Whitespace") -> TokenizerSection:
     """A tokenizer.json of words, with these special tokens."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "peers": 1, "train": 2}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", *words.split()])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = getattr(pre_tokenizers, cut)()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.save(str(path))
     return TokenizerSection(kind="file", path=str(path))
@@ -94,3 +98,61 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path, content: str | None) -> Non
     with pytest.raises(DataError, match=r"tokenizer.path = .*tokenizer.json' cannot be loaded") as caught:
         build_tokenizer(TokenizerSection(kind="file", path=str(tmp_path / "tokenizer.json")))
     assert "Give a tokenizer.json" in caught.value.remedy
+
+
+# The organiser's tokenizer ------------------------------------------------------------------------------------------
+def test_the_digest_is_the_tokenizers_own_wherever_it_comes_from(tmp_path: Path) -> None:
+    section = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    tokenizer = build_tokenizer(section)
+    digest = digest_of_tokenizer(tokenizer)
+    tokenizer.pretrained().save_pretrained(tmp_path / "saved")
+    saved = build_tokenizer(TokenizerSection(kind="pretrained", path=str(tmp_path / "saved"), digest=digest))
+    assert digest_of_tokenizer(saved) == digest
+
+
+@pytest.mark.parametrize(
+    ("special", "words", "cut"),
+    [
+        (["</s>", "<stop>"], "peers train", "Whitespace"),
+        (["</s>"], "train peers", "Whitespace"),
+        (["</s>"], "peers train", "WhitespaceSplit"),
+    ],
+)
+def test_another_tokenizer_than_the_runs_is_refused(tmp_path: Path, special: list[str], words: str, cut: str) -> None:
+    """With another vocabulary, the same in another order, and other rules for where a token ends."""
+    meant = digest_of_tokenizer(build_tokenizer(write_tokenizer(tmp_path / "meant.json", "</s>")))
+    section = write_tokenizer(tmp_path / "found.json", *special, words=words, cut=cut)
+    with pytest.raises(
+        MachineError, match=f"has the digest {meant}; tokenizer.path = .*found.json' has [0-9a-f]{{64}}"
+    ):
+        build_tokenizer(section.model_copy(update={"digest": meant}))
+
+
+def test_a_run_is_created_with_the_digest_of_its_tokenizer(
+    small_content: dict[str, object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bytes_run = RunConfig.from_manifest_content(small_content)
+    assert with_tokenizer_named(bytes_run) == bytes_run
+    section = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    config = bytes_run.model_copy(update={"tokenizer": section})
+    named = with_tokenizer_named(config)
+    assert named.tokenizer.digest == digest_of_tokenizer(build_tokenizer(section))
+    assert with_tokenizer_named(named) == named
+    other = section.model_copy(update={"digest": "ab" * 32})
+    with pytest.raises(MachineError, match="ab" * 32):
+        with_tokenizer_named(config.model_copy(update={"tokenizer": other}))
+    nowhere = config.model_copy(update={"tokenizer": other.model_copy(update={"path": "/nowhere"})})
+    assert with_tokenizer_named(nowhere) == nowhere
+    assert "the tokenizer is not compared with the run's: tokenizer.path = '/nowhere' cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "problem"),
+    [
+        ({"kind": "file", "path": "t.json", "digest": "AB"}, "tokenizer.digest = 'AB': not 64 hexadecimal digits"),
+        ({"digest": "ab" * 32}, 'path, end and digest go with kind = "pretrained" or "file"'),
+    ],
+)
+def test_a_digest_out_of_place(small_content: dict[str, object], tokenizer: dict[str, str], problem: str) -> None:
+    with pytest.raises(ManifestError, match=problem):
+        RunConfig.from_manifest_content(small_content | {"tokenizer": tokenizer})
