@@ -7,9 +7,9 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from peers.streams import FRAMES_UNDER_WAY, Admit, Arrived, Buffer, Channel, Expect, RefusalError
+from peers.streams import FRAMES_UNDER_WAY, Buffer, Channel, RefusalError
 
 Item = TypeVar("Item")
 
@@ -65,17 +65,29 @@ class ChunkSender(Generic[Item]):
             answered(self.pending.popleft(), is_taken)
 
 
-async def receive_chunks(channel: Channel, admit: Admit, expect: Expect, arrived: Arrived) -> None:
-    """The receiving end, until the sender closes the stream."""
+class Arrivals(Protocol):
+    """What becomes of the chunks of one stream."""
+
+    def expect(self, header: bytes, length: int) -> bytearray:
+        """Memory of this length for the data of the next frame. Raises: RemoteProtocolError, which ends the stream."""
+
+    def arrived(self) -> bool:
+        """That memory is filled. Whether it is of use here, and needs not be sent again."""
+
+
+async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[Arrivals]]) -> None:
+    """The receiving end, until the sender closes the stream.
+
+    `admit` is asked with the sender and the stream's header, and returns when the sender may begin; RefusalError
+    refuses.
+    """
     header, _ = await channel.read_prelude()
     try:
-        await admit(channel.peer, header)
+        arrivals = await admit(channel.peer, header)
     except RefusalError as refusal:
         await channel.refuse(str(refusal))
         return
     await channel.accept()
     while frame := await channel.read_frame_header():
-        frame_header, length = frame
-        expect(channel.peer, header, frame_header, length)
-        data = await channel.read_frame_data(length)
-        await channel.answer_frame(arrived(channel.peer, header, frame_header, data))
+        await channel.read_frame_data(arrivals.expect(*frame))
+        await channel.answer_frame(arrivals.arrived())

@@ -14,23 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import TypeAlias
 
 from blake3 import blake3
 
+from peers.direct_reads import DirectReads
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.throttle import UNLIMITED, GivingWay, Throttle
 from peers.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Admit: TypeAlias = Callable[[str, bytes], Awaitable[None]]
-"""(sender, stream header); returns when the sender may begin, RefusalError refuses."""
-Expect: TypeAlias = Callable[[str, bytes, bytes, int], None]
-"""(sender, stream header, frame header, data length) before any data is read; RemoteProtocolError ends the stream."""
-Arrived: TypeAlias = Callable[[str, bytes, bytes, bytearray], bool]
-"""(sender, stream header, frame header, data); whether it is of use here, and needs not be sent again."""
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
 
@@ -86,7 +81,7 @@ class Channel:
         self.peer = peer
         self._upload = upload
         self._download = download
-        self._reader = reader
+        self._reads = DirectReads(reader, writer)
         self._writer = writer
 
     async def send_prelude(self, header: bytes, length: int) -> None:
@@ -134,7 +129,7 @@ class Channel:
     async def read_frame_header(self) -> tuple[bytes, int] | None:
         """Header and data length of the next frame, whenever it comes; None at the end of the stream."""
         try:
-            header_length, length = FRAME.unpack(await self._reader.readexactly(FRAME.size))
+            header_length, length = FRAME.unpack(await self._reads.read(FRAME.size, None))
         except asyncio.IncompleteReadError as error:
             if error.partial:
                 raise
@@ -145,19 +140,17 @@ class Channel:
             )
         return await self._read(header_length), length
 
-    async def read_frame_data(self, length: int) -> bytearray:
-        data = bytearray(length)
+    async def read_frame_data(self, data: bytearray) -> None:
+        """Fill `data`, which has the frame's length."""
         async for _ in self._filled(data):
             pass
-        return data
 
     async def answer_frame(self, is_taken: bool) -> None:
         self._writer.write(ACCEPTED if is_taken else REFUSED)
         await self._flush()
 
     async def read_answer(self) -> bool:
-        async with asyncio.timeout(ANSWER_TIMEOUT):
-            answer = await self._reader.readexactly(1)
+        answer = await self._reads.read(1, ANSWER_TIMEOUT)
         if answer not in (ACCEPTED, REFUSED):
             raise RemoteProtocolError(self.peer, "its answer to a frame is neither yes nor no")
         return answer == ACCEPTED
@@ -188,10 +181,9 @@ class Channel:
 
     async def wait_closed(self) -> None:
         """Give the other side time to read our last bytes and close."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT):
-                if await self._reader.read(1):
-                    raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")
+        with suppress(TimeoutError, asyncio.IncompleteReadError):
+            await self._reads.read(1, CLOSE_TIMEOUT)
+            raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")
 
     def give_way(self, is_free: asyncio.Event) -> None:
         """From now on send data while the event is set, and else slowly."""
@@ -210,27 +202,22 @@ class Channel:
             await self._flush()
             yield piece
 
-    async def _filled(self, buffer: bytearray | memoryview) -> AsyncIterator[bytes]:
+    async def _filled(self, buffer: bytearray | memoryview) -> AsyncIterator[memoryview]:
         """Fill the buffer, piece by piece."""
-        with memoryview(buffer) as whole, whole.cast("B") as view:
-            start = 0
-            while start < len(view):
-                async with asyncio.timeout(STALL_TIMEOUT):
-                    piece = await self._reader.read(min(self._download.piece, len(view) - start))
-                if not piece:
-                    raise EOFError(f"the stream ended after {start} of {len(view)} bytes")
-                view[start : start + len(piece)] = piece
-                start += len(piece)
-                await self._download.take(len(piece))
-                yield piece
+        view = memoryview(buffer).cast("B")
+        for start in range(0, len(view), self._download.piece):
+            piece = view[start : start + self._download.piece]
+            await self._reads.fill(piece, STALL_TIMEOUT)
+            await self._download.take(len(piece))
+            yield piece
 
     async def _read(self, count: int) -> bytes:
-        async with asyncio.timeout(STALL_TIMEOUT):
-            return await self._reader.readexactly(count)
+        return await self._reads.read(count, STALL_TIMEOUT)
 
     async def _flush(self) -> None:
-        async with asyncio.timeout(STALL_TIMEOUT):
-            await self._writer.drain()
+        if self._writer.transport.get_write_buffer_size() or self._writer.is_closing():
+            async with asyncio.timeout(STALL_TIMEOUT):
+                await self._writer.drain()
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:

@@ -26,7 +26,7 @@ from peers.messages import Attempt
 from peers.peer import Peer
 from peers.streams import Channel, PeerUnreachableError, RefusalError
 from peers.throttle import RateMeter
-from peers.wire import Count, PeerId, Value, pack, unpack, unpack_from
+from peers.wire import Count, PeerId, Value, pack, unpack_from
 from peers.workload import BadBlocksError, Workload
 
 CHUNKS = "chunks"
@@ -169,11 +169,11 @@ class Traffic:
         task = asyncio.current_task()
         assert task is not None
         try:
-            await receive_chunks(channel, self._admit, self._expect, self._arrived)
+            await receive_chunks(channel, self._admit)
         finally:
             self._receivers.pop(task, None)
 
-    async def _admit(self, sender: str, packed: bytes) -> None:
+    async def _admit(self, sender: str, packed: bytes) -> StreamArrivals:
         """Once we are in the round, too: its leader may have told the sender first."""
         round = unpack_from(sender, StreamHeader, packed).round
         try:
@@ -186,19 +186,10 @@ class Traffic:
         task = asyncio.current_task()
         assert task is not None
         self._receivers[task] = (round, sender)
+        return StreamArrivals(sender, self._buffers, lambda header, data: self._arrived(sender, round, header, data))
 
-    def _expect(self, sender: str, packed: bytes, frame: bytes, length: int) -> None:
-        """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
-        header = unpack_from(sender, ChunkHeader, frame)
-        if header.chunk >= self._buffers.size.chunks:
-            raise RemoteProtocolError(sender, f"there is no chunk {header.chunk} in a payload")
-        start, stop = self._buffers.chunk_bytes(header.chunk)
-        if length != stop - start:
-            raise RemoteProtocolError(sender, f"its chunk {header.chunk} has {length} bytes, not {stop - start}")
-
-    def _arrived(self, sender: str, packed: bytes, frame: bytes, data: bytearray) -> bool:
+    def _arrived(self, sender: str, round: Attempt, header: ChunkHeader, data: bytearray) -> bool:
         """Take the chunk, if the protocol waits for it; whether the sender is rid of it."""
-        round, header = unpack(StreamHeader, packed).round, unpack(ChunkHeader, frame)
         exchange, current = self._peer.exchange, self._buffers.round(round)
         self._received.passed(len(data))
         if exchange is None or current is None or exchange.name != round:
@@ -221,6 +212,33 @@ class Traffic:
             current.contributions[chunk, sender] = data
             self._host.handle(ContributionArrived(round, sender, chunk))
         return True
+
+
+class StreamArrivals:
+    """The chunks that come on one stream: what is announced, and the memory for it."""
+
+    def __init__(self, sender: str, buffers: PayloadBuffers, take: Callable[[ChunkHeader, bytearray], bool]) -> None:
+        self._sender = sender
+        self._buffers = buffers
+        self._take = take
+        self._spare = bytearray()
+
+    def expect(self, header: bytes, length: int) -> bytearray:
+        """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
+        self._header = unpack_from(self._sender, ChunkHeader, header)
+        chunk = self._header.chunk
+        if chunk >= self._buffers.size.chunks:
+            raise RemoteProtocolError(self._sender, f"there is no chunk {chunk} in a payload")
+        start, stop = self._buffers.chunk_bytes(chunk)
+        if length != stop - start:
+            raise RemoteProtocolError(self._sender, f"its chunk {chunk} has {length} bytes, not {stop - start}")
+        self._data = self._spare if len(self._spare) == length else bytearray(length)
+        return self._data
+
+    def arrived(self) -> bool:
+        # Averages are copied to their place in the payload; blocks that are to be averaged are kept where they are.
+        self._spare = self._data if self._header.reduced else bytearray()
+        return self._take(self._header, self._data)
 
 
 def _header(send: SendChunk) -> ChunkHeader:

@@ -25,7 +25,7 @@ from peers.streams import (
     RefusalError,
 )
 from peers.throttle import PIECE, Throttle
-from tests.peers.test_streams import BROKEN, channels, converse, send_raw
+from tests.peers.test_streams import BROKEN, channels, converse, rest_of, send_raw
 from tests.peers.test_throttle import now, simulate
 
 SIZE_LIMIT = 4 * PIECE
@@ -80,20 +80,35 @@ class Inbox:
         self.useless = {b"chunk %d" % number for number in useless}
         self.received: list[tuple[str, bytes, bytes, bytes]] = []
 
-    async def admit(self, sender: str, header: bytes) -> None:
+    async def admit(self, sender: str, header: bytes) -> StreamInbox:
         if header != b"round 1":
             raise RefusalError("not in that round with you")
-
-    def expect(self, sender: str, header: bytes, frame: bytes, length: int) -> None:
-        if length > SIZE_LIMIT:
-            raise RemoteProtocolError(sender, f"a chunk of {length} bytes")
+        return StreamInbox(self, sender, header)
 
     def arrived(self, sender: str, header: bytes, frame: bytes, data: bytearray) -> bool:
         self.received.append((sender, header, frame, bytes(data)))
         return frame not in self.useless
 
     async def receive(self, channel: Channel) -> None:
-        await receive_chunks(channel, self.admit, self.expect, self.arrived)
+        await receive_chunks(channel, self.admit)
+
+
+class StreamInbox:
+    """What comes to an inbox on one stream."""
+
+    def __init__(self, inbox: Inbox, sender: str, header: bytes) -> None:
+        self._inbox = inbox
+        self._sender = sender
+        self._header = header
+
+    def expect(self, header: bytes, length: int) -> bytearray:
+        if length > SIZE_LIMIT:
+            raise RemoteProtocolError(self._sender, f"a chunk of {length} bytes")
+        self._frame, self._data = header, bytearray(length)
+        return self._data
+
+    def arrived(self) -> bool:
+        return self._inbox.arrived(self._sender, self._header, self._frame, self._data)
 
 
 def exchange(outbox: Outbox, other: Callable[[Channel], Awaitable[Any]]) -> list[Any]:
@@ -119,7 +134,7 @@ def test_refused_stream_moves_no_data() -> None:
     outbox = Outbox([bytes(1 << 24)])
 
     class Busy(Inbox):
-        async def admit(self, sender: str, header: bytes) -> None:
+        async def admit(self, sender: str, header: bytes) -> StreamInbox:
             raise RefusalError("not now")
 
     inbox = Busy()
@@ -139,7 +154,7 @@ def test_a_stream_that_breaks_off_says_what_was_confirmed_and_what_was_not() -> 
         for answer in (True, False):
             announced = await channel.read_frame_header()
             assert announced is not None
-            await channel.read_frame_data(announced[1])
+            await channel.read_frame_data(bytearray(announced[1]))
             await channel.answer_frame(answer)
 
     broken, _ = exchange(outbox, break_off)
@@ -157,7 +172,7 @@ def test_only_so_many_chunks_are_under_way_without_an_answer() -> None:
         for _ in range(FRAMES_UNDER_WAY):
             announced = await channel.read_frame_header()
             assert announced is not None
-            await channel.read_frame_data(announced[1])
+            await channel.read_frame_data(bytearray(announced[1]))
         for _ in range(100):
             await asyncio.sleep(0)
         return outbox.given
@@ -189,7 +204,7 @@ def test_memory_is_not_allocated_for_what_nobody_asked_for(length: int) -> None:
         await channel.send_prelude(b"round 1", 0)
         await channel.read_verdict()
         await send_raw(channel, FRAME.pack(7, length) + b"chunk 0")
-        return await channel._reader.read()
+        return await rest_of(channel)
 
     inbox = Inbox()
     answers, outcome = converse(announce, inbox.receive)

@@ -35,7 +35,7 @@ from peers.wire import pack, unpack
 from tests.peers.builders import SIZE, Rig
 from tests.peers.fakes import BLOCK, GARBAGE, FakeWorkload
 from tests.peers.test_peer import at_second
-from tests.peers.test_streams import BROKEN, send_raw
+from tests.peers.test_streams import BROKEN, rest_of, send_raw
 from tests.peers.test_throttle import now, simulate
 
 DEADLINE = 60.0  # seconds of simulated time
@@ -87,7 +87,8 @@ class Member:
     async def _take(self, channel: Channel, round: Attempt) -> None:
         while announced := await channel.read_frame_header():
             header = unpack(ChunkHeader, announced[0])
-            data = await channel.read_frame_data(announced[1])
+            data = bytearray(announced[1])
+            await channel.read_frame_data(data)
             taken = self.answer(header)
             self.received.append((round, header, bytes(data)))
             await channel.answer_frame(taken)
@@ -660,7 +661,7 @@ def test_streams_that_come_in_end_with_their_round() -> None:
             host._carry_out()
             with pytest.raises(asyncio.CancelledError):
                 await serving
-            assert await channel._reader.read() == b""
+            assert await rest_of(channel) == b""
 
     simulate(scenario())
 

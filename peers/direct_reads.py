@@ -1,0 +1,136 @@
+"""Reading from a connection straight into the memory that the bytes are for.
+
+asyncio's StreamReader copies every byte three times on its way. Here the kernel writes into the caller's memory; only
+what comes while nobody waits, a few KiB, is put aside. The rest stays with the kernel, which slows the sender down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+READ_AHEAD = 4096  # bytes; a frame's header fits in
+
+
+class DirectReads(asyncio.BufferedProtocol):
+    """Takes over the reading end of a connection, for good; its StreamWriter stays. One read at a time.
+
+    Reads raise asyncio.IncompleteReadError when the stream ends before, TimeoutError when no byte comes for `patience`
+    seconds, and OSError.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        early = bytes(reader._buffer)  # type: ignore[attr-defined]  # read() would wait if there is nothing
+        reader._buffer.clear()  # type: ignore[attr-defined]
+        self._ahead = memoryview(bytearray(max(READ_AHEAD, len(early))))
+        self._ahead[: len(early)] = early
+        self._ahead_count = len(early)
+        self._memory = memoryview(b"")  # what is being filled
+        self._count = 0
+        self._needed = 0  # bytes ahead, for the read that waits
+        self._ready: asyncio.Future[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._has_ended = reader.at_eof() or reader.exception() is not None
+        self._transport: asyncio.Transport = writer.transport  # type: ignore[assignment]  # it reads, too
+        self._writing = self._transport.get_protocol()
+        self._transport.set_protocol(self)
+        self._take(0)
+
+    async def read(self, count: int, patience: float | None) -> bytes:
+        """So many bytes."""
+        if count > len(self._ahead):
+            data = bytearray(count)
+            await self.fill(memoryview(data), patience)
+            return bytes(data)
+        if self._ahead_count < count:
+            self._needed = count
+            await self._wait(patience)
+        return self._take(count)
+
+    async def fill(self, memory: memoryview, patience: float | None) -> None:
+        """Fill memory of single bytes."""
+        early = self._take(min(self._ahead_count, len(memory)))
+        memory[: len(early)] = early
+        if len(early) < len(memory):
+            self._memory, self._count = memory, len(early)
+            try:
+                await self._wait(patience)
+            finally:
+                self._memory, self._count = memoryview(b""), 0
+
+    def _take(self, count: int) -> bytes:
+        """From what was put aside."""
+        taken = bytes(self._ahead[:count])
+        self._ahead_count -= count
+        self._ahead[: self._ahead_count] = bytes(self._ahead[count : count + self._ahead_count])
+        if self._ahead_count < len(self._ahead):
+            self._transport.resume_reading()
+        return taken
+
+    # Waiting --------------------------------------------------------------------------------------------------
+    async def _wait(self, patience: float | None) -> None:
+        if self._has_ended:
+            raise self._incomplete()
+        self._ready = asyncio.get_running_loop().create_future()
+        self._be_patient(patience)
+        try:
+            await self._ready
+        finally:
+            self._ready = None
+            if self._watch is not None:
+                self._watch.cancel()
+
+    def _be_patient(self, patience: float | None, before: int = -1) -> None:
+        so_far = self._count + self._ahead_count
+        if patience is None:
+            self._watch = None
+        elif so_far == before:
+            self._end(TimeoutError(f"no byte came for {patience:g} s"))
+        else:
+            self._watch = asyncio.get_running_loop().call_later(patience, self._be_patient, patience, so_far)
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Of the read that waits, if one does."""
+        if self._ready is None or self._ready.done():
+            return
+        if error is None:
+            self._ready.set_result(None)
+        else:
+            self._ready.set_exception(error)
+
+    def _incomplete(self) -> asyncio.IncompleteReadError:
+        if self._memory:
+            return asyncio.IncompleteReadError(bytes(self._memory[: self._count]), len(self._memory))
+        return asyncio.IncompleteReadError(bytes(self._ahead[: self._ahead_count]), self._needed)
+
+    # What the transport calls ---------------------------------------------------------------------------------
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._memory[self._count :] or self._ahead[self._ahead_count :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._count < len(self._memory):
+            self._count += nbytes
+            is_enough = self._count == len(self._memory)
+        else:
+            self._ahead_count += nbytes
+            is_enough = not self._memory and self._ahead_count >= self._needed
+            if self._ahead_count == len(self._ahead):
+                self._transport.pause_reading()
+        if is_enough:
+            self._end()
+
+    def eof_received(self) -> bool:
+        """Whether we may go on writing."""
+        self._has_ended = True
+        self._end(self._incomplete())
+        return True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._has_ended = True
+        self._end(error or self._incomplete())
+        self._writing.connection_lost(error)
+
+    def pause_writing(self) -> None:
+        self._writing.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._writing.resume_writing()
