@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-READ_AHEAD = 4096  # bytes; a frame's header fits in
+READ_AHEAD = 4096  # bytes; most headers fit in
 
 
 class DirectReads(asyncio.BufferedProtocol):
