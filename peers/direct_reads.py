@@ -15,7 +15,7 @@ class DirectReads(asyncio.BufferedProtocol):
     """Takes over the reading end of a connection, for good; its StreamWriter stays. One read at a time.
 
     Reads raise asyncio.IncompleteReadError when the stream ends before, TimeoutError when no byte comes for `patience`
-    seconds, and OSError.
+    seconds, and OSError when the connection breaks.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -29,7 +29,9 @@ class DirectReads(asyncio.BufferedProtocol):
         self._needed = 0  # bytes ahead, for the read that waits
         self._ready: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._has_ended = reader.at_eof() or reader.exception() is not None
+        self._last_at = 0.0  # when a byte came, or the read began
+        self._error = reader.exception()
+        self._has_ended = reader.at_eof() or self._error is not None
         self._transport: asyncio.Transport = writer.transport  # type: ignore[assignment]  # it reads, too
         self._writing = self._transport.get_protocol()
         self._transport.set_protocol(self)
@@ -64,29 +66,33 @@ class DirectReads(asyncio.BufferedProtocol):
         self._ahead[: self._ahead_count] = bytes(self._ahead[count : count + self._ahead_count])
         if self._ahead_count < len(self._ahead):
             self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
         return taken
 
     # Waiting --------------------------------------------------------------------------------------------------
     async def _wait(self, patience: float | None) -> None:
         if self._has_ended:
-            raise self._incomplete()
-        self._ready = asyncio.get_running_loop().create_future()
-        self._be_patient(patience)
+            raise self._error or self._incomplete()
+        loop = asyncio.get_running_loop()
+        self._ready, self._last_at = loop.create_future(), loop.time()
+        if patience is not None:
+            self._watch = loop.call_later(patience, self._be_patient, patience)
         try:
             await self._ready
         finally:
             self._ready = None
             if self._watch is not None:
                 self._watch.cancel()
+                self._watch = None
 
-    def _be_patient(self, patience: float | None, before: int = -1) -> None:
-        so_far = self._count + self._ahead_count
-        if patience is None:
-            self._watch = None
-        elif so_far == before:
-            self._end(TimeoutError(f"no byte came for {patience:g} s"))
+    def _be_patient(self, patience: float) -> None:
+        loop = asyncio.get_running_loop()
+        silent = loop.time() - self._last_at
+        if silent < patience:
+            self._watch = loop.call_later(patience - silent, self._be_patient, patience)
         else:
-            self._watch = asyncio.get_running_loop().call_later(patience, self._be_patient, patience, so_far)
+            self._end(TimeoutError(f"no byte came for {patience:g} s"))
 
     def _end(self, error: Exception | None = None) -> None:
         """Of the read that waits, if one does."""
@@ -107,6 +113,7 @@ class DirectReads(asyncio.BufferedProtocol):
         return self._memory[self._count :] or self._ahead[self._ahead_count :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._last_at = asyncio.get_running_loop().time()
         if self._count < len(self._memory):
             self._count += nbytes
             is_enough = self._count == len(self._memory)
@@ -125,7 +132,7 @@ class DirectReads(asyncio.BufferedProtocol):
         return True
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._has_ended = True
+        self._has_ended, self._error = True, error
         self._end(error or self._incomplete())
         self._writing.connection_lost(error)
 

@@ -190,6 +190,9 @@ class Channel:
         self._upload = GivingWay(self._upload, is_free)
 
     def close(self) -> None:
+        """What was written and not sent yet is never sent: from Python 3.12 on it is the caller's own memory."""
+        if self._writer.transport.get_write_buffer_size():
+            self._writer.transport.abort()
         self._writer.close()
 
     async def _written(self, data: Buffer) -> AsyncIterator[memoryview]:
@@ -207,7 +210,11 @@ class Channel:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), self._download.piece):
             piece = view[start : start + self._download.piece]
-            await self._reads.fill(piece, STALL_TIMEOUT)
+            try:
+                await self._reads.fill(piece, STALL_TIMEOUT)
+            except asyncio.IncompleteReadError as error:
+                came = start + len(error.partial)
+                raise EOFError(f"the stream ended after {came} of {len(view)} bytes") from error
             await self._download.take(len(piece))
             yield piece
 

@@ -111,7 +111,8 @@ def with_tokenizer_named(config: RunConfig) -> RunConfig:
     try:
         digest = digest_of_tokenizer(build_tokenizer(section))
     except DataError as error:
-        logger.warning("the tokenizer is not compared with the run's: %s", error)
+        lacking = "is not held against its digest" if section.digest else "gets no digest to hold volunteers' against"
+        logger.warning("the tokenizer %s: %s", lacking, error)
         return config
     return config.model_copy(update={"tokenizer": section.model_copy(update={"digest": digest})})
 

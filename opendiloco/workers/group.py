@@ -264,14 +264,16 @@ class WorkerGroup:
     def _lose(self, error: DilocoPeerError) -> None:
         """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
         self._lost = self._lost or error
-        for worker in self._workers:
-            worker.kill()
+        self._kill()
         if not self._restarts_left:
             self._die(error)
 
     def _die(self, error: DilocoPeerError) -> None:
+        self._kill()
         if not self._death.done():
             self._death.set_result(error)
+
+    def _kill(self) -> None:
         for worker in self._workers:
             worker.kill()
 

@@ -110,6 +110,37 @@ def test_the_digest_is_the_tokenizers_own_wherever_it_comes_from(tmp_path: Path)
     assert digest_of_tokenizer(saved) == digest
 
 
+def test_a_vocabulary_without_the_unknown_has_a_digest_too(tmp_path: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    def section_of(order: str) -> TokenizerSection:
+        tokenizer = Tokenizer(models.WordLevel({base: number for number, base in enumerate(order)}))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+        tokenizer.save(str(tmp_path / f"{order}.json"))
+        return TokenizerSection(kind="file", path=str(tmp_path / f"{order}.json"))
+
+    dna = build_tokenizer(section_of("ACGT"))
+    assert dna.encode_document(b"GATTACA").tolist() == [2, 0, 3, 3, 0, 1, 0]
+    digest = digest_of_tokenizer(dna)
+    build_tokenizer(section_of("ACGT").model_copy(update={"digest": digest}))
+    with pytest.raises(MachineError):
+        build_tokenizer(section_of("TGCA").model_copy(update={"digest": digest}))
+
+
+def test_a_text_is_cut_the_same_way_every_time(tmp_path: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, models
+
+    merges = [("a", "b"), ("ab", "ab"), ("abab", "abab")]
+    vocabulary = {token: number for number, token in enumerate(["a", "b", "ab", "abab", "abababab"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, dropout=0.5))
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    assert len({tuple(tokenizer.encode("ab" * 40).ids) for _ in range(20)}) > 1, "else this test says nothing"
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = build_tokenizer(TokenizerSection(kind="file", path=str(tmp_path / "tokenizer.json")))
+    assert {tuple(loaded.encode_document(b"ab" * 40).tolist()) for _ in range(20)} == {(4,) * 10}
+
+
 @pytest.mark.parametrize(
     ("special", "words", "cut"),
     [
@@ -143,7 +174,10 @@ def test_a_run_is_created_with_the_digest_of_its_tokenizer(
         with_tokenizer_named(config.model_copy(update={"tokenizer": other}))
     nowhere = config.model_copy(update={"tokenizer": other.model_copy(update={"path": "/nowhere"})})
     assert with_tokenizer_named(nowhere) == nowhere
-    assert "the tokenizer is not compared with the run's: tokenizer.path = '/nowhere' cannot be loaded" in caplog.text
+    assert "the tokenizer is not held against its digest: tokenizer.path = '/nowhere' cannot be loaded" in caplog.text
+    nameless = config.model_copy(update={"tokenizer": section.model_copy(update={"path": "/nowhere"})})
+    assert with_tokenizer_named(nameless) == nameless
+    assert "gets no digest to hold volunteers' against" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,9 @@ async def settle() -> None:
     await asyncio.sleep(1.0)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("early", [0, 1, READ_AHEAD - 1, READ_AHEAD, READ_AHEAD + 1, 4 * LIMIT])
-def test_every_byte_comes_in_order_whatever_was_there_before(early: int) -> None:
+def test_every_byte_comes_in_order_whatever_was_there_before(early: int, is_late: bool) -> None:
     """Also what the StreamReader had taken in, and when that had stopped because it was too much."""
     data = os.urandom(early + 500_000)
     chance = random.Random(early)
@@ -73,6 +74,8 @@ def test_every_byte_comes_in_order_whatever_was_there_before(early: int) -> None
             await settle()
             reads = both.take_over()
             both.far.write(data[early:])
+            if is_late:
+                await settle()
             got = bytearray()
             while len(got) < len(data):
                 size = min(chance.choice([0, 1, 12, 100, READ_AHEAD, READ_AHEAD + 1, 50_000]), len(data) - len(got))
@@ -148,6 +151,17 @@ def test_a_connection_that_is_closed_ends_the_read_that_waits() -> None:
     simulate(scenario())
 
 
+def test_a_connection_that_broke_while_nobody_read_is_no_clean_end() -> None:
+    async def scenario() -> None:
+        async with pair() as both:
+            reads = both.take_over()
+            both.writer.transport.get_protocol().connection_lost(ConnectionResetError("by somebody"))
+            with pytest.raises(ConnectionResetError):
+                await reads.read(1, None)
+
+    simulate(scenario())
+
+
 def test_silence_ends_a_read_and_slowness_does_not() -> None:
     async def scenario() -> None:
         async with pair() as both:
@@ -168,6 +182,11 @@ def test_silence_ends_a_read_and_slowness_does_not() -> None:
             with pytest.raises(TimeoutError):
                 await reads.read(1, 7.0)
             assert now() - silent_since == pytest.approx(7.0)
+            both.far.write(b"x")
+            silent_since = now()
+            with pytest.raises(TimeoutError):
+                await reads.read(2, 7.0)
+            assert now() - silent_since == pytest.approx(7.0), "from the last byte on"
 
     simulate(scenario())
 
