@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peers.heartbeat import Heartbeat
 from peers.log import Header
 from peers.messages import Attempt, Message, Round
+from peers.reach import Reach
 from peers.workload import InnerLoop, Progress, Trained
 
 
@@ -32,6 +34,15 @@ class Undelivered:
     """A message or a push did not reach `peer`."""
 
     peer: str
+
+
+@dataclass(frozen=True)
+class ReachSeen:
+    """How we reach other peers now, and the bytes a second at which their data came to us in the last rounds. Of a peer
+    that is not named nothing is known yet."""
+
+    reach: Mapping[str, Reach]
+    rates: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,7 @@ Event = (
     | PayloadFetched
     | PayloadNotFetched
     | RateMeasured
+    | ReachSeen
     | Applied
     | Digested
     | SnapshotRestored

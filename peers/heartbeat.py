@@ -15,6 +15,7 @@ from peers.wire import (
     Count,
     Digest,
     PeerId,
+    Reason,
     RunId,
     Value,
     WireError,
@@ -24,8 +25,11 @@ from peers.wire import (
     unpack,
 )
 
-SIZE_LIMIT = 2304  # bytes, signature included
-ADDRESS_LENGTH = 200  # characters
+SIZE_LIMIT = 4096  # bytes, signature included
+ADDRESS_LENGTH = 256  # characters; a relayed address names two peers
+ENDPOINT_LENGTH = 64  # characters
+NAMED_PEERS = 16  # that a heartbeat names at most for each kind of reachability
+TAIL = 8  # characters by which a heartbeat names another peer: the last ones of its id
 DEFAULT_LIFETIME = 30.0  # seconds
 SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # a signature made for anything else is worth nothing here
 UNKNOWN_PEER = "unknown"
@@ -33,6 +37,11 @@ UNKNOWN_PEER = "unknown"
 Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Loss = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Address = Annotated[str, Field(strict=True, min_length=1, max_length=ADDRESS_LENGTH, pattern=r"^/[!-~]+$")]
+ENDPOINT = r"^(\d+\.\d+\.\d+\.\d+|\[[0-9a-f:.]+\]):\d+$"
+Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern=ENDPOINT)]
+"""An IP address and a TCP port: 203.0.113.5:31338 or [2001:db8::5]:31338."""
+Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, pattern=r"^[A-Za-z0-9]+$")]
+Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
 
 
 class PeerState(StrEnum):
@@ -69,6 +78,10 @@ class Heartbeat(Value):
     `index` and `head` are its position in the log, `state_digest` that of theta and momentum there.
     `loss` is that of the inner step under way (None: not known). `speed`, in tokens a second, is that of its last
     training, also while it does not train. `held_out` is what it found when it last evaluated theta.
+
+    `endpoints` are where bulk connections to it may be dialled, `relays` the addresses of nodes that can introduce it
+    to others and pass bytes on. `relayed` and `unreached` name the peers that it reaches only so, or not at all.
+    `trouble` says why its work does not count at present, and what to do about it; empty: it does.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -88,6 +101,11 @@ class Heartbeat(Value):
     addresses: tuple[Address, ...] = Field(max_length=8)
     roster_size: Count
     held_out: HeldOut | None = None
+    endpoints: Annotated[tuple[Endpoint, ...], Field(max_length=8)] = ()
+    relays: Annotated[tuple[Address, ...], Field(max_length=3)] = ()
+    relayed: Tails = ()
+    unreached: Tails = ()
+    trouble: Reason = ""
 
     @property
     def expires(self) -> float:

@@ -84,6 +84,7 @@ PROTOCOL = (
     "messages",
     "peer",
     "peer_core",
+    "reach",
     "settings",
     "states",
     "wire",
