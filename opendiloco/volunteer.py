@@ -32,6 +32,7 @@ from peers.errors import DilocoPeerError
 from peers.heartbeat import Heartbeat, HeldOut
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
+from peers.links.settings import LinkSettings
 from peers.log import LogState
 from peers.log_folder import LogFolder
 from peers.storage import FolderStorage
@@ -150,9 +151,10 @@ async def connected(
     listen: Sequence[str] = ANY_PORT,
     announce: Sequence[str] = (),
     client_mode: bool = False,
+    links: LinkSettings | None = None,
 ) -> AsyncIterator[HivemindTransport]:
-    """A connection to the swarm. Raises: SwarmUnreachableError, LocalNetworkError, ManifestError."""
-    transport = await HivemindTransport.create(identity, initial_peers, listen, announce, client_mode)
+    """Connect to the swarm. Raises: SwarmUnreachableError, LocalNetworkError, ManifestError."""
+    transport = await HivemindTransport.create(identity, initial_peers, listen, announce, client_mode, links=links)
     try:
         yield transport
     finally:

@@ -20,6 +20,7 @@ from peers.errors import LocalNetworkError, ManifestError
 from peers.hivemind_daemon import peer_id_of
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
+from peers.links.settings import LinkSettings
 from peers.manifest import SignedManifest
 from peers.streams import PeerUnreachableError, RefusalError
 
@@ -105,15 +106,16 @@ async def run_bootstrap(
     on_ready: Callable[[tuple[str, ...]], None],
     stop: asyncio.Event,
     archive: Archive | None = None,
+    links: LinkSettings | None = None,
 ) -> None:
     """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used. `archive` keeps the
-    runs that are announced to it.
+    runs that are announced to it. `links` says how the node brings volunteers together that can't dial each other.
 
     Raises: ManifestError, LocalNetworkError, SwarmUnreachableError when it cannot start; LocalNetworkError when
     libp2p's daemon dies.
     """
     store = ManifestStore(manifest_directory)
-    transport = await HivemindTransport.create(identity, initial_peers, listen, announce)
+    transport = await HivemindTransport.create(identity, initial_peers, listen, announce, links=links)
     try:
 
         async def announced(sender: str, payload: bytes) -> bytes:

@@ -30,12 +30,19 @@ class ChunkSender(Generic[Item]):
         self._channel = channel
         self._room = asyncio.Semaphore(FRAMES_UNDER_WAY)
         self._written = asyncio.Semaphore(0)
+        self._is_finished = False
         self.pending: deque[Item] = deque()
 
     async def run(
-        self, header: bytes, following: Callable[[], Awaitable[Frame[Item]]], answered: Callable[[Item, bool], None]
+        self,
+        header: bytes,
+        following: Callable[[], Awaitable[Frame[Item] | None]],
+        answered: Callable[[Item, bool], None],
     ) -> None:
-        """Send what `following` gives, for ever. Raises: PeerRefusedError, and whatever breaks the stream."""
+        """Send what `following` gives until that is None, and wait until all of it is answered.
+
+        Raises: PeerRefusedError, and whatever breaks the stream.
+        """
         await self._channel.send_prelude(header, 0)
         await self._channel.read_verdict()
         reading = asyncio.create_task(self._read_answers(answered))
@@ -44,15 +51,21 @@ class ChunkSender(Generic[Item]):
             done, _ = await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            await reading
         finally:
             for task in (reading, writing):
                 task.cancel()
             await asyncio.gather(reading, writing, return_exceptions=True)
 
-    async def _write(self, following: Callable[[], Awaitable[Frame[Item]]]) -> None:
+    async def _write(self, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
         while True:
             await self._room.acquire()
             frame = await following()
+            if frame is None:
+                await self._channel.send_last_frame()
+                self._is_finished = True
+                self._written.release()
+                return
             self.pending.append(frame.item)
             await self._channel.send_frame(frame.header, frame.data)
             self._written.release()
@@ -60,6 +73,8 @@ class ChunkSender(Generic[Item]):
     async def _read_answers(self, answered: Callable[[Item, bool], None]) -> None:
         while True:
             await self._written.acquire()
+            if self._is_finished and not self.pending:
+                return
             is_taken = await self._channel.read_answer()
             self._room.release()
             answered(self.pending.popleft(), is_taken)
@@ -76,7 +91,7 @@ class Arrivals(Protocol):
 
 
 async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[Arrivals]]) -> None:
-    """The receiving end, until the sender closes the stream.
+    """The receiving end, until the sender has sent its last frame or closes the stream.
 
     `admit` is asked with the sender and the stream's header, and returns when the sender may begin; RefusalError
     refuses.

@@ -7,6 +7,7 @@ what comes while nobody waits, a few KiB, is put aside. The rest stays with the 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 READ_AHEAD = 4096  # bytes; most headers fit in
 
@@ -27,6 +28,7 @@ class DirectReads(asyncio.BufferedProtocol):
         self._memory = memoryview(b"")  # what is being filled
         self._count = 0
         self._needed = 0  # bytes ahead, for the read that waits
+        self.on_lost: Callable[[], None] = lambda: None
         self._ready: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._last_at = 0.0  # when a byte came, or the read began
@@ -36,6 +38,11 @@ class DirectReads(asyncio.BufferedProtocol):
         self._writing = self._transport.get_protocol()
         self._transport.set_protocol(self)
         self._take(0)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will come any more."""
+        return self._has_ended
 
     async def read(self, count: int, patience: float | None) -> bytes:
         """So many bytes."""
@@ -126,15 +133,16 @@ class DirectReads(asyncio.BufferedProtocol):
             self._end()
 
     def eof_received(self) -> bool:
-        """Whether we may go on writing."""
+        """Whether we may go on writing. TLS has no half-closed connections."""
         self._has_ended = True
         self._end(self._incomplete())
-        return True
+        return self._transport.get_extra_info("sslcontext") is None
 
     def connection_lost(self, error: Exception | None) -> None:
         self._has_ended, self._error = True, error
         self._end(error or self._incomplete())
         self._writing.connection_lost(error)
+        self.on_lost()
 
     def pause_writing(self) -> None:
         self._writing.pause_writing()

@@ -35,6 +35,7 @@ from peers.events import (
     PayloadFetched,
     PayloadNotFetched,
     RateMeasured,
+    ReachSeen,
     Received,
     ReduceChunk,
     ReducedArrived,
@@ -317,6 +318,7 @@ class Driver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.timing.heartbeat_expiry):
                     self.handle(HeartbeatsSeen(await self._pulse.beat()))
+            self.handle(ReachSeen(self._transport.reach(), self._traffic.rates))
             await asyncio.sleep(self._settings.timing.heartbeat)
 
     def evaluated(self, held_out: HeldOut) -> None:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 RecordValidatorBase: Any = HIVEMIND.validation.RecordValidatorBase
 ADDRESS_LIMIT = 8
 DHT_WAIT = 5.0  # seconds for one request to one DHT node
+HEARD = 10_000  # heartbeats that are kept at most
 REJOIN_INTERVAL = 10.0  # seconds
 DHT_OPTIONS = {
     "wait_timeout": DHT_WAIT,
@@ -206,7 +207,6 @@ class HivemindNode:
         self._newest = {key: known for key, known in self._newest.items() if known.expires >= oldest}
         found = await self._node.get(heartbeats_key(run_id), latest=True)
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
-        current = []
         for subkey, entry in entries.items():
             try:
                 heartbeat = Heartbeat.verify(entry.value, run_id)
@@ -217,8 +217,15 @@ class HivemindNode:
                 logger.warning("dropped a heartbeat: %s", error)
                 continue
             if heartbeat.expires >= oldest:
-                current.append(self._newer(run_id, heartbeat))
+                self._newer(run_id, heartbeat)
+        current = [known for (run, _), known in self._newest.items() if run == run_id]
         return sorted(current, key=lambda heartbeat: heartbeat.peer)
+
+    def take_in(self, heartbeat: bytes) -> None:
+        """Know a heartbeat that reached us on another way than the DHT. Raises: RemoteProtocolError."""
+        heard = Heartbeat.verify(heartbeat)
+        if len(self._newest) < HEARD or (heard.run, heard.peer) in self._newest:
+            self._newer(heard.run, heard)
 
     def _newer(self, run_id: str, heartbeat: Heartbeat) -> Heartbeat:
         """A peer's sequence never goes backwards, whatever replica answers."""

@@ -38,9 +38,9 @@ class Identity:
     """An Ed25519 key pair. Whoever has it is that peer."""
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
-        self._private_key = private_key
+        self.private_key = private_key
         self._public_bytes = private_key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-        self.peer_id = base58.b58encode(PEER_ID_PREFIX + self._public_bytes).decode()
+        self.peer_id = peer_id_of_key(private_key.public_key())
 
     @classmethod
     def generate(cls) -> Identity:
@@ -76,7 +76,7 @@ class Identity:
 
         Raises: FileExistsError; LocalNetworkError when the directory is missing or not writable.
         """
-        pem = self._private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        pem = self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
             # mkstemp gives mode 0600 from the start; a link, unlike a rename, refuses to replace a key.
             descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -98,11 +98,11 @@ class Identity:
 
     def sign(self, data: bytes) -> bytes:
         """Signature, 64 bytes."""
-        return self._private_key.sign(data)
+        return self.private_key.sign(data)
 
     def libp2p_private_key(self) -> bytes:
         """The private key as libp2p's protobuf, as its daemon reads it from a file."""
-        seed = self._private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+        seed = self.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
         return PRIVATE_KEY_PREFIX + seed + self._public_bytes
 
 
@@ -116,6 +116,11 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
     except InvalidSignature:
         return False
     return True
+
+
+def peer_id_of_key(key: Ed25519PublicKey) -> str:
+    """Return the peer id that contains this key."""
+    return base58.b58encode(PEER_ID_PREFIX + key.public_bytes(Encoding.Raw, PublicFormat.Raw)).decode()
 
 
 def is_peer_id(text: str) -> bool:

@@ -18,6 +18,7 @@ from peers.events import (
     PayloadFetched,
     PayloadNotFetched,
     RateMeasured,
+    ReachSeen,
     Received,
     Send,
     SnapshotFailed,
@@ -92,6 +93,8 @@ class Peer(Averaging):
                 self._fetched(header)
             case PayloadNotFetched(header, reason):
                 self._not_fetched(header, reason)
+            case ReachSeen():
+                pass
             case RateMeasured(rate):
                 self._rate = rate
             case LeaveRequested(at_once):

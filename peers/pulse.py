@@ -8,9 +8,10 @@ from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from peers import metrics
-from peers.heartbeat import Heartbeat, HeldOut
+from peers.heartbeat import NAMED_PEERS, TAIL, Heartbeat, HeldOut
 from peers.identity import Identity
 from peers.peer import Peer
+from peers.reach import Reach
 from peers.states import SHOWN_AS
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
@@ -22,6 +23,12 @@ and others must still see it in time: one machine that is frozen must not make a
 class PulseTransport(Protocol):
     addresses: tuple[str, ...]
 
+    @property
+    def endpoints(self) -> tuple[str, ...]: ...
+    @property
+    def relays(self) -> tuple[str, ...]: ...
+    def reach(self) -> dict[str, Reach]: ...
+    async def spread(self, heartbeat: bytes) -> None: ...
     def expect_answers_within(self, seconds: float) -> None: ...
     async def refresh_addresses(self) -> tuple[str, ...]: ...
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
@@ -66,7 +73,10 @@ class Pulse:
         return tuple(heartbeats)
 
     async def publish(self) -> None:
-        await self._transport.publish(self.signed_heartbeat(), self._peer.settings.run)
+        """Tell the DHT, and those that we have links with: the run goes on where there is no DHT any more."""
+        signed = self.signed_heartbeat()
+        self._start(self._transport.spread(signed))
+        await self._transport.publish(signed, self._peer.settings.run)
 
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now. Never the same twice: the sequence grows."""
@@ -89,7 +99,16 @@ class Pulse:
             addresses=self._transport.addresses,
             roster_size=len(log.roster),
             held_out=self.held_out,
+            endpoints=self._transport.endpoints,
+            relays=self._transport.relays,
+            relayed=self._tails(Reach.RELAYED),
+            unreached=self._tails(Reach.NONE),
         )
+
+    def _tails(self, reach: Reach) -> tuple[str, ...]:
+        """Name the peers that we reach so, as far as there is room."""
+        peers = sorted(peer for peer, way in self._transport.reach().items() if way is reach)
+        return tuple(peer[-TAIL:] for peer in peers[:NAMED_PEERS])
 
     def signed_heartbeat(self) -> bytes:
         return self.heartbeat().sign(self._identity)

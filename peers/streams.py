@@ -34,6 +34,7 @@ VERSION = 1
 PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
 HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's last one
 FRAME = struct.Struct(">IQ")  # header length, data length
+LAST_FRAME = 0xFFFFFFFF  # in place of a header's length: no frame follows
 FRAME_HEADER_LIMIT = 1 << 17  # bytes; who is absent from a chunk, of 1,000 peers
 FRAMES_UNDER_WAY = 8  # sent and not confirmed, on one stream
 ACCEPTED, REFUSED = b"\x01", b"\x00"
@@ -73,16 +74,19 @@ class Channel:
     def __init__(
         self,
         peer: str,
-        reader: asyncio.StreamReader,
+        reader: asyncio.StreamReader | DirectReads,
         writer: asyncio.StreamWriter,
         upload: Throttle = UNLIMITED,
         download: Throttle = UNLIMITED,
+        stays_open: bool = False,
     ) -> None:
+        """`stays_open`: another conversation follows on the same connection, so nobody waits for its end."""
         self.peer = peer
         self._upload = upload
         self._download = download
-        self._reads = DirectReads(reader, writer)
+        self._reads = reader if isinstance(reader, DirectReads) else DirectReads(reader, writer)
         self._writer = writer
+        self._stays_open = stays_open
 
     async def send_prelude(self, header: bytes, length: int) -> None:
         if len(header) > HEADER_LIMIT:
@@ -127,18 +131,25 @@ class Channel:
             pass
 
     async def read_frame_header(self) -> tuple[bytes, int] | None:
-        """Header and data length of the next frame, whenever it comes; None at the end of the stream."""
+        """Header and data length of the next frame, whenever it comes; None after the last one."""
         try:
             header_length, length = FRAME.unpack(await self._reads.read(FRAME.size, None))
         except asyncio.IncompleteReadError as error:
             if error.partial:
                 raise
             return None
+        if header_length == LAST_FRAME:
+            return None
         if header_length > FRAME_HEADER_LIMIT:
             raise RemoteProtocolError(
                 self.peer, f"a frame header of {header_length} bytes exceeds {FRAME_HEADER_LIMIT}"
             )
         return await self._read(header_length), length
+
+    async def send_last_frame(self) -> None:
+        """Say that no frame follows."""
+        self._writer.write(FRAME.pack(LAST_FRAME, 0))
+        await self._flush()
 
     async def read_frame_data(self, data: bytearray) -> None:
         """Fill `data`, which has the frame's length."""
@@ -180,7 +191,9 @@ class Channel:
             raise RemoteProtocolError(self.peer, "it confirmed other bytes than we sent")
 
     async def wait_closed(self) -> None:
-        """Give the other side time to read our last bytes and close."""
+        """Give the other side time to read our last bytes and close, unless the connection stays open."""
+        if self._stays_open:
+            return
         with suppress(TimeoutError, asyncio.IncompleteReadError):
             await self._reads.read(1, CLOSE_TIMEOUT)
             raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")

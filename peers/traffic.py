@@ -21,6 +21,7 @@ from peers.events import (
     ReducedArrived,
     SendChunk,
 )
+from peers.lanes import MOST, Lanes
 from peers.log import MEMBER_LIMIT
 from peers.messages import Attempt
 from peers.peer import Peer
@@ -30,7 +31,7 @@ from peers.wire import Count, PeerId, Value, pack, unpack_from
 from peers.workload import BadBlocksError, Workload
 
 CHUNKS = "chunks"
-STREAMS = 4  # to each member: one stream's window is less than what a fast link has under way over an ocean
+CLOSING_TIME = 5.0  # seconds that a stream may take to end properly, so that its connection can be used again
 ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
 
 
@@ -79,7 +80,9 @@ class Traffic:
         self._host = host
         self._sent, self._received = RateMeter(), RateMeter()
         self._round: Attempt | None = None
-        self._queues: dict[str, asyncio.Queue[SendChunk]] = {}
+        self._from: dict[str, RateMeter] = {}
+        self._lanes = Lanes()
+        self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
         self._receivers: dict[asyncio.Task[None], tuple[Attempt, str]] = {}
 
@@ -91,47 +94,69 @@ class Traffic:
         """Bytes a second that the link was seen to carry each way in rounds; 0: not known."""
         return int(min(self._sent.rate, self._received.rate))
 
+    @property
+    def rates(self) -> dict[str, int]:
+        """Bytes a second at which other members' data came in, in the last rounds."""
+        return {peer: int(meter.rate) for peer, meter in self._from.items() if meter.rate}
+
     def begin(self, round: Attempt) -> None:
         for peer in list(self._senders):
-            self._end_streams_to(peer)
+            self._end_streams_to(peer, at_once=False)
         self._round = round
+        self._lanes.begin_round()
         self._sent.begin_round()
         self._received.begin_round()
+        for meter in self._from.values():
+            meter.begin_round()
 
     def tidy(self, present: Attempt | None, members: Collection[str]) -> None:
         """End streams that nobody waits for any more: of other rounds than `present`, and with who is lost."""
         for peer in list(self._senders):
             if present != self._round or peer not in members:
-                self._end_streams_to(peer)
+                self._end_streams_to(peer, at_once=present == self._round)
         for task, (round, peer) in list(self._receivers.items()):
-            if round != present or peer not in members:
+            if round == present and peer not in members:
                 task.cancel()
+            elif round != present:
+                asyncio.get_running_loop().call_later(CLOSING_TIME, task.cancel)
         if present != self._round:
             self._round = None
 
-    def _end_streams_to(self, peer: str) -> None:
+    def _end_streams_to(self, peer: str, at_once: bool) -> None:
+        """What has not been sent yet is not sent any more. Unless `at_once`, streams end properly."""
+        queue = self._queues.pop(peer)
+        while not queue.empty():
+            queue.get_nowait()
         for task in self._senders.pop(peer):
-            task.cancel()
-        del self._queues[peer]
+            queue.put_nowait(None)
+            if at_once:
+                task.cancel()
+            else:
+                asyncio.get_running_loop().call_later(CLOSING_TIME, task.cancel)
 
     # Out ------------------------------------------------------------------------------------------------------
     def send(self, send: SendChunk) -> None:
         if send.round != self._round:
             return
-        queue = self._queues.setdefault(send.to, asyncio.Queue())
-        queue.put_nowait(send)
-        tasks = [task for task in self._senders.get(send.to, []) if not task.done()]
-        while len(tasks) < min(STREAMS, self._buffers.size.chunks):
-            tasks.append(self._host.start(self._carry(send.round, send.to, queue)))
-        self._senders[send.to] = tasks
+        self._queues.setdefault(send.to, asyncio.Queue()).put_nowait(send)
+        self._open_streams_to(send.round, send.to)
 
-    async def _carry(self, round: Attempt, to: str, queue: asyncio.Queue[SendChunk]) -> None:
+    def _open_streams_to(self, round: Attempt, to: str) -> None:
+        tasks = [task for task in self._senders.get(to, []) if not task.done()]
+        while len(tasks) < min(self._lanes.count, self._buffers.size.chunks):
+            tasks.append(self._host.start(self._carry(round, to, self._queues[to])))
+        self._senders[to] = tasks
+
+    async def _carry(self, round: Attempt, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
         """One stream to a member, from the first chunk for it until it breaks or the round is over."""
-        waiting = [await queue.get()]  # the first one, until the stream is open
+        first = await queue.get()
+        if first is None:
+            return
+        waiting = [first]  # until the stream is open
 
-        async def following() -> Frame[SendChunk]:
+        async def following() -> Frame[SendChunk] | None:
             send = waiting.pop() if waiting else await queue.get()
-            return Frame(send, pack(_header(send)), self._data(send))
+            return Frame(send, pack(_header(send)), self._data(send)) if send else None
 
         sender: ChunkSender[SendChunk] | None = None
         try:
@@ -141,7 +166,8 @@ class Traffic:
         except PeerUnreachableError:
             unsent = [*waiting, *(sender.pending if sender else ())]
             while not queue.empty():
-                unsent.append(queue.get_nowait())
+                if send := queue.get_nowait():
+                    unsent.append(send)
             self._report_unsent(round, to, unsent)
         except KeyError:
             pass  # the round is over
@@ -154,9 +180,17 @@ class Traffic:
         if is_taken:
             start, stop = self._buffers.chunk_bytes(send.chunk)
             self._sent.passed(stop - start)
+            self._widen(send.round, stop - start)
             self._host.handle(ChunkSent(send.round, send.to, send.chunk, send.reduced))
         else:
             self._host.handle(ChunksUnsent(send.round, send.to, (send.chunk,), send.reduced))
+
+    def _widen(self, round: Attempt, count: int) -> None:
+        """Use more connections, where those that there are do not carry all that waits."""
+        has_more = any(queue.qsize() for queue in self._queues.values())
+        if self._lanes.passed(count, has_more) and round == self._round:
+            for peer in list(self._senders):
+                self._open_streams_to(round, peer)
 
     def _report_unsent(self, round: Attempt, to: str, unsent: Collection[SendChunk]) -> None:
         for reduced in (False, True):
@@ -181,17 +215,21 @@ class Traffic:
                 await self._host.until(lambda peer: _is_in(peer, round, sender))
         except TimeoutError:
             raise RefusalError(f"not in round {round} with you") from None
-        if list(self._receivers.values()).count((round, sender)) >= 2 * STREAMS:
+        if list(self._receivers.values()).count((round, sender)) >= MOST:
             raise RefusalError("too many streams of one round")
         task = asyncio.current_task()
         assert task is not None
         self._receivers[task] = (round, sender)
+        if sender not in self._from:
+            self._from[sender] = RateMeter()
+            self._from[sender].begin_round()
         return StreamArrivals(sender, self._buffers, lambda header, data: self._arrived(sender, round, header, data))
 
     def _arrived(self, sender: str, round: Attempt, header: ChunkHeader, data: bytearray) -> bool:
         """Take the chunk, if the protocol waits for it; whether the sender is rid of it."""
         exchange, current = self._peer.exchange, self._buffers.round(round)
         self._received.passed(len(data))
+        self._from[sender].passed(len(data))
         if exchange is None or current is None or exchange.name != round:
             return False
         chunk = header.chunk

@@ -131,6 +131,7 @@ def command(
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected, volunteering
     from opendiloco.workers.trackers import tracking
+    from peers.links.settings import LinkSettings
     from peers.metrics import serve_metrics
     from peers.throttle import Caps
 
@@ -146,7 +147,7 @@ def command(
     caps, rate = Caps.of_megabits(upload_limit, download_limit), checkpoint_limit * 1e6 / 8
 
     async def main(interrupts: Interrupts) -> None:
-        async with connected(key, invite.addresses, listen, announce) as transport:
+        async with connected(key, invite.addresses, listen, announce, links=LinkSettings()) as transport:
             transport.cap(caps)
             found = (await find_run(transport, invite.run_id)).with_data(data)
             folder = RunFolder.open(found, key.peer_id, state)

@@ -11,6 +11,7 @@ from peers.heartbeat import Heartbeat
 from peers.identity import Identity
 from peers.peer import Peer
 from peers.pulse import REFRESH_BEATS, Pulse
+from peers.reach import Reach
 from peers.workload import Progress
 from tests.peers.builders import LOG, SETTINGS, SIZE, STATE, beat
 
@@ -23,6 +24,10 @@ class Network:
 
     def __init__(self) -> None:
         self.addresses: tuple[str, ...] = (EARLY,)
+        self.endpoints: tuple[str, ...] = ()
+        self.relays: tuple[str, ...] = ()
+        self.spreading: list[bytes] = []
+        self.reaches: dict[str, Reach] = {}
         self.asked = 0
         self.published: list[Heartbeat] = []
         self.present: list[Heartbeat] = []
@@ -44,6 +49,12 @@ class Network:
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         self.published.append(Heartbeat.verify(heartbeat, run_id))
         return True
+
+    def reach(self) -> dict[str, Reach]:
+        return self.reaches
+
+    async def spread(self, heartbeat: bytes) -> None:
+        self.spreading.append(heartbeat)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return self.present

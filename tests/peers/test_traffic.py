@@ -27,10 +27,11 @@ from peers.events import (
     SendChunk,
     Tick,
 )
+from peers.lanes import FEWEST, MOST
 from peers.messages import Abort, Attempt
 from peers.peer import Peer
 from peers.streams import FRAME, Buffer, Channel, PeerRefusedError, PeerUnreachableError
-from peers.traffic import ADMISSION_TIMEOUT, CHUNKS, STREAMS, ChunkHeader, StreamHeader, Traffic
+from peers.traffic import ADMISSION_TIMEOUT, CHUNKS, ChunkHeader, StreamHeader, Traffic
 from peers.wire import pack, unpack
 from tests.peers.builders import SIZE, Rig
 from tests.peers.fakes import BLOCK, GARBAGE, FakeWorkload
@@ -292,7 +293,7 @@ def test_a_few_streams_carry_all_chunks_of_a_round() -> None:
             await host.when(lambda: len(host.seen(ChunkSent)) == 8)
             for member in host.wire.members.values():
                 assert len(member.received) == 4
-                assert len(member.opened) <= STREAMS
+                assert len(member.opened) <= FEWEST
 
     simulate(scenario())
 
@@ -637,7 +638,7 @@ def test_a_member_cannot_take_memory_by_opening_many_streams() -> None:
         async with Host.running() as host:
             let_in = list[Channel]()
             try:
-                for _ in range(10 * STREAMS):
+                for _ in range(2 * MOST):
                     theirs, ours = await stream_of("b", "a")
                     host.wire._ends.append(asyncio.create_task(Wire._hold(ours, host.wire.serving)))
                     await Sender(theirs, host.round).open()
@@ -647,7 +648,7 @@ def test_a_member_cannot_take_memory_by_opening_many_streams() -> None:
             finally:
                 for channel in let_in:
                     channel.close()
-            assert len(let_in) <= 2 * STREAMS
+            assert len(let_in) <= MOST
 
     simulate(scenario())
 

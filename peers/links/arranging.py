@@ -1,0 +1,161 @@
+"""Meeting peers through nodes that both can dial: our links with such nodes, and both ends of an introduction."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from peers.errors import RemoteProtocolError
+from peers.links.contacts import Contact, public_only
+from peers.links.introductions import CONNECTIONS, MOST, Introduce, Introduced, Meeting, Ports, Seats, look, meet
+from peers.links.relays import Relay
+from peers.streams import PeerUnreachableError, RefusalError
+from peers.wire import pack, unpack_from
+
+if TYPE_CHECKING:
+    from peers.links.links import Links
+
+logger = logging.getLogger(__name__)
+
+INTRODUCE, MEET = "introduce", "meet"  # names of the calls
+CALL_TIMEOUT = 20.0  # seconds; the other one probes meanwhile
+MEETING_TIMEOUT = 10.0  # seconds that the other one has to begin
+LOOK_INTERVAL = 15.0  # seconds between two looks at our relays
+MEETINGS = 32  # that we take part in at once because others want them
+INTRODUCING = 3  # nodes that introduce us
+
+
+class Arranging:
+    """The part of `Links` that goes through third parties."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._ours: list[Relay] = []
+        self._changed = asyncio.Event()
+        self._meetings: dict[str, asyncio.Future[None]] = {}
+
+    # Nodes that introduce us ----------------------------------------------------------------------------------
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(relay.address for relay in self._ours if self._links.is_up(relay.peer))[:INTRODUCING]
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Endpoints at which a node has reached our data port."""
+        return tuple(dict.fromkeys(endpoint for relay in self._ours for endpoint in relay.seen))
+
+    def look_again(self) -> None:
+        for relay in self._ours:
+            relay.seen = ()
+        self._changed.set()
+
+    async def keep(self, addresses: Sequence[str]) -> None:
+        """Keep a link with each of these nodes, and know how they see us."""
+        while True:
+            self._changed.clear()
+            await asyncio.gather(*(self._greet_node(address) for address in addresses))
+            try:
+                async with asyncio.timeout(LOOK_INTERVAL):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _greet_node(self, address: str) -> None:
+        relay = await self._links.relays.find(address)
+        if relay is None or relay.peer == self._links.me:
+            return
+        was_up = self._links.is_up(relay.peer)
+        if not await self._is_linked(relay):
+            return
+        if relay not in self._ours:
+            self._ours.append(relay)
+        if not was_up and self._links.info.port:
+            await self._links.relays.look_at_us(relay, self._links.info.port)
+            self._links.on_change()
+
+    async def _is_linked(self, relay: Relay) -> bool:
+        """Whether a link with the node is up, made now if it was not."""
+        if not self._links.is_up(relay.peer):
+            assert relay.endpoint is not None
+            await self._links.dial_first(Contact(relay.peer, (relay.endpoint,)))
+        if not self._links.is_up(relay.peer):
+            self._links.relays.forget(relay.peer)
+            if relay in self._ours:
+                self._ours.remove(relay)
+        return self._links.is_up(relay.peer)
+
+    # Who wants to meet ----------------------------------------------------------------------------------------
+    async def meet(self, contact: Contact, connections: int = CONNECTIONS) -> None:
+        """Meet a peer through a node that introduces it, or us. One of the two begins: the one with the smaller id."""
+        meeting = self._meetings.get(contact.peer)
+        if meeting is not None:
+            await asyncio.wait([meeting])
+            return
+        if self._links.me > contact.peer and not self._links.is_up(contact.peer):
+            await self._links.link(contact.peer).wait_until_up(MEETING_TIMEOUT)
+            if self._links.is_up(contact.peer):
+                return
+        for address in dict.fromkeys((*contact.relays, *self.addresses)):
+            relay = await self._links.relays.find(address)
+            if relay is None or not await self._is_linked(relay):
+                continue
+            try:
+                await self._meet_through(relay, contact.peer, min(connections, MOST))
+            except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
+                logger.debug("%s does not bring us together with %s: %s", relay.address, contact.peer, error)
+                continue
+            if self._links.is_up(contact.peer):
+                return
+
+    async def _meet_through(self, relay: Relay, peer: str, connections: int) -> None:
+        """Raises: PeerUnreachableError, RemoteProtocolError, OSError."""
+        assert relay.endpoint is not None
+        ports = await look(relay.endpoint, connections)
+        asked = Introduce(to=peer, endpoints=ports.seen, connections=connections)
+        answer = await self._links.link(relay.peer).call(INTRODUCE, pack(asked), CALL_TIMEOUT)
+        introduced = unpack_from(relay.peer, Introduced, answer)
+        await self._go(peer, ports, introduced.endpoints, relay.endpoint, introduced.token, connections)
+
+    async def _go(
+        self, peer: str, ports: Ports, theirs: Sequence[str], node: str, token: bytes | None, connections: int
+    ) -> None:
+        places = public_only(theirs, node)
+        made = await meet(self._links.credentials, peer, ports, places, node, token, connections)
+        for connection in made:
+            self._links.link(peer).add(connection)
+
+    # Who is asked to meet -------------------------------------------------------------------------------------
+    async def on_meet(self, sender: str, payload: bytes) -> bytes:
+        """A node brings somebody together with us."""
+        meeting = unpack_from(sender, Meeting, payload)
+        relay = next((relay for relay in self._ours if relay.peer == sender), None)
+        if relay is None or relay.endpoint is None:
+            raise RefusalError("we did not ask you to introduce us")
+        if meeting.peer in self._meetings or len(self._meetings) >= MEETINGS:
+            raise RefusalError("it is being met already")
+        connections = min(meeting.connections, MOST)
+        try:
+            ports = await look(relay.endpoint, connections)
+        except OSError as error:
+            raise RefusalError(f"we do not know where we are seen: {error}") from error
+        going = self._go(meeting.peer, ports, meeting.endpoints, relay.endpoint, meeting.token, connections)
+        future = self._links.start(going)
+        self._meetings[meeting.peer] = future
+        future.add_done_callback(lambda _: self._meetings.pop(meeting.peer, None))
+        return pack(Seats(endpoints=ports.seen))
+
+    # The node that brings two together ------------------------------------------------------------------------
+    async def on_introduce(self, sender: str, payload: bytes) -> bytes:
+        asked = unpack_from(sender, Introduce, payload)
+        if asked.to == sender or not self._links.is_up(asked.to):
+            raise RefusalError(f"{asked.to} is not connected here")
+        token = self._links.splicer.expect() if self._links.splicer else None
+        meeting = Meeting(peer=sender, endpoints=asked.endpoints, connections=asked.connections, token=token)
+        try:
+            answer = await self._links.link(asked.to).call(MEET, pack(meeting), CALL_TIMEOUT / 2)
+        except PeerUnreachableError as error:
+            raise RefusalError(f"{asked.to} does not come: {error.reason}") from error
+        seats = unpack_from(asked.to, Seats, answer)
+        return pack(Introduced(endpoints=seats.endpoints, token=token))

@@ -1,0 +1,74 @@
+"""Where other peers can be dialled, and which nodes introduce them, as their heartbeats say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from peers.heartbeat import Heartbeat, PeerState
+from peers.links.sockets import endpoint_of, parse_endpoint
+
+
+@dataclass(frozen=True)
+class Contact:
+    """`endpoints` are where a peer accepts connections; `relays` are multiaddrs of nodes that introduce it."""
+
+    peer: str
+    endpoints: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+
+
+def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
+    """Return how to reach those who have not said goodbye, by peer."""
+    return {
+        beat.peer: Contact(beat.peer, beat.endpoints, beat.relays)
+        for beat in heartbeats
+        if beat.state is not PeerState.LEAVING and (beat.endpoints or beat.relays)
+    }
+
+
+def host_of(address: str) -> str | None:
+    """Return the host in a multiaddr: an IP address or a name; None if it has none."""
+    parts = address.split("/")
+    return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6", "dns", "dns4", "dns6") else None
+
+
+def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return where others may dial our data port, most useful first.
+
+    `addresses` are our multiaddrs, `seen` endpoints at which somebody outside has reached the port. Loopback addresses
+    are of use only where there are no others.
+    """
+    hosts = [host for address in addresses if "/p2p-circuit" not in address and (host := host_of(address))]
+    numeric = [host for host in dict.fromkeys(hosts) if _is_numeric(host)]
+    outside = [host for host in numeric if not ip_address(host).is_loopback]
+    return tuple(dict.fromkeys([*seen, *(endpoint_of(host, port) for host in outside or numeric)]))[:8]
+
+
+def is_behind_nat(ours: str, theirs: str) -> bool:
+    """Whether our address is a private network's while the other end's is the internet's."""
+    return _is_private(ours) and not _is_private(theirs)
+
+
+def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
+    """Return the endpoints that a node on the internet may send us to: not those of our own network's machines."""
+    if _is_private(parse_endpoint(node)[0]):
+        return tuple(endpoints)
+    return tuple(endpoint for endpoint in endpoints if not _is_private(parse_endpoint(endpoint)[0]))
+
+
+def is_local(endpoint: str) -> bool:
+    return ip_address(parse_endpoint(endpoint)[0]).is_loopback
+
+
+def _is_private(host: str) -> bool:
+    return _is_numeric(host) and not ip_address(host).is_global
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True

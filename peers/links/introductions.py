@@ -1,0 +1,170 @@
+"""How two peers meet that can't dial each other: a node that both can dial tells each where the other is seen.
+
+    A ── Introduce(B, where I am seen) ──► node ── Meeting(A, where it is seen) ──► B
+    A ◄──── Introduced(where B is seen) ── node ◄── where I am seen ─────────────── B
+
+Then both dial at once, each from the ports at which the node saw it: to their routers it looks as if they had asked for
+what comes in. Where a router gives every connection another port, that fails, and the node joins two connections that
+they dial out to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from peers.errors import RemoteProtocolError
+from peers.heartbeat import Endpoint
+from peers.links.connection import Connection, greet, welcome
+from peers.links.credentials import Credentials
+from peers.links.opening import Hello, Splice, Token, pack_opening, read_opening, send
+from peers.links.probing import probe
+from peers.links.sockets import dial
+from peers.reach import Reach
+from peers.wire import Count, PeerId, Value
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS = 4  # that two peers make when they meet, half of them for either; more by meeting again
+MOST = 16
+PUNCH_TIMEOUT = 4.0  # seconds
+ATTEMPT_TIMEOUT = 1.5  # seconds of one dial of those: a SYN that came too early is lost
+SPLICE_TIMEOUT = 10.0  # seconds
+HELLO_TIMEOUT = 10.0  # seconds
+
+Places = Annotated[tuple[Endpoint, ...], Field(max_length=MOST)]
+
+
+class Introduce(Value):
+    """Asked of a node: bring me together with this peer."""
+
+    to: PeerId
+    endpoints: Places
+    connections: Count
+
+
+class Meeting(Value):
+    """Told by a node: this peer wants to meet you, and is seen there. The answer is `Seats`."""
+
+    peer: PeerId
+    endpoints: Places
+    connections: Count
+    token: Token | None
+
+
+class Seats(Value):
+    """Where who answers is seen."""
+
+    endpoints: Places
+
+
+class Introduced(Value):
+    """The node's answer: where the other one is seen, and the token to be spliced with, if the node relays."""
+
+    endpoints: Places
+    token: Token | None
+
+
+class Ports:
+    """Local ports, and where a node sees them. They stay ours while `sockets` are bound to them."""
+
+    def __init__(self, local: Sequence[int], seen: Sequence[str]) -> None:
+        self.local = local
+        self.seen = tuple(seen)
+
+
+async def look(node: str, count: int) -> Ports:
+    """Find out at which endpoints the node at this endpoint sees `count` new ports of ours. Raises: OSError."""
+    ports = [_free_port() for _ in range(min(count, MOST))]
+    seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
+    return Ports(ports, [one.endpoint for one in seen])
+
+
+async def meet(
+    credentials: Credentials, peer: str, mine: Ports, theirs: Sequence[str], node: str, token: bytes | None, count: int
+) -> list[Connection]:
+    """Make connections with a peer that does the same now. `node` is the endpoint of the one that introduced us.
+
+    Returns: none where every way failed.
+    """
+    connections = await _punch(credentials, peer, mine, theirs)
+    if not connections and token is not None:
+        numbers = range(min(count, MOST))
+        spliced = (_splice(credentials, peer, node, Splice(token=token, number=number)) for number in numbers)
+        connections = [one for one in await asyncio.gather(*spliced) if one is not None]
+    return connections
+
+
+async def _punch(credentials: Credentials, peer: str, mine: Ports, theirs: Sequence[str]) -> list[Connection]:
+    pairs = zip(mine.local, theirs, strict=False)
+    tries = (_dial_at_once(credentials, peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
+    return [one for one in await asyncio.gather(*tries) if one is not None]
+
+
+async def _dial_at_once(credentials: Credentials, peer: str, port: int, endpoint: str, place: int) -> Connection | None:
+    """Dial from a port that the other side dials at the same time, again and again until both are let through."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + PUNCH_TIMEOUT
+    while loop.time() < end:
+        try:
+            sock = await dial(endpoint, ATTEMPT_TIMEOUT, port)
+        except OSError as error:
+            logger.debug("no way yet from port %d to %s at %s: %s", port, peer, endpoint, error)
+            if "no answer" not in str(error):  # refused at once: not before the other side dials, too
+                await asyncio.sleep(0.1)
+            continue
+        return await _begin(sock, credentials, peer, place, Reach.PUNCHED)
+    return None
+
+
+async def _splice(credentials: Credentials, peer: str, node: str, opening: Splice) -> Connection | None:
+    try:
+        sock = await dial(node, SPLICE_TIMEOUT)
+        try:
+            await send(sock, pack_opening(opening))
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        logger.debug("no relay to %s at %s: %s", peer, node, error)
+        return None
+    return await _begin(sock, credentials, peer, opening.number, Reach.RELAYED)
+
+
+async def _begin(
+    sock: socket.socket, credentials: Credentials, peer: str, place: int, reach: Reach
+) -> Connection | None:
+    """Begin a connection of which neither end is the one that dialled: the smaller id speaks first."""
+    try:
+        if credentials.peer_id < peer:
+            return await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach)
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT):
+                opening = await read_opening(sock, peer)
+        except BaseException:
+            sock.close()
+            raise
+        if not isinstance(opening, Hello):
+            sock.close()
+            raise RemoteProtocolError(peer, "its connection does not begin with a greeting")
+        connection = await welcome(sock, credentials, opening, reach)
+        if connection.peer != peer:
+            connection.close()
+            raise RemoteProtocolError(connection.peer, f"it came in the place of {peer}")
+        return connection
+    except (OSError, TimeoutError, RemoteProtocolError) as error:
+        logger.debug("no %s connection with %s: %r", reach, peer, error)
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(("", 0))
+        port: int = sock.getsockname()[1]
+        return port

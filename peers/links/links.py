@@ -1,0 +1,297 @@
+"""All links of one peer: with whom, by which way, and what to do when one breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from peers.errors import RemoteProtocolError
+from peers.identity import Identity
+from peers.links.arranging import Arranging
+from peers.links.calls import CALLS, Answer, answer_calls
+from peers.links.connection import Connection, greet, welcome
+from peers.links.contacts import Contact, is_local, own_endpoints
+from peers.links.credentials import Credentials
+from peers.links.link import Link, Serve
+from peers.links.listener import Listener
+from peers.links.opening import Hello, Opening, Splice
+from peers.links.probing import answer_probe
+from peers.links.relays import AskInfo, LinkInfo, Relays
+from peers.links.settings import LinkSettings
+from peers.links.sockets import dial
+from peers.links.splicing import Splicer
+from peers.reach import Reach
+from peers.streams import Channel, RefusalError
+from peers.throttle import Throttle
+from peers.wire import Value, pack, unpack_from
+
+logger = logging.getLogger(__name__)
+
+DIAL_TIMEOUT = 4.0  # seconds
+HEAD_START = 0.5  # seconds that the peer with the smaller id has to dial first
+EAGER = 128  # peers with which links are made before they are needed
+RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds
+MORE = "more"  # name of the call: dial me so many connections that are mine
+
+
+class More(Value):
+    connections: int
+
+
+@dataclass
+class _Attempts:
+    """What became of trying to reach one peer."""
+
+    failures: int = 0
+    retry_at: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+
+class Links:
+    """`serve` has a conversation that another peer opens; `answer` answers its messages."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        serve: Serve,
+        answer: Answer,
+        ask_info: AskInfo,
+        caps: Callable[[], tuple[Throttle, Throttle]],
+    ) -> None:
+        self.me = identity.peer_id
+        self.credentials = Credentials(identity)
+        self.relays = Relays(ask_info)
+        self.on_change: Callable[[], None] = lambda: None
+        self._serve_conversation = serve
+        self._answer = answer
+        self._caps = caps
+        self._links: dict[str, Link] = {}
+        self._contacts: dict[str, Contact] = {}
+        self._attempts: dict[str, _Attempts] = {}
+        self._dialled: dict[str, str] = {}  # where a peer answered
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._listener: Listener | None = None
+        self.arranging = Arranging(self)
+        self.splicer: Splicer | None = None
+
+    # Life -----------------------------------------------------------------------------------------------------
+    def listen(self, hosts: Sequence[str], settings: LinkSettings) -> None:
+        """Accept connections from now on. Raises: LocalNetworkError when the port can't be used."""
+        self._listener = Listener(hosts, settings.port, self._accept)
+        if settings.relay_limit is not None:
+            self.splicer = Splicer(settings.relay_limit)
+
+    async def close(self) -> None:
+        if self._listener:
+            await self._listener.close()
+        if self.splicer:
+            await self.splicer.close()
+        for link in list(self._links.values()):
+            link.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def start(self, work: Awaitable[None]) -> asyncio.Future[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @property
+    def info(self) -> LinkInfo:
+        return LinkInfo(port=self._listener.port if self._listener else 0)
+
+    def endpoints(self, addresses: Sequence[str]) -> tuple[str, ...]:
+        """Return where others may dial us, given our multiaddrs."""
+        if self._listener is None:
+            return ()
+        return own_endpoints(addresses, self._listener.port, self.arranging.seen)
+
+    @property
+    def relay_addresses(self) -> tuple[str, ...]:
+        """Multiaddrs of the nodes that introduce us."""
+        return self.arranging.addresses
+
+    def use_relays(self, addresses: Sequence[str]) -> None:
+        """Keep a link with these nodes from now on, so that they can introduce us."""
+        self.start(self.arranging.keep(addresses))
+
+    # Who there is ---------------------------------------------------------------------------------------------
+    def observe(self, contacts: Mapping[str, Contact], eagerly: bool) -> None:
+        """Know these peers, and `eagerly` make links with them."""
+        now = time.monotonic()
+        for peer, contact in contacts.items():
+            if peer != self.me and contact != self._contacts.get(peer):
+                self._contacts[peer] = contact
+                self._attempts.pop(peer, None) if not self._is_busy(peer) else None
+        for peer in self._contacts.keys() - contacts.keys():
+            del self._contacts[peer]
+        if eagerly and len(self._contacts) <= EAGER:
+            for peer in self._contacts:
+                if not self.is_up(peer) and now >= self._attempts.setdefault(peer, _Attempts()).retry_at:
+                    self._try(peer)
+
+    def contact(self, peer: str) -> Contact | None:
+        return self._contacts.get(peer)
+
+    def is_up(self, peer: str) -> bool:
+        return peer in self._links and self._links[peer].is_up
+
+    def reach_of(self, peer: str) -> Reach | None:
+        """Return how we reach a peer; None: nothing is known yet."""
+        if self.is_up(peer):
+            return self._links[peer].reach
+        attempts = self._attempts.get(peer)
+        return Reach.NONE if attempts and attempts.failures else None
+
+    def reach(self) -> dict[str, Reach]:
+        """Return how we reach those that we know of, as far as that was found out."""
+        found = {peer: self.reach_of(peer) for peer in self._contacts}
+        return {peer: reach for peer, reach in found.items() if reach is not None}
+
+    async def link_with(self, peer: str) -> Link | None:
+        """Return the link with a peer, made now if it is not there; None where there is no way."""
+        if not self.is_up(peer) and peer in self._contacts:
+            attempts = self._attempts.setdefault(peer, _Attempts())
+            if self._is_busy(peer) or time.monotonic() >= attempts.retry_at:
+                await asyncio.wait([self._try(peer)])
+        return self._links[peer] if self.is_up(peer) else None
+
+    def conversation(self, link: Link, protocol: str) -> AbstractAsyncContextManager[Channel]:
+        return link.conversation(protocol)
+
+    def drop_all(self) -> None:
+        """Our network has changed: whatever was connected is not any more, and is dialled anew."""
+        for link in list(self._links.values()):
+            link.close()
+        self._attempts = {peer: attempts for peer, attempts in self._attempts.items() if self._is_busy(peer)}
+        self._dialled.clear()
+        self.arranging.look_again()
+
+    # Making links ---------------------------------------------------------------------------------------------
+    def _is_busy(self, peer: str) -> bool:
+        attempts = self._attempts.get(peer)
+        return attempts is not None and attempts.task is not None and not attempts.task.done()
+
+    def _try(self, peer: str) -> asyncio.Future[None]:
+        attempts = self._attempts.setdefault(peer, _Attempts())
+        if attempts.task is None or attempts.task.done():
+            attempts.task = asyncio.ensure_future(self._reach_out(peer, attempts))
+            self._tasks.add(attempts.task)
+            attempts.task.add_done_callback(self._tasks.discard)
+        return attempts.task
+
+    async def _reach_out(self, peer: str, attempts: _Attempts) -> None:
+        """Every way to a peer, from best to worst."""
+        if self.me > peer:
+            await self._wait_for_link(peer, HEAD_START)
+        contact = self._contacts.get(peer)
+        if not self.is_up(peer) and contact is not None:
+            await self.dial_first(contact)
+        if not self.is_up(peer) and contact is not None:
+            await self.arranging.meet(contact)
+        if self.is_up(peer):
+            attempts.failures, attempts.retry_at = 0, 0.0
+        else:
+            pause = min(RETRY_LAST, RETRY_FIRST * 2**attempts.failures)
+            attempts.failures += 1
+            attempts.retry_at = time.monotonic() + pause
+            self.on_change()
+
+    async def _wait_for_link(self, peer: str, seconds: float) -> None:
+        """Give the other side time to make the link."""
+        link = self.link(peer)
+        await link.wait_until_up(seconds)
+
+    async def dial_first(self, contact: Contact) -> None:
+        """Try all of a peer's endpoints at once. At the first that answers we make a connection for either side."""
+        local = self._listener is None or all(map(is_local, contact.endpoints))
+        endpoints = [one for one in contact.endpoints if local or not is_local(one)]
+        tries = {asyncio.ensure_future(self._greet(contact.peer, one, is_ours=True)): one for one in endpoints}
+        pending = set(tries)
+        try:
+            while pending and not self.is_up(contact.peer):
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in done:
+                    if connection := attempt.result():
+                        self._dialled[contact.peer] = tries[attempt]
+                        self.link(contact.peer).add(connection)
+        finally:
+            for attempt in pending:
+                attempt.cancel()
+            for result in await asyncio.gather(*pending, return_exceptions=True):
+                if isinstance(result, Connection):
+                    result.close()
+        endpoint = self._dialled.get(contact.peer)
+        if endpoint and (theirs := await self._greet(contact.peer, endpoint, is_ours=False)):
+            self.link(contact.peer).add(theirs)
+
+    async def _greet(self, peer: str, endpoint: str, is_ours: bool) -> Connection | None:
+        try:
+            sock = await dial(endpoint, DIAL_TIMEOUT)
+            return await greet(sock, self.credentials, peer, is_ours, Reach.OPEN)
+        except (OSError, RemoteProtocolError) as error:
+            logger.debug("no connection to %s at %s: %s", peer, endpoint, error)
+            return None
+
+    def link(self, peer: str) -> Link:
+        """Return the link with a peer, which may be down."""
+        if peer not in self._links:
+            dial_more = lambda count: self._dial_more(peer, count)  # noqa: E731
+            self._links[peer] = Link(peer, self._serve, dial_more, self.start, self._caps, lambda: self._changed(peer))
+        return self._links[peer]
+
+    async def _dial_more(self, peer: str, count: int) -> None:
+        """Raises: PeerUnreachableError."""
+        link, endpoint = self.link(peer), self._dialled.get(peer)
+        if link.reach is not Reach.OPEN:
+            contact = self._contacts.get(peer)
+            if contact is not None:
+                await self.arranging.meet(contact, 2 * count)
+        elif endpoint is None:
+            await link.call(MORE, pack(More(connections=count)), DIAL_TIMEOUT)
+        else:
+            for connection in await asyncio.gather(*(self._greet(peer, endpoint, True) for _ in range(count))):
+                if connection:
+                    link.add(connection)
+
+    async def dialled_more(self, peer: str, payload: bytes) -> bytes:
+        """Answer to `More`: connections for the other side, which can't dial us."""
+        count = unpack_from(peer, More, payload).connections
+        endpoint = self._dialled.get(peer)
+        if endpoint is None or not 0 < count <= 64:
+            raise RefusalError("there is no endpoint of yours that answers")
+        for connection in await asyncio.gather(*(self._greet(peer, endpoint, False) for _ in range(count))):
+            if connection:
+                self.link(peer).add(connection)
+        return b""
+
+    def _changed(self, peer: str) -> None:
+        if not self.is_up(peer) and peer in self._contacts and not self._is_busy(peer):
+            self._attempts.pop(peer, None)  # it was there a moment ago: try at once
+        self.on_change()
+
+    # What comes in --------------------------------------------------------------------------------------------
+    async def _accept(self, sock: socket.socket, opening: Opening) -> None:
+        match opening:
+            case Hello():
+                connection = await welcome(sock, self.credentials, opening, Reach.OPEN)
+                self.link(connection.peer).add(connection)
+            case Splice() if self.splicer:
+                self.splicer.arrived(sock, opening)
+            case Splice():
+                sock.close()
+            case _:
+                await answer_probe(sock, opening)
+
+    async def _serve(self, protocol: str, channel: Channel) -> None:
+        if protocol == CALLS:
+            await answer_calls(channel, self._answer)
+        else:
+            await self._serve_conversation(protocol, channel)

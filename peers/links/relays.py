@@ -1,0 +1,82 @@
+"""The nodes that introduce this peer to others: where their data ports are, and how they see us."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from peers.errors import RemoteProtocolError
+from peers.links.contacts import host_of
+from peers.links.probing import probe
+from peers.links.sockets import endpoint_of
+from peers.streams import PeerUnreachableError
+from peers.wire import Count, Value
+
+logger = logging.getLogger(__name__)
+
+LINK_INFO = "links"  # name of the call
+KNOWN = 64  # nodes at most
+
+
+class LinkInfo(Value):
+    """Where a node accepts connections; 0: nowhere."""
+
+    port: Count
+
+
+@dataclass
+class Relay:
+    """`endpoint` is its data port, None until it has told us or if it has none."""
+
+    peer: str
+    address: str
+    endpoint: str | None = None
+    seen: tuple[str, ...] = ()
+    """Endpoints at which it could dial our data port."""
+
+
+AskInfo = Callable[[str, str], Awaitable[LinkInfo]]
+"""(peer id, multiaddr) -> what that node says of itself, over libp2p. Raises: PeerUnreachableError."""
+
+
+class Relays:
+    """Nodes by peer id: those of the invite, and others that peers are introduced by."""
+
+    def __init__(self, ask: AskInfo) -> None:
+        self._ask = ask
+        self._known: dict[str, Relay] = {}
+
+    async def find(self, address: str) -> Relay | None:
+        """Return the node at a multiaddr, with its data port; None when it does not answer, or has none."""
+        peer = address.rstrip("/").rpartition("/")[2]
+        relay = self._known.get(peer)
+        if relay is None:
+            if len(self._known) >= KNOWN:
+                return None
+            relay = self._known[peer] = Relay(peer, address)
+        if relay.endpoint is None:
+            try:
+                info = await self._ask(peer, address)
+            except (PeerUnreachableError, RemoteProtocolError) as error:
+                logger.debug("%s says nothing of its data port: %s", address, error)
+                return None
+            host = host_of(address)
+            if host and 0 < info.port < 65536:
+                relay.endpoint = endpoint_of(host, info.port)
+        return relay if relay.endpoint else None
+
+    def forget(self, peer: str) -> None:
+        """It was not there: ask it again next time."""
+        self._known.pop(peer, None)
+
+    async def look_at_us(self, relay: Relay, port: int) -> None:
+        """Find out whether the node can dial our data port."""
+        assert relay.endpoint is not None
+        try:
+            seen = await probe(relay.endpoint, (port,))
+        except (OSError, RemoteProtocolError) as error:
+            logger.debug("%s does not say how it sees us: %s", relay.address, error)
+            return
+        host = seen.endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        relay.seen = (endpoint_of(host, port),) if port in seen.open else ()
