@@ -12,7 +12,7 @@ SWITCH = "switch"
 
 
 class NetworkError(Exception):
-    """This machine, or this user, cannot have namespaces."""
+    """This machine, or this user, cannot have such a network."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,39 @@ class Place:
         return f"/ip4/{self.address}/tcp/0"
 
 
+class Namespaces:
+    """Network namespaces with names of their own. They are deleted when the stack is closed."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._name = f"diloco-peer-{uuid.uuid4().hex[:8]}"
+
+    def add(self, label: str) -> str:
+        """Create a namespace; returns its name."""
+        name = f"{self._name}-{label}"
+        run("ip", "netns", "add", name)
+        self._stack.callback(run, "ip", "netns", "delete", name)
+        run("ip", "-n", name, "link", "set", "lo", "up")
+        return name
+
+
 class Network:
     """Namespaces around a switch, which has one of its own: nothing is seen from outside, and no address taken."""
 
     def __init__(self, places: int, stack: ExitStack) -> None:
-        self._stack = stack
-        self._name = f"diloco-peer-{uuid.uuid4().hex[:8]}"
-        self._add_namespace(self._name)
+        self._namespaces = Namespaces(stack)
+        self._switch = self._namespaces.add(SWITCH)
         self._ip("link", "add", SWITCH, "type", "bridge")
         self._ip("link", "set", SWITCH, "up")
         self.places = [self._add_place(number) for number in range(1, places + 1)]
 
     def _add_place(self, number: int) -> Place:
-        namespace = f"{self._name}-{number}"
-        self._add_namespace(namespace)
-        place = Place(f"10.0.0.{number}", ("ip", "netns", "exec", namespace), f"port{number}")
+        namespace = self._namespaces.add(str(number))
+        place = Place(f"10.0.0.{number}", inside(namespace), f"port{number}")
         self._ip("link", "add", place.port, "type", "veth", "peer", "name", "cable", "netns", namespace)
         self._ip("link", "set", place.port, "master", SWITCH, "up")
-        _ip("-n", namespace, "address", "add", f"{place.address}/24", "dev", "cable")
-        _ip("-n", namespace, "link", "set", "cable", "up")
-        _ip("-n", namespace, "link", "set", "lo", "up")
+        run("ip", "-n", namespace, "address", "add", f"{place.address}/24", "dev", "cable")
+        run("ip", "-n", namespace, "link", "set", "cable", "up")
         return place
 
     def cut(self, place: Place) -> None:
@@ -57,13 +70,9 @@ class Network:
     def mend(self, place: Place) -> None:
         self._ip("link", "set", place.port, "up")
 
-    def _add_namespace(self, name: str) -> None:
-        _ip("netns", "add", name)
-        self._stack.callback(_ip, "netns", "delete", name)
-
     def _ip(self, *arguments: str) -> None:
         """In the namespace of the switch."""
-        _ip("-n", self._name, *arguments)
+        run("ip", "-n", self._switch, *arguments)
 
 
 @contextmanager
@@ -73,10 +82,16 @@ def network(places: int) -> Iterator[Network]:
         yield Network(places, stack)
 
 
-def _ip(*arguments: str) -> None:
+def inside(namespace: str) -> tuple[str, ...]:
+    """What goes before a command that is to run in a namespace."""
+    return ("ip", "netns", "exec", namespace)
+
+
+def run(*command: str) -> str:
+    """Run a command of the system's; returns what it printed. Raises: NetworkError when it fails or is missing."""
     try:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except FileNotFoundError:
-        raise NetworkError("iproute2 is not installed") from None
+        raise NetworkError(f"{command[0]} is not installed") from None
     except subprocess.CalledProcessError as error:
-        raise NetworkError(f"ip {' '.join(arguments)}: {error.stderr.strip()}") from error
+        raise NetworkError(f"{' '.join(command)}: {error.stderr.strip()}") from error
