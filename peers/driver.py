@@ -34,8 +34,6 @@ from peers.events import (
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    RateMeasured,
-    ReachSeen,
     Received,
     ReduceChunk,
     ReducedArrived,
@@ -63,6 +61,7 @@ from peers.payloads import PayloadError, Payloads, serve_payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.recorder import Recorder
+from peers.scouting import Scout
 from peers.settings import RunSettings
 from peers.snapshot_fetch import fetch_snapshot
 from peers.snapshots import FrozenSnapshot, serve_snapshots
@@ -127,6 +126,7 @@ class Driver:
         self._waiting: list[asyncio.Future[None]] = []
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._traffic = Traffic(self.peer, transport, workload, self._buffers, self)
+        self._scout = Scout(transport, self._traffic, self)
         self._payloads = Payloads(transport, settings.run, self._buffers)
         self._storage = storage or MemoryStorage()
         self._freezer = Freezer(self.peer, workload, self._storage, self)
@@ -148,6 +148,7 @@ class Driver:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._transport.on_call(CALL, self._receive)
                 await self._traffic.serve()
+                await self._scout.serve()
                 run = self._settings.run
                 await serve_payloads(self._transport, {run: self._buffers})
                 await serve_headers(self._transport, {run: self._log.headers})
@@ -251,7 +252,6 @@ class Driver:
                 self.start(self._reduce(effect))
             case AssemblePayload(round):
                 if self._buffers.round(round):
-                    self.handle(RateMeasured(self._traffic.rate))
                     self.handle(PayloadAssembled(round, self._buffers.assemble(round)))
             case FetchPayload(header, donors):
                 self.start(self._fetch_payload(header, donors))
@@ -318,7 +318,7 @@ class Driver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.timing.heartbeat_expiry):
                     self.handle(HeartbeatsSeen(await self._pulse.beat()))
-            self.handle(ReachSeen(self._transport.reach(), self._traffic.rates))
+            self._scout.look()
             await asyncio.sleep(self._settings.timing.heartbeat)
 
     def evaluated(self, held_out: HeldOut) -> None:

@@ -235,9 +235,11 @@ class Channel:
         return await self._reads.read(count, STALL_TIMEOUT)
 
     async def _flush(self) -> None:
-        if self._writer.transport.get_write_buffer_size() or self._writer.is_closing():
+        if self._writer.transport.get_write_buffer_size():
             async with asyncio.timeout(STALL_TIMEOUT):
                 await self._writer.drain()
+        else:  # which raises where the connection is gone: writing to it does not
+            await self._writer.drain()
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 PIECE = 1 << 18  # bytes that are let through at once
 BURST = 0.05  # seconds' worth that may be saved up
 WINDOW = 0.5  # seconds over which a rate is taken
+PASSAGES = 16  # chunks over which a rate is taken at least
 ROUNDS = 5  # rounds whose best rate counts: links get slower, too
 
 
@@ -70,7 +71,11 @@ class GivingWay(Throttle):
 
 
 class RateMeter:
-    """The best rate that a link was seen to carry in any half second of the last rounds."""
+    """The best rate that a link was seen to carry in any half second of the last rounds.
+
+    What passes is counted when all of a chunk is there. On a slow link that is seldom, so a rate is taken over several
+    of them at least, however long that takes.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -81,18 +86,24 @@ class RateMeter:
     def begin_round(self) -> None:
         self._best.append(0.0)
         self._passed.clear()
+        self._passed.append((self._clock(), 0))
         self._in_window = 0
 
     def passed(self, count: int) -> None:
-        """So many bytes have arrived, here or there."""
+        """Count so many bytes that have arrived, here or there."""
         if not self._best:
             return
         now = self._clock()
         self._passed.append((now, count))
         self._in_window += count
-        while self._passed[0][0] < now - WINDOW:
+        while len(self._passed) > PASSAGES and self._passed[1][0] <= now - WINDOW:
             self._in_window -= self._passed.popleft()[1]
-        self._best[-1] = max(self._best[-1], self._in_window / WINDOW)
+        began, first = self._passed[0]  # when the window begins, the first chunk has come: it does not count
+        self._best[-1] = max(self._best[-1], (self._in_window - first) / max(now - began, WINDOW))
+
+    def knows(self, rate: float) -> None:
+        """Take a rate that was measured otherwise for that of a round."""
+        self._best.append(rate)
 
     @property
     def rate(self) -> float:

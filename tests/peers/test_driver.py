@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from peers import driver as driver_module
+from peers import traffic
 from peers.buffers import Payload, RoundBuffers
 from peers.driver import Driver, Transport
 from peers.errors import DilocoPeerError, LocalProtocolError
@@ -178,6 +179,7 @@ async def at_once(work: Callable[..., T], *arguments: Any) -> T:
 async def driving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DriverOf, SlowTransport]]:
     monkeypatch.setattr(driver_module, "time", SimpleNamespace(monotonic=lambda: rig.now))
     monkeypatch.setattr(asyncio, "to_thread", at_once)
+    monkeypatch.setattr(traffic, "CLOSING_TIME", 0.0)  # these streams never end properly
     transport = SlowTransport()
     driver = DriverOf(rig, transport)
     async with asyncio.TaskGroup() as driver._tasks:

@@ -159,6 +159,19 @@ def test_a_steady_rate_is_measured(seconds: float) -> None:
     assert meter.rate == pytest.approx(MEGABYTE, rel=0.05)
 
 
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_slow_link_is_not_taken_for_a_fast_one(streams: int) -> None:
+    """Regression: two chunks that arrived within half a second, after many without any, counted as that rate."""
+    meter = Meter()
+    meter.begin_round()
+    rate = 250_000  # 2 Mbit/s
+    for _ in range(20):
+        meter.now += streams * CHUNK_BYTES / rate
+        for _ in range(streams):  # which share the link, and so end together
+            meter.passed(CHUNK_BYTES)
+    assert rate * 0.8 < meter.rate < rate * 1.3
+
+
 def test_the_best_half_second_counts() -> None:
     """A link that waits for slower ones carries more than it was seen to carry on the whole."""
     meter = Meter()
