@@ -168,6 +168,14 @@ class HivemindTransport(HivemindNode):
         answer = await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
         return unpack_from(peer_id, LinkInfo, answer)
 
+    async def _is_there(self, peer_id: str) -> bool:
+        """Whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""
+        try:
+            await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
+        except PeerUnreachableError:
+            return False
+        return True
+
     async def _tell_link_info(self, sender: str, payload: bytes) -> bytes:
         return pack(self._links.info if self._links else LinkInfo(port=0))
 

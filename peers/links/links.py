@@ -48,12 +48,17 @@ class _Attempts:
     """What became of trying to reach one peer."""
 
     failures: int = 0
+    has_detour: bool = False
+    """Whether it could be reached without a link."""
     retry_at: float = 0.0
     task: asyncio.Task[None] | None = None
 
 
 class Links:
-    """`serve` has a conversation that another peer opens; `answer` answers its messages."""
+    """`serve` has a conversation that another peer opens; `answer` answers its messages.
+
+    `is_there` says whether a peer answers on another way (libp2p's), where there is no link.
+    """
 
     def __init__(
         self,
@@ -61,6 +66,7 @@ class Links:
         serve: Serve,
         answer: Answer,
         ask_info: AskInfo,
+        is_there: Callable[[str], Awaitable[bool]],
         caps: Callable[[], tuple[Throttle, Throttle]],
     ) -> None:
         self.me = identity.peer_id
@@ -68,6 +74,7 @@ class Links:
         self.relays = Relays(ask_info)
         self.on_change: Callable[[], None] = lambda: None
         self._serve_conversation = serve
+        self._is_there = is_there
         self._answer = answer
         self._caps = caps
         self._links: dict[str, Link] = {}
@@ -148,7 +155,9 @@ class Links:
         if self.is_up(peer):
             return self._links[peer].reach
         attempts = self._attempts.get(peer)
-        return Reach.NONE if attempts and attempts.failures else None
+        if attempts is None or not attempts.failures:
+            return None
+        return Reach.RELAYED if attempts.has_detour else Reach.NONE
 
     def reach(self) -> dict[str, Reach]:
         """Return how we reach those that we know of, as far as that was found out."""
@@ -200,6 +209,7 @@ class Links:
             attempts.failures, attempts.retry_at = 0, 0.0
         else:
             pause = min(RETRY_LAST, RETRY_FIRST * 2**attempts.failures)
+            attempts.has_detour = await self._is_there(peer)
             attempts.failures += 1
             attempts.retry_at = time.monotonic() + pause
             self.on_change()
