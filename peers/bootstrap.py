@@ -179,3 +179,4 @@ async def _until_stopped(transport: HivemindTransport, store: ManifestStore, sto
     finally:
         stopped.cancel()
         failed.cancel()
+        await asyncio.gather(stopped, failed, return_exceptions=True)
