@@ -181,3 +181,4 @@ async def _until_stopped(transport: HivemindTransport, store: ManifestStore, sto
     finally:
         stopped.cancel()
         failed.cancel()
+        await asyncio.gather(stopped, failed, return_exceptions=True)

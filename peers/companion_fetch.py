@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 
 from peers.companion import COMPANION, CompanionOffer, CompanionRequest, Host
 from peers.download import Download, DownloadError, PullTransport, Wanted
@@ -71,13 +70,14 @@ class CompanionJoiner:
         """
         request = pack(CompanionRequest(run=self._peer.settings.run, digest=None, first=0, last=0))
         limit = DIGEST_BYTES * StateChunking(self._state.size).count
-        give_up = time.monotonic() + PATIENCE
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + PATIENCE
         while True:
             try:
                 packed, digests = await self._transport.pull(donor, COMPANION, request, limit, OFFER_TIMEOUT)
                 break
             except PeerRefusedError as error:
-                if time.monotonic() + PAUSE > give_up:
+                if clock() + PAUSE > give_up:
                     raise SnapshotError(f"not within {PATIENCE:g} s: {error.reason}") from error
             await asyncio.sleep(PAUSE)
         offer = unpack_from(donor, CompanionOffer, packed)

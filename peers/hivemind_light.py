@@ -17,6 +17,8 @@ from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from peers.hivemind_search import ending_when_cancelled
+
 HEAVY_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
 # What torch-free modules take from the package hivemind.utils instead of from its submodules.
 UTILITIES = {
@@ -65,8 +67,10 @@ def load_hivemind() -> Hivemind:
             for name in names:
                 setattr(sys.modules["hivemind.utils"], name, getattr(importlib.import_module(module), name))
     quiet_hivemind()
+    node, traverse = importlib.import_module("hivemind.dht.node"), importlib.import_module("hivemind.dht.traverse")
+    node.traverse_dht = ending_when_cancelled(traverse.traverse_dht)  # type: ignore[attr-defined]
     return Hivemind(
-        importlib.import_module("hivemind.dht.node"),
+        node,
         importlib.import_module("hivemind.dht.protocol"),
         importlib.import_module("hivemind.dht.validation"),
         importlib.import_module("hivemind.p2p"),

@@ -260,6 +260,7 @@ class WorkerGroup:
         finally:
             for death in deaths:
                 death.cancel()
+            await asyncio.gather(*deaths, return_exceptions=True)
 
     def _lose(self, error: DilocoPeerError) -> None:
         """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""

@@ -137,9 +137,10 @@ class WorkerProcess:
         except TimeoutError:
             self.kill()
             await self._process.wait()
-        _, unfinished = await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
-        for task in unfinished:
+        await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _listen(self, ours: socket.socket) -> None:
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)

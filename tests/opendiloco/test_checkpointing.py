@@ -65,6 +65,7 @@ def test_one_that_comes_while_another_is_written_is_next(tmp_path: Path) -> None
         checkpointer.take(frozen(1))
         await asyncio.sleep(0)  # the first has begun
         checkpointer.take(frozen(2))
+        await checkpointer.idle()  # leaving would not wait for long
 
     play(chosen, story)
     assert written(chosen) == [2, 1]

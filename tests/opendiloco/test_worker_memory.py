@@ -187,4 +187,4 @@ def test_workers_that_die_while_nobody_needs_them_are_replaced_when_somebody_doe
         assert len(Played.all) == 4
         await group.close()
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), 30))

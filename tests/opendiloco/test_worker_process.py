@@ -86,7 +86,8 @@ async def stops_within_a_step_when_cancelled(worker: WorkerGroup) -> None:
 
     training = asyncio.create_task(worker.train(InnerLoop(0, ENDLESS, 10**6, 0), note))
     await reached.wait()
-    assert [progress.inner_step for progress in seen] == [1, 2, 3]
+    steps = [progress.inner_step for progress in seen]  # more than three, if it trained on until we woke
+    assert steps == list(range(1, max(3, len(steps)) + 1))
     assert all((progress.loss or 0) > 0 and progress.tokens_per_second > 0 for progress in seen)
     training.cancel()
     queued = asyncio.create_task(worker.train(InnerLoop(1, ENDLESS, 10**6, 0), note))

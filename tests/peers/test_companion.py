@@ -24,21 +24,20 @@ from peers.streams import Buffer, PeerUnreachableError
 from peers.wire import pack, unpack
 from peers.workload import SnapshotError
 from tests.peers.builders import RUN, Rig
-from tests.peers.fakes import FakeTransport
+from tests.peers.fakes import FakeTransport, at_once
 from tests.peers.test_freezing import FullStorage
 from tests.peers.test_peer import at_second
+from tests.peers.test_throttle import simulate
 
 CHUNK = 16
 SIZE = 40 * CHUNK - 5
-DEADLINE = 10.0
+DEADLINE = 20_000.0  # seconds of simulated time
 
 
 @pytest.fixture(autouse=True)
-def _small_and_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_and_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_chunks, "STATE_CHUNK", CHUNK)
-    monkeypatch.setattr(companion_fetch, "PAUSE", 0.001)
-    monkeypatch.setattr(companion_fetch, "PATIENCE", 0.1)
-    monkeypatch.setattr(companion_module, "LOOK", 0.01)
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
 
 
 class FakeState:
@@ -118,7 +117,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
         async with asyncio.timeout(DEADLINE):
             await scenario()
 
-    asyncio.run(with_deadline())
+    simulate(with_deadline())
 
 
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,10 +139,7 @@ def test_a_joiner_gets_the_state_of_one_donor(monkeypatch: pytest.MonkeyPatch) -
     run(scenario)
 
 
-def test_a_donor_whose_worker_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(companion_module, "COPY_TIMEOUT", 0.001)
-    monkeypatch.setattr(companion_fetch, "PATIENCE", DEADLINE)
-
+def test_a_donor_whose_worker_is_busy_is_asked_again() -> None:
     async def scenario() -> None:
         swarm, state = Swarm(), FakeState(1)
         state.is_ready.clear()
@@ -152,7 +148,7 @@ def test_a_donor_whose_worker_is_busy_is_asked_again(monkeypatch: pytest.MonkeyP
 
         async def be_ready() -> None:
             while len(swarm.transport.pulls) < 3:
-                await asyncio.sleep(0)
+                await asyncio.sleep(1.0)
             state.is_ready.set()
 
         ready = asyncio.create_task(be_ready())
@@ -209,7 +205,7 @@ def test_those_who_ask_meanwhile_get_the_same_copy_and_then_it_is_dropped(monkey
         await begun.wait()
         monkeypatch.setattr(companion_module, "IN_USE", 0.0)
         (dropping,) = swarm.host.tasks
-        await asyncio.wait([dropping], timeout=0.1)
+        await asyncio.wait([dropping], timeout=3 * companion_module.LOOK)
         assert not dropping.done(), "somebody is fetching it"
         release.set()
         assert (await reading)[1] == b"\1" * 2 * CHUNK
@@ -277,7 +273,7 @@ def test_a_donor_has_none(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.
 
     said = fails_with(caplog, monkeypatch, has_none)
     assert "no companion state for who asks: it has only just begun" in said
-    assert "not within 0.1 s: there is no copy yet; ask again" in said
+    assert f"not within {companion_fetch.PATIENCE:g} s: there is no copy yet; ask again" in said
 
 
 def test_a_donor_has_no_room(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,15 +284,14 @@ def test_a_donor_has_no_room(caplog: pytest.LogCaptureFixture, monkeypatch: pyte
 
 
 def test_a_donors_worker_never_gets_to_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(companion_module, "COPY_TIMEOUT", 0.01)
-    monkeypatch.setattr(companion_fetch, "PATIENCE", 1.0)
-
     async def never(swarm: Swarm) -> None:
         state = FakeState(1)
         state.is_ready.clear()
         await swarm.add("a", state)
 
-    assert "no companion state from a: not within 1 s" in fails_with(caplog, monkeypatch, never)
+    assert f"no companion state from a: not within {companion_fetch.PATIENCE:g} s" in fails_with(
+        caplog, monkeypatch, never
+    )
 
 
 def test_a_donor_does_not_know_the_joiner(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,8 +363,6 @@ def test_the_offer_is_garbage(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
 
 
 def test_it_takes_for_ever(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(companion_fetch, "FETCH_TIMEOUT", 1.0)
-
     async def dawdles(swarm: Swarm) -> None:
         async def dawdle(name: str, header: bytes, data: bytearray) -> bytearray:
             if unpack(CompanionRequest, header).digest:
@@ -378,7 +371,9 @@ def test_it_takes_for_ever(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
 
         (await swarm.add("a", FakeState(1))).meddle = dawdle
 
-    assert "no companion state from a: it takes longer than 1 s" in fails_with(caplog, monkeypatch, dawdles)
+    assert f"no companion state from a: it takes longer than {companion_fetch.FETCH_TIMEOUT:g} s" in fails_with(
+        caplog, monkeypatch, dawdles
+    )
 
 
 def test_the_worker_finds_it_of_no_use(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client import REGISTRY
@@ -38,10 +38,9 @@ from peers.traffic import CHUNKS, StreamHeader, Traffic
 from peers.wire import digest_of, unpack
 from peers.workload import Blocks, InnerLoop, Progress, Trained
 from tests.peers.builders import RUN, SETTINGS, SIZE, STATE, Rig, ready
-from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload
+from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload, at_once
 from tests.peers.test_peer import at_second
 
-T = TypeVar("T")
 TOKENS = (("a", 100), ("b", 100), ("c", 100))
 
 
@@ -168,11 +167,6 @@ class DriverOf(Driver):
     def receive_average(self, sender: str, chunk: int, data: bytes) -> None:
         self._buffers.store(self.round, chunk, data)
         self.handle(ReducedArrived(self.round, sender, chunk, ()))
-
-
-async def at_once(work: Callable[..., T], *arguments: Any) -> T:
-    """Instead of a thread, of which nobody knows when it is done."""
-    return work(*arguments)
 
 
 @asynccontextmanager

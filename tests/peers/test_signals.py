@@ -36,5 +36,5 @@ def test_holds_that_overlap_end_together() -> None:
         await second
 
     before = blocked()
-    asyncio.run(asyncio.wait_for(story(), 10))
+    asyncio.run(asyncio.wait_for(story(), 30))
     assert blocked() == before

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from peers import snapshot_fetch, state_chunks
+from peers import state_chunks
 from peers.download import Download
 from peers.log import Header, LogState
-from peers.snapshot_fetch import ASKED, Offered, choose, fetch_snapshot
+from peers.snapshot_fetch import ASKED, OFFER_TIMEOUT, Offered, choose, fetch_snapshot
 from peers.snapshots import Offer, Snapshot, SnapshotRequest, serve_snapshots
 from peers.state_chunks import chunk_digests, digest_of_chunks
 from peers.storage import FolderStorage, MemoryStorage, Storage
@@ -19,8 +19,9 @@ from peers.streams import PeerUnreachableError, RefusalError
 from peers.wire import digest_of, unpack
 from peers.workload import SnapshotError
 from tests.peers.builders import LOG, RUN
-from tests.peers.fakes import FakeTransport
+from tests.peers.fakes import FakeTransport, at_once
 from tests.peers.test_freezing import log_at
+from tests.peers.test_throttle import simulate
 
 CHUNK = 16
 SIZE = 200 * CHUNK - 5
@@ -183,7 +184,7 @@ def test_who_has_another_snapshot_or_none_or_is_gone_is_not_asked_for_chunks() -
 
 def test_who_takes_too_long_to_say_what_it_has_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a byte every half minute was enough to keep a joiner waiting for an hour."""
-    monkeypatch.setattr(snapshot_fetch, "OFFER_TIMEOUT", 0.1)
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
 
     async def dawdles(name: str, header: bytes, data: bytearray) -> bytearray:
         await asyncio.Event().wait()
@@ -193,10 +194,10 @@ def test_who_takes_too_long_to_say_what_it_has_holds_nobody_up(monkeypatch: pyte
         donors = Donors()
         (await donors.add("slow", ROUND[1])).meddle = dawdles
         await donors.add("a", ROUND[1])
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(2 * OFFER_TIMEOUT):
             await donors.fetch()
 
-    asyncio.run(scenario())
+    simulate(scenario())
 
 
 def test_nobody_has_one() -> None:

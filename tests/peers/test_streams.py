@@ -20,7 +20,7 @@ from peers.streams import Buffer, Channel, PeerRefusedError, RefusalError
 from peers.throttle import PIECE, UNLIMITED, Throttle
 from tests.peers.test_throttle import simulate
 
-DEADLINE = 10.0  # seconds; nothing here waits for anything but the other end of a socket pair
+DEADLINE = 30.0  # seconds; nothing here waits for anything but the other end of a socket pair
 BROKEN = RemoteProtocolError | EOFError | OSError
 """What reading from somebody who talks nonsense may raise; to a caller of the transport all are one."""
 

@@ -197,10 +197,10 @@ class Command:
         """Ctrl-C: the command and all its children get it."""
         os.killpg(self.pid, signal.SIGINT)
 
-    def finish(self) -> Finished:
+    def finish(self, seconds: float = SECONDS) -> Finished:
         """Wait for its end."""
         try:
-            code = self._process.wait(SECONDS)
+            code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.arguments} does not end; it said:\n" + "".join(self._all())) from None
         for reader in self._readers:

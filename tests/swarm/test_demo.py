@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import Site
+from tests.swarm.cli_processes import SECONDS, Site
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
@@ -25,7 +25,8 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def test_from_start_to_end(site: Site) -> None:
-    shown = site.run("demo", "--plain", "--peers", "2", "--minutes", "1", "--run", "run.toml", "--out", "demo")
+    with site.start("demo", "--plain", "--peers", "2", "--minutes", "1", "--run", "run.toml", "--out", "demo") as demo:
+        shown = demo.finish(60 + 2 * SECONDS)  # the minute, and what comes after it
     assert shown.code == 0, shown.out + shown.err
     assert "was killed (SIGKILL)" in shown.out
     assert "volunteer 3 has taken over the state after outer step" in shown.out
