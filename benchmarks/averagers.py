@@ -2,7 +2,8 @@
 
 Lines on standard input say what to do: "prepare KIND" (everything that is not averaging: new values, and hivemind's
 search for a group), then "go". The answers are "ready" and "averaged", see `benchmarks.processes`. All kinds work on
-the same tensor, which saves memory: those that do not average at the moment need none.
+the same tensor, which saves memory: those that do not average at the moment need none. "gloo-bytes" averages only its
+beginning, which has as many bytes as our payload of all values.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any, Protocol
 import click
 import torch
 
-from benchmarks.processes import say
+from benchmarks.processes import cpu_seconds, say
+from opendiloco.kernels import INT8
 
-LOCALHOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=10)
 MATCHMAKING_SECONDS = 120.0
 LOOK_SECONDS = 0.01
@@ -31,19 +32,25 @@ COMPRESSIONS = {"hivemind-fp32": "NoCompression", "hivemind-fp16": "Float16Compr
 class Averager(Protocol):
     """Averages one tensor with its peers."""
 
+    tensor: torch.Tensor
+
     def prepare(self) -> None: ...
     def average(self) -> None: ...
     def close(self) -> None: ...
 
 
 class Meeting:
-    """Where the peers learn each other's addresses: a TCPStore of torch's at the first one's."""
+    """Where the peers learn each other's addresses: a TCPStore of torch's at the first one's.
 
-    def __init__(self, rank: int, peers: int, contact: str | None) -> None:
-        self.rank, self.peers = rank, peers
-        self.store = new_store(int(contact) if contact else 0, peers, is_master=contact is None)
+    `address` is this peer's own IPv4 address; `contact` is where the first one listens, as ADDRESS:PORT.
+    """
+
+    def __init__(self, rank: int, peers: int, contact: str | None, address: str) -> None:
+        self.rank, self.peers, self.address = rank, peers, address
+        host, _, port = (contact or f"{address}:0").rpartition(":")
+        self.store = new_store(host, int(port), peers, is_master=contact is None)
         if contact is None:
-            say("listening", address=self.store.port)
+            say("listening", address=f"{address}:{self.store.port}")
 
     def exchange(self, what: str, address: str | None) -> str:
         """What the first peer, which has an address, tells all others."""
@@ -52,16 +59,16 @@ class Meeting:
         return str(self.store.get(what).decode())
 
 
-def new_store(port: int, peers: int, is_master: bool) -> Any:
+def new_store(host: str, port: int, peers: int, is_master: bool) -> Any:
     distributed = importlib.import_module("torch.distributed")
-    return distributed.TCPStore(LOCALHOST, port, peers, is_master, TIMEOUT, wait_for_workers=False)
+    return distributed.TCPStore(host, port, peers, is_master, TIMEOUT, wait_for_workers=False)
 
 
 class Gloo:
     """torch.distributed's all_reduce: fp32, in the clear, by processes that must all be there to the end."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
-        self._tensor, self._peers = tensor, meeting.peers
+        self.tensor, self._peers = tensor, meeting.peers
         self._distributed = importlib.import_module("torch.distributed")
         self._distributed.init_process_group(
             "gloo", store=meeting.store, rank=meeting.rank, world_size=meeting.peers, timeout=TIMEOUT
@@ -70,8 +77,8 @@ class Gloo:
     def prepare(self) -> None: ...
 
     def average(self) -> None:
-        self._distributed.all_reduce(self._tensor)
-        self._tensor /= self._peers
+        self._distributed.all_reduce(self.tensor)
+        self.tensor /= self._peers
 
     def close(self) -> None:
         self._distributed.destroy_process_group()
@@ -81,14 +88,14 @@ class Torchft:
     """torchft's fault-tolerant all_reduce on gloo, from joining the quorum to the vote on committing."""
 
     def __init__(self, tensor: torch.Tensor, meeting: Meeting) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         lighthouse_server = importlib.import_module("torchft._torchft").LighthouseServer
         self._lighthouse: Any = None
         address = None
         if meeting.rank == 0:
-            self._lighthouse = lighthouse_server(bind=f"{LOCALHOST}:0", min_replicas=meeting.peers)
-            address = f"http://{LOCALHOST}:{self._lighthouse.address().rpartition(':')[2]}"
-        self._store = new_store(0, 1, is_master=True)
+            self._lighthouse = lighthouse_server(bind=f"{meeting.address}:0", min_replicas=meeting.peers)
+            address = f"http://{meeting.address}:{self._lighthouse.address().rpartition(':')[2]}"
+        self._store = new_store(meeting.address, 0, 1, is_master=True)
         self._manager = importlib.import_module("torchft.manager").Manager(
             pg=importlib.import_module("torchft.process_group").ProcessGroupGloo(timeout=TIMEOUT),
             load_state_dict=lambda state: None,
@@ -99,11 +106,11 @@ class Torchft:
             quorum_timeout=TIMEOUT,
             rank=0,
             world_size=1,
-            store_addr=LOCALHOST,
+            store_addr=meeting.address,
             store_port=self._store.port,
             lighthouse_addr=meeting.exchange("torchft", address),
             replica_id=f"replica_{meeting.rank}",
-            hostname=LOCALHOST,
+            hostname=meeting.address,
             init_sync=False,
         )
 
@@ -111,7 +118,7 @@ class Torchft:
 
     def average(self) -> None:
         self._manager.start_quorum()
-        self._manager.allreduce(self._tensor).wait()
+        self._manager.allreduce(self.tensor).wait()
         if not self._manager.should_commit():
             raise RuntimeError("torchft's replicas voted against this round")
 
@@ -132,10 +139,11 @@ class Hivemind:
 
         # Its clients' sockets stay behind in /tmp when they end; ours are where temporary files are removed.
         hivemind.p2p.P2P._UNIX_SOCKET_PREFIX = f"/unix{tempfile.gettempdir()}/hivemind-"
+        self.tensor = tensor
         self._peers = meeting.peers
         self._dht = hivemind.DHT(
             initial_peers=[] if meeting.rank == 0 else [meeting.exchange(kind, None)],
-            host_maddrs=[f"/ip4/{LOCALHOST}/tcp/0"],
+            host_maddrs=[f"/ip4/{meeting.address}/tcp/0"],
             use_relay=False,
             use_auto_relay=False,
             start=True,
@@ -178,10 +186,17 @@ def start(kind: str, tensor: torch.Tensor, meeting: Meeting) -> Averager:
     match kind:
         case "gloo":
             return Gloo(tensor, meeting)
+        case "gloo-bytes":
+            return Gloo(tensor[: floats_of_our_payload(tensor.numel())], meeting)
         case "torchft":
             return Torchft(tensor, meeting)
         case _:
             return Hivemind(tensor, meeting, kind)
+
+
+def floats_of_our_payload(values: int) -> int:
+    """Return how many fp32 values take as many bytes as our payload of `values`."""
+    return INT8.payload_size(values) // 4
 
 
 def is_average(tensor: torch.Tensor, peers: int) -> bool:
@@ -190,19 +205,20 @@ def is_average(tensor: torch.Tensor, peers: int) -> bool:
     return max(abs(float(tensor.min()) - expected), abs(float(tensor.max()) - expected)) < 1e-3
 
 
-def serve(averagers: Mapping[str, Averager], tensor: torch.Tensor, meeting: Meeting) -> None:
+def serve(averagers: Mapping[str, Averager], meeting: Meeting) -> None:
     """Do what we are told until standard input ends."""
     for line in sys.stdin:
         command, *kinds = line.split()
         if command == "prepare":
             averager = averagers[kinds[0]]
-            tensor.fill_(meeting.rank)
+            averager.tensor.fill_(meeting.rank)
             averager.prepare()
-            say("ready")
+            say("ready", cpu=cpu_seconds())
         else:
             averager.average()
-            done_at = time.monotonic()
-            say("averaged", time=done_at, peers=meeting.peers, complete=is_average(tensor, meeting.peers))
+            done_at, cpu = time.monotonic(), cpu_seconds()
+            complete = is_average(averager.tensor, meeting.peers)
+            say("averaged", time=done_at, cpu=cpu, peers=meeting.peers, complete=complete)
 
 
 @click.command(help=__doc__)
@@ -211,14 +227,18 @@ def serve(averagers: Mapping[str, Averager], tensor: torch.Tensor, meeting: Meet
 @click.option("--peers", type=int, required=True)
 @click.option("--rank", type=int, required=True)
 @click.option("--contact", help="What the first peer said where it listens.")
-def main(kinds: Sequence[str], values: int, peers: int, rank: int, contact: str | None) -> None:
+@click.option("--address", default="127.0.0.1", show_default=True, help="This peer's own IPv4 address.")
+@click.option("--interface", default="lo", show_default=True, help="The network interface that has it.")
+def main(
+    kinds: Sequence[str], values: int, peers: int, rank: int, contact: str | None, address: str, interface: str
+) -> None:
     torch.set_num_threads(1)  # there are more processes than cores: it makes them all faster
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     tensor = torch.zeros(values)
-    meeting = Meeting(rank, peers, contact)
+    meeting = Meeting(rank, peers, contact, address)
     averagers = {kind: start(kind, tensor, meeting) for kind in kinds}
     try:
-        serve(averagers, tensor, meeting)
+        serve(averagers, meeting)
     finally:
         for averager in averagers.values():
             averager.close()

@@ -6,14 +6,24 @@ the last of them is done.
 
 Ours is a whole round of int8 blocks, from ready to the outer step taken: from then on a peer trains again, and digests
 its state meanwhile; no round is timed before all have. "exchange" is the part from when the first peer begins until all
-know that all hold the same payload. hivemind's is its averager's, once it has
-found the group; gloo's is torch.distributed's all_reduce and the division; torchft's its quorum, all_reduce and vote.
+know that all hold the same payload. hivemind's is its averager's, once it has found the group; gloo's is
+torch.distributed's all_reduce and the division; torchft's its quorum, all_reduce and vote.
 
 "incomplete" are rounds that ended without an error, but left a peer with its own values in some places, as hivemind's
 do now and then. They are done again, and not timed.
 
-With --namespaces each of our peers runs in a network namespace of its own, and what it is compared with is the time
-that the links between them need at least.
+"CPU s/GB" is the processor time, user and system, of all peers of a contender and of all processes that they have
+started, for each GB that all of them send.
+
+With --namespaces every peer runs in a network namespace of its own, and what it is compared with is what the links
+between them allow, and gloo with as many bytes as our payload has (values that nobody needs). iperf3 measures each link
+by itself and then all at once, with --iperf-streams connections from each to each. The links' shape decides --bar:
+
+    200 Mbit/s, 50 ms there and back, 2 and 4 peers      --bar 0.85
+    1 Gbit/s, 20 ms, 2 peers                             --bar 0.8
+    0.1 % loss and CUBIC, 2 and 4 peers                  --bar 0.75 --iperf-streams 16
+    100 ms, 1 % loss and BBR                             --bar 0.75
+    one with 20 Mbit/s up among some with 200            --bar 0.87  (1.15 of the best split's time)
 """
 
 from __future__ import annotations
@@ -27,23 +37,36 @@ from typing import Any
 import click
 
 from benchmarks import shaped_links
-from benchmarks.groups import CONTENDERS, GLOO, HIVEMIND_FP16, OURS, TORCHFT, Group, Place, measure, sent_bytes
-from benchmarks.reporting import Bar, report, speed_ratio
+from benchmarks.groups import (
+    CONTENDERS,
+    GLOO,
+    GLOO_BYTES,
+    HIVEMIND_FP16,
+    OURS,
+    TORCHFT,
+    Group,
+    Place,
+    measure,
+    sent_bytes,
+    times_ours,
+)
+from benchmarks.namespaces import IPERF_STREAMS
+from benchmarks.reporting import Bar, report
 from opendiloco.kernels import INT8
 from peers.buffers import KEPT_AT_LEAST
 from peers.driver import KEPT_BYTES
 
 
 def memory_formula(values: int, peers: int, rounds: int) -> float:
-    """Bytes that ours should take at most after so many rounds: payloads (its own blocks, room for the next average,
-    what others sent of its part, and those that are kept for who fell behind); theta, momentum, and local."""
+    """Return the bytes that ours should take at most after so many rounds: payloads (its own blocks, room for the next
+    average, what others sent of its part, and those kept for peers that fell behind); theta, momentum, and local."""
     payload = INT8.payload_size(values)
     kept = min(rounds, max(KEPT_AT_LEAST, KEPT_BYTES // payload))
     return (1 + 1 + (peers - 1) / peers + kept) * payload + 12 * values
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     peers, ours = len(group.peers), group.contender.name == OURS
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)
@@ -56,8 +79,8 @@ def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any
         "exchange s": group.exchange_seconds if ours else None,
         "payload MB": payload / 1e6,
         "sent MB": sent_bytes(payload, peers) / 1e6,
-        "MB/s": sent_bytes(payload, peers) / seconds / 1e6,
-        "times ours": ratio(groups, group.contender.name),
+        "CPU s/GB": group.cpu_per_gigabyte(values),
+        "times ours": times_ours(groups, group.contender.name),
         "peak RSS MB": peak / 1e6 if ours else None,
         "before MB": before / 1e6 if ours else None,
         "formula MB": formula / 1e6 if ours else None,
@@ -65,27 +88,27 @@ def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any
     }
 
 
-def ratio(groups: dict[str, Group], theirs: str) -> float:
-    return speed_ratio({name: group.seconds for name, group in groups.items()}, OURS, theirs)
-
-
 def bars_of(groups: dict[str, Group], peers: int) -> list[Bar]:
-    bars = []
-    if HIVEMIND_FP16 in groups:
-        bars.append(Bar(f"{HIVEMIND_FP16} / ours, {peers} peers", ratio(groups, HIVEMIND_FP16), 3.0))
-    if GLOO in groups and peers == 2:
-        bars.append(Bar(f"{GLOO} / ours, {peers} peers", ratio(groups, GLOO), 1.0))
-    return bars
+    least = {GLOO: 1.0, HIVEMIND_FP16: 6.0}
+    return [
+        Bar(f"{name} / ours, {peers} peers", times_ours(groups, name), bar)
+        for name, bar in least.items()
+        if name in groups
+    ]
 
 
 def choose(without: str) -> list[str]:
-    """The contenders that can run here, and are wanted."""
-    names = [contender.name for contender in CONTENDERS]
+    """Return the contenders on the loopback interface that can run here, and are wanted."""
+    names = [contender.name for contender in CONTENDERS if contender.name != GLOO_BYTES]
     if importlib.util.find_spec("torchft") is None:
         click.echo("torchft is not installed here: not measured", err=True)
         names.remove(TORCHFT)
-    unwanted = [part.strip() for part in without.split(",") if part.strip()]
-    return [name for name in names if name == OURS or not any(name.startswith(part) for part in unwanted)]
+    return [name for name in names if name == OURS or is_wanted(name, without)]
+
+
+def is_wanted(name: str, without: str) -> bool:
+    """Return whether a contender's name begins with none of these."""
+    return not any(name.startswith(part.strip()) for part in without.split(",") if part.strip())
 
 
 @click.command(help=__doc__)
@@ -94,21 +117,34 @@ def choose(without: str) -> list[str]:
 @click.option("--repetitions", default=3, show_default=True, help="Rounds of each contender.")
 @click.option("--without", default="", help="Contenders to leave out, such as hivemind,torchft.")
 @click.option("--namespaces", help="Network namespaces, two or more, that links of any shape join. Needs root.")
+@click.option("--bar", default=0.85, show_default=True, help="With --namespaces: of what is possible, we reach this.")
+@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
 def main(
-    values: int, counts: str, repetitions: int, without: str, namespaces: str | None, json_file: Path | None
+    values: int,
+    counts: str,
+    repetitions: int,
+    without: str,
+    namespaces: str | None,
+    bar: float,
+    iperf_streams: int,
+    json_file: Path | None,
 ) -> None:
-    if namespaces:
-        shaped_links.run(values, namespaces.split(","), repetitions, json_file)
-        return
-    names = choose(without)
     rows: list[dict[str, Any]] = []
     bars: list[Bar] = []
-    for peers in map(int, counts.split(",")):
-        groups = asyncio.run(measure(names, values, [Place()] * peers, repetitions))
-        rows += [row_of(group, groups, values) for group in groups.values()]
-        bars += bars_of(groups, peers)
-    report(f"averaging {values / 1e6:g} M fp32 values, median of {repetitions}", rows, bars, json_file)
+    where = "on the loopback interface"
+    if namespaces:
+        where = "over shaped links"
+        with_gloo = is_wanted(GLOO_BYTES, without)
+        rows, bars = shaped_links.run(values, namespaces.split(","), repetitions, with_gloo, iperf_streams, bar)
+    else:
+        names = choose(without)
+        for peers in map(int, counts.split(",")):
+            groups = asyncio.run(measure(names, values, [Place()] * peers, repetitions))
+            rows += [row_of(group, groups, values) for group in groups.values()]
+            bars += bars_of(groups, peers)
+    if rows:
+        report(f"averaging {values / 1e6:g} M fp32 values {where}, median of {repetitions}", rows, bars, json_file)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.processes import Event, PeerProcess, PeerProcessError
+from benchmarks.reporting import speed_ratio
 from opendiloco.kernels import INT8
 
 OURS, GLOO, TORCHFT = "ours, int8", "gloo, fp32", "torchft, fp32"
+GLOO_BYTES = "gloo, as many bytes"
 HIVEMIND, HIVEMIND_FP16 = "hivemind, fp32", "hivemind, fp16"
 START_SECONDS = 120.0
 ROUND_SECONDS = 900.0
@@ -24,31 +26,51 @@ OUR_PEER, OTHER_PEER = "benchmarks.vector_peer", "benchmarks.averagers"
 
 @dataclass(frozen=True)
 class Contender:
-    """`kind` is what benchmarks/averagers.py calls it; ours is none of those."""
+    """A way to average. `kind` is what benchmarks/averagers.py calls it; ours is none of those.
+
+    `value_bytes` is None for those that move our payload's bytes.
+    """
 
     name: str
     kind: str
-    value_bytes: float
+    value_bytes: int | None = None
 
     def payload(self, values: int) -> int:
-        return INT8.payload_size(values) if self.name == OURS else int(values * self.value_bytes)
+        """Return the bytes that stand for so many values."""
+        return INT8.payload_size(values) if self.value_bytes is None else values * self.value_bytes
 
 
 CONTENDERS = (
-    Contender(OURS, "", 1),
+    Contender(OURS, ""),
     Contender(HIVEMIND, "hivemind-fp32", 4),
     Contender(HIVEMIND_FP16, "hivemind-fp16", 2),
     Contender(TORCHFT, "torchft", 4),
     Contender(GLOO, "gloo", 4),
+    Contender(GLOO_BYTES, "gloo-bytes"),
 )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a peer runs."""
+    """Where a peer runs: behind which command, and with which IPv4 address on which network interface.
+
+    `arguments` are for our peers alone.
+    """
 
     prefix: tuple[str, ...] = ()
+    address: str = "127.0.0.1"
+    interface: str = "lo"
     arguments: tuple[str, ...] = ()
+
+    @property
+    def ours(self) -> list[str]:
+        """Return what benchmarks/vector_peer.py is told about the place."""
+        return ["--listen", f"/ip4/{self.address}/tcp/0", *self.arguments]
+
+    @property
+    def others(self) -> list[str]:
+        """Return what benchmarks/averagers.py is told about the place."""
+        return ["--address", self.address, "--interface", self.interface]
 
 
 @dataclass
@@ -57,7 +79,11 @@ class Group:
 
     contender: Contender
     peers: Sequence[PeerProcess]
+    began: list[float] = field(default_factory=list)
+    """When each round's peers were told to go, by the clock that all processes share."""
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Processor time of all peers, and of all processes that they have started, in each round."""
     rounds: list[list[Event]] = field(default_factory=list)
     """Of each round what every peer says about it."""
     incomplete: int = 0
@@ -66,27 +92,31 @@ class Group:
     async def average(self, counts: bool) -> None:
         """One round, or as many as it takes. The first only warms up, and does not count. Raises: PeerProcessError."""
         for _ in range(ATTEMPTS):
-            seconds, said = await self._try_average()
+            began, cpu, said = await self._try_average()
             if all(event.get("complete", True) for event in said):
                 break
             self.incomplete += 1
         else:
             raise PeerProcessError(f"{self.contender.name}: {ATTEMPTS} rounds in a row did not make the average")
         if counts:
-            self.seconds.append(seconds)
+            self.began.append(began)
+            self.seconds.append(max(float(event.get("stepped") or event["time"]) for event in said) - began)
+            self.cpu_seconds.append(cpu)
             self.rounds.append(said)
 
-    async def _try_average(self) -> tuple[float, list[Event]]:
+    async def _try_average(self) -> tuple[float, float, list[Event]]:
+        """Return when it began, the processor time that it took, and what the peers say."""
         for peer in self.peers:
             peer.tell(f"prepare {self.contender.kind}".strip())
-        await self._all("ready", ROUND_SECONDS)
-        start = time.monotonic()
+        ready = await self._all("ready", ROUND_SECONDS)
+        began = time.monotonic()
         for peer in self.peers:
             peer.tell("go")
         said = await self._all("averaged", ROUND_SECONDS)
         if len({event.get("state") for event in said}) > 1 or {event["peers"] for event in said} != {len(self.peers)}:
             raise PeerProcessError(f"{self.contender.name}: not all peers averaged together: {said}")
-        return max(float(event.get("stepped") or event["time"]) for event in said) - start, said
+        cpu = sum(after["cpu"] - before["cpu"] for before, after in zip(ready, said, strict=True))
+        return began, cpu, said
 
     async def _all(self, kind: str, seconds: float) -> list[Event]:
         return await asyncio.gather(*(peer.event(kind, seconds) for peer in self.peers))
@@ -100,10 +130,21 @@ class Group:
         ]
         return statistics.median(spans)
 
+    def cpu_per_gigabyte(self, values: int) -> float:
+        """Return the processor seconds for each GB that the peers of a round send, all together."""
+        peers = len(self.peers)
+        sent = peers * sent_bytes(self.contender.payload(values), peers)
+        return statistics.median(self.cpu_seconds) / sent * 1e9
+
     @property
     def memory(self) -> tuple[int, int]:
         """Bytes of the peer that took most, and what it had before it made any vector."""
         return max((event["memory_peak"], event["memory_before"]) for event in self.rounds[-1])
+
+
+def times_ours(groups: dict[str, Group], theirs: str) -> float:
+    """Return how many times our seconds another contender takes: the median over the rounds."""
+    return speed_ratio({name: group.seconds for name, group in groups.items()}, OURS, theirs)
 
 
 def sent_bytes(payload: int, peers: int) -> float:
@@ -118,10 +159,10 @@ async def measure(names: Sequence[str], values: int, places: Sequence[Place], re
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="averaging-")))
         sizes = ["--values", values, "--peers", len(places)]
-        peers = await start_peers(stack, [[OUR_PEER, *sizes, *place.arguments] for place in places], places, logs)
+        peers = await start_peers(stack, [[OUR_PEER, *sizes, *place.ours] for place in places], places, logs)
         groups = {OURS: Group(contenders[0], peers)}
         if others:
-            commands = [[OTHER_PEER, *others, *sizes, "--rank", rank] for rank in range(len(places))]
+            commands = [[OTHER_PEER, *others, *sizes, "--rank", rank, *at.others] for rank, at in enumerate(places)]
             peers = await start_peers(stack, commands, places, logs)
             groups |= {contender.name: Group(contender, peers) for contender in contenders if contender.kind}
         for turn in range(repetitions + 1):

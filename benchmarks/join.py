@@ -19,7 +19,6 @@ the loopback interface and keep to these rates by themselves.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import statistics
 import tempfile
@@ -33,9 +32,9 @@ from typing import Any
 import click
 
 from benchmarks.groups import CONTENDERS, OUR_PEER, START_SECONDS, Group, Place, start_peers
+from benchmarks.namespaces import IPERF_STREAMS, converging, has_iperf3, place_in
 from benchmarks.processes import PeerProcess, PeerProcessError, gone
 from benchmarks.reporting import Bar, report
-from benchmarks.shaped_links import converging_bytes_per_second, place_in
 from peers.hivemind_daemon import sweep_sockets
 
 DONORS = 3
@@ -122,7 +121,7 @@ class Swarm:
     @asynccontextmanager
     async def _joining(self) -> AsyncIterator[tuple[PeerProcess, Fetch]]:
         """A joiner that has just begun to fetch."""
-        command = [*self.arguments, *self.place.arguments, "--fetches", "--contact", self.contact]
+        command = [*self.arguments, *self.place.ours, "--fetches", "--contact", self.contact]
         joiner = await PeerProcess.start(command, self.logs / "joiner.log", self.place.prefix)
         try:
             yield joiner, Fetch(began=(await joiner.event("fetching", START_SECONDS))["time"])
@@ -169,7 +168,7 @@ async def measure(values: int, places: Sequence[Place], rounds: int, pause: floa
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="join-")))
         # Joiners are further behind than this after the first rounds, or they would replay those instead.
         arguments = [OUR_PEER, "--values", values, "--peers", DONORS, "--snapshot-every", rounds]
-        donors = await start_peers(stack, [[*arguments, *place.arguments] for place in places[:-1]], places[:-1], logs)
+        donors = await start_peers(stack, [[*arguments, *place.ours] for place in places[:-1]], places[:-1], logs)
         contact = (await donors[1].event("listening", START_SECONDS))["address"]
         group = Group(CONTENDERS[0], donors)
         swarm = Swarm(group, contact, places[-1], arguments, STATE_BYTES * values, pause, logs)
@@ -221,7 +220,7 @@ def bars_of(measured: Measured, size: int, links: Links) -> list[Bar]:
     killed = measured.killed.bound(size, links) / measured.killed.seconds
     rounds = statistics.median(measured.rounds_before) / statistics.median(measured.rounds_during)
     return [
-        Bar("bound / seconds of a fetch while donors train", alone, round(1 / 1.2, 3)),
+        Bar("bound / seconds of a fetch while donors train", alone, round(1 / 1.15, 3)),
         Bar("round without / with a fetch beside it", rounds, round(1 / 1.1, 3)),
         Bar("times the bound without / with a donor killed half way", killed / alone, round(1 / 1.1, 3)),
     ]
@@ -230,22 +229,22 @@ def bars_of(measured: Measured, size: int, links: Links) -> list[Bar]:
 def places_in(namespaces: str | None, upload: float, download: float) -> list[Place]:
     """The donors', then the joiners'."""
     if namespaces is None:
-        return [Place((), ("--upload-limit", str(upload)))] * DONORS + [Place((), ("--download-limit", str(download)))]
+        return [
+            *[Place(arguments=("--upload-limit", str(upload)))] * DONORS,
+            Place(arguments=("--download-limit", str(download))),
+        ]
     places = list(map(place_in, namespaces.split(",")))
     if len(places) != DONORS + 1:
         raise click.UsageError(f"--namespaces are {DONORS} donors' and one joiner's, not {len(places)} in all")
     return places
 
 
-def carried_by(namespaces: str | None) -> float | None:
-    """Bytes a second that links between namespaces carry from the donors to the joiner; None: not known."""
-    if namespaces is None:
-        return None
-    if shutil.which("iperf3") is None:
-        click.echo("iperf3 is not installed: what the links carry is not measured", err=True)
+def carried_by(namespaces: str | None, streams: int) -> float | None:
+    """Return the bytes a second that links between namespaces carry from the donors to the joiner; None: not known."""
+    if namespaces is None or not has_iperf3():
         return None
     *donors, joiner = namespaces.split(",")
-    return converging_bytes_per_second(donors, joiner)
+    return converging(donors, joiner, streams)
 
 
 @click.command(help=__doc__)
@@ -255,6 +254,7 @@ def carried_by(namespaces: str | None) -> float | None:
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Rounds before anybody joins.")
 @click.option("--pause", default=10.0, show_default=True, help="Seconds after each round.")
 @click.option("--namespaces", help="Four network namespaces, the joiner's last, with links of these rates. Needs root.")
+@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each donor.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
 def main(
     values: int,
@@ -263,11 +263,12 @@ def main(
     rounds: int,
     pause: float,
     namespaces: str | None,
+    iperf_streams: int,
     json_file: Path | None,
 ) -> None:
     links, size = Links(upload * 1e6 / 8, download * 1e6 / 8), STATE_BYTES * values
     places = places_in(namespaces, upload, download)
-    carried = carried_by(namespaces)
+    carried = carried_by(namespaces, iperf_streams)
     measured = asyncio.run(measure(values, places, rounds, pause))
     where = "network namespaces" if namespaces else "the loopback interface, with our own limits"
     title = f"joining: {DONORS} donors with {upload:g} Mbit/s up, {download:g} Mbit/s down, on {where}"

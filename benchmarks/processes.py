@@ -22,6 +22,8 @@ Event = dict[str, Any]
 END_SECONDS = 15.0
 LOOK_SECONDS = 0.1
 LOG_LINES = 5
+# Where in `/proc/PID/stat`, counted from the state on; the system time, and both of the ended children, follow.
+STATE, PARENT, USER_TIME = 0, 1, 11
 
 
 def say(event: str, **fields: object) -> None:
@@ -36,6 +38,18 @@ async def read_lines(lines: asyncio.Queue[str], leave: Callable[[], None]) -> No
     while line := await reader.readline():
         lines.put_nowait(line.decode().strip())
     leave()
+
+
+def cpu_seconds() -> float:
+    """Return the processor time, user and system, of this process, of all that it has started, and of those below."""
+    stats, children = _stats(), dict[int, list[int]]()
+    for process, stat in stats.items():
+        children.setdefault(int(stat[PARENT]), []).append(process)
+    ours, ticks = [os.getpid()], 0
+    for process in ours:
+        ours += children.get(process, [])
+        ticks += sum(map(int, stats[process][USER_TIME : USER_TIME + 4])) if process in stats else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def memory_of(process: int | str = "self") -> int:
@@ -145,13 +159,16 @@ async def gone(processes: set[int], seconds: float) -> set[int]:
 
 
 def _parents() -> list[tuple[int, int]]:
-    """Every process that lives, with its parent."""
-    found = []
+    """Return every process that lives, with its parent."""
+    return [(process, int(stat[PARENT])) for process, stat in _stats().items() if stat[STATE] != "Z"]
+
+
+def _stats() -> dict[int, list[str]]:
+    """Return what `/proc/PID/stat` says of each process, from its state on."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+            found[int(folder.name)] = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended meanwhile
-        if state != "Z":
-            found.append((int(folder.name), int(parent)))
     return found

@@ -1,125 +1,93 @@
-"""A round of ours between network namespaces, beside what their links allow; part of benchmarks/averaging.py.
+"""Rounds between network namespaces, beside what their links allow; part of benchmarks/averaging.py.
 
-The namespaces are there already, each with one address, joined by whatever shapes links. What a link carries is
-measured by iperf3 in the same run: nobody can average faster than every peer sends 2 (n - 1) / n payloads.
+Two things say how fast a round could be. The *bound* is what the links need for the bytes, if the averaging is split
+as well as it can be between them: with equal links every peer sends 2 (n - 1) / n payloads. *All at once* is the same
+with the rates that iperf3 gets while everybody sends to everybody, in the better of two tries, before and after the
+rounds. What carries all the links may have less to give than they have together, so the bar is on the longer time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import statistics
-import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import click
-
-from benchmarks.groups import OURS, Group, Place, measure, sent_bytes
-from benchmarks.reporting import Bar, report
+from benchmarks.groups import GLOO_BYTES, OURS, Group, measure, sent_bytes, times_ours
+from benchmarks.namespaces import has_iperf3, place_in, rates_alone, rates_at_once
+from benchmarks.reporting import Bar
 from opendiloco.kernels import INT8
 
-IPERF_SECONDS, IPERF_WARM_UP = 5, 2
-IPERF_PORT = 5201
+
+@dataclass(frozen=True)
+class Possible:
+    """Seconds that a round of one payload takes at least."""
+
+    alone: float
+    at_once: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.alone, self.at_once)
 
 
-def address_of(namespace: str) -> str:
-    """Its first IPv4 address that is not the loopback's."""
-    interfaces = json.loads(_output("ip", "-n", namespace, "-json", "addr"))
-    for interface in interfaces:
-        for address in interface["addr_info"]:
-            if address["family"] == "inet" and address["scope"] != "host":
-                return str(address["local"])
-    raise click.ClickException(f"the network namespace {namespace} has no IPv4 address")
+def least_seconds(payload: int, rates: Sequence[float]) -> float:
+    """Return the time of a round of `payload` bytes whose reducing is split as well as it can be.
+
+    With n members, one that reduces the share x of the payload sends and receives 1 + (n - 2) x payloads. So in a time
+    T, a link of `rate` payloads a second allows for a share of (T * rate - 1) / (n - 2), and these must add up to 1.
+    None may be negative: everybody sends their own blocks, and receives the average.
+
+    Args:
+        rates: bytes a second that each member's link carries both ways.
+    """
+    members, fastest = len(rates), sorted(rates, reverse=True)
+    splits = [payload * (members - 2 + count) / sum(fastest[:count]) for count in range(1, members + 1)]
+    return max(payload / fastest[-1], min(splits))
 
 
-def place_in(namespace: str) -> Place:
-    """Where one of our peers runs in it."""
-    return Place(("ip", "netns", "exec", namespace), ("--listen", f"/ip4/{address_of(namespace)}/tcp/0"))
-
-
-def link_bytes_per_second(sender: str, receiver: str, port: int = IPERF_PORT) -> float:
-    """What iperf3 gets from one namespace to another over one TCP connection, once it is up to speed."""
-    at_port = ["--port", str(port)]
-    server = subprocess.Popen(
-        ["ip", "netns", "exec", receiver, "iperf3", "--server", "--one-off", "--forceflush", *at_port],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        if not any("listening" in line for line in server.stdout):
-            raise click.ClickException(f"iperf3 cannot listen in the network namespace {receiver}")
-        seconds = ["--time", str(IPERF_SECONDS), "--omit", str(IPERF_WARM_UP)]
-        client = ["ip", "netns", "exec", sender, "iperf3", "--client", address_of(receiver), *at_port, *seconds]
-        return float(json.loads(_output(*client, "--json"))["end"]["sum_received"]["bits_per_second"]) / 8
-    finally:
-        server.kill()
-        server.wait()
-
-
-def slowest_link(namespaces: Sequence[str]) -> float:
-    """Bytes a second of the slowest of the links from each namespace to the next."""
-    following = [*namespaces[1:], namespaces[0]]
-    return min(link_bytes_per_second(sender, receiver) for sender, receiver in zip(namespaces, following, strict=True))
-
-
-def converging_bytes_per_second(senders: Sequence[str], receiver: str) -> float:
-    """What iperf3 gets from all these namespaces at once to another."""
-    ports = range(IPERF_PORT, IPERF_PORT + len(senders))
-    with ThreadPoolExecutor(len(senders)) as pool:
-        return sum(pool.map(link_bytes_per_second, senders, [receiver] * len(senders), ports))
-
-
-def sent_all_at_once(namespaces: Sequence[str]) -> float:
-    """Bytes a second that the slowest of them sends while iperf3 goes from each to each other: what the machine that
-    carries all these links has to give, as a round asks for it."""
-    pairs = [(sender, receiver) for sender in namespaces for receiver in namespaces if sender != receiver]
-    ports = range(IPERF_PORT, IPERF_PORT + len(pairs))
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        rates = list(pool.map(link_bytes_per_second, *zip(*pairs, strict=True), ports))
-    return min(sum(rate for (sender, _), rate in zip(pairs, rates, strict=True) if sender == one) for one in namespaces)
-
-
-def row_of(group: Group, payload: int, link: float, at_once: float) -> dict[str, Any]:
-    """One line of the table. The bound is of links that carry nothing else, which they don't do on one machine."""
+def row_of(group: Group, groups: dict[str, Group], values: int, possible: Possible) -> dict[str, Any]:
+    """Return one line of the table."""
     peers, seconds = len(group.peers), statistics.median(group.seconds)
-    bound = sent_bytes(payload, peers) / link
+    payload = group.contender.payload(values)
     return {
-        "contender": OURS,
+        "contender": group.contender.name,
         "peers": peers,
         "seconds": seconds,
-        "exchange s": group.exchange_seconds,
+        "slowest": max(group.seconds),
+        "exchange s": group.exchange_seconds if group.contender.name == OURS else None,
+        "CPU s/GB": group.cpu_per_gigabyte(values),
         "payload MB": payload / 1e6,
         "sent MB": sent_bytes(payload, peers) / 1e6,
-        "link Mbit/s": link * 8 / 1e6,
-        "bound s": bound,
-        "of the bound": bound / seconds,
-        "all at once Mbit/s": at_once * 8 / 1e6,
-        "of that": sent_bytes(payload, peers) / at_once / seconds,
+        "bound s": possible.alone,
+        "all at once s": possible.at_once,
+        "of what is possible": possible.seconds / seconds,
+        "times ours": times_ours(groups, group.contender.name),
     }
 
 
-def run(values: int, namespaces: Sequence[str], repetitions: int, json_file: Path | None) -> None:
-    """Measure and report; does nothing where iperf3 is missing."""
-    if shutil.which("iperf3") is None:
-        click.echo("iperf3 is not installed: nothing to compare a round on these links with, so it is not measured")
-        return
-    link, at_once = slowest_link(namespaces), sent_all_at_once(namespaces)
-    places = list(map(place_in, namespaces))
-    groups = asyncio.run(measure([OURS], values, places, repetitions))
-    row = row_of(groups[OURS], INT8.payload_size(values), link, at_once)
-    bars = [Bar(f"bound / ours, {len(namespaces)} peers", row["of the bound"], 0.85)]
-    report(
-        f"averaging {values / 1e6:g} M fp32 values over shaped links, median of {repetitions}", [row], bars, json_file
-    )
+def bars_of(groups: dict[str, Group], possible: Possible, streams: int, least: float) -> list[Bar]:
+    ours = groups[OURS]
+    where = f"{len(ours.peers)} peers"
+    reached = possible.seconds / statistics.median(ours.seconds)
+    bars = [Bar(f"what iperf3 -P {streams} allows / ours, {where}", reached, least)]
+    if GLOO_BYTES in groups:
+        bars.append(Bar(f"{GLOO_BYTES} / ours, {where}", times_ours(groups, GLOO_BYTES), 1.0))
+    return bars
 
 
-def _output(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise click.ClickException(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+def run(
+    values: int, namespaces: Sequence[str], repetitions: int, with_gloo: bool, streams: int, least: float
+) -> tuple[list[dict[str, Any]], list[Bar]]:
+    """Measure links and rounds. Returns the table's lines and the bars; none where iperf3 is missing."""
+    if not has_iperf3():
+        return [], []
+    places, payload = list(map(place_in, namespaces)), INT8.payload_size(values)
+    alone, before = rates_alone(namespaces, streams), rates_at_once(namespaces, streams)
+    names = [OURS, GLOO_BYTES] if with_gloo else [OURS]
+    groups = asyncio.run(measure(names, values, places, repetitions))
+    at_once = [least_seconds(payload, rates.both_ways) for rates in (before, rates_at_once(namespaces, streams))]
+    possible = Possible(least_seconds(payload, alone.both_ways), min(at_once))
+    rows = [row_of(group, groups, values, possible) for group in groups.values()]
+    return rows, bars_of(groups, possible, streams, least)

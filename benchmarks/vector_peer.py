@@ -19,7 +19,7 @@ import click
 import numpy as np
 
 import opendiloco
-from benchmarks.processes import read_lines, say
+from benchmarks.processes import cpu_seconds, read_lines, say
 from opendiloco.cli.options import limit_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
@@ -89,7 +89,7 @@ class VectorWorker(WorkerGroup):
             await self._told("prepare")
         await asyncio.to_thread(add_noise, self.vectors.theta, self.vectors.local, (work.index, work.samples[0].start))
         if self._pause is None:
-            say("ready")
+            say("ready", cpu=cpu_seconds())
             await self._told("go")
         else:
             await asyncio.sleep(self._pause * random.uniform(0.8, 1.2))
@@ -101,20 +101,26 @@ class VectorWorker(WorkerGroup):
 
 
 class VectorWorkload(LocalWorkload):
-    """Notes when a round began here, when its payload was here and agreed on, and when theta was the new one."""
+    """Notes when a round began here, when our blocks were made, when its payload was here and agreed on, when theta was
+    the new one, and the processor time until then."""
 
     began_at: float | None = None
+    encoded_at: float | None = None
     agreed_at: float | None = None
     stepped_at: float | None = None
+    cpu: float | None = None
 
     async def contribution(self) -> Blocks:
         self.began_at = time.monotonic()
-        return await super().contribution()
+        blocks = await super().contribution()
+        self.encoded_at = time.monotonic()
+        return blocks
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         self.agreed_at = time.monotonic()
         await super().apply(payload, index, keeps_work)
         self.stepped_at = time.monotonic()
+        self.cpu = cpu_seconds()
 
 
 class TalkingTransport(HivemindTransport):
@@ -175,8 +181,10 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
             state=state_digest.hex(),
             peers=len(header.roster),
             began=workload.began_at,
+            encoded=workload.encoded_at,
             agreed=workload.agreed_at,
             stepped=workload.stepped_at,
+            cpu=workload.cpu,
             memory_before=memory_before,
             memory_peak=memory("VmHWM"),
         )

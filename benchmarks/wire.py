@@ -1,0 +1,235 @@
+"""What the links carry during one round: `python -m benchmarks.wire --namespaces a,b`.
+
+Peers of ours and of gloo's, with as many bytes, take turns in network namespaces that links of any shape join, while
+the counters of each namespace's interface are read every few milliseconds. For each contender, of its median round:
+
+- "first byte s": from telling all to go until the first peer sends data. Ours makes its blocks first ("encode s").
+- "after last s": from the last data that arrives anywhere until all have the average, and ours know that all have.
+- "used over 80 %": the share of the time until then in which a link carried more than 0.8 of what iperf3 gets through
+  all links at once; the mean over the peers.
+
+The bar is on what is said around the exchange (Ready, Begin, Complete, Commit): the time before the first byte without
+making the blocks, and the time after the last, are three delays one way in all at most. --svg draws the two rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import subprocess
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.groups import GLOO_BYTES, OURS, Group, measure
+from benchmarks.namespaces import IPERF_STREAMS, LinkRates, has_iperf3, place_in, rates_at_once, round_trip
+from benchmarks.plots import Panel, Point, svg
+from benchmarks.reporting import Bar, report
+
+PERIOD = 0.004  # seconds between two looks at the counters
+WINDOW = 0.02  # seconds over which a rate is taken
+WELL_USED = 0.8
+CONTROL_BYTES = 1 << 15  # what a few messages take: less has no data in it
+DELAYS = 3.0
+
+
+@dataclass
+class Wire:
+    """Bytes that one interface has received, and sent, by the clock that all processes share."""
+
+    times: list[float] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+
+    def add(self, at: float, received: int, sent: int) -> None:
+        self.times.append(at)
+        self.received.append(received)
+        self.sent.append(sent)
+
+    def first_sent(self, start: float) -> float:
+        """Return when more had been sent since `start` than messages take."""
+        return self._reaches(self.sent, _at(self.times, self.sent, start) + CONTROL_BYTES)
+
+    def last_received(self, end: float) -> float:
+        """Return when less was still to come until `end` than messages take."""
+        return self._reaches(self.received, _at(self.times, self.received, end) - CONTROL_BYTES)
+
+    def rates(self, start: float, end: float) -> list[Point]:
+        """Return bytes a second received, window after window: seconds after `start` that it ends at, and the rate."""
+        bounds = [start + WINDOW * number for number in range(int((end - start) / WINDOW) + 1)]
+        counts = [_at(self.times, self.received, bound) for bound in bounds]
+        pairs = zip(bounds[1:], counts, counts[1:], strict=False)
+        return [(bound - start, (after - before) / WINDOW) for bound, before, after in pairs]
+
+    def _reaches(self, counts: Sequence[int], count: float) -> float:
+        return self.times[min(bisect_left(counts, count), len(counts) - 1)]
+
+
+def _at(times: Sequence[float], counts: Sequence[int], at: float) -> float:
+    """Return the count at a time, between those of the two looks around it."""
+    place = bisect_left(times, at)
+    if place in (0, len(times)):
+        return counts[min(place, len(times) - 1)]
+    part = (at - times[place - 1]) / (times[place] - times[place - 1])
+    return counts[place - 1] + part * (counts[place] - counts[place - 1])
+
+
+class Watch:
+    """Reads the counters of the namespaces' interfaces, in a thread, until it ends."""
+
+    def __init__(self, stack: ExitStack, namespaces: Sequence[str]) -> None:
+        self.wires = [Wire() for _ in namespaces]
+        places = [place_in(namespace) for namespace in namespaces]
+        inside = [stack.enter_context(process_behind(place.prefix)) for place in places]
+        self._interfaces = [
+            (Path(f"/proc/{process}/net/dev"), f"{place.interface}:")
+            for process, place in zip(inside, places, strict=True)
+        ]
+        self._ended = threading.Event()
+        thread = threading.Thread(target=self._read)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(self._ended.set)
+
+    def _read(self) -> None:
+        while not self._ended.wait(PERIOD):
+            for wire, (file, interface) in zip(self.wires, self._interfaces, strict=True):
+                words = file.read_text(encoding="ascii").partition(interface)[2].split()
+                wire.add(time.monotonic(), int(words[0]), int(words[8]))
+
+
+@contextmanager
+def process_behind(prefix: Sequence[str]) -> Iterator[int]:
+    """A process there that does nothing, through which the kernel shows the namespace's counters."""
+    with subprocess.Popen([*prefix, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("is it there?\n")
+        process.stdin.flush()
+        if not process.stdout.readline():
+            raise click.ClickException(f"{' '.join(prefix)} cannot run anything")
+        yield process.pid
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a round's seconds went to."""
+
+    seconds: float
+    encoding: float
+    first_byte: float
+    after_last: float
+    well_used: float
+    lines: Sequence[Sequence[Point]]
+
+    @property
+    def talking(self) -> float:
+        """Return the seconds that no data needed, nor arithmetic; never less than can be told apart."""
+        return max(PERIOD, self.first_byte - self.encoding + self.after_last)
+
+
+def course_of(group: Group, number: int, wires: Sequence[Wire], rates: LinkRates) -> Course:
+    """Return the course of one of a group's rounds, until all peers have the average."""
+    began, said = group.began[number], group.rounds[number]
+    ended = max(event.get("agreed") or event["time"] for event in said)
+    lines = [wire.rates(began, ended) for wire in wires]
+    used = [
+        sum(rate >= WELL_USED * down for _, rate in line) / max(1, len(line))
+        for line, down in zip(lines, rates.down, strict=True)
+    ]
+    return Course(
+        seconds=ended - began,
+        encoding=max(event.get("encoded", began) for event in said) - began,
+        first_byte=min(wire.first_sent(began) for wire in wires) - began,
+        after_last=ended - max(wire.last_received(ended) for wire in wires),
+        well_used=statistics.mean(used),
+        lines=lines,
+    )
+
+
+def median_course(courses: Sequence[Course]) -> Course:
+    return sorted(courses, key=lambda course: course.seconds)[len(courses) // 2]
+
+
+def row_of(name: str, course: Course, delay: float) -> dict[str, Any]:
+    """Return one line of the table."""
+    return {
+        "contender": name,
+        "peers": len(course.lines),
+        "seconds": course.seconds,
+        "encode s": course.encoding,
+        "first byte s": course.first_byte,
+        "after last s": course.after_last,
+        "one way ms": delay * 1e3,
+        "delays beside": course.talking / delay,
+        "used over 80 %": course.well_used,
+    }
+
+
+def panel_of(name: str, course: Course, rates: LinkRates) -> Panel:
+    megabit = 8 / 1e6
+    lines = {
+        f"into peer {number}": [(at, rate * megabit) for at, rate in line]
+        for number, line in enumerate(course.lines, start=1)
+    }
+    moments = {"first byte": course.first_byte, "last byte": course.seconds - course.after_last}
+    return Panel(
+        f"{name}: {course.seconds:.2f} s; Mbit/s received",
+        lines,
+        ("iperf3, all at once", min(rates.down) * megabit),
+        moments,
+    )
+
+
+def measure_courses(values: int, namespaces: Sequence[str], repetitions: int, rates: LinkRates) -> dict[str, Course]:
+    """Return the median round of each contender."""
+    with ExitStack() as stack:
+        watch = Watch(stack, namespaces)
+        groups = asyncio.run(measure([OURS, GLOO_BYTES], values, list(map(place_in, namespaces)), repetitions))
+    return {
+        name: median_course([course_of(group, number, watch.wires, rates) for number in range(repetitions)])
+        for name, group in groups.items()
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--namespaces", required=True, help="Network namespaces, two or more, joined by links. Needs root.")
+@click.option("--values", default=20_000_000, show_default=True, help="fp32 values to average.")
+@click.option("--repetitions", default=3, show_default=True, help="Rounds of each contender.")
+@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
+@click.option("--svg", "svg_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rounds here.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+def main(
+    namespaces: str,
+    values: int,
+    repetitions: int,
+    iperf_streams: int,
+    svg_file: Path | None,
+    json_file: Path | None,
+) -> None:
+    if not has_iperf3():
+        return
+    names = namespaces.split(",")
+    rates, delay = rates_at_once(names, iperf_streams), round_trip((names[0], names[1])) / 2
+    courses = measure_courses(values, names, repetitions, rates)
+    rows = [row_of(name, course, delay) for name, course in courses.items()]
+    allowed = DELAYS * delay / courses[OURS].talking
+    bars = [Bar(f"{DELAYS:g} one-way delays / ours beside bytes and arithmetic", allowed, 1.0)]
+    if svg_file:
+        panels = [panel_of(name, course, rates) for name, course in courses.items()]
+        plot = svg(panels, "seconds after go")
+        svg_file.write_text(plot, encoding="utf-8")
+    report(
+        f"bytes on the wire: {values / 1e6:g} M fp32 values, the median of {repetitions} rounds", rows, bars, json_file
+    )
+
+
+if __name__ == "__main__":
+    main()
