@@ -123,7 +123,7 @@ class UpnpRouter:
                 server.close()
 
     def search_reply(self, data: bytes) -> list[bytes]:
-        target = re.search(rb"ST: (\S+)\r\n", data)
+        target = re.search(rb"\nST: (\S+)\r\n", data)
         assert data.startswith(b"M-SEARCH * HTTP/1.1\r\n")
         assert target
         location = "http://{}:{}/root.xml".format(*self._where)
