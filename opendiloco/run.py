@@ -66,8 +66,13 @@ class ManifestFinder(Protocol):
     async def find_manifest(self, run_id: str) -> SignedManifest | None: ...
 
 
-async def find_run(network: ManifestFinder, run_id: str) -> Run:
-    """Ask the network for a run. Raises: SwarmUnreachableError when nobody knows it; ManifestError."""
+async def find_run(network: ManifestFinder, run_id: str, remembered: SignedManifest | None = None) -> Run:
+    """Return a run by its id: the one remembered, which needs nobody, or else what the network has.
+
+    Raises: SwarmUnreachableError when nobody knows it; ManifestError.
+    """
+    if remembered is not None and remembered.run_id == run_id:
+        return Run.from_manifest(remembered)
     manifest = await network.find_manifest(run_id)
     if manifest is None:
         raise SwarmUnreachableError(

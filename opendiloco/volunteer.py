@@ -29,12 +29,14 @@ from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
 from peers.driver import Driver
 from peers.errors import DilocoPeerError
+from peers.findable import keep_findable
 from peers.heartbeat import Heartbeat, HeldOut
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
 from peers.links.settings import LinkSettings
 from peers.log import LogState
 from peers.log_folder import LogFolder
+from peers.remembered import RememberedPeers
 from peers.storage import FolderStorage
 from peers.workload import InnerLoop, Progress, SnapshotError, Trained
 
@@ -88,6 +90,7 @@ class Volunteer:
         self._folder = folder
         self._log = log
         self._leaving = False
+        self._remembered: RememberedPeers | None = None
 
     @property
     def device(self) -> str:
@@ -102,6 +105,10 @@ class Volunteer:
         self._driver.on_snapshot = checkpointer.take
         checkpointer.on_saved = self._prune_log
 
+    def remember_with(self, remembered: RememberedPeers) -> None:
+        """Keep the addresses of other peers, so that this machine finds the run again without its bootstrap nodes."""
+        self._remembered = remembered
+
     def _prune_log(self) -> None:
         if self._folder is None or self._log is None:
             return
@@ -114,6 +121,8 @@ class Volunteer:
     async def train(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
         driving = asyncio.create_task(self._driver.run())
+        keeping = asyncio.create_task(keep_findable(self._transport, self.run.manifest, self.others, self._remembered))
+        keeping.add_done_callback(_report_failure)
         failures = [
             asyncio.create_task(self._workload.trainer.wait_for_death()),
             asyncio.create_task(self._transport.failure()),
@@ -129,9 +138,9 @@ class Volunteer:
                     raise error
                 logger.debug("while leaving: %s", error)  # systemd, for one, ends a service's processes all at once
         finally:
-            for task in (driving, *failures):
+            for task in (driving, keeping, *failures):
                 task.cancel()
-            await asyncio.gather(driving, *failures, return_exceptions=True)
+            await asyncio.gather(driving, keeping, *failures, return_exceptions=True)
 
     def leave(self) -> None:
         """Leave politely: a round under way is finished, then the others are told, and `train` returns."""
@@ -140,8 +149,17 @@ class Volunteer:
 
     def heartbeats(self) -> list[Heartbeat]:
         """What is known of the live peers now, ourselves first."""
-        others = self._driver.peer.membership.live(time.monotonic())
-        return [self._driver.heartbeat(), *others.values()]
+        return [self._driver.heartbeat(), *self.others()]
+
+    def others(self) -> list[Heartbeat]:
+        """Return the newest heartbeat of each other peer that is live."""
+        return list(self._driver.peer.membership.live(time.monotonic()).values())
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    """Log what ended a task that nobody waits for."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the run is not kept findable any more", exc_info=error)
 
 
 @asynccontextmanager
@@ -152,9 +170,15 @@ async def connected(
     announce: Sequence[str] = (),
     client_mode: bool = False,
     links: LinkSettings | None = None,
+    remembered: Callable[[], Sequence[str]] = tuple,
 ) -> AsyncIterator[HivemindTransport]:
-    """Connect to the swarm. Raises: SwarmUnreachableError, LocalNetworkError, ManifestError."""
-    transport = await HivemindTransport.create(identity, initial_peers, listen, announce, client_mode, links=links)
+    """Connect to the swarm, as `HivemindNode.create` does.
+
+    Raises: SwarmUnreachableError, LocalNetworkError, ManifestError.
+    """
+    transport = await HivemindTransport.create(
+        identity, initial_peers, listen, announce, client_mode, links=links, remembered=remembered
+    )
     try:
         yield transport
     finally:

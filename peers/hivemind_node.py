@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, RemoteProtocolError
+from peers.first_contact import first_contacts, which_answer
 from peers.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.hivemind_daemon import (
     HIVEMIND,
@@ -77,8 +78,11 @@ class HivemindNode:
         announce: Sequence[str] = (),
         client_mode: bool = False,
         local: bool | None = None,
+        remembered: Callable[[], Sequence[str]] = tuple,
     ) -> Self:
         """Join the swarm of `initial_peers` (or be its first node).
+
+        Where none of them is in the swarm any more, it is looked for at the `remembered` addresses, now and later.
 
         Addresses are multiaddrs; port 0 is any free one. `announce` replaces the addresses that others are told. A
         client stores nothing for others. `local`: no NAT traversal; by default when all initial peers, or without any
@@ -88,11 +92,13 @@ class HivemindNode:
         """
         if local is None:
             local = all(is_loopback(address) for address in initial_peers or listen)
-        daemon = await start_daemon(identity, initial_peers, listen, announce, client_mode, local)
+        parse_addresses(initial_peers, needs_peer_id=True)
+        contacts = await first_contacts(initial_peers, remembered())
+        daemon = await start_daemon(identity, contacts, listen, announce, client_mode, local)
         try:
             node = await HIVEMIND.node.DHTNode.create(
                 p2p=daemon,
-                initial_peers=list(initial_peers),
+                initial_peers=contacts,
                 client_mode=client_mode,
                 record_validator=RecordValidator(),
                 **DHT_OPTIONS,
@@ -102,11 +108,11 @@ class HivemindNode:
         except BaseException as error:
             await stop_daemon(daemon)
             if isinstance(error, RuntimeError) and "none of the initial_peers" in str(error):
-                raise unreachable(initial_peers) from error
+                raise unreachable(contacts) from error
             if isinstance(error, HIVEMIND.protocol.ValidationError):
                 raise _not_admitted(str(error)) from error
             raise
-        transport._rejoining = asyncio.create_task(transport._rejoin(initial_peers))
+        transport._rejoining = asyncio.create_task(transport._rejoin(initial_peers, remembered))
         return transport
 
     async def close(self) -> None:
@@ -155,18 +161,23 @@ class HivemindNode:
             return False
         return True
 
-    async def _rejoin(self, initial_peers: Sequence[str]) -> None:
-        """Greet initial peers that we have lost whenever they are back.
+    async def _rejoin(self, initial_peers: Sequence[str], remembered: Callable[[], Sequence[str]]) -> None:
+        """Greet initial peers that we have lost whenever they are back; and others when we are alone in the DHT.
 
         The DHT forgets a node at its first failure; a bootstrap node that restarts would stay alone with the newcomers
         that it welcomes.
         """
-        lost = [(to_peer_id(peer_id_of(address)), address) for address in initial_peers]
+        table = self._node.protocol.routing_table
         while True:
             await asyncio.sleep(REJOIN_INTERVAL)
-            for peer_id, address in lost:
-                if peer_id not in self._node.protocol.routing_table and await self.connect(str(peer_id), [address]):
-                    await self._node.protocol.call_ping(peer_id)
+            lost = {address for address in initial_peers if to_peer_id(peer_id_of(address)) not in table}
+            others = set() if table.uid_to_peer_id else await which_answer(remembered())
+            await asyncio.gather(*map(self._greet, lost | others))
+
+    async def _greet(self, address: str) -> None:
+        peer_id = to_peer_id(peer_id_of(address))
+        if await self.connect(str(peer_id), [address]):
+            await self._node.protocol.call_ping(peer_id)
 
     async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
         """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""

@@ -80,10 +80,11 @@ class HivemindTransport(HivemindNode):
         announce: Sequence[str] = (),
         client_mode: bool = False,
         local: bool | None = None,
+        remembered: Callable[[], Sequence[str]] = tuple,
         links: LinkSettings | None = None,
     ) -> Self:
         """See `HivemindNode.create`. `links` says where bulk connections are accepted; a client accepts none."""
-        transport = await super().create(identity, initial_peers, listen, announce, client_mode, local)
+        transport = await super().create(identity, initial_peers, listen, announce, client_mode, local, remembered)
         try:
             settings = None if client_mode else links or LinkSettings()
             await transport._open_links(identity, initial_peers, listen, settings)

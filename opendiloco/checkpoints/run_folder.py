@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from opendiloco.errors import MachineError
 from opendiloco.run import Run
 from peers.errors import ManifestError
 from peers.manifest import SignedManifest
+from peers.remembered import FILE_NAME, RememberedPeers
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "run.manifest"
 
@@ -27,12 +31,17 @@ class RunFolder:
     path: Path
 
     @classmethod
+    def at(cls, run_id: str, peer_id: str, base: Path | None = None) -> RunFolder:
+        """`base`/<run id>/<peer id>, whether it is there or not."""
+        return cls(((default_state_folder() if base is None else base) / run_id / peer_id).absolute())
+
+    @classmethod
     def open(cls, run: Run, peer_id: str, base: Path | None = None) -> RunFolder:
         """`base`/<run id>/<peer id>, made if need be, with the run's manifest in it.
 
         Raises: MachineError when it cannot be made or written to.
         """
-        folder = cls(((default_state_folder() if base is None else base) / run.run_id / peer_id).absolute())
+        folder = cls.at(run.run_id, peer_id, base)
         try:
             for path in (folder.path, folder.checkpoints, folder.log, folder.download):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,6 +78,20 @@ class RunFolder:
     @property
     def manifest(self) -> Path:
         return self.path / MANIFEST
+
+    def remembered_manifest(self) -> SignedManifest | None:
+        """Return the run's manifest from when this peer was in the run before; None when there is none to read."""
+        try:
+            return SignedManifest.unpack(self.manifest.read_bytes(), self.run_id)
+        except FileNotFoundError:
+            return None
+        except (OSError, ManifestError) as error:
+            logger.warning("%s is passed over: %s", self.manifest, error)
+            return None
+
+    def remembered_peers(self) -> RememberedPeers:
+        """Return where this peer has met others of the run; nobody, if it was never in it."""
+        return RememberedPeers(self.path / FILE_NAME, self.run_id)
 
 
 def read_manifest(path: Path) -> Run:

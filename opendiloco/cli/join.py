@@ -147,9 +147,13 @@ def command(
     caps, rate = Caps.of_megabits(upload_limit, download_limit), checkpoint_limit * 1e6 / 8
 
     async def main(interrupts: Interrupts) -> None:
-        async with connected(key, invite.addresses, listen, announce, links=LinkSettings()) as transport:
+        before = RunFolder.at(invite.run_id, key.peer_id, state)
+        remembered = before.remembered_peers()
+        async with connected(
+            key, invite.addresses, listen, announce, links=LinkSettings(), remembered=remembered.addresses
+        ) as transport:
             transport.cap(caps)
-            found = (await find_run(transport, invite.run_id)).with_data(data)
+            found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(data)
             folder = RunFolder.open(found, key.peer_id, state)
             plan = Plan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
@@ -161,6 +165,7 @@ def command(
                 say(f"what outlives this process is in {folder.path}", console)
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)
                 volunteer.checkpoint_with(checkpointer)
+                volunteer.remember_with(remembered)
                 if record is not None:
                     volunteer.record(record)
                 interrupts.polite = lambda: leave(volunteer, console)

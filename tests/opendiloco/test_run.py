@@ -49,6 +49,13 @@ def test_the_network_gives_it_back(small_config: RunConfig) -> None:
     assert asyncio.run(find_run(Network(run.manifest), run.run_id)) == run
 
 
+def test_a_remembered_manifest_needs_nobody(small_config: RunConfig) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    assert asyncio.run(find_run(Network(None), run.run_id, run.manifest)) == run
+    other = Run.sign(small_config, Identity.generate())
+    assert asyncio.run(find_run(Network(other.manifest), other.run_id, run.manifest)) == other
+
+
 def test_an_unknown_run() -> None:
     with pytest.raises(SwarmUnreachableError, match="knows the run small-x"):
         asyncio.run(find_run(Network(None), "small-x"))

@@ -39,6 +39,19 @@ def test_what_is_in_it(run: Run, tmp_path: Path) -> None:
     assert read_manifest(folder.manifest) == run
 
 
+def test_who_comes_back_knows_the_manifest(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = RunFolder.at(run.run_id, "PeerA", tmp_path)
+    assert before.remembered_manifest() is None
+    assert before.remembered_peers().addresses() == ()
+    assert not caplog.records
+    assert not before.path.exists()
+    assert RunFolder.open(run, "PeerA", tmp_path) == before
+    assert before.remembered_manifest() == run.manifest
+    before.manifest.write_bytes(Run.sign(run.config, Identity.generate()).manifest.pack())
+    assert before.remembered_manifest() is None
+    assert "does not match the run id" in caplog.text
+
+
 def test_one_that_cannot_be_made(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
