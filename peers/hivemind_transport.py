@@ -99,7 +99,12 @@ class HivemindTransport(HivemindNode):
         """Have direct connections with other peers, and accept them at the hosts of `listen`. Without settings none are
         accepted, nor made before they are needed. Raises: LocalNetworkError when the port can't be used."""
         links = Links(
-            identity, self._converse, self._answer, self._ask_link_info, lambda: (self._upload, self._download)
+            identity,
+            self._converse,
+            self._answer,
+            self._ask_link_info,
+            self._is_there,
+            lambda: (self._upload, self._download),
         )
         if settings is not None:
             links.listen([host for address in listen if (host := host_of(address))], settings)

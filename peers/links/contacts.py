@@ -59,7 +59,11 @@ def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
 
 
 def is_local(endpoint: str) -> bool:
-    return ip_address(parse_endpoint(endpoint)[0]).is_loopback
+    return is_loopback(parse_endpoint(endpoint)[0])
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_numeric(host) and ip_address(host).is_loopback)
 
 
 def _is_private(host: str) -> bool:

@@ -15,11 +15,12 @@ from peers.identity import Identity
 from peers.links.arranging import Arranging
 from peers.links.calls import CALLS, Answer, answer_calls
 from peers.links.connection import Connection, greet, welcome
-from peers.links.contacts import Contact, is_local, own_endpoints
+from peers.links.contacts import Contact, is_local, is_loopback, own_endpoints
 from peers.links.credentials import Credentials
 from peers.links.link import Link, Serve
 from peers.links.listener import Listener
 from peers.links.opening import Hello, Opening, Splice
+from peers.links.port_mapping import PortMapper
 from peers.links.probing import answer_probe
 from peers.links.relays import AskInfo, LinkInfo, Relays
 from peers.links.settings import LinkSettings
@@ -85,6 +86,7 @@ class Links:
         self._listener: Listener | None = None
         self.arranging = Arranging(self)
         self.splicer: Splicer | None = None
+        self._mapper: PortMapper | None = None
 
     # Life -----------------------------------------------------------------------------------------------------
     def listen(self, hosts: Sequence[str], settings: LinkSettings) -> None:
@@ -92,6 +94,9 @@ class Links:
         self._listener = Listener(hosts, settings.port, self._accept)
         if settings.relay_limit is not None:
             self.splicer = Splicer(settings.relay_limit)
+        if not all(map(is_loopback, hosts)):
+            self._mapper = PortMapper(self._listener.port, lambda endpoint: self.on_change())
+            self.start(self._mapper.run())
 
     async def close(self) -> None:
         if self._listener:
@@ -118,7 +123,8 @@ class Links:
         """Return where others may dial us, given our multiaddrs."""
         if self._listener is None:
             return ()
-        return own_endpoints(addresses, self._listener.port, self.arranging.seen)
+        mapped = [self._mapper.endpoint] if self._mapper and self._mapper.endpoint else []
+        return own_endpoints(addresses, self._listener.port, [*self.arranging.seen, *mapped])
 
     @property
     def relay_addresses(self) -> tuple[str, ...]:
@@ -182,6 +188,8 @@ class Links:
         self._attempts = {peer: attempts for peer, attempts in self._attempts.items() if self._is_busy(peer)}
         self._dialled.clear()
         self.arranging.look_again()
+        if self._mapper:
+            self._mapper.look_again()
 
     # Making links ---------------------------------------------------------------------------------------------
     def _is_busy(self, peer: str) -> bool:
