@@ -7,8 +7,8 @@ our part, and as much again while it is on its way in. On top come the payloads 
 from __future__ import annotations
 
 import mmap
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
@@ -75,7 +75,9 @@ class RoundBuffers:
     name: Attempt
     average: memoryview
     digests: dict[int, bytes] = field(default_factory=dict)  # of the averaged chunks that are here
-    contributions: dict[tuple[int, str], bytes | bytearray] = field(default_factory=dict)  # by chunk and sender
+    contributions: defaultdict[int, dict[str, bytes | bytearray]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # by chunk and sender
 
 
 class PayloadBuffers:
@@ -95,6 +97,7 @@ class PayloadBuffers:
         self.own: Blocks = b""  # what we trained last, for this round or a later one
         self._round: RoundBuffers | None = None
         self._spare: memoryview | None = None
+        self._used: list[bytearray] = []
 
     def find(self, digest: bytes) -> Payload | None:
         """A payload that is kept here. May read all of it from a disk, so it is called in threads."""
@@ -125,6 +128,17 @@ class PayloadBuffers:
     def round(self, name: Attempt) -> RoundBuffers | None:
         return self._round if self._round and self._round.name == name else None
 
+    def room(self, length: int) -> bytearray:
+        """Return memory for a chunk: what was used before, since the system takes long to give new memory."""
+        if self._used and len(self._used[-1]) == length:
+            return self._used.pop()
+        return bytearray(length)
+
+    def give_back(self, contributions: Iterable[Blocks]) -> None:
+        """Use the memory of these again: they are averaged, and nobody reads them any more."""
+        size = self.chunk_bytes(0)[1]
+        self._used += [used for used in contributions if isinstance(used, bytearray) and len(used) == size]
+
     def chunk_bytes(self, chunk: int) -> tuple[int, int]:
         """Byte offsets [start, stop) of a chunk in a payload."""
         return self._byte_range(*self.chunking.blocks(chunk))
@@ -143,9 +157,9 @@ class PayloadBuffers:
         self, name: Attempt, chunk: int, me: str, members: Sequence[tuple[str, int]]
     ) -> list[tuple[bytes | bytearray | memoryview, int]]:
         """The blocks of a chunk with their tokens, in the order of `members`. Raises: KeyError."""
-        arrived = self._open_round(name).contributions
+        arrived = self._open_round(name).contributions[chunk]
         mine = self.contribution(name, chunk)
-        return [(mine if peer == me else arrived[chunk, peer], tokens) for peer, tokens in members]
+        return [(mine if peer == me else arrived[peer], tokens) for peer, tokens in members]
 
     def store(self, name: Attempt, chunk: int, data: bytes | bytearray | memoryview) -> None:
         """An averaged chunk is here; what was sent to average it is not needed any more. Raises: KeyError."""
@@ -153,8 +167,7 @@ class PayloadBuffers:
         start, stop = self.chunk_bytes(chunk)
         current.average[start:stop] = data
         current.digests[chunk] = digest_of(data)
-        for key in [key for key in current.contributions if key[0] == chunk]:
-            del current.contributions[key]
+        current.contributions.pop(chunk, None)
 
     def averaged(self, name: Attempt, chunk: int) -> memoryview:
         """An averaged chunk. Raises: KeyError when the round is over."""

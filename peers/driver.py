@@ -367,6 +367,7 @@ class Driver:
                 return
         if buffers.round(round):
             buffers.store(round, chunk, average)
+            buffers.give_back(blocks for blocks, _ in contributions)
             self.handle(ReducedArrived(round, self.peer.me, chunk, reduce.absent))
 
     async def _apply(self, apply: Apply) -> None:

@@ -193,7 +193,7 @@ class SimulatedPeer:
             self.buffers.store(send.round, send.chunk, data)
             return ReducedArrived(send.round, sender, send.chunk, send.absent), True
         if not send.reduced and exchange.wants_contribution(sender, send.chunk):
-            current.contributions[send.chunk, sender] = data
+            current.contributions[send.chunk][sender] = data
             return ContributionArrived(send.round, sender, send.chunk), True
         return None, exchange.is_done_with(sender, send.chunk, send.reduced)
 

@@ -252,7 +252,7 @@ class Traffic:
             self._buffers.store(round, chunk, data)
             self._host.handle(ReducedArrived(round, sender, chunk, header.absent))
         else:
-            current.contributions[chunk, sender] = data
+            current.contributions[chunk][sender] = data
             self._host.handle(ContributionArrived(round, sender, chunk))
         return True
 
@@ -275,7 +275,7 @@ class StreamArrivals:
         start, stop = self._buffers.chunk_bytes(chunk)
         if length != stop - start:
             raise RemoteProtocolError(self._sender, f"its chunk {chunk} has {length} bytes, not {stop - start}")
-        self._data = self._spare if len(self._spare) == length else bytearray(length)
+        self._data = self._spare if len(self._spare) == length else self._buffers.room(length)
         return self._data
 
     def arrived(self) -> bool:

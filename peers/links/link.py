@@ -105,7 +105,7 @@ class Link:
             while True:
                 length = (await connection.reads.read(1, None))[0]
                 protocol = (await connection.reads.read(length, OPEN_TIMEOUT)).decode(errors="replace")
-                await self._serve(protocol, connection.channel(*self._caps()))
+                await self._serve(protocol, self._channel(connection, protocol))
         except (OSError, EOFError, TimeoutError, RemoteProtocolError) as error:
             logger.debug("a connection of %s ended: %r", self.peer, error)
         finally:
@@ -122,7 +122,7 @@ class Link:
         name = protocol.encode()
         connection.writer.write(bytes([len(name)]) + name)
         try:
-            yield connection.channel(*self._caps())
+            yield self._channel(connection, protocol)
             is_over = True
         except PeerRefusedError:
             is_over = True
@@ -133,6 +133,10 @@ class Link:
                 self._notify()
             else:
                 connection.close()
+
+    def _channel(self, connection: Connection, protocol: str) -> Channel:
+        """Messages are small, and never wait for bulk data; all else keeps to the volunteer's limits."""
+        return connection.channel() if protocol == CALLS else connection.channel(*self._caps())
 
     async def _take(self) -> Connection:
         self._wanted += 1

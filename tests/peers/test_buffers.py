@@ -59,7 +59,7 @@ def test_contributions_come_in_the_order_of_the_roster_whatever_order_they_came_
     mine = open_round()
     current = mine.round(AT)
     assert current is not None
-    current.contributions = {(0, "c"): b"C" * 8, (1, "b"): b"1" * 8, (0, "b"): b"B" * 8}
+    current.contributions.update({0: {"c": b"C" * 8, "b": b"B" * 8}, 1: {"b": b"1" * 8}})
     contributions = mine.contributions(AT, 0, "a", [("b", 2), ("a", 1), ("c", 3)])
     assert [(bytes(blocks), tokens) for blocks, tokens in contributions] == [
         (b"BBBBBBBB", 2),
@@ -74,9 +74,9 @@ def test_what_was_sent_of_a_chunk_goes_when_its_average_is_here() -> None:
     mine = open_round()
     current = mine.round(AT)
     assert current is not None
-    current.contributions = {(0, "b"): b"B" * 8, (0, "c"): b"C" * 8, (1, "b"): b"1" * 8}
+    current.contributions.update({0: {"b": b"B" * 8, "c": b"C" * 8}, 1: {"b": b"1" * 8}})
     mine.store(AT, 0, chunk(0))
-    assert current.contributions == {(1, "b"): b"1" * 8}
+    assert current.contributions == {1: {"b": b"1" * 8}}
 
 
 def test_the_average_can_come_in_while_it_goes_out() -> None:

@@ -161,7 +161,7 @@ class DriverOf(Driver):
 
     def receive(self, sender: str, chunk: int, data: bytes) -> None:
         """Blocks that passed the door."""
-        self.current.contributions[chunk, sender] = data
+        self.current.contributions[chunk][sender] = data
         self.handle(ContributionArrived(self.round, sender, chunk))
 
     def receive_average(self, sender: str, chunk: int, data: bytes) -> None:

@@ -187,7 +187,7 @@ class Host:
         """What others have sent us to be averaged."""
         current = self.buffers.round(self.round)
         assert current is not None
-        return dict(current.contributions)
+        return {(chunk, peer): data for chunk, row in current.contributions.items() for peer, data in row.items()}
 
     def seen(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
