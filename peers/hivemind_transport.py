@@ -16,6 +16,7 @@ from peers import metrics
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.hivemind_daemon import Daemon
 from peers.hivemind_node import NETWORK_ERRORS, HivemindNode, to_peer_id
+from peers.reach import Reach
 from peers.streams import (
     Channel,
     PeerRefusedError,
@@ -103,6 +104,10 @@ class HivemindTransport(HivemindNode):
                 return REFUSAL + b"internal error"
 
         await self._daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer)
+
+    def reach_of(self, peer_id: str) -> Reach | None:
+        """Return how bulk data reaches a peer; None: it is not known."""
+        return None
 
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float

@@ -9,8 +9,10 @@ from typing import TypeAlias
 
 import pytest
 
-from peers.download import DONORS, RANGES, Download, DownloadError, Wanted
+from peers.donors import PLACES
+from peers.download import RANGES, Download, DownloadError, Wanted
 from peers.errors import RemoteProtocolError
+from peers.reach import Reach
 from peers.streams import PeerUnreachableError, Serve
 from peers.wire import digest_of
 from tests.peers.test_throttle import now, simulate
@@ -20,6 +22,8 @@ CHUNKS = 100
 RANGE = 4
 WHOLE = random.Random(0).randbytes(SIZE * CHUNKS - 3)
 NAME = "something"
+
+DONORS = PLACES[None]
 
 Fault: TypeAlias = Callable[[str, int, int, bytearray], Awaitable[bytearray]]
 """(donor, first chunk, last chunk, what is right) -> what is sent."""
@@ -42,13 +46,24 @@ class Donors:
     def __init__(self, paces: dict[str, float], faults: dict[str, Fault] | None = None) -> None:
         self.paces = paces
         self.faults = faults or {}
+        self.reach: dict[str, Reach] = {}
         self.asked: list[tuple[str, int, int]] = []
         self.under_way = 0
         self._links = {donor: asyncio.Lock() for donor in paces}
 
+    def reach_of(self, peer_id: str) -> Reach | None:
+        return self.reach.get(peer_id)
+
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._answer(peer_id, name, header, max_bytes)
+        except TimeoutError as error:
+            raise PeerUnreachableError(peer_id, "no answer in time") from error
+
+    async def _answer(self, peer_id: str, name: str, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
         assert name == NAME
         first, last = map(int, header.split())
         start, stop = bounds(first, last)

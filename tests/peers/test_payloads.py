@@ -24,11 +24,13 @@ from peers.payloads import (
     Payloads,
     serve_payloads,
 )
+from peers.reach import Reach
 from peers.simulated_peer import BLOCK_BYTES, SimulatedWorkload
 from peers.streams import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.wire import DIGEST_BYTES, digest_of, pack, unpack
 from peers.workload import Workload
 from tests.peers.builders import LOG, RUN, member
+from tests.peers.fakes import NoChance
 
 CHUNKS = 300
 SIZE = CHUNK_BLOCKS * BLOCK_BYTES  # of each chunk
@@ -82,6 +84,9 @@ class Transport:
         assert (name, gives_way) == (PAYLOAD, True)
         self.network.serve[self.me] = serve
 
+    def reach_of(self, peer_id: str) -> Reach | None:
+        return None
+
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
@@ -106,7 +111,7 @@ class Transport:
 async def fetch(network: Network, donors: Sequence[str], header: Header = HEADER) -> PayloadBuffers:
     """What a peer has that fetched the payload."""
     mine = buffers()
-    await Payloads(Transport(network, "me"), RUN, mine).fetch(header, donors)
+    await Payloads(Transport(network, "me"), RUN, mine, NoChance()).fetch(header, donors)
     return mine
 
 
@@ -185,7 +190,7 @@ def test_a_donor_with_other_digests_is_passed_over() -> None:
         assert_whole(await fetch(network, ["liar", "a"]))
         assert network.asked[0] == ("liar", 0, 0)
         assert network.asked_for_chunks("liar") == 0
-        with pytest.raises(PayloadError, match="liar has other digests"):
+        with pytest.raises(PayloadError, match="liar: it has other digests"):
             await fetch(network, ["liar"])
 
     asyncio.run(scenario())
@@ -196,7 +201,7 @@ def test_digests_of_another_number_of_chunks_are_none(size: int) -> None:
     async def scenario() -> None:
         network = Network()
         await network.donor("short", meddle=lambda request, data: data[:size])
-        with pytest.raises(PayloadError, match="short has other digests"):
+        with pytest.raises(PayloadError, match="short: it has other digests"):
             await fetch(network, ["short"])
 
     asyncio.run(scenario())
@@ -221,7 +226,7 @@ def test_of_a_fetch_that_fails_nothing_is_kept() -> None:
         await network.donor("a", meddle=dies_after(3, "a"))
         await network.donor("b", meddle=lies_in(100))
         with pytest.raises(PayloadError, match=r"peer a did not answer.*; .*peer b|peer b.*; .*peer a"):
-            await Payloads(Transport(network, "me"), RUN, mine).fetch(HEADER, ["a", "b"])
+            await Payloads(Transport(network, "me"), RUN, mine, NoChance()).fetch(HEADER, ["a", "b"])
         assert mine.kept.get(THE_PAYLOAD.digest) is None
 
     asyncio.run(scenario())
