@@ -113,9 +113,11 @@ class Download:
 
     def _give_slow_ones_up(self) -> None:
         now = self._now()
-        for pull, request in [item for requests in self._asked.values() for item in requests.items()]:
-            if self._pace.is_too_slow(request, now):
-                self._reasons[request.donor] = f"peer {request.donor} gives far less than others do"
+        asked = [item for requests in self._asked.values() for item in requests.items()]
+        slow = {request.donor for _, request in asked if self._pace.is_too_slow(request, now)}
+        self._reasons.update({donor: f"peer {donor} gives far less than others do" for donor in slow})
+        for pull, request in asked:
+            if request.donor in slow:
                 pull.cancel()
 
     def _has_place_for(self, donor: str) -> bool:
