@@ -10,6 +10,7 @@ import logging
 import random
 
 from peers.companion import COMPANION, CompanionOffer, CompanionRequest, Host
+from peers.donors import CHANCE, shuffled
 from peers.download import Download, DownloadError, PullTransport, Wanted
 from peers.errors import RemoteProtocolError
 from peers.memory_file import MemoryFile
@@ -34,13 +35,21 @@ class CompanionJoiner:
     """Fetches another peer's companion state once, if this one is new to a run that has begun."""
 
     def __init__(
-        self, peer: Peer, state: CompanionState, transport: PullTransport, storage: Storage, host: Host
+        self,
+        peer: Peer,
+        state: CompanionState,
+        transport: PullTransport,
+        storage: Storage,
+        host: Host,
+        chance: random.Random = CHANCE,
     ) -> None:
+        """`chance` decides who of those that are reached well is asked."""
         self._peer = peer
         self._state = state
         self._transport = transport
         self._storage = storage
         self._host = host
+        self._chance = chance
         self._has_trained = False
 
     def training_begins(self, index: int) -> None:
@@ -52,7 +61,7 @@ class CompanionJoiner:
     async def _fetch_from_others(self) -> None:
         """From one of those who took the last outer step, or another one; what fails leaves everything as it is."""
         others = [peer for peer in self._peer.log.roster if peer != self._peer.me and self._peer.is_live(peer)]
-        for donor in random.sample(others, min(DONORS, len(others))):
+        for donor in shuffled(self._transport, others, self._chance)[:DONORS]:
             try:
                 memory = await self._fetch(donor, await self._ask(donor))
                 await self._state.restore(memory.data)

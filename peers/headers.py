@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from peers.download import PULL_TIMEOUT, PullTransport
+from peers.download import PullTransport
 from peers.log import Header
 from peers.log_folder import RunLog
 from peers.places import Places
@@ -21,6 +21,8 @@ READERS = 4
 PULLS = 1  # of one peer at once
 HEADERS_AT_ONCE = 256  # headers
 BYTES_LIMIT = 1 << 26  # bytes; headers of 1,000 peers are a quarter of a MB each
+TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
+TIMEOUT_PER_HEADER = 2.0  # seconds besides, for each header: a quarter of a MB at 1 Mbit/s
 
 Past: TypeAlias = Callable[[int, int], Sequence[Header]]
 """Headers of the entries [first, last) that are here: consecutive, from the first on."""
@@ -61,7 +63,8 @@ async def fetch_headers(transport: PullTransport, donor: str, run: str, first: i
     Raises: PeerUnreachableError, RemoteProtocolError.
     """
     request = pack(HeadersRequest(run=run, first=first, last=last))
-    _, packed = await transport.pull(donor, HEADERS, request, BYTES_LIMIT, PULL_TIMEOUT)
+    timeout = TIMEOUT + TIMEOUT_PER_HEADER * max(0, min(HEADERS_AT_ONCE, last - first))
+    _, packed = await transport.pull(donor, HEADERS, request, BYTES_LIMIT, timeout)
     return unpack_from(donor, Headers, bytes(packed), BYTES_LIMIT).headers
 
 

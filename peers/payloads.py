@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 from peers.buffers import Payload, PayloadBuffers, empty
 from peers.chunks import payload_digest
-from peers.download import PULL_TIMEOUT, Download, DownloadError, PullTransport, Wanted
+from peers.donors import CHANCE, shuffled
+from peers.download import RANGES, Download, DownloadError, PullTransport, Wanted
 from peers.errors import RemoteProtocolError
 from peers.log import Header
 from peers.places import Places
@@ -20,9 +23,11 @@ from peers.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_f
 logger = logging.getLogger(__name__)
 
 PAYLOAD = "payload"
-READERS = 8  # peers that are served at once
-PULLS = 3  # of one peer at once
+READERS = 16  # pulls that are served at once
+PULLS = RANGES + 1  # of one peer at once: one may have been given up, and its end not be seen here yet
 RANGE = 16  # chunks asked for at once
+DIGESTS_TIMEOUT = 60.0  # seconds for the digests of a payload's chunks
+STAGGER = 3.0  # seconds after which another donor is asked for them, too
 
 
 class PayloadRequest(Value):
@@ -64,10 +69,14 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, PayloadBuf
 class Payloads:
     """Fetches payloads of one run for one peer."""
 
-    def __init__(self, transport: PullTransport, run: str, buffers: PayloadBuffers) -> None:
+    def __init__(
+        self, transport: PullTransport, run: str, buffers: PayloadBuffers, chance: random.Random = CHANCE
+    ) -> None:
+        """`chance` decides in which order donors are asked."""
         self._transport = transport
         self._run = run
         self._buffers = buffers
+        self._chance = chance
         self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, header: Header, donors: Sequence[str]) -> None:
@@ -93,18 +102,39 @@ class Payloads:
         return Payload(data, digests)
 
     async def _digests(self, payload: bytes, donors: Sequence[str]) -> tuple[tuple[bytes, ...], list[str]]:
-        """The digests of the payload's chunks, and the donors that may have it."""
+        """The digests of the payload's chunks, and the donors that may have it: those that are slow to say so last.
+
+        Donors are asked one after another, without waiting long for any.
+        """
+        waiting = deque(shuffled(self._transport, donors, self._chance))
+        asking: dict[asyncio.Task[tuple[bytes, ...]], str] = {}
         reasons = []
-        size = DIGEST_BYTES * self._buffers.size.chunks
-        for place, donor in enumerate(donors):
-            request = pack(PayloadRequest(run=self._run, payload=payload, first=0, last=0))
-            try:
-                _, packed = await self._transport.pull(donor, PAYLOAD, request, size, PULL_TIMEOUT)
-            except PeerUnreachableError as error:
-                reasons.append(str(error))
-                continue
-            digests = tuple(bytes(packed[at : at + DIGEST_BYTES]) for at in range(0, len(packed), DIGEST_BYTES))
-            if len(packed) == size and payload_digest(digests) == payload:
-                return digests, list(donors[place:])
-            reasons.append(f"peer {donor} has other digests")
+        try:
+            while waiting or asking:
+                if waiting:
+                    donor = waiting.popleft()
+                    asking[asyncio.create_task(self._ask_digests(donor, payload))] = donor
+                done, _ = await asyncio.wait(
+                    asking, timeout=STAGGER if waiting else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                for answer in done:
+                    donor = asking.pop(answer)
+                    try:
+                        return answer.result(), [donor, *waiting, *asking.values()]
+                    except (PeerUnreachableError, RemoteProtocolError) as error:
+                        reasons.append(str(error))
+        finally:
+            for question in asking:
+                question.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
         raise PayloadError("; ".join(reasons) or "nobody has it")
+
+    async def _ask_digests(self, donor: str, payload: bytes) -> tuple[bytes, ...]:
+        """Raises: PeerUnreachableError; RemoteProtocolError when they are those of another payload."""
+        size = DIGEST_BYTES * self._buffers.size.chunks
+        request = pack(PayloadRequest(run=self._run, payload=payload, first=0, last=0))
+        _, packed = await self._transport.pull(donor, PAYLOAD, request, size, DIGESTS_TIMEOUT)
+        digests = tuple(bytes(packed[at : at + DIGEST_BYTES]) for at in range(0, len(packed), DIGEST_BYTES))
+        if len(packed) != size or payload_digest(digests) != payload:
+            raise RemoteProtocolError(donor, "it has other digests")
+        return digests

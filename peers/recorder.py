@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
 from peers.buffers import Payload
+from peers.donors import CHANCE, shuffled
 from peers.download import PullTransport
 from peers.errors import RemoteProtocolError
 from peers.headers import add_headers_before
@@ -57,7 +58,8 @@ class Recorder:
                 await self._add_headers_before()
 
     async def _add_headers_before(self) -> None:
-        for donor in self._peer.membership.live(time.monotonic()):
+        live = self._peer.membership.live(time.monotonic())
+        for donor in shuffled(self._transport, live, CHANCE):
             with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
                 if await add_headers_before(self._transport, donor, self._log):
                     return

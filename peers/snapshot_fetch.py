@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from peers.donors import CHANCE, to_ask
 from peers.download import Download, DownloadError, PullTransport, Wanted
 from peers.errors import RemoteProtocolError
 from peers.log import LogState, Position
@@ -34,17 +36,24 @@ class Offered:
 
 
 async def fetch_snapshot(
-    transport: PullTransport, donors: Sequence[str], log: LogState, least: int, storage: Storage, size: int
+    transport: PullTransport,
+    donors: Sequence[str],
+    log: LogState,
+    least: int,
+    storage: Storage,
+    size: int,
+    chance: random.Random = CHANCE,
 ) -> tuple[FrozenSnapshot, tuple[bytes, ...]]:
     """The snapshot of `size` bytes, at index `least` or later, that most donors have, on the first donor's lineage.
 
-    Returns that lineage, too, as far as it is known: the digests of its newest entries, oldest first.
+    Returns that lineage, too, as far as it is known: the digests of its newest entries, oldest first. Which of many
+    donors are asked, `chance` decides, but for the first.
 
     Raises: SnapshotError when there is none, or no donor is left before all of it is here; OSError when there is no
     room.
     """
     chunking = StateChunking(size)
-    offered = await _offers(transport, donors[:ASKED], log, least, size)
+    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, least, size)
     chosen, having = choose(offered, donors, least)
     head = chosen.position.head
     wanted = Wanted(
@@ -98,12 +107,14 @@ async def _offers(
     return offered
 
 
-async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogState) -> int:
+async def ask_size(
+    transport: PullTransport, donors: Sequence[str], log: LogState, chance: random.Random = CHANCE
+) -> int:
     """Bytes of the run's state, as most donors say: for who has not built the model.
 
     Raises: SnapshotError when nobody says.
     """
-    offered = await _offers(transport, donors[:ASKED], log, 0)
+    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, 0)
     [(size, _)] = Counter(one.offer.bytes for one in offered.values()).most_common(1)
     return size
 

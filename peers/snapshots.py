@@ -10,7 +10,7 @@ from typing import Annotated, Protocol
 
 from pydantic import Field
 
-from peers.download import PullTransport
+from peers.download import RANGES, PullTransport
 from peers.errors import RemoteProtocolError
 from peers.lineage import RECENT_ENTRIES
 from peers.log import Header
@@ -21,9 +21,9 @@ from peers.streams import Buffer, RefusalError
 from peers.wire import Count, Digest, RunId, Value, pack, unpack_from
 
 SNAPSHOT = "snapshot"
-READERS = 8  # pulls of peers of the run that are served at once
-STRANGERS = 3  # besides, others: who exports the model has no heartbeat, nor has who only wants to keep us busy
-PULLS = 3  # of one peer at once
+READERS = 16  # pulls of peers of the run that are served at once
+STRANGERS = 6  # besides, others: who exports the model has no heartbeat, nor has who only wants to keep us busy
+PULLS = RANGES + 1  # of one peer at once: one may have been given up, and its end not be seen here yet
 IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
 
 

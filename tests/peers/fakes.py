@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from peers.reach import Reach
 from peers.state_chunks import digest_of_state
 from peers.streams import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.workload import BadBlocksError, Blocks, InnerLoop, Progress, SnapshotError, Trained
@@ -24,6 +26,13 @@ async def at_once(work: Callable[..., T], *arguments: Any) -> T:
     return work(*arguments)
 
 
+class NoChance(random.Random):
+    """Leaves everything in its order."""
+
+    def sample(self, population: Sequence[T], k: int, *, counts: Iterable[int] | None = None) -> list[T]:
+        return list(population)[:k]
+
+
 class FakeTransport:
     """One peer's way to its `donors`; keeps what is registered here, and the pulls that were made from here."""
 
@@ -34,12 +43,16 @@ class FakeTransport:
         self.serve: dict[str, Serve] = {}
         self.giving_way: set[str] = set()
         self.pulls: list[tuple[str, str, bytes]] = []  # donor, name, header
+        self.reach: dict[str, Reach] = {}
         self.meddle: Meddle | None = None  # with what we give
 
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         self.serve[name] = serve
         if gives_way:
             self.giving_way.add(name)
+
+    def reach_of(self, peer_id: str) -> Reach | None:
+        return self.reach.get(peer_id)
 
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float

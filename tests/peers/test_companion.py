@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import random
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -24,7 +23,7 @@ from peers.streams import Buffer, PeerUnreachableError
 from peers.wire import pack, unpack
 from peers.workload import SnapshotError
 from tests.peers.builders import RUN, Rig
-from tests.peers.fakes import FakeTransport, at_once
+from tests.peers.fakes import FakeTransport, NoChance, at_once
 from tests.peers.test_freezing import FullStorage
 from tests.peers.test_peer import at_second
 from tests.peers.test_throttle import simulate
@@ -89,7 +88,7 @@ class Swarm:
         self.state = FakeState(0)
         self.transport = FakeTransport("c")
         self.storage = MemoryStorage()
-        self.joiner = CompanionJoiner(self.peer, self.state, self.transport, self.storage, self.host)
+        self.joiner = CompanionJoiner(self.peer, self.state, self.transport, self.storage, self.host, NoChance())
 
     async def add(self, name: str, state: FakeState, storage: MemoryStorage | None = None) -> FakeTransport:
         donor = FakeTransport(name)
@@ -120,13 +119,8 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     simulate(with_deadline())
 
 
-def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of the roster is the first donor."""
-    monkeypatch.setattr(random, "sample", lambda population, count: sorted(population)[:count])
-
-
 # It goes well ---------------------------------------------------------------------------------------------------
-def test_a_joiner_gets_the_state_of_one_donor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joiner_gets_the_state_of_one_donor() -> None:
     async def scenario() -> None:
         swarm = Swarm()
         given = [FakeState(1), FakeState(3)]
@@ -223,11 +217,8 @@ async def pull(swarm: Swarm, request: bytes) -> tuple[bytes, bytearray]:
 
 
 # It does not ----------------------------------------------------------------------------------------------------
-def fails_with(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Swarm], Awaitable[None]]
-) -> str:
+def fails_with(caplog: pytest.LogCaptureFixture, spoil: Callable[[Swarm], Awaitable[None]]) -> str:
     """What a joiner says of the first donor, "a", whom `spoil` adds; the other one's state is what it gets."""
-    in_order(monkeypatch)
 
     async def scenario() -> None:
         swarm = Swarm()
@@ -258,49 +249,47 @@ def test_nobody_else_is_there(caplog: pytest.LogCaptureFixture) -> None:
     assert "goes on with a fresh one" in caplog.text
 
 
-def test_a_donor_is_gone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donor_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     async def gone(swarm: Swarm) -> None:
         pass
 
-    assert "peer a did not answer" in fails_with(caplog, monkeypatch, gone)
+    assert "peer a did not answer" in fails_with(caplog, gone)
 
 
-def test_a_donor_has_none(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donor_has_none(caplog: pytest.LogCaptureFixture) -> None:
     async def has_none(swarm: Swarm) -> None:
         state = FakeState(1)
         state.problem = SnapshotError("it has only just begun")
         await swarm.add("a", state)
 
-    said = fails_with(caplog, monkeypatch, has_none)
+    said = fails_with(caplog, has_none)
     assert "no companion state for who asks: it has only just begun" in said
     assert f"not within {companion_fetch.PATIENCE:g} s: there is no copy yet; ask again" in said
 
 
-def test_a_donor_has_no_room(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donor_has_no_room(caplog: pytest.LogCaptureFixture) -> None:
     async def no_room(swarm: Swarm) -> None:
         await swarm.add("a", FakeState(1), FullStorage())
 
-    assert "no space left on device" in fails_with(caplog, monkeypatch, no_room)
+    assert "no space left on device" in fails_with(caplog, no_room)
 
 
-def test_a_donors_worker_never_gets_to_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donors_worker_never_gets_to_it(caplog: pytest.LogCaptureFixture) -> None:
     async def never(swarm: Swarm) -> None:
         state = FakeState(1)
         state.is_ready.clear()
         await swarm.add("a", state)
 
-    assert f"no companion state from a: not within {companion_fetch.PATIENCE:g} s" in fails_with(
-        caplog, monkeypatch, never
-    )
+    assert f"no companion state from a: not within {companion_fetch.PATIENCE:g} s" in fails_with(caplog, never)
 
 
-def test_a_donor_does_not_know_the_joiner(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donor_does_not_know_the_joiner(caplog: pytest.LogCaptureFixture) -> None:
     async def unknown(swarm: Swarm) -> None:
         donor = await swarm.add("a", FakeState(1))
         donor.serve.clear()
         await CompanionDonor(Rig().peer, FakeState(1), donor, MemoryStorage(), swarm.host).serve()
 
-    assert "you are not known here" in fails_with(caplog, monkeypatch, unknown)
+    assert "you are not known here" in fails_with(caplog, unknown)
 
 
 def meddling(meddle: Callable[[CompanionRequest, bytearray], bytearray]) -> Callable[[Swarm], Awaitable[None]]:
@@ -313,45 +302,43 @@ def meddling(meddle: Callable[[CompanionRequest, bytearray], bytearray]) -> Call
     return spoil
 
 
-def test_a_donor_dies_half_way(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donor_dies_half_way(caplog: pytest.LogCaptureFixture) -> None:
     def die(request: CompanionRequest, data: bytearray) -> bytearray:
         if request.first >= 16:
             raise PeerUnreachableError("a", "the stream ended")
         return data
 
-    assert "no companion state from a: peer a did not answer" in fails_with(caplog, monkeypatch, meddling(die))
+    assert "no companion state from a: peer a did not answer" in fails_with(caplog, meddling(die))
 
 
-def test_chunks_are_not_what_their_digests_say(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_not_what_their_digests_say(caplog: pytest.LogCaptureFixture) -> None:
     def corrupt(request: CompanionRequest, data: bytearray) -> bytearray:
         data[-1] ^= request.digest is not None
         return data
 
-    assert "peer a: chunk" in fails_with(caplog, monkeypatch, meddling(corrupt))
+    assert "peer a: chunk" in fails_with(caplog, meddling(corrupt))
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data[:-32], lambda data: bytes(len(data))])
 def test_digests_are_not_those_of_the_whole(
-    change: Callable[[bytearray], bytearray], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[bytearray], bytearray], caplog: pytest.LogCaptureFixture
 ) -> None:
     def lie(request: CompanionRequest, data: bytearray) -> bytearray:
         return data if request.digest else bytearray(change(data))
 
-    said = fails_with(caplog, monkeypatch, meddling(lie))
+    said = fails_with(caplog, meddling(lie))
     assert "peer a: its companion has other chunks than its digest says" in said
 
 
 @pytest.mark.parametrize("size", [0, SIZE - 1, SIZE + 1, SIZE - CHUNK])
-def test_it_is_of_another_size(size: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_of_another_size(size: int, caplog: pytest.LogCaptureFixture) -> None:
     async def another(swarm: Swarm) -> None:
         await swarm.add("a", FakeState(1, size))
 
-    assert f"its companion state has {size} bytes" in fails_with(caplog, monkeypatch, another)
+    assert f"its companion state has {size} bytes" in fails_with(caplog, another)
 
 
-def test_the_offer_is_garbage(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_offer_is_garbage(caplog: pytest.LogCaptureFixture) -> None:
     async def garbage(swarm: Swarm) -> None:
         @asynccontextmanager
         async def answer(sender: str, header: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
@@ -359,10 +346,12 @@ def test_the_offer_is_garbage(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
 
         (await swarm.add("a", FakeState(1))).serve[COMPANION] = answer
 
-    assert "peer a: not msgpack" in fails_with(caplog, monkeypatch, garbage)
+    assert "peer a: not msgpack" in fails_with(caplog, garbage)
 
 
 def test_it_takes_for_ever(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(companion_fetch, "FETCH_TIMEOUT", 100.0)
+
     async def dawdles(swarm: Swarm) -> None:
         async def dawdle(name: str, header: bytes, data: bytearray) -> bytearray:
             if unpack(CompanionRequest, header).digest:
@@ -371,14 +360,11 @@ def test_it_takes_for_ever(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
 
         (await swarm.add("a", FakeState(1))).meddle = dawdle
 
-    assert f"no companion state from a: it takes longer than {companion_fetch.FETCH_TIMEOUT:g} s" in fails_with(
-        caplog, monkeypatch, dawdles
-    )
+    assert "no companion state from a: it takes longer than 100 s" in fails_with(caplog, dawdles)
 
 
-def test_the_worker_finds_it_of_no_use(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_finds_it_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
     """Not finite, say. Whoever sent it, the joiner is as it was."""
-    in_order(monkeypatch)
 
     async def scenario() -> None:
         swarm = Swarm()

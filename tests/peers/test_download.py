@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 import pytest
 
-from peers.download import DONORS, RANGES, Download, DownloadError, Wanted
+from peers.donor_pace import LEAST, MOST, SLOWER, UNKNOWN
+from peers.donors import PLACES
+from peers.download import LOOK, RANGES, Download, DownloadError, Wanted
 from peers.errors import RemoteProtocolError
-from peers.streams import PeerUnreachableError, Serve
+from peers.reach import Reach
+from peers.streams import PeerRefusedError, PeerUnreachableError, Serve
 from peers.wire import digest_of
 from tests.peers.test_throttle import now, simulate
 
@@ -20,6 +25,8 @@ CHUNKS = 100
 RANGE = 4
 WHOLE = random.Random(0).randbytes(SIZE * CHUNKS - 3)
 NAME = "something"
+
+DONORS = PLACES[None]
 
 Fault: TypeAlias = Callable[[str, int, int, bytearray], Awaitable[bytearray]]
 """(donor, first chunk, last chunk, what is right) -> what is sent."""
@@ -42,13 +49,25 @@ class Donors:
     def __init__(self, paces: dict[str, float], faults: dict[str, Fault] | None = None) -> None:
         self.paces = paces
         self.faults = faults or {}
+        self.reach: dict[str, Reach] = {}
         self.asked: list[tuple[str, int, int]] = []
+        self.first_asked_at: dict[str, float] = {}
         self.under_way = 0
         self._links = {donor: asyncio.Lock() for donor in paces}
+
+    def reach_of(self, peer_id: str) -> Reach | None:
+        return self.reach.get(peer_id)
 
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._answer(peer_id, name, header, max_bytes)
+        except TimeoutError as error:
+            raise PeerUnreachableError(peer_id, "no answer in time") from error
+
+    async def _answer(self, peer_id: str, name: str, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
         assert name == NAME
         first, last = map(int, header.split())
         start, stop = bounds(first, last)
@@ -320,6 +339,192 @@ def test_whatever_goes_wrong_one_good_donor_is_enough(first_seed: int) -> None:
 
     for seed in range(first_seed, first_seed + 50):
         simulate(scenario(seed))
+
+
+@pytest.mark.parametrize("names", ["ab", "a", ""])
+def test_nothing_is_left_behind(names: str) -> None:
+    """Neither when all is here nor when nobody has it."""
+
+    async def scenario() -> None:
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        donors = Donors(dict.fromkeys("abc", 1.0), {"a": after(3, is_dead)})
+        data = memoryview(bytearray(len(WHOLE)))
+        with suppress(DownloadError):
+            await Download(donors, WANTED, data).run(names)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        gc.collect()
+        assert complaints == []
+
+    simulate(scenario())
+
+
+def test_what_is_no_donors_fault_is_raised() -> None:
+    async def breaks(donor: str, first: int, last: int, data: bytearray) -> bytearray:
+        raise MemoryError
+
+    async def scenario() -> None:
+        donors = Donors({"a": 1.0, "b": 1.0}, {"a": after(3, breaks)})
+        with pytest.raises(MemoryError):
+            await download(donors)
+        assert donors.under_way == 0
+
+    simulate(scenario())
+
+
+def test_a_donor_that_refuses_one_of_several_at_once_is_asked_for_fewer() -> None:
+    async def scenario() -> None:
+        donors = Donors({"a": 1.0})
+
+        async def has_two_places(donor: str, first: int, last: int, data: bytearray) -> bytearray:
+            if donors.under_way > 2:
+                raise PeerRefusedError(donor, "other parts are on their way to you")
+            return data
+
+        donors.faults["a"] = has_two_places
+        await download(donors)
+
+    simulate(scenario())
+
+
+# Slowness -------------------------------------------------------------------------------------------------------
+MANY = 2000  # chunks
+
+
+def wants_many() -> tuple[Wanted, memoryview]:
+    """All of them the same."""
+    zeros = digest_of(bytes(SIZE))
+    wanted = Wanted(NAME, [zeros] * MANY, lambda first, last: (first * SIZE, last * SIZE), WANTED.request, RANGE)
+    return wanted, memoryview(bytearray(SIZE * MANY))
+
+
+class ManyDonors(Donors):
+    async def _answer(self, peer_id: str, name: str, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
+        first, last = map(int, header.split())
+        self.asked.append((peer_id, first, last))
+        self.first_asked_at.setdefault(peer_id, now())
+        async with self._links[peer_id]:
+            await asyncio.sleep(self.paces[peer_id] * (last - first))
+            data = bytearray(SIZE * (last - first))
+        return b"", await self.faults[peer_id](peer_id, first, last, data) if peer_id in self.faults else data
+
+
+def test_a_donor_that_trickles_is_asked_no_more_and_what_it_owes_comes_from_others_long_before_the_end() -> None:
+    async def scenario() -> None:
+        others = ["a", "b", "c"]
+        donors = ManyDonors(dict.fromkeys([*others, "trickler", "spare"], 1.0), {"trickler": after(RANGES, stalls)})
+        wanted, data = wants_many()
+        one = Download(donors, wanted, data)
+        await one.run([*others, "trickler", "spare"])
+        owed = donors.asked_of("trickler")[RANGES:]
+        assert len(owed) == RANGES
+        deadline = RANGES * RANGE * (SLOWER + 1) + 2 * LOOK
+        assert LEAST < donors.first_asked_at["spare"] <= deadline < now() / 2, "its place is another's"
+        assert set(owed) <= {(first, last) for donor, first, last in donors.asked if donor != "trickler"}
+        assert len(donors.asked) == MANY // RANGE + len(owed), "nothing else was asked for twice"
+
+    simulate(scenario())
+
+
+def test_who_gives_little_while_all_do_is_not_given_up() -> None:
+    """Because of a round that is under way, for instance."""
+
+    async def scenario() -> None:
+        round_ends = MOST - 10
+
+        async def gives_way(donor: str, first: int, last: int, data: bytearray) -> bytearray:
+            if donor == "slow" or now() > 20:
+                await asyncio.sleep(max(0.0, round_ends - now()))
+            return data
+
+        names = ["fast", "other", "slow"]
+        donors = Donors(dict.fromkeys(names, 1.0), dict.fromkeys(names, gives_way))
+        one = await download(donors)
+        assert all(one.fetched[name] for name in names)
+
+    simulate(scenario())
+
+
+def test_when_the_first_few_give_nothing_others_are_asked_too() -> None:
+    async def scenario() -> None:
+        slow = [f"slow{number}" for number in range(DONORS)]
+        one = await download(Donors(dict.fromkeys(slow, 1e6) | {"good": 1.0}))
+        assert one.fetched == {"good": len(WHOLE)}
+        assert now() < UNKNOWN + 1.5 * CHUNKS
+
+    simulate(scenario())
+
+
+def test_a_donor_alone_has_so_long_for_a_range_and_no_longer() -> None:
+    async def scenario() -> None:
+        with pytest.raises(DownloadError, match="peer a did not answer"):
+            await download(Donors({"a": 1e6}))
+        assert now() == pytest.approx(MOST, abs=2 * LOOK)
+
+    simulate(scenario())
+
+
+def test_who_takes_over_and_stalls_too_does_not_keep_a_range_from_a_third() -> None:
+    """Regression: what two had been asked for was asked of nobody else."""
+
+    async def scenario() -> None:
+        donors = Donors({"bad": 1.0, "worse": 0.1, "good": 2.0}, {"bad": stalls})
+
+        async def stalls_in_the_end(donor: str, first: int, last: int, data: bytearray) -> bytearray:
+            return await stalls(donor, first, last, data) if (first, last) in donors.asked_of("bad") else data
+
+        donors.faults["worse"] = stalls_in_the_end
+        one = await download(donors)
+        assert one.fetched["good"] >= RANGES * RANGE * SIZE
+        assert now() < 3 * CHUNKS
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("number", [1, 2, DONORS])
+def test_what_equal_donors_are_about_to_give_is_asked_for_once(number: int) -> None:
+    async def scenario() -> None:
+        donors = Donors({f"donor{place}": 1.0 for place in range(number)})
+        await download(donors)
+        assert len(donors.asked) == CHUNKS // RANGE
+
+    simulate(scenario())
+
+
+# Reach ----------------------------------------------------------------------------------------------------------
+RELAYED, NONE = Reach.RELAYED, Reach.NONE
+
+
+@pytest.mark.parametrize(
+    ("reach", "giving"),
+    [
+        ([RELAYED, NONE, Reach.OPEN, Reach.PUNCHED, None, None], [2, 3, 4, 5]),
+        ([RELAYED, RELAYED, NONE, Reach.OPEN, None], [3, 4]),
+        ([RELAYED, RELAYED, NONE, Reach.OPEN], [0, 3]),
+        ([RELAYED, RELAYED, RELAYED, NONE], [0, 1]),
+        ([NONE, NONE], [0]),
+    ],
+)
+def test_those_that_are_reached_badly_give_only_where_others_are_too_few(
+    reach: list[Reach | None], giving: list[int]
+) -> None:
+    async def scenario() -> None:
+        donors = Donors({str(place): 1.0 for place in range(len(reach))})
+        donors.reach = {str(place): one for place, one in enumerate(reach) if one is not None}
+        one = await download(donors)
+        assert set(one.fetched) == set(map(str, giving))
+
+    simulate(scenario())
+
+
+def test_those_that_are_reached_badly_are_asked_when_the_others_fail() -> None:
+    async def scenario() -> None:
+        donors = Donors({"open": 1.0, "relayed": 1.0, "none": 1.0}, {"open": is_dead, "relayed": after(2, is_short)})
+        donors.reach = {"open": Reach.OPEN, "relayed": RELAYED, "none": NONE}
+        one = await download(donors, ["none", "relayed", "open"])
+        assert one.fetched == {"relayed": 2 * RANGE * SIZE, "none": len(WHOLE) - 2 * RANGE * SIZE}
+
+    simulate(scenario())
 
 
 # Going on -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from peers.streams import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.wire import pack
 from tests.peers.builders import LOG, PAYLOAD, RUN, member
 from tests.peers.fakes import FakeTransport
+from tests.peers.test_throttle import now, simulate
 
 
 def entries(count: int) -> list[Header]:
@@ -79,6 +80,21 @@ def test_what_are_no_headers_is_the_donors_mistake(answer: bytes) -> None:
             await fetch_headers(me, "a", RUN, 0, 1)
 
     asyncio.run(scenario())
+
+
+def test_a_donor_that_stalls_costs_a_minute_and_not_an_hour() -> None:
+    async def stall(name: str, header: bytes, data: bytearray) -> bytearray:
+        await asyncio.Event().wait()
+        return data
+
+    async def scenario() -> None:
+        me = await joined_to(ENTRIES)
+        me.donors["a"].meddle = stall
+        with pytest.raises(PeerUnreachableError, match="no answer in time"):
+            await fetch_headers(me, "a", RUN, 0, 1)
+        assert now() < 60.0
+
+    simulate(scenario())
 
 
 @pytest.mark.parametrize("packed", [b"", b"nonsense", pack(HeadersRequest(run=RUN, first=0, last=1))[:-1]])

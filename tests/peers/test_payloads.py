@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import cast
@@ -12,6 +13,7 @@ import pytest
 from peers import places as places_module
 from peers.buffers import Payload, PayloadBuffers
 from peers.chunks import CHUNK_BLOCKS
+from peers.download import LOOK
 from peers.errors import RemoteProtocolError
 from peers.log import Header
 from peers.payloads import (
@@ -19,16 +21,20 @@ from peers.payloads import (
     PULLS,
     RANGE,
     READERS,
+    STAGGER,
     PayloadError,
     PayloadRequest,
     Payloads,
     serve_payloads,
 )
+from peers.reach import Reach
 from peers.simulated_peer import BLOCK_BYTES, SimulatedWorkload
 from peers.streams import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.wire import DIGEST_BYTES, digest_of, pack, unpack
 from peers.workload import Workload
 from tests.peers.builders import LOG, RUN, member
+from tests.peers.fakes import NoChance, at_once
+from tests.peers.test_throttle import now, simulate
 
 CHUNKS = 300
 SIZE = CHUNK_BLOCKS * BLOCK_BYTES  # of each chunk
@@ -56,6 +62,7 @@ class Network:
     def __init__(self) -> None:
         self.serve: dict[str, Serve] = {}
         self.meddle: dict[str, Meddle] = {}
+        self.stalled: set[str] = set()
         self.asked: list[tuple[str, int, int]] = []
 
     async def donor(self, name: str, payload: Payload | None = THE_PAYLOAD, meddle: Meddle | None = None) -> None:
@@ -82,6 +89,9 @@ class Transport:
         assert (name, gives_way) == (PAYLOAD, True)
         self.network.serve[self.me] = serve
 
+    def reach_of(self, peer_id: str) -> Reach | None:
+        return None
+
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
@@ -91,6 +101,9 @@ class Transport:
             raise PeerUnreachableError(peer_id, "no answer in time")
         request = unpack(PayloadRequest, header)
         self.network.asked.append((peer_id, request.first, request.last))
+        if peer_id in self.network.stalled:
+            await asyncio.sleep(timeout)
+            raise PeerUnreachableError(peer_id, "no answer in time")
         try:
             async with self.network.serve[peer_id](self.me, header) as (answer, served):
                 data = bytearray(served)
@@ -106,7 +119,7 @@ class Transport:
 async def fetch(network: Network, donors: Sequence[str], header: Header = HEADER) -> PayloadBuffers:
     """What a peer has that fetched the payload."""
     mine = buffers()
-    await Payloads(Transport(network, "me"), RUN, mine).fetch(header, donors)
+    await Payloads(Transport(network, "me"), RUN, mine, NoChance()).fetch(header, donors)
     return mine
 
 
@@ -185,7 +198,7 @@ def test_a_donor_with_other_digests_is_passed_over() -> None:
         assert_whole(await fetch(network, ["liar", "a"]))
         assert network.asked[0] == ("liar", 0, 0)
         assert network.asked_for_chunks("liar") == 0
-        with pytest.raises(PayloadError, match="liar has other digests"):
+        with pytest.raises(PayloadError, match="liar: it has other digests"):
             await fetch(network, ["liar"])
 
     asyncio.run(scenario())
@@ -196,7 +209,7 @@ def test_digests_of_another_number_of_chunks_are_none(size: int) -> None:
     async def scenario() -> None:
         network = Network()
         await network.donor("short", meddle=lambda request, data: data[:size])
-        with pytest.raises(PayloadError, match="short has other digests"):
+        with pytest.raises(PayloadError, match="short: it has other digests"):
             await fetch(network, ["short"])
 
     asyncio.run(scenario())
@@ -221,7 +234,7 @@ def test_of_a_fetch_that_fails_nothing_is_kept() -> None:
         await network.donor("a", meddle=dies_after(3, "a"))
         await network.donor("b", meddle=lies_in(100))
         with pytest.raises(PayloadError, match=r"peer a did not answer.*; .*peer b|peer b.*; .*peer a"):
-            await Payloads(Transport(network, "me"), RUN, mine).fetch(HEADER, ["a", "b"])
+            await Payloads(Transport(network, "me"), RUN, mine, NoChance()).fetch(HEADER, ["a", "b"])
         assert mine.kept.get(THE_PAYLOAD.digest) is None
 
     asyncio.run(scenario())
@@ -263,6 +276,38 @@ def test_fetches_of_one_payload_at_once_share_the_work() -> None:
         await asyncio.gather(*(payloads.fetch(HEADER, ["a"]) for _ in range(3)))
         assert_whole(mine)
         assert network.asked_for_chunks("a") == CHUNKS
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stalled", [["a"], ["a", "b"], ["a", "b", "c"]])
+def test_donors_that_stall_hold_nobody_up(stalled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: who was asked for the digests first, and did not say them, was waited for for an hour."""
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+
+    async def scenario() -> None:
+        network = Network()
+        for name in [*stalled, "good", "other"]:
+            await network.donor(name)
+        network.stalled.update(stalled)
+        assert_whole(await fetch(network, [*stalled, "good", "other"]))
+        assert now() <= STAGGER * len(stalled) + LOOK
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    simulate(scenario())
+
+
+def test_not_everybody_asks_the_same_donor_first() -> None:
+    async def scenario() -> None:
+        network, names = Network(), [f"donor{number}" for number in range(20)]
+        for name in names:
+            await network.donor(name)
+        first = set()
+        for seed in range(10):
+            network.asked.clear()
+            await Payloads(Transport(network, "me"), RUN, buffers(), random.Random(seed)).fetch(HEADER, names)
+            first.add(network.asked[0][0])
+        assert len(first) > 3
 
     asyncio.run(scenario())
 

@@ -11,6 +11,7 @@ import pytest
 from peers import state_chunks
 from peers.download import Download
 from peers.log import Header, LogState
+from peers.reach import Reach
 from peers.snapshot_fetch import ASKED, OFFER_TIMEOUT, Offered, choose, fetch_snapshot
 from peers.snapshots import Offer, Snapshot, SnapshotRequest, serve_snapshots
 from peers.state_chunks import chunk_digests, digest_of_chunks
@@ -19,7 +20,7 @@ from peers.streams import PeerUnreachableError, RefusalError
 from peers.wire import digest_of, unpack
 from peers.workload import SnapshotError
 from tests.peers.builders import LOG, RUN
-from tests.peers.fakes import FakeTransport, at_once
+from tests.peers.fakes import FakeTransport, NoChance, at_once
 from tests.peers.test_freezing import log_at
 from tests.peers.test_throttle import simulate
 
@@ -78,8 +79,11 @@ class Donors:
         self.me.donors[name] = donor
         return donor
 
-    async def fetch(self, least: int = 0, storage: Storage | None = None, log: LogState = LOG) -> Snapshot:
-        snapshot, _ = await fetch_snapshot(self.me, list(self.me.donors), log, least, storage or MemoryStorage(), SIZE)
+    async def fetch(
+        self, least: int = 0, storage: Storage | None = None, log: LogState = LOG, chance: random.Random | None = None
+    ) -> Snapshot:
+        names, storage = list(self.me.donors), storage or MemoryStorage()
+        snapshot, _ = await fetch_snapshot(self.me, names, log, least, storage, SIZE, chance or NoChance())
         assert bytes(snapshot.data) == state_at(LOG.at(snapshot.last))
         return snapshot
 
@@ -165,6 +169,35 @@ def test_only_so_many_are_asked_what_they_have() -> None:
             await donors.add(f"donor{number}", ROUND[1])
         await donors.fetch()
         assert len({donor for donor, _, _ in donors.me.pulls}) == ASKED
+
+    asyncio.run(scenario())
+
+
+def test_not_everybody_asks_the_same_donors() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        for number in range(2 * ASKED):
+            await donors.add(f"donor{number}", ROUND[1])
+        asked = []
+        for seed in range(5):
+            donors.me.pulls.clear()
+            await donors.fetch(chance=random.Random(seed))
+            asked.append({donor for donor, _, _ in donors.me.pulls})
+        assert all("donor0" in names for names in asked), "it leads"
+        assert len(set.union(*asked)) > 1.5 * ASKED
+
+    asyncio.run(scenario())
+
+
+def test_those_that_are_reached_badly_are_not_asked_for_chunks_while_there_are_others() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        for name in ("relayed", "none", "open", "punched"):
+            await donors.add(name, ROUND[1])
+            donors.me.reach[name] = Reach(name)
+        await donors.fetch()
+        assert "none" not in {donor for donor, _, _ in donors.me.pulls}
+        assert {name for name in donors.me.donors if donors.chunks_asked_of(name)} == {"open", "punched"}
 
     asyncio.run(scenario())
 

@@ -11,6 +11,7 @@ from peers import places as places_module
 from peers import snapshots as snapshots_module
 from peers.errors import RemoteProtocolError
 from peers.log import LogState
+from peers.reach import Reach
 from peers.snapshots import (
     PULLS,
     SNAPSHOT,
@@ -73,6 +74,9 @@ class Registry:
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         self.serve[name] = serve
         self.giving_way.append(gives_way)
+
+    def reach_of(self, peer_id: str) -> Reach | None:
+        raise NotImplementedError
 
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
