@@ -48,7 +48,7 @@ static int64_t block_of(int32_t format, int64_t tile, int64_t refused_in_tile)
 
 struct encoding {
     const struct tile_kernels *chosen;
-    /* Floats of a tile: either where they lie, or in `room`. */
+    /* Floats of a tile: either where they lie, or in `room`; NULL: there are none. */
     const float *(*source)(const struct encoding *encoding, const struct tile_kernels *kernels, int64_t tile,
                            int64_t length, float *room);
     int32_t format;
@@ -57,6 +57,9 @@ struct encoding {
     const void *local;   /* and the next two: only of a difference */
     int32_t local_is_bfloat16;
     float *residual;
+    const uintptr_t *payloads; /* and the next two: of payloads to average */
+    const float *weights;
+    int32_t payload_count;
     float divisor;
     int64_t count;
     uint8_t *payload;
@@ -91,10 +94,27 @@ static const float *average(const struct encoding *e, const struct tile_kernels 
     return room;
 }
 
+/* Each payload's tile is in the first-level cache when it is added, and so is their sum. */
+static const float *average_of_payloads(const struct encoding *e, const struct tile_kernels *kernels, int64_t tile,
+                                        int64_t length, float *room)
+{
+    const struct ahead nothing = {0};
+    memset(room, 0, (size_t)length * sizeof *room);
+    for (int32_t i = 0; i < e->payload_count; i++) {
+        const uint8_t *added = (const uint8_t *)(e->payloads[i] + (uintptr_t)(tile * bytes_of_tile(e->format)));
+        if (kernels->check(e->format, added, length))
+            return NULL;
+        kernels->accumulate(e->format, added, e->weights[i], length, &nothing, room);
+    }
+    kernels->divide(room, e->divisor, length, room);
+    return room;
+}
+
 static struct ahead ahead_of_encoding(const struct encoding *e, int64_t tile)
 {
     struct ahead ahead = {0};
-    add_ahead(&ahead, e->values, tile, TILE * sizeof(float));
+    if (e->values != NULL)
+        add_ahead(&ahead, e->values, tile, TILE * sizeof(float));
     if (e->local != NULL)
         add_ahead(&ahead, e->local, tile, TILE * (e->local_is_bfloat16 ? sizeof(uint16_t) : sizeof(float)));
     if (e->residual != NULL)
@@ -111,6 +131,8 @@ static int64_t encode_tile(const struct encoding *e, int64_t tile, struct stream
     struct rounding rounding = e->rounding;
     rounding.first_block += tile * blocks_in_tile(e->format);
     const float *values = e->source(e, kernels, tile, length, room);
+    if (values == NULL)
+        return block_of(e->format, tile, 1);
     uint8_t *encoded = room_in_stream(stream);
     int64_t refused = kernels->encode(e->format, values, length, rounding, &ahead, encoded);
     if (refused)
@@ -189,6 +211,24 @@ int64_t diloco_finish_average(int32_t format, int32_t is_stochastic, uint64_t se
         .format = format,
         .rounding = {is_stochastic, seed, first_block},
         .values = (const float *)accumulator,
+        .divisor = total_weight,
+        .count = count,
+        .payload = (uint8_t *)payload,
+    };
+    return run_encoding(&encoding, threads);
+}
+
+int64_t diloco_average(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block,
+                       const uintptr_t *payloads, const float *weights, int32_t payload_count, float total_weight,
+                       int64_t count, uintptr_t payload, int32_t threads)
+{
+    struct encoding encoding = {
+        .source = average_of_payloads,
+        .format = format,
+        .rounding = {is_stochastic, seed, first_block},
+        .payloads = payloads,
+        .weights = weights,
+        .payload_count = payload_count,
         .divisor = total_weight,
         .count = count,
         .payload = (uint8_t *)payload,

@@ -46,6 +46,13 @@ int64_t diloco_finish_average(int32_t format, int32_t is_stochastic, uint64_t se
                               uintptr_t accumulator, float total_weight, int64_t count, uintptr_t payload,
                               int32_t threads);
 
+/* Encode (sum of weight * decoded payload) / total_weight, added up in the order of the payloads, whose addresses these
+ * are. The same bytes as with diloco_accumulate into zeros and diloco_finish_average. A tile is refused at its first
+ * block, when no encoder makes what one of the payloads has there. */
+int64_t diloco_average(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block,
+                       const uintptr_t *payloads, const float *weights, int32_t payload_count, float total_weight,
+                       int64_t count, uintptr_t payload, int32_t threads);
+
 /* Refuse what no encoder makes. The three below it do so, too, block by block as they go. */
 int64_t diloco_check_payload(int32_t format, uintptr_t payload, int64_t count, int32_t threads);
 

@@ -1,4 +1,6 @@
 # The compiled module, as opendiloco.kernels uses it. Addresses are integers; native/kernels.h says what each does.
+from collections.abc import Sequence
+
 from typing_extensions import Buffer
 
 class _Characters: ...
@@ -49,6 +51,20 @@ class _Library:
         seed: int,
         first_block: int,
         accumulator: int,
+        total_weight: float,
+        count: int,
+        payload: int,
+        threads: int,
+    ) -> int: ...
+    def diloco_average(
+        self,
+        format: int,
+        is_stochastic: bool,
+        seed: int,
+        first_block: int,
+        payloads: Sequence[int],
+        weights: Sequence[float],
+        payload_count: int,
         total_weight: float,
         count: int,
         payload: int,

@@ -63,8 +63,10 @@ class TrainingWorkload(LocalState):
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
         return self._contribution.buffer
 
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> Blocks:
-        return await asyncio.to_thread(self._codec.average, contributions, first_block)
+    async def reduce(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> Blocks:
+        return await asyncio.to_thread(self._codec.average, contributions, first_block, out)
 
     def check(self, blocks: Blocks, first_block: int) -> None:
         self._codec.check(blocks, first_block)

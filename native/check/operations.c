@@ -46,6 +46,36 @@ static void check_arithmetic(int32_t format)
     free(payload), free(expected);
 }
 
+/* An average in one go is the one by way of the sum. */
+static void check_average(int32_t format, int is_stochastic)
+{
+    enum { PAYLOADS = 3 };
+    const char *name = diloco_format_name(format);
+    const float weights[PAYLOADS] = {12345.0f, 0.0f, 3.0f}, total = 12348.0f;
+    int64_t size = diloco_payload_size(format, COUNT);
+    uintptr_t payloads[PAYLOADS];
+    float *sum = new_floats(COUNT);
+    uint8_t *expected = new_bytes(size), *averaged = new_bytes(size);
+    memset(sum, 0, sizeof(float) * COUNT);
+    for (int i = 0; i < PAYLOADS; i++) {
+        float *values = random_floats(COUNT, 1e-3f, 20 + (uint64_t)i);
+        payloads[i] = ADDRESS(new_bytes(size));
+        diloco_quantize(format, 0, 0, 0, ADDRESS(values), COUNT, payloads[i], 1);
+        diloco_accumulate(format, payloads[i], weights[i], COUNT, ADDRESS(sum), 1);
+        free(values);
+    }
+    diloco_finish_average(format, is_stochastic, 42, 7, ADDRESS(sum), total, COUNT, ADDRESS(expected), 1);
+    for (int32_t threads = 1; threads <= 3; threads += 2) {
+        expect(diloco_average(format, is_stochastic, 42, 7, payloads, weights, PAYLOADS, total, COUNT,
+                              ADDRESS(averaged), threads) == 0,
+               "%s: average", name);
+        expect(memcmp(averaged, expected, (size_t)size) == 0, "%s: an average in one go differs", name);
+    }
+    for (int i = 0; i < PAYLOADS; i++)
+        free((void *)payloads[i]);
+    free(sum), free(expected), free(averaged);
+}
+
 /* residual' = d - decoded and d = (theta - local) + residual, so that d = decoded + residual' but for one rounding. */
 static void check_error_feedback(int32_t format)
 {
@@ -151,8 +181,10 @@ void check_operations(void)
     for (int32_t format = 0; format < FORMATS; format++) {
         check_arithmetic(format);
         check_error_feedback(format);
-        for (int is_stochastic = 0; is_stochastic <= diloco_format_is_stochastic(format); is_stochastic++)
+        for (int is_stochastic = 0; is_stochastic <= diloco_format_is_stochastic(format); is_stochastic++) {
+            check_average(format, is_stochastic);
             check_cutting(format, is_stochastic);
+        }
         check_streaming(format);
         check_float_settings(format);
     }

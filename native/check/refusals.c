@@ -39,6 +39,7 @@ static void expect_refused(const char *set, int32_t format, const uint8_t *sound
                            int64_t size, const char *what)
 {
     uint8_t *payload = copy_of_bytes(sound, diloco_payload_size(format, COUNT));
+    uint8_t *average = new_bytes(diloco_payload_size(format, COUNT));
     float *values = new_floats(COUNT);
     memcpy(payload + diloco_block_bytes(format) + place, bytes, (size_t)size);
     expect(check_of(format, payload) == 2, "%s %s: %s is not refused", set, diloco_format_name(format), what);
@@ -46,7 +47,11 @@ static void expect_refused(const char *set, int32_t format, const uint8_t *sound
            diloco_format_name(format), what);
     expect(diloco_accumulate(format, ADDRESS(payload), 1.0f, COUNT, ADDRESS(values), 1) == 2, "%s %s: %s is added", set,
            diloco_format_name(format), what);
-    free(payload), free(values);
+    const uintptr_t both[] = {ADDRESS(sound), ADDRESS(payload)};
+    const float weights[] = {1.0f, 1.0f};
+    expect(diloco_average(format, 0, 0, 0, both, weights, 2, 2.0f, COUNT, ADDRESS(average), 1) != 0,
+           "%s %s: %s is averaged", set, diloco_format_name(format), what);
+    free(payload), free(values), free(average);
 }
 
 static void check_bad_payloads(const char *set, int32_t format)

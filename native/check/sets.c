@@ -6,8 +6,8 @@ static const int64_t lengths[] = {1, 31, 32, 33, 255, 256, 257, 1023, 1024, 1025
 enum { LENGTHS = sizeof lengths / sizeof *lengths };
 
 struct results {
-    int64_t refused[6];
-    uint8_t *payload, *difference, *from_bfloat16, *average;
+    int64_t refused[7];
+    uint8_t *payload, *difference, *from_bfloat16, *average, *mean;
     float *decoded, *sum, *theta, *momentum, *residual;
 };
 
@@ -22,6 +22,7 @@ static struct results results_of(int32_t format, int is_stochastic, const float 
         .difference = new_bytes(size),
         .from_bfloat16 = new_bytes(size),
         .average = new_bytes(size),
+        .mean = new_bytes(size),
         .decoded = new_floats(count + 1),
         .sum = copy_of_floats(other, count),
         .theta = copy_of_floats(other, count),
@@ -40,12 +41,16 @@ static struct results results_of(int32_t format, int is_stochastic, const float 
     r.refused[4] = diloco_dequantize(format, payload, count, ADDRESS(r.decoded + 1), 1);
     r.refused[5] = diloco_accumulate(format, payload, weight, count, ADDRESS(r.sum), 1) |
                    diloco_outer_step(format, payload, ADDRESS(r.theta), ADDRESS(r.momentum), count, rate, mu, 1);
+    const uintptr_t twice[] = {payload, payload};
+    const float weights[] = {weight, divisor};
+    r.refused[6] = diloco_average(format, is_stochastic, 11, 5, twice, weights, 2, weight + divisor, count,
+                                  ADDRESS(r.mean), 1);
     return r;
 }
 
 static void free_results(struct results r)
 {
-    free(r.payload), free(r.difference), free(r.from_bfloat16), free(r.average), free(r.decoded);
+    free(r.payload), free(r.difference), free(r.from_bfloat16), free(r.average), free(r.mean), free(r.decoded);
     free(r.sum), free(r.theta), free(r.momentum), free(r.residual);
 }
 
@@ -71,6 +76,7 @@ static void compare(const char *set, int32_t format, int is_stochastic, const fl
         EXPECT_SAME("quantize", payload, size + 1);
         EXPECT_SAME("dequantize", decoded, floats + 4);
         EXPECT_SAME("accumulate", sum, floats);
+        EXPECT_SAME("the average of payloads", mean, size);
         EXPECT_SAME("the outer step's theta", theta, floats);
         EXPECT_SAME("the outer step's momentum", momentum, floats);
     }

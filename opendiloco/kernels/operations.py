@@ -7,6 +7,7 @@ most that a call uses, its own included; they end with it. After an error, what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,6 +126,42 @@ def finish_average(
         raise NonFiniteError(refused - 1, payload.format.block_values)
 
 
+def average(
+    contributions: Sequence[tuple[Payload, float]], payload: Payload, rounding: Rounding = NEAREST, threads: int = 1
+) -> None:
+    """Encode the weighted average of decoded payloads, each with its weight; they are added up in this order.
+
+    The same bytes as with `accumulate` into zeros and `finish_average`, with no array for the sum. The weights must be
+    at least 0, and their sum positive. Raises: CorruptPayloadError, as `check_payload` does of the first contribution
+    that doesn't pass; NonFiniteError, as `quantize` does.
+    """
+    weights = [weight for _, weight in contributions]
+    total = sum(weights)
+    if not (_SMALLEST_FLOAT <= total <= LARGEST_WEIGHT and min(weights) >= 0):
+        raise ValueError(f"the weights are {weights}; none may be negative, and their sum must be between 0 and 2^63")
+    for contribution, _ in contributions:
+        if (contribution.format, contribution.values) != (payload.format, payload.values):
+            raise ValueError(f"a contribution has {contribution.values} values, the average {payload.values}")
+    _check_encodes(payload, rounding)
+    refused = lib.diloco_average(
+        payload.format.index,
+        rounding.is_stochastic,
+        rounding.seed,
+        rounding.first_block,
+        [contribution.address for contribution, _ in contributions],
+        weights,
+        len(contributions),
+        total,
+        payload.values,
+        payload.address,
+        threads,
+    )
+    if refused:
+        for contribution, _ in contributions:
+            check_payload(contribution, threads)
+        raise NonFiniteError(refused - 1, payload.format.block_values)
+
+
 def check_payload(payload: Payload, threads: int = 1) -> None:
     """Raises: CorruptPayloadError for the first block that no encoder makes; what passes decodes to finite values."""
     _raise_corrupt(lib.diloco_check_payload(payload.format.index, payload.address, payload.values, threads))
@@ -189,6 +226,10 @@ def outer_step(
 def _check_target(payload: Payload, source: FloatView, rounding: Rounding) -> None:
     if payload.values != source.size:
         raise ValueError(f"the payload is for {payload.values} values, not for {source.size}")
+    _check_encodes(payload, rounding)
+
+
+def _check_encodes(payload: Payload, rounding: Rounding) -> None:
     if not payload.is_writable:
         raise ValueError("the payload is written to, but its bytes are read-only")
     if rounding.is_stochastic and not payload.format.is_stochastic:

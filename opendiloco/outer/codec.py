@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from opendiloco import kernels
 from opendiloco.kernels import Format, Payload
 from opendiloco.shared_memory import Vector
@@ -52,13 +50,17 @@ class BlockCodec:
             raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.values} values")
         return Payload(self.format, self.values, payload)
 
-    def average(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> memoryview:
-        """The mean of checked blocks from `first_block` on: fp32, in this order, weighted by tokens; quantized once."""
-        average = Payload(self.format, self._value_count(contributions[0][0], first_block))
-        accumulator = np.zeros(average.values, np.float32)
-        for blocks, tokens in contributions:
-            kernels.accumulate(self._payload(blocks, first_block), tokens, accumulator, self.threads)
-        kernels.finish_average(accumulator, sum(tokens for _, tokens in contributions), average, threads=self.threads)
+    def average(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> memoryview:
+        """Return the mean of blocks from `first_block` on: fp32, in this order, weighted by tokens; quantized once.
+
+        It lies in `out`, if given, of as many bytes as each contribution: to take new memory costs more than to average.
+        Raises: CorruptPayloadError, NonFiniteError.
+        """
+        average = Payload(self.format, self._value_count(contributions[0][0], first_block), out)
+        payloads = [(self._payload(blocks, first_block), tokens) for blocks, tokens in contributions]
+        kernels.average(payloads, average, threads=self.threads)
         return average.buffer
 
     def _payload(self, blocks: Blocks, first_block: int) -> Payload:

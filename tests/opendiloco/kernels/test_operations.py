@@ -31,6 +31,35 @@ def test_accumulate_and_finish_average(format: Format, length: int, threads: int
     assert bytes(average) == reference.encode(format.name, (expected / np.float32(12345)).astype(np.float32))
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_average_in_one_go_is_that_by_way_of_the_sum(format: Format, length: int, threads: int) -> None:
+    contributions = [
+        (Payload(format, length, encode(format, normal(length, seed))), weight) for seed, weight in enumerate([3, 0, 9])
+    ]
+    accumulator, expected, average = np.zeros(length, np.float32), Payload(format, length), Payload(format, length)
+    for contribution, weight in contributions:
+        kernels.accumulate(contribution, weight, accumulator)
+    kernels.finish_average(accumulator, 12, expected)
+    kernels.average(contributions, average, threads=threads)
+    assert bytes(average) == bytes(expected)
+
+
+def test_what_has_no_average_is_named() -> None:
+    sound = Payload(INT8, 3000, encode(INT8, normal(3000)))
+    corrupt, too_large = (Payload(INT8, 3000, bytearray(bytes(sound))) for _ in range(2))
+    corrupt.buffer[2 * INT8.block_bytes :][:4] = b"\x00\x7c\xc0\xff"
+    with pytest.raises(kernels.CorruptPayloadError) as corruption:
+        kernels.average([(sound, 1), (corrupt, 1)], Payload(INT8, 3000))
+    assert corruption.value.block == 2
+    too_large.buffer[INT8.block_bytes :][:5] = np.float32(2.0**57).tobytes() + bytes([127])
+    kernels.check_payload(too_large)  # no encoder makes more than 2^63, but for what its rounding adds
+    with pytest.raises(kernels.NonFiniteError) as overflow:
+        kernels.average([(sound, 1), (too_large, 1000)], Payload(INT8, 3000))
+    assert overflow.value.block == 1
+
+
 @given(float_arrays(1e6), st.floats(1, 1e6, width=32), st.integers(1, 4))
 def test_average_of_equal_contributions_is_the_contribution(values: FloatArray, weight: float, members: int) -> None:
     contribution, average = Payload(INT8, values.size, encode(INT8, values)), Payload(INT8, values.size)
@@ -198,6 +227,12 @@ def misuses() -> dict[str, Callable[[], object]]:
         "weight beyond 2^63": lambda: kernels.accumulate(payload, 1e19, good),
         "no weight at all": lambda: kernels.finish_average(good, 0.0, payload),
         "weight that fp32 rounds to zero": lambda: kernels.finish_average(good, 1e-60, payload),
+        "no weights at all": lambda: kernels.average([(payload, 0.0)], Payload(INT8, 10)),
+        "a negative weight among others": lambda: kernels.average([(payload, 2.0), (payload, -1.0)], Payload(INT8, 10)),
+        "an average of nothing": lambda: kernels.average([], Payload(INT8, 10)),
+        "average of another length": lambda: kernels.average([(payload, 1.0)], Payload(INT8, 9)),
+        "average of another format": lambda: kernels.average([(payload, 1.0)], Payload(kernels.FP16, 10)),
+        "read-only average": lambda: kernels.average([(payload, 1.0)], sealed),
         "momentum of another length": lambda: kernels.outer_step(payload, good, np.zeros(9, np.float32), 0.7, 0.9),
         "learning rate not a number": lambda: kernels.outer_step(payload, good, good.copy(), np.nan, 0.9),
         "stochastic halves": lambda: kernels.quantize(good, Payload(kernels.FP16, 10), kernels.stochastic(1)),
