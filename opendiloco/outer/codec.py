@@ -55,7 +55,7 @@ class BlockCodec:
     ) -> memoryview:
         """Return the mean of blocks from `first_block` on: fp32, in this order, weighted by tokens; quantized once.
 
-        It lies in `out`, if given, of as many bytes as each contribution: to take new memory costs more than to average.
+        It lies in `out`, if given, which has as many bytes as each contribution: new memory costs more than the mean.
         Raises: CorruptPayloadError, NonFiniteError.
         """
         average = Payload(self.format, self._value_count(contributions[0][0], first_block), out)
