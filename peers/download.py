@@ -89,8 +89,7 @@ class Download:
             while not self._is_done:
                 self._forget_those_that_ended()
                 self._give_slow_ones_up()
-                while waiting and self._has_place_for(waiting[0]):
-                    self._begin(waiting.popleft())
+                self._ask_more_of(waiting)
                 if not self._workers:
                     raise DownloadError("; ".join(self._reasons.values()) or "nobody has it")
                 await self._change_or_look()
@@ -99,9 +98,13 @@ class Download:
                 worker.cancel()
             await asyncio.gather(*self._workers, return_exceptions=True)
 
-    def _begin(self, donor: str) -> None:
-        self._began[donor] = self._now()
-        for _ in range(RANGES):
+    def _ask_more_of(self, waiting: deque[str]) -> None:
+        """Begin with as many donors as there are places for. Each is asked for one range before any is for a second."""
+        begun: list[str] = []
+        while waiting and self._has_place_for(waiting[0], begun):
+            begun.append(waiting.popleft())
+        self._began.update(dict.fromkeys(begun, self._now()))
+        for donor in begun * RANGES:
             worker = asyncio.create_task(self._work(donor))
             worker.add_done_callback(lambda _: self._notify())
             self._workers[worker] = donor
@@ -120,11 +123,11 @@ class Download:
             if request.donor in slow:
                 pull.cancel()
 
-    def _has_place_for(self, donor: str) -> bool:
+    def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
         """Return whether too few donors give. As many again are asked if these keep silent."""
         places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
         silent = sum(donor not in self.fetched and self._now() - self._began[donor] > UNKNOWN for donor in at_work)
-        return len(at_work) - min(silent, places) < places
+        return len(at_work) + len(begun) - min(silent, places) < places
 
     async def _work(self, donor: str) -> None:
         """Fetch ranges from a donor until all is here, or it fails."""

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 PAYLOAD = "payload"
 READERS = 16  # pulls that are served at once
 PULLS = RANGES + 1  # of one peer at once: one may have been given up, and its end not be seen here yet
-RANGE = 16  # chunks asked for at once
+RANGE = 16  # chunks asked for at once, at most
+RANGES_AT_LEAST = 32  # if there are as many chunks, so that several donors give
 DIGESTS_TIMEOUT = 60.0  # seconds for the digests of a payload's chunks
 STAGGER = 3.0  # seconds after which another donor is asked for them, too
 
@@ -92,7 +93,7 @@ class Payloads:
             digests=digests,
             bounds=self._buffers.chunks_bytes,
             request=lambda first, last: pack(PayloadRequest(run=self._run, payload=payload, first=first, last=last)),
-            range=RANGE,
+            range=max(1, min(RANGE, self._buffers.size.chunks // RANGES_AT_LEAST)),
         )
         data = empty(self._buffers.size.bytes)
         try:

@@ -172,6 +172,15 @@ def test_fast_donors_give_more() -> None:
     simulate(scenario())
 
 
+def test_each_donor_gives_one_range_before_any_gives_a_second() -> None:
+    async def scenario() -> None:
+        donors = Donors(dict.fromkeys("abc", 1.0))
+        await download(donors)
+        assert [donor for donor, _, _ in donors.asked[: 3 * RANGES]] == ["a", "b", "c"] * RANGES
+
+    simulate(scenario())
+
+
 def test_no_more_donors_are_asked_than_are_needed() -> None:
     async def scenario() -> None:
         names = [f"donor{number}" for number in range(DONORS + 2)]
