@@ -1,0 +1,77 @@
+"""A machine that is carried to another network notices it, from what the kernel says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.swarm.networks import NetworkError
+from tests.swarm.routers import Internet, Kind, Machine, internet
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+
+WATCH = """
+import asyncio, dataclasses, json
+from peers.links.network_watch import NetworkWatch, observe
+
+def say(what):
+    print(json.dumps(what), flush=True)
+
+first = observe()
+looks = [first]
+say(sorted(first.networks))
+watch = NetworkWatch(lambda change: say(dataclasses.asdict(change)), lambda: looks.pop() if looks else observe())
+asyncio.run(watch.run())
+"""
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Internet]:
+    try:
+        with internet() as net:
+            yield net
+    except NetworkError as error:
+        pytest.skip(f"no internet of namespaces here: {error}")
+
+
+@contextmanager
+def watching(machine: Machine) -> Iterator[Iterator[object]]:
+    """Yields what the machine says: its networks, then each change. The test's own time limit ends the waiting."""
+    command = [*machine.prefix, sys.executable, "-c", WATCH]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield map(json.loads, process.stdout)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("before", "after"), [(Kind.CONE, Kind.SYMMETRIC), (Kind.OPEN, Kind.CONE)])
+def test_a_machine_that_moves_notices_it(net: Internet, before: Kind, after: Kind) -> None:
+    machine = net.machine(before)
+    with watching(machine) as said:
+        networks = next(said)
+        assert isinstance(networks, list)
+        assert f"{machine.address} by {machine.address.rpartition('.')[0]}.1" in networks
+        net.move(machine, after)
+        change = next(said)
+        assert isinstance(change, dict)
+        assert change["has_moved"]
+        assert change["slept"] == 0
+
+
+def test_an_ipv6_machine_that_moves_notices_it(net: Internet) -> None:
+    machine = net.machine(Kind.IPV6)
+    with watching(machine) as said:
+        networks = next(said)
+        assert isinstance(networks, list)
+        assert networks == [f"{machine.address6.rpartition('::')[0]}::/64"]
+        net.move(machine, Kind.CONE)
+        change = next(said)
+        assert isinstance(change, dict)
+        assert change["has_moved"]
