@@ -44,6 +44,11 @@ class DirectReads(asyncio.BufferedProtocol):
         """Whether nothing will come any more."""
         return self._has_ended
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether something came that nobody has read."""
+        return self._ahead_count > 0
+
     async def read(self, count: int, patience: float | None) -> bytes:
         """So many bytes."""
         if count > len(self._ahead):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 from functools import lru_cache
+from ipaddress import ip_address
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from peers.errors import RemoteProtocolError
 from peers.identity import SIGNATURE_BYTES, Identity, verify
@@ -38,7 +39,17 @@ Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Loss = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Address = Annotated[str, Field(strict=True, min_length=1, max_length=ADDRESS_LENGTH, pattern=r"^/[!-~]+$")]
 ENDPOINT = r"^(\d+\.\d+\.\d+\.\d+|\[[0-9a-f:.]+\]):\d+$"
-Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern=ENDPOINT)]
+
+
+def _dialable(endpoint: str) -> str:
+    host, _, port = endpoint.rpartition(":")
+    ip_address(host.strip("[]"))
+    if not 0 < int(port) < 1 << 16:
+        raise ValueError(f"there is no port {port}")
+    return endpoint
+
+
+Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern=ENDPOINT), AfterValidator(_dialable)]
 """An IP address and a TCP port: 203.0.113.5:31338 or [2001:db8::5]:31338."""
 Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, pattern=r"^[A-Za-z0-9]+$")]
 Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]

@@ -21,7 +21,8 @@ from peers.hivemind_node import NETWORK_ERRORS, HivemindNode, to_peer_id
 from peers.identity import Identity
 from peers.links.arranging import INTRODUCE, MEET
 from peers.links.contacts import contacts_of, host_of
-from peers.links.links import MORE, Links
+from peers.links.dialling import MORE
+from peers.links.links import Links
 from peers.links.relays import LINK_INFO, LinkInfo
 from peers.links.settings import LinkSettings
 from peers.reach import Reach
@@ -106,15 +107,15 @@ class HivemindTransport(HivemindNode):
             self._is_there,
             lambda: (self._upload, self._download),
         )
+        self._links = links
         if settings is not None:
             links.listen([host for address in listen if (host := host_of(address))], settings)
             self._is_eager = True
         await self.on_call(LINK_INFO, self._tell_link_info)
-        await self.on_call(MORE, links.dialled_more)
+        await self.on_call(MORE, links.dialling.on_more)
         await self.on_call(INTRODUCE, links.arranging.on_introduce)
         await self.on_call(MEET, links.arranging.on_meet)
         await self.on_call(HEARTBEAT, self._hear)
-        self._links = links
         if initial_peers:
             links.use_relays(initial_peers)
 

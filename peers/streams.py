@@ -87,6 +87,8 @@ class Channel:
         self._reads = reader if isinstance(reader, DirectReads) else DirectReads(reader, writer)
         self._writer = writer
         self._stays_open = stays_open
+        self.was_refused = False
+        """Whether the other side has said no, after which neither side sends anything."""
 
     async def send_prelude(self, header: bytes, length: int) -> None:
         if len(header) > HEADER_LIMIT:
@@ -122,13 +124,21 @@ class Channel:
         if verdict != REFUSED:
             raise RemoteProtocolError(self.peer, "its verdict is neither yes nor no")
         (length,) = REASON_LENGTH.unpack(await self._read(REASON_LENGTH.size))
-        text = await self._read(min(length, REASON_BYTES))
+        if length > REASON_BYTES:
+            raise RemoteProtocolError(self.peer, f"its reason of {length} bytes exceeds {REASON_BYTES}")
+        text = await self._read(length)
+        self.was_refused = True
         raise PeerRefusedError(self.peer, printable(text.decode(errors="replace")))
 
     async def send_frame(self, header: bytes, data: Buffer) -> None:
         self._writer.write(FRAME.pack(len(header), memoryview(data).nbytes) + header)
         async for _ in self._written(data):
             pass
+
+    async def send_message(self, header: bytes, data: bytes) -> None:
+        """Send a small frame at once: who gives up waiting for the other side to read leaves no half of one behind."""
+        self._writer.write(FRAME.pack(len(header), len(data)) + header + data)
+        await self._flush()
 
     async def read_frame_header(self) -> tuple[bytes, int] | None:
         """Header and data length of the next frame, whenever it comes; None after the last one."""
@@ -204,9 +214,10 @@ class Channel:
 
     def close(self) -> None:
         """What was written and not sent yet is never sent: from Python 3.12 on it is the caller's own memory."""
-        if self._writer.transport.get_write_buffer_size():
+        if self._stays_open or self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()
-        self._writer.close()
+        else:
+            self._writer.close()
 
     async def _written(self, data: Buffer) -> AsyncIterator[memoryview]:
         """Write all of it, piece by piece."""

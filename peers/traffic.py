@@ -21,7 +21,7 @@ from peers.events import (
     ReducedArrived,
     SendChunk,
 )
-from peers.lanes import MOST, Lanes
+from peers.lanes import FEWEST, MOST, Lanes
 from peers.log import MEMBER_LIMIT
 from peers.messages import Attempt
 from peers.peer import Peer
@@ -31,6 +31,7 @@ from peers.wire import Count, PeerId, Value, pack, unpack_from
 from peers.workload import BadBlocksError, Workload
 
 CHUNKS = "chunks"
+STREAMS = 512  # to all members together, where more than the fewest are of use
 CLOSING_TIME = 5.0  # seconds that a stream may take to end properly, so that its connection can be used again
 ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
 
@@ -123,9 +124,14 @@ class Traffic:
             if round == present and peer not in members:
                 task.cancel()
             elif round != present:
-                asyncio.get_running_loop().call_later(CLOSING_TIME, task.cancel)
+                asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round, peer))
         if present != self._round:
             self._round = None
+
+    def _cut(self, receiver: asyncio.Task[None], of: tuple[Attempt, str]) -> None:
+        """End a stream of an earlier round. Its task may have gone on to another on the same connection."""
+        if self._receivers.get(receiver) == of:
+            receiver.cancel()
 
     def _end_streams_to(self, peer: str, at_once: bool) -> None:
         """What has not been sent yet is not sent any more. Unless `at_once`, streams end properly."""
@@ -148,7 +154,8 @@ class Traffic:
 
     def _open_streams_to(self, round: Attempt, to: str) -> None:
         tasks = [task for task in self._senders.get(to, []) if not task.done()]
-        while len(tasks) < min(self._lanes.count, self._buffers.size.chunks):
+        most = max(FEWEST, STREAMS // len(self._queues))
+        while len(tasks) < min(self._lanes.count, self._buffers.size.chunks, most):
             tasks.append(self._host.start(self._carry(round, to, self._queues[to])))
         self._senders[to] = tasks
 
@@ -170,12 +177,17 @@ class Traffic:
                 await sender.run(pack(StreamHeader(round=round)), following, self._answered)
         except PeerUnreachableError:
             unsent = [*waiting, *(sender.pending if sender else ())]
-            while not queue.empty():
-                if send := queue.get_nowait():
-                    unsent.append(send)
+            if not self._is_carried_by_others(to):
+                while not queue.empty():
+                    if send := queue.get_nowait():
+                        unsent.append(send)
             self._report_unsent(round, to, unsent)
         except KeyError:
             pass  # the round is over
+
+    def _is_carried_by_others(self, to: str) -> bool:
+        """Whether other streams than the one of this task take what waits for a member."""
+        return any(not task.done() for task in self._senders.get(to, ()) if task is not asyncio.current_task())
 
     def _data(self, send: SendChunk) -> memoryview:
         read = self._buffers.averaged if send.reduced else self._buffers.contribution

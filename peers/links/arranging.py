@@ -11,6 +11,7 @@ from peers.errors import RemoteProtocolError
 from peers.links.contacts import Contact, public_only
 from peers.links.introductions import CONNECTIONS, MOST, Introduce, Introduced, Meeting, Ports, Seats, look, meet
 from peers.links.relays import Relay
+from peers.links.sockets import parse_endpoint
 from peers.streams import PeerUnreachableError, RefusalError
 from peers.wire import pack, unpack_from
 
@@ -32,30 +33,33 @@ class Arranging:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._ours: list[Relay] = []
+        self._ours: dict[str, Relay] = {}  # by address: a node may have several
         self._changed = asyncio.Event()
         self._meetings: dict[str, asyncio.Future[None]] = {}
 
     # Nodes that introduce us ----------------------------------------------------------------------------------
     @property
     def addresses(self) -> tuple[str, ...]:
-        return tuple(relay.address for relay in self._ours if self._links.is_up(relay.peer))[:INTRODUCING]
+        return tuple(relay.address for relay in self._ours.values() if self._links.is_up(relay.peer))[:INTRODUCING]
 
     @property
     def seen(self) -> tuple[str, ...]:
         """Endpoints at which a node has reached our data port."""
-        return tuple(dict.fromkeys(endpoint for relay in self._ours for endpoint in relay.seen))
+        return tuple(dict.fromkeys(endpoint for relay in self._ours.values() for endpoint in relay.seen or ()))
 
     def look_again(self) -> None:
-        for relay in self._ours:
-            relay.seen = ()
+        for relay in self._ours.values():
+            relay.seen = None
         self._changed.set()
 
     async def keep(self, addresses: Sequence[str]) -> None:
         """Keep a link with each of these nodes, and know how they see us."""
         while True:
             self._changed.clear()
-            await asyncio.gather(*(self._greet_node(address) for address in addresses))
+            looks = (self._greet_node(address) for address in addresses)
+            for outcome in await asyncio.gather(*looks, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    logger.error("a look at a relay failed", exc_info=outcome)
             try:
                 async with asyncio.timeout(LOOK_INTERVAL):
                     await self._changed.wait()
@@ -69,9 +73,11 @@ class Arranging:
         was_up = self._links.is_up(relay.peer)
         if not await self._is_linked(relay):
             return
-        if relay not in self._ours:
-            self._ours.append(relay)
-        if not was_up and self._links.info.port:
+        if not was_up:
+            relay.seen = None
+        self._ours[relay.address] = relay
+        await self._links.dialling.complete(relay.peer)
+        if relay.seen is None and self._links.info.port:
             await self._links.relays.look_at_us(relay, self._links.info.port)
             self._links.on_change()
 
@@ -79,11 +85,10 @@ class Arranging:
         """Whether a link with the node is up, made now if it was not."""
         if not self._links.is_up(relay.peer):
             assert relay.endpoint is not None
-            await self._links.dial_first(Contact(relay.peer, (relay.endpoint,)))
+            await self._links.dialling.dial_first(Contact(relay.peer, (relay.endpoint,)))
         if not self._links.is_up(relay.peer):
-            self._links.relays.forget(relay.peer)
-            if relay in self._ours:
-                self._ours.remove(relay)
+            self._links.relays.forget(relay)
+            self._ours.pop(relay.address, None)
         return self._links.is_up(relay.peer)
 
     # Who wants to meet ----------------------------------------------------------------------------------------
@@ -122,40 +127,52 @@ class Arranging:
         self, peer: str, ports: Ports, theirs: Sequence[str], node: str, token: bytes | None, connections: int
     ) -> None:
         places = public_only(theirs, node)
-        made = await meet(self._links.credentials, peer, ports, places, node, token, connections)
-        for connection in made:
-            self._links.link(peer).add(connection)
+        await meet(self._links.credentials, self._links.add, peer, ports, places, node, token, connections)
 
     # Who is asked to meet -------------------------------------------------------------------------------------
     async def on_meet(self, sender: str, payload: bytes) -> bytes:
         """A node brings somebody together with us."""
         meeting = unpack_from(sender, Meeting, payload)
-        relay = next((relay for relay in self._ours if relay.peer == sender), None)
+        relay = next((relay for relay in self._ours.values() if relay.peer == sender), None)
         if relay is None or relay.endpoint is None:
             raise RefusalError("we did not ask you to introduce us")
         if meeting.peer in self._meetings or len(self._meetings) >= MEETINGS:
             raise RefusalError("it is being met already")
         connections = min(meeting.connections, MOST)
+        is_met = asyncio.get_running_loop().create_future()
+        is_met.add_done_callback(lambda _: self._meetings.pop(meeting.peer))
+        self._meetings[meeting.peer] = is_met
         try:
             ports = await look(relay.endpoint, connections)
-        except OSError as error:
-            raise RefusalError(f"we do not know where we are seen: {error}") from error
+        except BaseException as error:
+            is_met.set_result(None)
+            if isinstance(error, OSError | RemoteProtocolError):
+                raise RefusalError(f"we do not know where we are seen: {error}") from error
+            raise
         going = self._go(meeting.peer, ports, meeting.endpoints, relay.endpoint, meeting.token, connections)
-        future = self._links.start(going)
-        self._meetings[meeting.peer] = future
-        future.add_done_callback(lambda _: self._meetings.pop(meeting.peer, None))
+        self._links.start(going).add_done_callback(lambda _: is_met.set_result(None))
         return pack(Seats(endpoints=ports.seen))
 
     # The node that brings two together ------------------------------------------------------------------------
     async def on_introduce(self, sender: str, payload: bytes) -> bytes:
+        """Only whoever is connected here is brought together, and only where we see them: nobody has others dial."""
         asked = unpack_from(sender, Introduce, payload)
-        if asked.to == sender or not self._links.is_up(asked.to):
-            raise RefusalError(f"{asked.to} is not connected here")
-        token = self._links.splicer.expect() if self._links.splicer else None
-        meeting = Meeting(peer=sender, endpoints=asked.endpoints, connections=asked.connections, token=token)
+        for peer in (sender, asked.to):
+            if asked.to == sender or not self._links.is_up(peer):
+                raise RefusalError(f"{peer} is not connected here")
+        token = self._links.splicer.expect(sender) if self._links.splicer else None
+        places = self._seen_here(sender, asked.endpoints)
+        meeting = Meeting(peer=sender, endpoints=places, connections=asked.connections, token=token)
         try:
             answer = await self._links.link(asked.to).call(MEET, pack(meeting), CALL_TIMEOUT / 2)
-        except PeerUnreachableError as error:
-            raise RefusalError(f"{asked.to} does not come: {error.reason}") from error
-        seats = unpack_from(asked.to, Seats, answer)
-        return pack(Introduced(endpoints=seats.endpoints, token=token))
+            seats = unpack_from(asked.to, Seats, answer)
+        except (PeerUnreachableError, RemoteProtocolError) as error:
+            if self._links.splicer and token:
+                self._links.splicer.cancel(token)
+            raise RefusalError(f"{asked.to} does not come: {error}") from error
+        return pack(Introduced(endpoints=self._seen_here(asked.to, seats.endpoints), token=token))
+
+    def _seen_here(self, peer: str, endpoints: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the endpoints that are at an address from which the peer is connected here."""
+        hosts = self._links.link(peer).hosts
+        return tuple(endpoint for endpoint in endpoints if parse_endpoint(endpoint)[0] in hosts)

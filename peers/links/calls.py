@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
@@ -22,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CALLS = "calls"
 ASKED_AT_ONCE = 64
+HELD_BYTES = 4 << 20  # of questions that are not answered yet, before more are read
 
 Answer: TypeAlias = Callable[[str, str, bytes], Awaitable[bytes]]
 """(sender, name, payload) -> answer; RefusalError refuses."""
@@ -38,13 +38,14 @@ class Verdict(Value):
 
 
 class Caller:
-    """The asking end. Ends when its channel breaks: then `closed` is set and every question fails."""
+    """The asking end. Once its channel has broken every question fails."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._number = 0
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._waiting: dict[int, asyncio.Future[bytes | PeerUnreachableError]] = {}
         self._writing = asyncio.Lock()
+        self._is_over = False
 
     async def run(self) -> None:
         """Take in answers until the channel breaks, and then raise what broke it."""
@@ -58,61 +59,75 @@ class Caller:
                 if verdict.is_answered:
                     waiting.set_result(data)
                 else:
-                    waiting.set_exception(
-                        PeerRefusedError(self._channel.peer, printable(data.decode(errors="replace")))
-                    )
+                    reason = printable(data.decode(errors="replace"))
+                    waiting.set_result(PeerRefusedError(self._channel.peer, reason))
+            raise EOFError("the other side ended it")
         finally:
+            self._is_over = True
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(PeerUnreachableError(self._channel.peer, "the connection broke"))
+                    future.set_result(self._broken())
             self._waiting.clear()
 
     async def ask(self, name: str, payload: bytes) -> bytes:
         """Raises: PeerUnreachableError, PeerRefusedError."""
+        if self._is_over:
+            raise self._broken()
         self._number += 1
         number = self._number
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer = self._waiting[number]
         try:
             async with self._writing:
-                await self._channel.send_frame(pack(Question(number=number, name=name)), payload)
-            return await answer
+                await self._channel.send_message(pack(Question(number=number, name=name)), payload)
+            outcome = await answer
         except (OSError, EOFError) as error:
             raise PeerUnreachableError(self._channel.peer, str(error) or type(error).__name__) from error
         finally:
             self._waiting.pop(number, None)
+        if isinstance(outcome, PeerUnreachableError):
+            raise outcome
+        return outcome
+
+    def _broken(self) -> PeerUnreachableError:
+        return PeerUnreachableError(self._channel.peer, "the connection broke")
 
 
 async def answer_calls(channel: Channel, answer: Answer) -> None:
-    """The answering end, until the asker goes away."""
+    """The answering end. Raises what ends the connection: EOFError when the asker goes away."""
     await channel.read_prelude()
     await channel.accept()
-    places, writing = asyncio.Semaphore(ASKED_AT_ONCE), asyncio.Lock()
+    writing = asyncio.Lock()
+    replies: dict[asyncio.Task[None], int] = {}  # with the length of each question
 
     async def reply(question: Question, payload: bytes) -> None:
         try:
             is_answered, data = True, await answer(channel.peer, question.name, payload)
+            if len(data) > MESSAGE_LIMIT:
+                raise RefusalError(f"its answer of {len(data)} bytes exceeds {MESSAGE_LIMIT}")
         except RefusalError as refusal:
             is_answered, data = False, str(refusal).encode(errors="replace")
-        finally:
-            places.release()
         async with writing:
-            with suppress(OSError, TimeoutError):  # the connection is gone: its reading end says so
-                await channel.send_frame(pack(Verdict(number=question.number, is_answered=is_answered)), data)
+            try:
+                await channel.send_message(pack(Verdict(number=question.number, is_answered=is_answered)), data)
+            except (OSError, TimeoutError):
+                channel.close()  # gone, or it asks and does not read; the reading end ends with it
 
-    replies: set[asyncio.Task[None]] = set()
     try:
         while frame := await channel.read_frame_header():
             question = unpack_from(channel.peer, Question, frame[0])
+            while len(replies) >= ASKED_AT_ONCE or sum(replies.values()) > HELD_BYTES:
+                await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
             payload = await _read(channel, frame[1])
-            await places.acquire()
             task = asyncio.create_task(reply(question, payload))
-            replies.add(task)
-            task.add_done_callback(replies.discard)
+            replies[task] = len(payload)
+            task.add_done_callback(replies.pop)
+        raise EOFError("the asker ended it")
     finally:
-        for task in replies:
+        unfinished = list(replies)
+        for task in unfinished:
             task.cancel()
-        await asyncio.gather(*replies, return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)
 
 
 async def _read(channel: Channel, length: int) -> bytes:

@@ -11,6 +11,7 @@ from peers.direct_reads import DirectReads
 from peers.errors import RemoteProtocolError
 from peers.links.credentials import Credentials, NotItsCertificateError, check, peer_id_of_certificate
 from peers.links.opening import Hello, pack_opening, send
+from peers.links.sockets import host_of_peer
 from peers.reach import Reach
 from peers.streams import Channel
 from peers.throttle import UNLIMITED, Throttle
@@ -31,6 +32,11 @@ class Connection:
         self.reads = DirectReads(reader, writer)
         self.writer = writer
         writer.transport.set_write_buffer_limits(high=WRITE_BUFFER)
+
+    @property
+    def host(self) -> str:
+        """The address of the other end."""
+        return host_of_peer(self.writer.get_extra_info("socket"))
 
     @property
     def is_open(self) -> bool:
@@ -80,6 +86,11 @@ async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, r
         peer = peer_id_of_certificate(hello.certificate)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             reader, writer = await _start_tls(sock, credentials.accepting(hello.certificate), server_side=True)
+        try:
+            check(writer.get_extra_info("ssl_object"), peer)
+        except NotItsCertificateError:
+            writer.transport.abort()
+            raise
     except (NotItsCertificateError, ssl.SSLError) as error:
         sock.close()
         raise RemoteProtocolError("unknown", f"it does not prove who it is: {error}") from error
@@ -92,14 +103,30 @@ async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, r
     return Connection(peer, reader, writer, hello.is_yours, reach)
 
 
+class _Protocol(asyncio.StreamReaderProtocol):
+    """Knows its transport as soon as there is one."""
+
+    transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport = transport
+
+
 async def _start_tls(
     sock: socket.socket, context: ssl.SSLContext, server_side: bool
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    if server_side:
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context)
-    else:
-        transport, _ = await loop.create_connection(lambda: protocol, sock=sock, ssl=context, server_hostname="")
+    protocol = _Protocol(reader)
+    try:
+        if server_side:
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context)
+        else:
+            transport, _ = await loop.create_connection(lambda: protocol, sock=sock, ssl=context, server_hostname="")
+    except BaseException:
+        # Given up in the moment when the handshake was over: nothing may use the socket when the caller closes it.
+        if protocol.transport is not None:
+            protocol.transport.abort()  # type: ignore[attr-defined]  # it writes, too
+        raise
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

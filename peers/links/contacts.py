@@ -42,13 +42,8 @@ def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ())
     """
     hosts = [host for address in addresses if "/p2p-circuit" not in address and (host := host_of(address))]
     numeric = [host for host in dict.fromkeys(hosts) if _is_numeric(host)]
-    outside = [host for host in numeric if not ip_address(host).is_loopback]
+    outside = [host for host in numeric if not (ip_address(host).is_loopback or ip_address(host).is_link_local)]
     return tuple(dict.fromkeys([*seen, *(endpoint_of(host, port) for host in outside or numeric)]))[:8]
-
-
-def is_behind_nat(ours: str, theirs: str) -> bool:
-    """Whether our address is a private network's while the other end's is the internet's."""
-    return _is_private(ours) and not _is_private(theirs)
 
 
 def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:

@@ -69,7 +69,10 @@ class Credentials:
 
 def check(connection: ssl.SSLObject, peer_id: str) -> None:
     """Raises: NotItsCertificateError unless it is this peer that the other end of a connection has proven to be."""
-    certificate = connection.getpeercert(binary_form=True)
+    try:
+        certificate = connection.getpeercert(binary_form=True)
+    except ValueError as error:
+        raise NotItsCertificateError("the connection ended before anybody had proven anything") from error
     if certificate is None or peer_id_of_certificate(certificate) != peer_id:
         raise NotItsCertificateError(f"whoever answers is not peer {peer_id}")
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -36,6 +38,9 @@ PUNCH_TIMEOUT = 4.0  # seconds
 ATTEMPT_TIMEOUT = 1.5  # seconds of one dial of those: a SYN that came too early is lost
 SPLICE_TIMEOUT = 10.0  # seconds
 HELLO_TIMEOUT = 10.0  # seconds
+REFUSED_PAUSE = 0.25  # seconds before a port that nobody opens yet is dialled again
+
+Add = Callable[[Connection], None]
 
 Places = Annotated[tuple[Endpoint, ...], Field(max_length=MOST)]
 
@@ -70,43 +75,45 @@ class Introduced(Value):
     token: Token | None
 
 
+@dataclass(frozen=True)
 class Ports:
-    """Local ports, and where a node sees them. They stay ours while `sockets` are bound to them."""
+    """Local ports, and where a node sees them."""
 
-    def __init__(self, local: Sequence[int], seen: Sequence[str]) -> None:
-        self.local = local
-        self.seen = tuple(seen)
+    local: Sequence[int]
+    seen: tuple[str, ...]
 
 
 async def look(node: str, count: int) -> Ports:
-    """Find out at which endpoints the node at this endpoint sees `count` new ports of ours. Raises: OSError."""
-    ports = [_free_port() for _ in range(min(count, MOST))]
+    """Find out where the node at this endpoint sees `count` new ports of ours. Raises: OSError, RemoteProtocolError."""
+    ports = _free_ports(min(count, MOST))
     seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
-    return Ports(ports, [one.endpoint for one in seen])
+    return Ports(ports, tuple(one.endpoint for one in seen))
 
 
 async def meet(
-    credentials: Credentials, peer: str, mine: Ports, theirs: Sequence[str], node: str, token: bytes | None, count: int
-) -> list[Connection]:
-    """Make connections with a peer that does the same now. `node` is the endpoint of the one that introduced us.
+    credentials: Credentials,
+    add: Add,
+    peer: str,
+    mine: Ports,
+    theirs: Sequence[str],
+    node: str,
+    token: bytes | None,
+    count: int,
+) -> None:
+    """Make connections with a peer that does the same now, and `add` each as soon as it is there.
 
-    Returns: none where every way failed.
+    `node` is the endpoint of the one that introduced us.
     """
-    connections = await _punch(credentials, peer, mine, theirs)
-    if not connections and token is not None:
-        numbers = range(min(count, MOST))
-        spliced = (_splice(credentials, peer, node, Splice(token=token, number=number)) for number in numbers)
-        connections = [one for one in await asyncio.gather(*spliced) if one is not None]
-    return connections
-
-
-async def _punch(credentials: Credentials, peer: str, mine: Ports, theirs: Sequence[str]) -> list[Connection]:
     pairs = zip(mine.local, theirs, strict=False)
-    tries = (_dial_at_once(credentials, peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
-    return [one for one in await asyncio.gather(*tries) if one is not None]
+    tries = (
+        _dial_at_once(credentials, add, peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs)
+    )
+    if not any(await asyncio.gather(*tries)) and token is not None:
+        numbers = range(min(count, MOST))
+        await asyncio.gather(*(_splice(credentials, add, peer, node, Splice(token=token, number=n)) for n in numbers))
 
 
-async def _dial_at_once(credentials: Credentials, peer: str, port: int, endpoint: str, place: int) -> Connection | None:
+async def _dial_at_once(credentials: Credentials, add: Add, peer: str, port: int, endpoint: str, place: int) -> bool:
     """Dial from a port that the other side dials at the same time, again and again until both are let through."""
     loop = asyncio.get_running_loop()
     end = loop.time() + PUNCH_TIMEOUT
@@ -116,13 +123,13 @@ async def _dial_at_once(credentials: Credentials, peer: str, port: int, endpoint
         except OSError as error:
             logger.debug("no way yet from port %d to %s at %s: %s", port, peer, endpoint, error)
             if "no answer" not in str(error):  # refused at once: not before the other side dials, too
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(REFUSED_PAUSE)
             continue
-        return await _begin(sock, credentials, peer, place, Reach.PUNCHED)
-    return None
+        return await _begin(sock, credentials, add, peer, place, Reach.PUNCHED)
+    return False
 
 
-async def _splice(credentials: Credentials, peer: str, node: str, opening: Splice) -> Connection | None:
+async def _splice(credentials: Credentials, add: Add, peer: str, node: str, opening: Splice) -> bool:
     try:
         sock = await dial(node, SPLICE_TIMEOUT)
         try:
@@ -132,17 +139,16 @@ async def _splice(credentials: Credentials, peer: str, node: str, opening: Splic
             raise
     except OSError as error:
         logger.debug("no relay to %s at %s: %s", peer, node, error)
-        return None
-    return await _begin(sock, credentials, peer, opening.number, Reach.RELAYED)
+        return False
+    return await _begin(sock, credentials, add, peer, opening.number, Reach.RELAYED)
 
 
-async def _begin(
-    sock: socket.socket, credentials: Credentials, peer: str, place: int, reach: Reach
-) -> Connection | None:
+async def _begin(sock: socket.socket, credentials: Credentials, add: Add, peer: str, place: int, reach: Reach) -> bool:
     """Begin a connection of which neither end is the one that dialled: the smaller id speaks first."""
     try:
         if credentials.peer_id < peer:
-            return await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach)
+            add(await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach))
+            return True
         try:
             async with asyncio.timeout(HELLO_TIMEOUT):
                 opening = await read_opening(sock, peer)
@@ -156,15 +162,17 @@ async def _begin(
         if connection.peer != peer:
             connection.close()
             raise RemoteProtocolError(connection.peer, f"it came in the place of {peer}")
-        return connection
+        add(connection)
+        return True
     except (OSError, TimeoutError, RemoteProtocolError) as error:
         logger.debug("no %s connection with %s: %r", reach, peer, error)
-        return None
+        return False
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind(("", 0))
-        port: int = sock.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    """Return different ports, each free a moment ago. Raises: OSError."""
+    with ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind(("", 0))
+        return [sock.getsockname()[1] for sock in socks]

@@ -7,7 +7,9 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
+from peers import metrics
 from peers.errors import RemoteProtocolError
+from peers.lanes import MOST
 from peers.links.calls import CALLS, Caller
 from peers.links.connection import Connection
 from peers.reach import Reach
@@ -16,7 +18,8 @@ from peers.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 64  # that either side may have for its own conversations
+CONNECTIONS = MOST + 8  # that either side may have for its own conversations: a round, messages, and what is pulled
+DIAL_PAUSE = 1.0  # seconds, when no more connections can be had
 OPEN_TIMEOUT = 15.0  # seconds that a conversation waits for a connection
 PROTOCOL_BYTES = 255
 BEST_FIRST = tuple(Reach)
@@ -42,12 +45,11 @@ class Link:
         self._start = start
         self._caps = caps
         self._on_change = on_change
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}  # the oldest first
         self._idle: list[Connection] = []  # of ours; the one used last at the end, since it is the warmest
         self._wanted = self._dialling = 0  # conversations that wait for a connection, and connections to come
         self._changed = asyncio.Event()
-        self._caller: Caller | None = None
-        self._calling = asyncio.Lock()
+        self._caller: asyncio.Future[Caller] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -59,16 +61,36 @@ class Link:
         return min((one.reach for one in self._connections), key=BEST_FIRST.index, default=Reach.NONE)
 
     @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    @property
     def ours(self) -> int:
         """Connections on which we open conversations."""
         return sum(one.is_ours for one in self._connections)
 
+    @property
+    def theirs(self) -> int:
+        """Connections on which the other side opens conversations."""
+        return len(self._connections) - self.ours
+
+    @property
+    def hosts(self) -> set[str]:
+        """The addresses from which the other side's connections come."""
+        return {one.host for one in self._connections}
+
     def add(self, connection: Connection) -> None:
-        """Use a new connection. One too many is closed."""
-        if sum(one.is_ours == connection.is_ours for one in self._connections) >= CONNECTIONS:
+        """Use a new connection. Of too many, one of ours is closed, or the oldest of theirs: it may be dead."""
+        if not connection.is_open:  # already, so that nobody will tell us
             connection.close()
             return
-        self._connections.add(connection)
+        alike = [one for one in self._connections if one.is_ours == connection.is_ours]
+        if len(alike) >= CONNECTIONS and connection.is_ours:
+            connection.close()
+            return
+        if len(alike) >= CONNECTIONS:
+            self._end(alike[0])
+        self._connections[connection] = None
         connection.on_lost(lambda: self._lost(connection))
         if connection.is_ours:
             self._idle.insert(0, connection)
@@ -85,10 +107,16 @@ class Link:
 
     def close(self) -> None:
         for connection in list(self._connections):
-            connection.close()
+            self._end(connection)
+
+    def _end(self, connection: Connection) -> None:
+        connection.close()
+        self._lost(connection)
 
     def _lost(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+        if connection not in self._connections:
+            return
+        del self._connections[connection]
         if connection in self._idle:
             self._idle.remove(connection)
         self._notify()
@@ -106,10 +134,15 @@ class Link:
                 length = (await connection.reads.read(1, None))[0]
                 protocol = (await connection.reads.read(length, OPEN_TIMEOUT)).decode(errors="replace")
                 await self._serve(protocol, self._channel(connection, protocol))
-        except (OSError, EOFError, TimeoutError, RemoteProtocolError) as error:
+        except (OSError, EOFError, TimeoutError) as error:
             logger.debug("a connection of %s ended: %r", self.peer, error)
+        except RemoteProtocolError as error:
+            metrics.DROPPED.labels("stream").inc()
+            logger.warning("dropped a conversation: %s", error)
+        except Exception:
+            logger.exception("a conversation with %s failed", self.peer)
         finally:
-            connection.close()
+            self._end(connection)
 
     # Conversations that we open -------------------------------------------------------------------------------
     @asynccontextmanager
@@ -118,21 +151,24 @@ class Link:
 
         Raises: PeerUnreachableError when there is no connection in time.
         """
-        connection, is_over = await self._take(), False
         name = protocol.encode()
-        connection.writer.write(bytes([len(name)]) + name)
+        opening = bytes([len(name)]) + name
+        connection, is_over = await self._take(), False
+        channel = self._channel(connection, protocol)
         try:
-            yield self._channel(connection, protocol)
+            connection.writer.write(opening)
+            yield channel
             is_over = True
         except PeerRefusedError:
-            is_over = True
+            is_over = channel.was_refused
             raise
         finally:
-            if is_over and connection.is_open:
+            # A byte that nobody has read would be taken for the answer to the next conversation.
+            if is_over and connection.is_open and not connection.reads.has_unread:
                 self._idle.append(connection)
                 self._notify()
             else:
-                connection.close()
+                self._end(connection)
 
     def _channel(self, connection: Connection, protocol: str) -> Channel:
         """Messages are small, and never wait for bulk data; all else keeps to the volunteer's limits."""
@@ -142,7 +178,7 @@ class Link:
         self._wanted += 1
         try:
             async with asyncio.timeout(OPEN_TIMEOUT):
-                while not self._idle:
+                while (connection := self._take_idle()) is None:
                     if not self.is_up:
                         raise PeerUnreachableError(self.peer, "the link is down")
                     changed = self._changed
@@ -151,17 +187,29 @@ class Link:
                         self._dialling += missing
                         self._start(self._dial(missing))
                     await changed.wait()
+                return connection
         except TimeoutError:
             raise PeerUnreachableError(self.peer, "no connection in time") from None
         finally:
             self._wanted -= 1
-        return self._idle.pop()
+
+    def _take_idle(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+            self._end(connection)
+        return None
 
     async def _dial(self, count: int) -> None:
+        had = self.ours
         try:
-            await self._dial_more(count)
-        except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
-            logger.debug("no more connections with %s: %r", self.peer, error)
+            try:
+                await self._dial_more(count)
+            except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
+                logger.debug("no more connections with %s: %r", self.peer, error)
+            if self.is_up and self.ours <= had:
+                await asyncio.sleep(DIAL_PAUSE)
         finally:
             self._dialling -= count
             self._notify()
@@ -176,27 +224,24 @@ class Link:
             raise PeerUnreachableError(self.peer, "no answer in time") from None
 
     async def _calls(self) -> Caller:
-        async with self._calling:
-            if self._caller is None:
-                opened = asyncio.get_running_loop().create_future()
-                self._start(self._keep_calling(opened))
-                await opened
-            assert self._caller is not None
-            return self._caller
+        if self._caller is None:
+            self._caller = asyncio.get_running_loop().create_future()
+            self._start(self._keep_calling(self._caller))
+        return await asyncio.shield(self._caller)
 
-    async def _keep_calling(self, opened: asyncio.Future[None]) -> None:
+    async def _keep_calling(self, opened: asyncio.Future[Caller]) -> None:
+        failure = PeerUnreachableError(self.peer, "the link is being closed")
         try:
             async with self.conversation(CALLS) as channel:
                 await channel.send_prelude(b"", 0)
                 await channel.read_verdict()
-                self._caller = Caller(channel)
-                opened.set_result(None)
-                await self._caller.run()
-                raise EOFError("the other side ended it")
+                caller = Caller(channel)
+                opened.set_result(caller)
+                await caller.run()
         except (OSError, EOFError, TimeoutError, RemoteProtocolError, PeerUnreachableError) as error:
-            if not opened.done():
-                opened.set_exception(PeerUnreachableError(self.peer, str(error) or type(error).__name__))
+            failure = PeerUnreachableError(self.peer, str(error) or type(error).__name__)
         finally:
             self._caller = None
             if not opened.done():
-                opened.cancel()
+                opened.set_exception(failure)
+                opened.exception()  # perhaps nobody waits any more

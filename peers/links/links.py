@@ -6,17 +6,18 @@ import asyncio
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from peers.errors import RemoteProtocolError
 from peers.identity import Identity
 from peers.links.arranging import Arranging
 from peers.links.calls import CALLS, Answer, answer_calls
-from peers.links.connection import Connection, greet, welcome
-from peers.links.contacts import Contact, is_local, is_loopback, own_endpoints
+from peers.links.connection import Connection, welcome
+from peers.links.contacts import Contact, is_loopback, own_endpoints
 from peers.links.credentials import Credentials
+from peers.links.dialling import Dialling
 from peers.links.link import Link, Serve
 from peers.links.listener import Listener
 from peers.links.opening import Hello, Opening, Splice
@@ -24,24 +25,20 @@ from peers.links.port_mapping import PortMapper
 from peers.links.probing import answer_probe
 from peers.links.relays import AskInfo, LinkInfo, Relays
 from peers.links.settings import LinkSettings
-from peers.links.sockets import dial
+from peers.links.sockets import raise_file_limit
 from peers.links.splicing import Splicer
 from peers.reach import Reach
-from peers.streams import Channel, RefusalError
+from peers.streams import Channel
 from peers.throttle import Throttle
-from peers.wire import Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
-DIAL_TIMEOUT = 4.0  # seconds
 HEAD_START = 0.5  # seconds that the peer with the smaller id has to dial first
 EAGER = 128  # peers with which links are made before they are needed
 RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds
-MORE = "more"  # name of the call: dial me so many connections that are mine
-
-
-class More(Value):
-    connections: int
+LINK_TIMEOUT = 15.0  # seconds that somebody waits for a link; without one there are other ways
+CALLERS = 4  # conversations in which one peer asks us things: the older ones may be dead
+UNKNOWN = 8  # connections of a peer that we know no heartbeat of. Anybody can make an identity
 
 
 @dataclass
@@ -52,7 +49,7 @@ class _Attempts:
     has_detour: bool = False
     """Whether it could be reached without a link."""
     retry_at: float = 0.0
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Future[None] | None = None
 
 
 class Links:
@@ -81,10 +78,12 @@ class Links:
         self._links: dict[str, Link] = {}
         self._contacts: dict[str, Contact] = {}
         self._attempts: dict[str, _Attempts] = {}
-        self._dialled: dict[str, str] = {}  # where a peer answered
+        self._callers: Counter[str] = Counter()
+        self._room = raise_file_limit() // 2  # connections at most: other things are files, too
         self._tasks: set[asyncio.Future[None]] = set()
         self._listener: Listener | None = None
         self.arranging = Arranging(self)
+        self.dialling = Dialling(self)
         self.splicer: Splicer | None = None
         self._mapper: PortMapper | None = None
 
@@ -93,7 +92,7 @@ class Links:
         """Accept connections from now on. Raises: LocalNetworkError when the port can't be used."""
         self._listener = Listener(hosts, settings.port, self._accept)
         if settings.relay_limit is not None:
-            self.splicer = Splicer(settings.relay_limit)
+            self.splicer = Splicer(settings.relay_limit, self._room // 4)
         if not all(map(is_loopback, hosts)):
             self._mapper = PortMapper(self._listener.port, lambda endpoint: self.on_change())
             self.start(self._mapper.run())
@@ -103,17 +102,22 @@ class Links:
             await self._listener.close()
         if self.splicer:
             await self.splicer.close()
-        for link in list(self._links.values()):
-            link.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in list(self._links.values()):
+            link.close()
 
     def start(self, work: Awaitable[None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("a task of the links failed", exc_info=error)
 
     @property
     def info(self) -> LinkInfo:
@@ -144,14 +148,21 @@ class Links:
                 self._contacts[peer] = contact
                 self._attempts.pop(peer, None) if not self._is_busy(peer) else None
         for peer in self._contacts.keys() - contacts.keys():
-            del self._contacts[peer]
+            self._forget(peer)
         if eagerly and len(self._contacts) <= EAGER:
             for peer in self._contacts:
-                if not self.is_up(peer) and now >= self._attempts.setdefault(peer, _Attempts()).retry_at:
+                if self.is_up(peer):
+                    self.start(self.dialling.complete(peer))
+                elif now >= self._attempts.setdefault(peer, _Attempts()).retry_at:
                     self._try(peer)
 
-    def contact(self, peer: str) -> Contact | None:
-        return self._contacts.get(peer)
+    def _forget(self, peer: str) -> None:
+        del self._contacts[peer]
+        self.dialling.forget(peer)
+        if not self._is_busy(peer):
+            self._attempts.pop(peer, None)
+            if not self.is_up(peer):
+                self._links.pop(peer, None)
 
     def is_up(self, peer: str) -> bool:
         return peer in self._links and self._links[peer].is_up
@@ -175,18 +186,15 @@ class Links:
         if not self.is_up(peer) and peer in self._contacts:
             attempts = self._attempts.setdefault(peer, _Attempts())
             if self._is_busy(peer) or time.monotonic() >= attempts.retry_at:
-                await asyncio.wait([self._try(peer)])
+                await asyncio.wait([self._try(peer)], timeout=LINK_TIMEOUT)
         return self._links[peer] if self.is_up(peer) else None
-
-    def conversation(self, link: Link, protocol: str) -> AbstractAsyncContextManager[Channel]:
-        return link.conversation(protocol)
 
     def drop_all(self) -> None:
         """Our network has changed: whatever was connected is not any more, and is dialled anew."""
         for link in list(self._links.values()):
             link.close()
         self._attempts = {peer: attempts for peer, attempts in self._attempts.items() if self._is_busy(peer)}
-        self._dialled.clear()
+        self.dialling.forget()
         self.arranging.look_again()
         if self._mapper:
             self._mapper.look_again()
@@ -199,9 +207,7 @@ class Links:
     def _try(self, peer: str) -> asyncio.Future[None]:
         attempts = self._attempts.setdefault(peer, _Attempts())
         if attempts.task is None or attempts.task.done():
-            attempts.task = asyncio.ensure_future(self._reach_out(peer, attempts))
-            self._tasks.add(attempts.task)
-            attempts.task.add_done_callback(self._tasks.discard)
+            attempts.task = self.start(self._reach_out(peer, attempts))
         return attempts.task
 
     async def _reach_out(self, peer: str, attempts: _Attempts) -> None:
@@ -210,7 +216,7 @@ class Links:
             await self._wait_for_link(peer, HEAD_START)
         contact = self._contacts.get(peer)
         if not self.is_up(peer) and contact is not None:
-            await self.dial_first(contact)
+            await self.dialling.dial_first(contact)
         if not self.is_up(peer) and contact is not None:
             await self.arranging.meet(contact)
         if self.is_up(peer):
@@ -227,37 +233,6 @@ class Links:
         link = self.link(peer)
         await link.wait_until_up(seconds)
 
-    async def dial_first(self, contact: Contact) -> None:
-        """Try all of a peer's endpoints at once. At the first that answers we make a connection for either side."""
-        local = self._listener is None or all(map(is_local, contact.endpoints))
-        endpoints = [one for one in contact.endpoints if local or not is_local(one)]
-        tries = {asyncio.ensure_future(self._greet(contact.peer, one, is_ours=True)): one for one in endpoints}
-        pending = set(tries)
-        try:
-            while pending and not self.is_up(contact.peer):
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for attempt in done:
-                    if connection := attempt.result():
-                        self._dialled[contact.peer] = tries[attempt]
-                        self.link(contact.peer).add(connection)
-        finally:
-            for attempt in pending:
-                attempt.cancel()
-            for result in await asyncio.gather(*pending, return_exceptions=True):
-                if isinstance(result, Connection):
-                    result.close()
-        endpoint = self._dialled.get(contact.peer)
-        if endpoint and (theirs := await self._greet(contact.peer, endpoint, is_ours=False)):
-            self.link(contact.peer).add(theirs)
-
-    async def _greet(self, peer: str, endpoint: str, is_ours: bool) -> Connection | None:
-        try:
-            sock = await dial(endpoint, DIAL_TIMEOUT)
-            return await greet(sock, self.credentials, peer, is_ours, Reach.OPEN)
-        except (OSError, RemoteProtocolError) as error:
-            logger.debug("no connection to %s at %s: %s", peer, endpoint, error)
-            return None
-
     def link(self, peer: str) -> Link:
         """Return the link with a peer, which may be down."""
         if peer not in self._links:
@@ -267,32 +242,17 @@ class Links:
 
     async def _dial_more(self, peer: str, count: int) -> None:
         """Raises: PeerUnreachableError."""
-        link, endpoint = self.link(peer), self._dialled.get(peer)
-        if link.reach is not Reach.OPEN:
-            contact = self._contacts.get(peer)
-            if contact is not None:
-                await self.arranging.meet(contact, 2 * count)
-        elif endpoint is None:
-            await link.call(MORE, pack(More(connections=count)), DIAL_TIMEOUT)
-        else:
-            for connection in await asyncio.gather(*(self._greet(peer, endpoint, True) for _ in range(count))):
-                if connection:
-                    link.add(connection)
-
-    async def dialled_more(self, peer: str, payload: bytes) -> bytes:
-        """Answer to `More`: connections for the other side, which can't dial us."""
-        count = unpack_from(peer, More, payload).connections
-        endpoint = self._dialled.get(peer)
-        if endpoint is None or not 0 < count <= 64:
-            raise RefusalError("there is no endpoint of yours that answers")
-        for connection in await asyncio.gather(*(self._greet(peer, endpoint, False) for _ in range(count))):
-            if connection:
-                self.link(peer).add(connection)
-        return b""
+        contact = self._contacts.get(peer)
+        if self.link(peer).reach is Reach.OPEN:
+            await self.dialling.dial_more(peer, count)
+        elif contact is not None:
+            await self.arranging.meet(contact, 2 * count)
 
     def _changed(self, peer: str) -> None:
         if not self.is_up(peer) and peer in self._contacts and not self._is_busy(peer):
             self._attempts.pop(peer, None)  # it was there a moment ago: try at once
+        if not self.is_up(peer) and peer not in self._contacts and not self._is_busy(peer):
+            self._links.pop(peer, None)
         self.on_change()
 
     # What comes in --------------------------------------------------------------------------------------------
@@ -300,7 +260,7 @@ class Links:
         match opening:
             case Hello():
                 connection = await welcome(sock, self.credentials, opening, Reach.OPEN)
-                self.link(connection.peer).add(connection)
+                self.add(connection)
             case Splice() if self.splicer:
                 self.splicer.arrived(sock, opening)
             case Splice():
@@ -308,8 +268,30 @@ class Links:
             case _:
                 await answer_probe(sock, opening)
 
-    async def _serve(self, protocol: str, channel: Channel) -> None:
-        if protocol == CALLS:
-            await answer_calls(channel, self._answer)
+    def add(self, connection: Connection) -> None:
+        """Use a connection that others wanted, if there is room."""
+        if self._has_room_for(connection.peer):
+            self.link(connection.peer).add(connection)
         else:
+            connection.close()
+
+    def _has_room_for(self, peer: str) -> bool:
+        """Whether one more connection of a peer is let in. Those that we know nothing of get half of all room."""
+        count = sum(link.connections for link in self._links.values())
+        if peer in self._contacts:
+            return count < self._room
+        return count < self._room // 2 and (not self.is_up(peer) or self.link(peer).connections < UNKNOWN)
+
+    async def _serve(self, protocol: str, channel: Channel) -> None:
+        if protocol != CALLS:
             await self._serve_conversation(protocol, channel)
+            return
+        if self._callers[channel.peer] >= CALLERS:
+            raise RemoteProtocolError(channel.peer, "it asks on too many connections")
+        self._callers[channel.peer] += 1
+        try:
+            await answer_calls(channel, self._answer)
+        finally:
+            self._callers[channel.peer] -= 1
+            if not self._callers[channel.peer]:
+                del self._callers[channel.peer]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address, ip_network
 
 from peers import metrics
 from peers.errors import RemoteProtocolError
@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 OPENING_TIMEOUT = 10.0  # seconds
 STRANGERS = 256  # connections at once that have not said who they are
-STRANGERS_OF_ONE_ADDRESS = 80  # a peer may widen its link to 64, and many may live behind one address
+STRANGERS_OF_ONE_NETWORK = 80  # a peer may widen its link to 64, and many may live behind one address
+PAUSE = 1.0  # seconds, when there are too many open files
 
 Accept = Callable[[socket.socket, Opening], Awaitable[None]]
 """Takes the socket over. Raises: OSError, RemoteProtocolError."""
@@ -30,23 +31,19 @@ class Listener:
         """Raises: LocalNetworkError when the port can't be used."""
         self._listeners = listen(hosts, port)
         self._accept = accept
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: Counter[str] = Counter()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], str] = {}  # the oldest first, with their networks
         self.port: int = self._listeners[0].getsockname()[1]
         for listener in self._listeners:
-            self._start(self._serve(listener))
+            self._serving.add(asyncio.create_task(self._serve(listener)))
 
     async def close(self) -> None:
-        for task in list(self._tasks):
+        tasks = [*self._serving, *self._strangers]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
-
-    def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -55,21 +52,28 @@ class Listener:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:  # too many open files, or a connection that is gone already
                 logger.warning("cannot accept a connection: %s", error)
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(PAUSE)
                 continue
-            self._start(self._welcome(sock))
+            self._let_in(sock)
+            await asyncio.sleep(0)  # whoever floods us holds nobody up
 
-    async def _welcome(self, sock: socket.socket) -> None:
+    def _let_in(self, sock: socket.socket) -> None:
         try:
             who = endpoint_of_peer(tune(sock))
         except OSError:
             sock.close()
             return
-        host, _ = parse_endpoint(who)
-        if self._strangers.total() >= STRANGERS or self._strangers[host] >= STRANGERS_OF_ONE_ADDRESS:
+        network = network_of(parse_endpoint(who)[0])
+        if list(self._strangers.values()).count(network) >= STRANGERS_OF_ONE_NETWORK:
             sock.close()
             return
-        self._strangers[host] += 1
+        if len(self._strangers) >= STRANGERS:  # the oldest has to go, so that a flood shuts nobody out
+            next(iter(self._strangers)).cancel()
+        task = asyncio.create_task(self._welcome(sock, who))
+        self._strangers[task] = network
+        task.add_done_callback(self._strangers.pop)
+
+    async def _welcome(self, sock: socket.socket, who: str) -> None:
         try:
             opening = await self._read_opening(sock, who)
             await self._accept(sock, opening)
@@ -78,10 +82,9 @@ class Listener:
             logger.debug("dropped a connection of %s: %s", who, error)
         except OSError as error:
             logger.debug("a connection of %s broke: %s", who, error)
-        finally:
-            self._strangers[host] -= 1
-            if not self._strangers[host]:
-                del self._strangers[host]
+        except Exception:
+            logger.exception("cannot welcome %s", who)
+            sock.close()
 
     async def _read_opening(self, sock: socket.socket, who: str) -> Opening:
         try:
@@ -93,3 +96,9 @@ class Listener:
         except BaseException:
             sock.close()
             raise
+
+
+def network_of(host: str) -> str:
+    """Return what one owner can take addresses from: of IPv6 the first half, which every customer gets."""
+    address = ip_address(host)
+    return host if address.version == 4 else str(ip_network((address, 64), strict=False))

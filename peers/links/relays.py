@@ -32,8 +32,8 @@ class Relay:
     peer: str
     address: str
     endpoint: str | None = None
-    seen: tuple[str, ...] = ()
-    """Endpoints at which it could dial our data port."""
+    seen: tuple[str, ...] | None = None
+    """Endpoints at which it could dial our data port; None: it has not been asked, or has not answered."""
 
 
 AskInfo = Callable[[str, str], Awaitable[LinkInfo]]
@@ -41,7 +41,10 @@ AskInfo = Callable[[str, str], Awaitable[LinkInfo]]
 
 
 class Relays:
-    """Nodes by peer id: those of the invite, and others that peers are introduced by."""
+    """Nodes by multiaddr: those of the invite, and others that peers are introduced by.
+
+    Anybody can name a node of any id at any address, so a node's addresses have nothing to do with each other.
+    """
 
     def __init__(self, ask: AskInfo) -> None:
         self._ask = ask
@@ -49,15 +52,14 @@ class Relays:
 
     async def find(self, address: str) -> Relay | None:
         """Return the node at a multiaddr, with its data port; None when it does not answer, or has none."""
-        peer = address.rstrip("/").rpartition("/")[2]
-        relay = self._known.get(peer)
+        relay = self._known.get(address)
         if relay is None:
             if len(self._known) >= KNOWN:
-                return None
-            relay = self._known[peer] = Relay(peer, address)
+                del self._known[next(iter(self._known))]
+            relay = self._known[address] = Relay(address.rstrip("/").rpartition("/")[2], address)
         if relay.endpoint is None:
             try:
-                info = await self._ask(peer, address)
+                info = await self._ask(relay.peer, address)
             except (PeerUnreachableError, RemoteProtocolError) as error:
                 logger.debug("%s says nothing of its data port: %s", address, error)
                 return None
@@ -66,9 +68,9 @@ class Relays:
                 relay.endpoint = endpoint_of(host, info.port)
         return relay if relay.endpoint else None
 
-    def forget(self, peer: str) -> None:
-        """It was not there: ask it again next time."""
-        self._known.pop(peer, None)
+    def forget(self, relay: Relay) -> None:
+        """Ask it again next time: it was not there."""
+        self._known.pop(relay.address, None)
 
     async def look_at_us(self, relay: Relay, port: int) -> None:
         """Find out whether the node can dial our data port."""

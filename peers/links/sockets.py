@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from peers.errors import LocalNetworkError
 
 CONGESTION_CONTROL = b"bbr"  # loss does not make it give up the link; the kernel says whether we may have it
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3  # seconds, seconds: NATs keep what is used
-SILENCE_MS = 20_000  # after which what was sent and not confirmed ends a connection
+SILENCE_MS = 40_000  # after which what was sent and not taken ends a connection; streams give up before
 BACKLOG = 512
-CALLERS = (socket.AF_INET, socket.AF_INET6)
+FILES = 1 << 16  # that this process wants to have open at most
+NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # an address of a kind that this machine does not have
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -35,18 +38,37 @@ def endpoint_of_peer(sock: socket.socket) -> str:
     return endpoint_of(host.partition("%")[0], port)
 
 
+def host_of_peer(sock: socket.socket) -> str:
+    """Return the address of the other end of a connection. Raises: OSError."""
+    return parse_endpoint(endpoint_of_peer(sock))[0]
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as the system allows it to. Returns how many; a connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return FILES if soft == resource.RLIM_INFINITY else soft
+
+
 def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Listen on one port of all these addresses. Raises: LocalNetworkError."""
+    """Listen on one port of all these addresses that this machine has. Raises: LocalNetworkError."""
     listeners: list[socket.socket] = []
+    failure = OSError("there is no address to listen at")
     try:
         for host in dict.fromkeys(hosts):
-            listener = _new_socket(host)
-            listeners.append(listener)
-            if listener.family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind((host, port))
-            port = listener.getsockname()[1]
-            listener.listen(BACKLOG)
+            try:
+                listeners.append(_listen(host, port))
+            except OSError as error:
+                if error.errno not in NOT_HERE:
+                    raise
+                failure = error
+                continue
+            port = listeners[-1].getsockname()[1]
+        if not listeners:
+            raise failure
     except (OSError, OverflowError) as error:
         for listener in listeners:
             listener.close()
@@ -58,29 +80,61 @@ def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
     return listeners
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    listener = _new_socket(_family_of(host))
+    try:
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
 async def dial(endpoint: str, timeout: float, local_port: int = 0) -> socket.socket:
-    """Connect to an endpoint. `local_port` is the port that the connection comes from; 0: any.
+    """Connect to an endpoint, whose host may be a name. `local_port` is the port that we dial from; 0: any.
 
     Raises: OSError, also when nobody answers in time.
     """
     host, port = parse_endpoint(endpoint)
-    sock = _new_socket(host)
+    failure = OSError(f"{host} has no address")
+    try:
+        async with asyncio.timeout(timeout):
+            for family, address in await _resolve(host, port):
+                try:
+                    return await _connect(family, address, local_port)
+                except OSError as error:
+                    failure = error
+    except (TimeoutError, OverflowError, UnicodeError) as error:
+        raise OSError(f"no answer from {endpoint}") from error
+    raise failure
+
+
+async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
+    """Return the addresses of a host, best first. Raises: OSError, OverflowError, UnicodeError."""
+    if ":" in host or host.replace(".", "").isdigit():
+        return [(_family_of(host), (host, port))]
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in found]
+
+
+async def _connect(family: int, address: Any, local_port: int) -> socket.socket:
+    sock = _new_socket(family)
     try:
         if local_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             sock.bind(("", local_port))
-        async with asyncio.timeout(timeout):
-            await asyncio.get_running_loop().sock_connect(sock, (host, port))
-    except BaseException as error:
+        await asyncio.get_running_loop().sock_connect(sock, address)
+        return tune(sock)
+    except BaseException:
         sock.close()
-        if isinstance(error, TimeoutError | OverflowError):
-            raise OSError(f"no answer from {endpoint}") from error
         raise
-    return tune(sock)
 
 
 def tune(sock: socket.socket) -> socket.socket:
-    """Set a connection's options. Those that the kernel lacks are done without."""
+    """Set a connection's options. Those that the kernel lacks are done without. Raises: OSError when it is gone."""
     sock.setblocking(False)
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -96,8 +150,11 @@ def tune(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def _new_socket(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _family_of(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _new_socket(family: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,20 +6,20 @@ import asyncio
 import logging
 import secrets
 import socket
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from peers import metrics
 from peers.links.opening import TOKEN_BYTES, Splice
-from peers.streams import RefusalError
 from peers.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
 TOKEN_LIFETIME = 30.0  # seconds in which both must have come
 TOKENS = 1024  # that are waited for at once
-CONNECTIONS = 1024  # that are spliced at once
+TOKENS_OF_ONE_PEER = 128  # as many as a newcomer meets others at once
+JOINED_OF_ONE_TOKEN = 16
+CONNECTIONS = 1024  # that are joined, or wait for it, at once
 PIECE = 1 << 17  # bytes
 
 
@@ -27,55 +27,65 @@ PIECE = 1 << 17  # bytes
 class _Meeting:
     """Two peers that were told to come; of each pair of connections the one that came first waits here."""
 
-    until: float
+    asker: str
     waiting: dict[int, socket.socket] = field(default_factory=dict)
+    joined: int = 0
 
 
 class Splicer:
     """A node's relaying. `limit` is in bytes a second, over all."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, connections: int = CONNECTIONS) -> None:
         self._throttle = Throttle(limit)
+        self._connections = min(connections, CONNECTIONS)
         self._meetings: dict[bytes, _Meeting] = {}
         self._pumps: set[asyncio.Task[None]] = set()
 
-    def expect(self) -> bytes:
-        """Return the token with which two peers' connections find each other. Raises: RefusalError."""
-        self._forget()
-        if len(self._meetings) >= TOKENS or len(self._pumps) >= CONNECTIONS:
-            raise RefusalError("this relay carries as much as it can")
+    def expect(self, asker: str) -> bytes | None:
+        """Return the token with which two peers' connections find each other; None when there is no room for them."""
+        of_asker = sum(meeting.asker == asker for meeting in self._meetings.values())
+        if len(self._meetings) >= TOKENS or of_asker >= TOKENS_OF_ONE_PEER or self._load >= self._connections:
+            logger.info("this relay carries as much as it can")
+            return None
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._meetings[token] = _Meeting(time.monotonic() + TOKEN_LIFETIME)
+        self._meetings[token] = _Meeting(asker)
+        asyncio.get_running_loop().call_later(TOKEN_LIFETIME, self.cancel, token)
         return token
+
+    def cancel(self, token: bytes) -> None:
+        """Wait for nobody with this token any more."""
+        meeting = self._meetings.pop(token, None)
+        for sock in meeting.waiting.values() if meeting else ():
+            sock.close()
 
     def arrived(self, sock: socket.socket, opening: Splice) -> None:
         """Join this connection with the other one that names the same, when that is here. Takes the socket over."""
-        self._forget()
         meeting = self._meetings.get(opening.token)
-        if meeting is None:
+        if meeting is None or meeting.joined >= JOINED_OF_ONE_TOKEN:
             sock.close()
             return
         other = meeting.waiting.pop(opening.number, None)
-        if other is None:
+        if other is not None:
+            meeting.joined += 1
+            pump = asyncio.create_task(self._join(sock, other))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+        elif self._load < self._connections:
             meeting.waiting[opening.number] = sock
-            return
-        pump = asyncio.create_task(self._join(sock, other))
-        self._pumps.add(pump)
-        pump.add_done_callback(self._pumps.discard)
+        else:
+            sock.close()
+
+    @property
+    def _load(self) -> int:
+        return len(self._pumps) + sum(len(meeting.waiting) for meeting in self._meetings.values())
 
     async def close(self) -> None:
-        for pump in self._pumps:
+        for token in list(self._meetings):
+            self.cancel(token)
+        pumps = list(self._pumps)
+        for pump in pumps:
             pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-        for meeting in self._meetings.values():
-            meeting.until = 0.0
-        self._forget()
-
-    def _forget(self) -> None:
-        now = time.monotonic()
-        for token in [token for token, meeting in self._meetings.items() if meeting.until < now]:
-            for sock in self._meetings.pop(token).waiting.values():
-                sock.close()
+        await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _join(self, one: socket.socket, other: socket.socket) -> None:
         metrics.RELAYED_CONNECTIONS.inc()
@@ -91,7 +101,7 @@ class Splicer:
             metrics.RELAYED_CONNECTIONS.dec()
 
     async def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        loop, piece = asyncio.get_running_loop(), memoryview(bytearray(PIECE))
+        loop, piece = asyncio.get_running_loop(), memoryview(bytearray(min(PIECE, self._throttle.piece)))
         with suppress(OSError):
             while count := await loop.sock_recv_into(source, piece):
                 await self._throttle.take(count)
