@@ -20,7 +20,7 @@ from peers.hivemind_daemon import Daemon
 from peers.hivemind_node import NETWORK_ERRORS, HivemindNode, to_peer_id
 from peers.identity import Identity
 from peers.links.arranging import INTRODUCE, MEET
-from peers.links.contacts import contacts_of, host_of
+from peers.links.contacts import contacts_of, host_of, open_volunteers
 from peers.links.dialling import MORE
 from peers.links.links import Links
 from peers.links.relays import LINK_INFO, LinkInfo
@@ -116,8 +116,7 @@ class HivemindTransport(HivemindNode):
         await self.on_call(INTRODUCE, links.arranging.on_introduce)
         await self.on_call(MEET, links.arranging.on_meet)
         await self.on_call(HEARTBEAT, self._hear)
-        if initial_peers:
-            links.use_relays(initial_peers)
+        links.use_relays(initial_peers)
 
     def cap(self, caps: Caps) -> None:
         """Let all streams together use no more than this of the link."""
@@ -155,6 +154,7 @@ class HivemindTransport(HivemindNode):
         found = await super().heartbeats(run_id)
         if self._links:
             self._links.observe(contacts_of(found), self._is_eager)
+            self._links.arranging.volunteers = open_volunteers(found, self.peer_id)
         return found
 
     async def spread(self, heartbeat: bytes) -> None:

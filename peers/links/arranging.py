@@ -34,6 +34,8 @@ class Arranging:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._ours: dict[str, Relay] = {}  # by address: a node may have several
+        self.volunteers: tuple[str, ...] = ()
+        """Multiaddrs of volunteers that can introduce us, too: bootstrap nodes come and go."""
         self._changed = asyncio.Event()
         self._meetings: dict[str, asyncio.Future[None]] = {}
 
@@ -56,7 +58,7 @@ class Arranging:
         """Keep a link with each of these nodes, and know how they see us."""
         while True:
             self._changed.clear()
-            looks = (self._greet_node(address) for address in addresses)
+            looks = (self._greet_node(address) for address in dict.fromkeys((*addresses, *self.volunteers)))
             for outcome in await asyncio.gather(*looks, return_exceptions=True):
                 if isinstance(outcome, Exception):
                     logger.error("a look at a relay failed", exc_info=outcome)

@@ -9,6 +9,8 @@ from ipaddress import ip_address
 from peers.heartbeat import Heartbeat, PeerState
 from peers.links.sockets import endpoint_of, parse_endpoint
 
+INTRODUCING_VOLUNTEERS = 2  # that a peer keeps links with for that, besides the invite's nodes
+
 
 @dataclass(frozen=True)
 class Contact:
@@ -26,6 +28,22 @@ def contacts_of(heartbeats: Iterable[Heartbeat]) -> dict[str, Contact]:
         for beat in heartbeats
         if beat.state is not PeerState.LEAVING and (beat.endpoints or beat.relays)
     }
+
+
+def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]:
+    """Return multiaddrs of volunteers with public addresses, which introduce others where no bootstrap node does.
+
+    The same few for everybody, so that any two peers have one in common.
+    """
+    chosen = []
+    for beat in sorted(heartbeats, key=lambda beat: beat.peer):
+        is_open = any(not _is_private(parse_endpoint(endpoint)[0]) for endpoint in beat.endpoints)
+        public = [
+            one for one in beat.addresses if "/p2p-circuit" not in one and (host := host_of(one)) and is_public(host)
+        ]
+        if is_open and public and beat.peer != me and beat.state is not PeerState.LEAVING:
+            chosen.append(public[0])
+    return tuple(chosen[:INTRODUCING_VOLUNTEERS])
 
 
 def host_of(address: str) -> str | None:
@@ -59,6 +77,11 @@ def is_local(endpoint: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     return host == "localhost" or (_is_numeric(host) and ip_address(host).is_loopback)
+
+
+def is_public(host: str) -> bool:
+    """Whether a host is an IP address of the internet's."""
+    return _is_numeric(host) and not _is_private(host)
 
 
 def _is_private(host: str) -> bool:
