@@ -160,15 +160,14 @@ async def gone(processes: set[int], seconds: float) -> set[int]:
 
 def _parents() -> list[tuple[int, int]]:
     """Return every process that lives, with its parent."""
-    return [(process, int(stat[PARENT])) for process, stat in _stats().items() if stat[STATE] != "Z"]
+    return [(process, int(stat[PARENT])) for process, stat in _stats().items() if stat[STATE] != b"Z"]
 
 
-def _stats() -> dict[int, list[str]]:
-    """Return what `/proc/PID/stat` says of each process, from its state on."""
+def _stats() -> dict[int, list[bytes]]:
+    """Return what `/proc/PID/stat` says of each process, from its state on. Peers in a round wait for it."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            found[int(folder.name)] = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended meanwhile
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", "rb", buffering=0) as file:
+                found[int(name)] = file.read().rpartition(b")")[2].split()
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from opendiloco._kernels import ffi, lib
 
@@ -28,13 +29,19 @@ class Format:
         return -(-values // self.block_values)
 
     def payload_size(self, values: int) -> int:
-        """The bytes that so many values take."""
-        return lib.diloco_payload_size(self.index, values)
+        """Return the bytes that so many values take."""
+        return _payload_size(self.index, values)
 
     def byte_range(self, first_block: int, last_block: int, values: int) -> tuple[int, int]:
         """Where blocks [first_block, last_block) lie in a payload of so many values: bytes [start, stop)."""
         size = self.payload_size(values)
         return min(first_block * self.block_bytes, size), min(last_block * self.block_bytes, size)
+
+
+@lru_cache
+def _payload_size(index: int, values: int) -> int:
+    """Ask C only once: a call gives the interpreter's lock away, and in a busy process waits long to have it back."""
+    return lib.diloco_payload_size(index, values)
 
 
 def _format(index: int) -> Format:

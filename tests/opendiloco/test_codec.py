@@ -35,6 +35,14 @@ def test_parts_averaged_apart_are_the_whole_averaged_at_once(owners: int, format
     assert b"".join(parts) == whole
 
 
+def test_an_average_is_made_where_it_is_wanted() -> None:
+    codec = BlockCodec(INT8, VALUES)
+    blocks = [(payload, 10) for payload in contributions(codec, 2)]
+    out = memoryview(bytearray(len(blocks[0][0])))
+    assert codec.average(blocks, 0, out).obj is out.obj
+    assert out == codec.average(blocks, 0)
+
+
 def test_blocks_of_a_part_are_checked_with_its_own_length() -> None:
     codec = BlockCodec(INT8, VALUES)
     [payload] = contributions(codec, 1)
