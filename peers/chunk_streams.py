@@ -9,7 +9,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from peers.streams import FRAMES_UNDER_WAY, Buffer, Channel, RefusalError
+from peers.streams import (
+    FRAMES_UNDER_WAY,
+    Buffer,
+    Channel,
+    PeerRefusedError,
+    PeerUnreachableError,
+    RefusalError,
+)
 
 Item = TypeVar("Item")
 
@@ -41,10 +48,11 @@ class ChunkSender(Generic[Item]):
     ) -> None:
         """Send what `following` gives until that is None, and wait until all of it is answered.
 
-        Raises: PeerRefusedError, and whatever breaks the stream.
+        The first frames follow the header at once: on a long link, waiting for a yes would cost as much as they do.
+
+        Raises: PeerUnreachableError when the other side says no, and whatever breaks the stream.
         """
         await self._channel.send_prelude(header, 0)
-        await self._channel.read_verdict()
         reading = asyncio.create_task(self._read_answers(answered))
         writing = asyncio.create_task(self._write(following))
         try:
@@ -71,6 +79,10 @@ class ChunkSender(Generic[Item]):
             self._written.release()
 
     async def _read_answers(self, answered: Callable[[Item, bool], None]) -> None:
+        try:
+            await self._channel.read_verdict()
+        except PeerRefusedError as error:  # frames are under way: the connection is of no more use
+            raise PeerUnreachableError(error.peer, error.reason) from error
         while True:
             await self._written.acquire()
             if self._is_finished and not self.pending:

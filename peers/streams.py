@@ -1,10 +1,10 @@
 """Bulk data on a byte stream between two peers: framing, permission before data, confirmation after it.
 
-A stream starts with a prelude (magic, version, header length, data length) and the header. The other side answers with
-a verdict before any data moves, so that nothing is allocated for data that nobody asked for:
+A stream starts with a prelude (magic, version, header length, data length) and the header. The other side reads no data
+before it has answered with a verdict, so that nothing is allocated for data that nobody asked for:
 
     pull     prelude header ──►   ◄── verdict, prelude header data   digest ──►
-    chunks   prelude header ──►   ◄── verdict   frame header data, frame header data … ──►   ◄── verdict, verdict …
+    chunks   prelude header, frame header data, frame header data … ──►   ◄── verdict, then one for each frame
 
 What was pulled is confirmed with its BLAKE3 digest, each frame with a verdict, and whoever sent the last bytes waits
 for the other side to close: libp2p's daemon may lose the tail of a stream that is closed right after it was written.
@@ -36,7 +36,7 @@ HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's las
 FRAME = struct.Struct(">IQ")  # header length, data length
 LAST_FRAME = 0xFFFFFFFF  # in place of a header's length: no frame follows
 FRAME_HEADER_LIMIT = 1 << 17  # bytes; who is absent from a chunk, of 1,000 peers
-FRAMES_UNDER_WAY = 8  # sent and not confirmed, on one stream
+FRAMES_UNDER_WAY = 3  # sent and not confirmed, on one stream: more would leave one stream's share for the end
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
 REASON_BYTES = 500

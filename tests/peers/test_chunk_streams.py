@@ -22,6 +22,7 @@ from peers.streams import (
     STALL_TIMEOUT,
     Channel,
     PeerRefusedError,
+    PeerUnreachableError,
     RefusalError,
 )
 from peers.throttle import PIECE, Throttle
@@ -130,7 +131,7 @@ def test_frames_answered_no_are_told_apart() -> None:
     assert outbox.answers == [(0, True), (1, False), (2, True), (3, False), (4, True)]
 
 
-def test_refused_stream_moves_no_data() -> None:
+def test_a_refused_streams_data_is_not_read() -> None:
     outbox = Outbox([bytes(1 << 24)])
 
     class Busy(Inbox):
@@ -139,7 +140,8 @@ def test_refused_stream_moves_no_data() -> None:
 
     inbox = Busy()
     refused, receiver = exchange(outbox, inbox.receive)
-    assert isinstance(refused, PeerRefusedError)
+    assert isinstance(refused, PeerUnreachableError)
+    assert not isinstance(refused, PeerRefusedError), "the connection has frames on it that nobody reads"
     assert refused.reason == "not now"
     assert receiver is None
     assert (outbox.given, inbox.received) == (0, [])
