@@ -112,8 +112,7 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
     try:
         arrivals = await admit(channel.peer, header)
     except RefusalError as refusal:
-        await channel.refuse(str(refusal))
-        return
+        await channel.refuse_all(str(refusal))
     await channel.accept()
     while frame := await channel.read_frame_header():
         await channel.read_frame_data(arrivals.expect(*frame))

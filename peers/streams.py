@@ -42,6 +42,7 @@ REASON_LENGTH = struct.Struct(">H")
 REASON_BYTES = 500
 STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts as gone
 ANSWER_TIMEOUT = 600.0  # seconds: all that is under way to a slow peer must first arrive; the dead are seen otherwise
+DISCARDED_AT_ONCE = 1 << 16  # bytes
 CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
 
 
@@ -111,10 +112,26 @@ class Channel:
 
     async def refuse(self, reason: str) -> None:
         """Say no. The last bytes that we send."""
+        await self._say_no(reason)
+        await self.wait_closed()
+
+    async def _say_no(self, reason: str) -> None:
         text = reason.encode(errors="replace")[:REASON_BYTES]
         self._writer.write(REFUSED + REASON_LENGTH.pack(len(text)) + text)
         await self._flush()
-        await self.wait_closed()
+
+    async def refuse_all(self, reason: str) -> None:
+        """Say no to a stream whose data comes all the same. Nothing else can follow on its connection.
+
+        Raises: EOFError, when the other side has closed it, or has had the time to.
+        """
+        await self._say_no(reason)
+        nowhere = memoryview(bytearray(DISCARDED_AT_ONCE))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                while not self._reads.has_ended:
+                    await self._reads.fill(nowhere, None)
+        raise EOFError("a refused stream is over")
 
     async def read_verdict(self) -> None:
         """Raises: PeerRefusedError."""
