@@ -35,7 +35,7 @@ from peers.workload import CompanionState, InnerLoop, Progress, Trained
 from tests.swarm.vector_workload import VectorWorkload
 
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
-VALUES = 1 << 20
+VALUES = 1 << 22
 CHUNKS = StateChunking(8 * VALUES).count
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=5.0, grace=10.0, round_timeout=20.0, partition_grace=100.0, resend=0.2, leave=5.0
@@ -47,6 +47,7 @@ SETTINGS = RunSettings(
 COMPANION_CHUNKS = 3
 DYING_RATE = 1e6  # bytes a second, of who is to die while it sends: a chunk takes a second
 DYING_SECONDS = 0.3
+TURNS = 100  # of the event loop, in which what has arrived is written, and nothing else happens
 
 
 class StillWorkload(VectorWorkload):
@@ -176,14 +177,22 @@ async def give_and_die(identity: Identity, contact: str) -> None:
 async def fetch_and_die(identity: Identity, contact: str, downloads: Path, chunks: int) -> None:
     transport = await WatchedTransport.create(identity, [contact], LOCAL)
 
+    dying = list[asyncio.Task[None]]()
+
     async def tell(donor: str, chunk: int) -> None:
+        """Of so many chunks; no other ever arrives."""
+        if transport.given.total() > chunks:
+            await asyncio.Event().wait()
         say("fetched", chunk=chunk)
+        if transport.given.total() == chunks:
+            dying.append(asyncio.create_task(die_once_all_is_written()))
 
-    async def die_in_time(donor: str) -> None:
-        if transport.given.total() >= chunks:
-            die()
+    async def die_once_all_is_written() -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        die()
 
-    transport.before_each, transport.after_each = die_in_time, tell
+    transport.after_each = tell
     await drive(still_driver(identity, transport, FolderStorage(downloads, lambda: 1 << 40)), identity, transport)
 
 

@@ -13,20 +13,21 @@ import pytest
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import SECONDS, Site
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     site = Site(tmp_path)
-    site.write_run(str(write_corpus(tmp_path / "corpus")), inner_steps=100)
+    site.write_run(str(write_corpus(tmp_path / "corpus")), outer_steps=30, inner_steps=100)
     yield site
     site.assert_nothing_is_left()
 
 
 def test_from_start_to_end(site: Site) -> None:
-    with site.start("demo", "--plain", "--peers", "2", "--minutes", "1", "--run", "run.toml", "--out", "demo") as demo:
-        shown = demo.finish(60 + 2 * SECONDS)  # the minute, and what comes after it
+    """It ends with the run, within a minute; three are for a machine that is doing much else."""
+    with site.start("demo", "--plain", "--peers", "2", "--minutes", "3", "--run", "run.toml", "--out", "demo") as demo:
+        shown = demo.finish(180 + SECONDS)
     assert shown.code == 0, shown.out + shown.err
     assert "was killed (SIGKILL)" in shown.out
     assert "volunteer 3 has taken over the state after outer step" in shown.out
