@@ -27,7 +27,9 @@ async def echo(sender: str, name: str, payload: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def asking(other: Callable[[Channel], Awaitable[None]]) -> AsyncIterator[tuple[Caller, Channel, asyncio.Task[None]]]:
+async def asking(
+    other: Callable[[Channel], Awaitable[None]],
+) -> AsyncIterator[tuple[Caller, Channel, asyncio.Task[None]]]:
     """A caller, its channel, and what becomes of the other end."""
     left, right = await channels()
     answering = asyncio.ensure_future(other(right))

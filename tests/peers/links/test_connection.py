@@ -65,7 +65,9 @@ def test_garbage_instead_of_a_handshake_is_an_error(garbage: bytes, greets: bool
     async def scenario() -> None:
         near, far = socket_pair()
         hello = Hello(to=LEFT.peer_id, certificate=RIGHT.certificate, is_yours=True)
-        begins = greet(near, LEFT, RIGHT.peer_id, True, Reach.OPEN) if greets else welcome(near, LEFT, hello, Reach.OPEN)
+        begins = (
+            greet(near, LEFT, RIGHT.peer_id, True, Reach.OPEN) if greets else welcome(near, LEFT, hello, Reach.OPEN)
+        )
         await asyncio.get_running_loop().sock_sendall(far, garbage)
         far.shutdown(1)
         with pytest.raises((OSError, RemoteProtocolError)):

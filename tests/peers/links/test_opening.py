@@ -72,8 +72,12 @@ def test_garbage_in_the_body_is_an_error(kind: int, body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "start",
-    [(b"HTTP", VERSION, 0, 0), (MAGIC, VERSION + 1, 0, 0), (MAGIC, VERSION, len(KINDS), 0)]
-    + [(MAGIC, VERSION, 0, BODY_BYTES + 1)],
+    [
+        (b"HTTP", VERSION, 0, 0),
+        (MAGIC, VERSION + 1, 0, 0),
+        (MAGIC, VERSION, len(KINDS), 0),
+        (MAGIC, VERSION, 0, BODY_BYTES + 1),
+    ],
     ids=["magic", "version", "kind", "length"],
 )
 def test_the_start_is_checked_field_by_field(start: tuple[bytes, int, int, int]) -> None:
