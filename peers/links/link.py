@@ -153,7 +153,13 @@ class Link:
         """
         name = protocol.encode()
         opening = bytes([len(name)]) + name
-        connection, is_over = await self._take(), False
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT):
+                if protocol != CALLS:  # messages have the first connection: it may take some to get another
+                    await self._calls()
+                connection, is_over = await self._take(), False
+        except TimeoutError:
+            raise PeerUnreachableError(self.peer, "no connection in time") from None
         channel = self._channel(connection, protocol)
         try:
             connection.writer.write(opening)
@@ -177,19 +183,16 @@ class Link:
     async def _take(self) -> Connection:
         self._wanted += 1
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT):
-                while (connection := self._take_idle()) is None:
-                    if not self.is_up:
-                        raise PeerUnreachableError(self.peer, "the link is down")
-                    changed = self._changed
-                    missing = min(self._wanted, CONNECTIONS - self.ours) - self._dialling
-                    if missing > 0:
-                        self._dialling += missing
-                        self._start(self._dial(missing))
-                    await changed.wait()
-                return connection
-        except TimeoutError:
-            raise PeerUnreachableError(self.peer, "no connection in time") from None
+            while (connection := self._take_idle()) is None:
+                if not self.is_up:
+                    raise PeerUnreachableError(self.peer, "the link is down")
+                changed = self._changed
+                missing = min(self._wanted, CONNECTIONS - self.ours) - self._dialling
+                if missing > 0:
+                    self._dialling += missing
+                    self._start(self._dial(missing))
+                await changed.wait()
+            return connection
         finally:
             self._wanted -= 1
 
@@ -208,8 +211,10 @@ class Link:
                 await self._dial_more(count)
             except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
                 logger.debug("no more connections with %s: %r", self.peer, error)
-            if self.is_up and self.ours <= had:
-                await asyncio.sleep(DIAL_PAUSE)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DIAL_PAUSE):
+                    while self.is_up and self.ours <= had:
+                        await self._changed.wait()
         finally:
             self._dialling -= count
             self._notify()
@@ -238,7 +243,9 @@ class Link:
                 caller = Caller(channel)
                 opened.set_result(caller)
                 await caller.run()
-        except (OSError, EOFError, TimeoutError, RemoteProtocolError, PeerUnreachableError) as error:
+        except PeerUnreachableError as error:
+            failure = error
+        except (OSError, EOFError, TimeoutError, RemoteProtocolError) as error:
             failure = PeerUnreachableError(self.peer, str(error) or type(error).__name__)
         finally:
             self._caller = None

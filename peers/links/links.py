@@ -71,6 +71,7 @@ class Links:
         self.credentials = Credentials(identity)
         self.relays = Relays(ask_info)
         self.on_change: Callable[[], None] = lambda: None
+        self.clock = time.monotonic
         self._serve_conversation = serve
         self._is_there = is_there
         self._answer = answer
@@ -142,13 +143,14 @@ class Links:
     # Who there is ---------------------------------------------------------------------------------------------
     def observe(self, contacts: Mapping[str, Contact], eagerly: bool) -> None:
         """Know these peers, and `eagerly` make links with them."""
-        now = time.monotonic()
+        now = self.clock()
         for peer, contact in contacts.items():
             if peer != self.me and contact != self._contacts.get(peer):
                 self._contacts[peer] = contact
                 self._attempts.pop(peer, None) if not self._is_busy(peer) else None
         for peer in self._contacts.keys() - contacts.keys():
-            self._forget(peer)
+            del self._contacts[peer]
+            self._tidy(peer)
         if eagerly and len(self._contacts) <= EAGER:
             for peer in self._contacts:
                 if self.is_up(peer):
@@ -156,13 +158,12 @@ class Links:
                 elif now >= self._attempts.setdefault(peer, _Attempts()).retry_at:
                     self._try(peer)
 
-    def _forget(self, peer: str) -> None:
-        del self._contacts[peer]
-        self.dialling.forget(peer)
-        if not self._is_busy(peer):
+    def _tidy(self, peer: str) -> None:
+        """Keep nothing of a peer that nobody speaks of any more and that is not connected."""
+        if peer not in self._contacts and not self.is_up(peer) and not self._is_busy(peer):
             self._attempts.pop(peer, None)
-            if not self.is_up(peer):
-                self._links.pop(peer, None)
+            self._links.pop(peer, None)
+            self.dialling.forget(peer)
 
     def is_up(self, peer: str) -> bool:
         return peer in self._links and self._links[peer].is_up
@@ -185,7 +186,7 @@ class Links:
         """Return the link with a peer, made now if it is not there; None where there is no way."""
         if not self.is_up(peer) and peer in self._contacts:
             attempts = self._attempts.setdefault(peer, _Attempts())
-            if self._is_busy(peer) or time.monotonic() >= attempts.retry_at:
+            if self._is_busy(peer) or self.clock() >= attempts.retry_at:
                 await asyncio.wait([self._try(peer)], timeout=LINK_TIMEOUT)
         return self._links[peer] if self.is_up(peer) else None
 
@@ -208,6 +209,7 @@ class Links:
         attempts = self._attempts.setdefault(peer, _Attempts())
         if attempts.task is None or attempts.task.done():
             attempts.task = self.start(self._reach_out(peer, attempts))
+            attempts.task.add_done_callback(lambda _: self._tidy(peer))
         return attempts.task
 
     async def _reach_out(self, peer: str, attempts: _Attempts) -> None:
@@ -225,7 +227,7 @@ class Links:
             pause = min(RETRY_LAST, RETRY_FIRST * 2**attempts.failures)
             attempts.has_detour = await self._is_there(peer)
             attempts.failures += 1
-            attempts.retry_at = time.monotonic() + pause
+            attempts.retry_at = self.clock() + pause
             self.on_change()
 
     async def _wait_for_link(self, peer: str, seconds: float) -> None:
@@ -251,8 +253,7 @@ class Links:
     def _changed(self, peer: str) -> None:
         if not self.is_up(peer) and peer in self._contacts and not self._is_busy(peer):
             self._attempts.pop(peer, None)  # it was there a moment ago: try at once
-        if not self.is_up(peer) and peer not in self._contacts and not self._is_busy(peer):
-            self._links.pop(peer, None)
+        self._tidy(peer)
         self.on_change()
 
     # What comes in --------------------------------------------------------------------------------------------

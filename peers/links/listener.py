@@ -31,31 +31,39 @@ class Listener:
         """Raises: LocalNetworkError when the port can't be used."""
         self._listeners = listen(hosts, port)
         self._accept = accept
-        self._serving: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], str] = {}  # the oldest first, with their networks
+        self._is_closed = False
         self.port: int = self._listeners[0].getsockname()[1]
         for listener in self._listeners:
-            self._serving.add(asyncio.create_task(self._serve(listener)))
+            self._watch(listener)
 
     async def close(self) -> None:
-        tasks = [*self._serving, *self._strangers]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for listener in self._listeners:
+        self._is_closed = True
+        while self._listeners:
+            listener = self._listeners.pop()
+            asyncio.get_running_loop().remove_reader(listener)
             listener.close()
+        strangers = list(self._strangers)
+        for task in strangers:
+            task.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
 
-    async def _serve(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # too many open files, or a connection that is gone already
-                logger.warning("cannot accept a connection: %s", error)
-                await asyncio.sleep(PAUSE)
-                continue
-            self._let_in(sock)
-            await asyncio.sleep(0)  # whoever floods us holds nobody up
+    def _watch(self, listener: socket.socket) -> None:
+        # Not by sock_accept: what that has accepted in the moment when it is cancelled stays open.
+        if not self._is_closed:
+            asyncio.get_running_loop().add_reader(listener, self._accept_one, listener)
+
+    def _accept_one(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it is gone already
+            return
+        except OSError as error:  # too many open files
+            logger.warning("cannot accept a connection: %s", error)
+            asyncio.get_running_loop().remove_reader(listener)
+            asyncio.get_running_loop().call_later(PAUSE, self._watch, listener)
+            return
+        self._let_in(sock)
 
     def _let_in(self, sock: socket.socket) -> None:
         try:
