@@ -32,6 +32,7 @@ from peers.hivemind_daemon import (
 from peers.hivemind_presence import Presence
 from peers.hivemind_storage import bounded
 from peers.identity import Identity
+from peers.links.network_watch import NetworkWatch
 from peers.manifest import SignedManifest
 from peers.own_network import is_behind_nat
 from peers.records import CLOCK_TOLERANCE, heartbeats_key, manifest_key, record_is_valid
@@ -80,7 +81,7 @@ class HivemindNode:
         self._node = node
         self._newest: dict[tuple[str, str], Heartbeat] = {}
         self._published = 0
-        self._presence: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.peer_id = str(daemon.peer_id)
         self.addresses = addresses
         self.on_move: Callable[[], None] = lambda: None
@@ -135,16 +136,18 @@ class HivemindNode:
             if isinstance(error, HIVEMIND.protocol.ValidationError):
                 raise _not_admitted(str(error)) from error
             raise
-        presence = Presence(transport, daemon, node, initial_peers, remembered, is_settled=not waits or client_mode)
-        transport._presence = asyncio.create_task(presence.keep())
+        presence = Presence(transport, daemon, node, initial_peers, remembered, may_serve=waits and not client_mode)
+        transport._tasks = [asyncio.create_task(presence.keep())]
+        if position is not Position.LOCAL:
+            transport._tasks.append(asyncio.create_task(NetworkWatch(presence.network_changed).run()))
         return transport
 
     async def close(self) -> None:
         """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
         try:
-            if self._presence is not None:
-                self._presence.cancel()
-                await asyncio.gather(self._presence, return_exceptions=True)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._daemon._child.returncode is None:  # a dead daemon would leave the DHT node waiting for answers
                 async with asyncio.timeout(DHT_WAIT):
                     await self._node.shutdown()

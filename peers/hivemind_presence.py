@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from peers.first_contact import endpoint, which_answer
 from peers.hivemind_daemon import HIVEMIND, NETWORK_ERRORS, Daemon, peer_id_of, to_peer_id
-from peers.own_network import is_own, outgoing_addresses
+from peers.links.network_watch import NetworkChange
 
 if TYPE_CHECKING:
     from peers.hivemind_node import HivemindNode
@@ -22,7 +22,7 @@ GREETING_WAIT = 3.0  # seconds
 
 
 class Presence:
-    """One node's place in the DHT. `is_settled`: whether it stays the server, or the client, that it is."""
+    """One node's place in the DHT. Unless it `may_serve`, it stays a client; a public node, or a local one, serves."""
 
     def __init__(
         self,
@@ -31,15 +31,21 @@ class Presence:
         node: Any,
         initial_peers: Sequence[str],
         remembered: Callable[[], Sequence[str]],
-        is_settled: bool,
+        may_serve: bool,
     ) -> None:
         self._owner = owner
         self._daemon = daemon
         self._protocol = node.protocol
         self._initial_peers = initial_peers
         self._remembered = remembered
-        self._may_serve = not is_settled
-        self._is_settled = is_settled
+        self._may_serve = may_serve
+        self._is_settled = not self._protocol.client_mode or not may_serve
+        self._has_moved = asyncio.Event()
+
+    def network_changed(self, change: NetworkChange) -> None:
+        """Whatever was connected may not be any more; what was found out of this machine need not hold."""
+        if change.breaks_connections:
+            self._has_moved.set()
 
     async def keep(self) -> None:
         """Greet initial peers that we have lost whenever they are back; others when we are alone in the DHT; and all of
@@ -48,14 +54,16 @@ class Presence:
         The DHT forgets a node at its first failure; a bootstrap node that restarts would stay alone with the newcomers
         that it welcomes.
         """
-        table, here = self._protocol.routing_table, outgoing_addresses()
+        table = self._protocol.routing_table
         while True:
-            await asyncio.sleep(LOOK_INTERVAL)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_INTERVAL):
+                    await self._has_moved.wait()
             lost = {address for address in self._initial_peers if to_peer_id(peer_id_of(address)) not in table}
-            if not all(map(is_own, here)):
+            if self._has_moved.is_set():
+                self._has_moved.clear()
                 await self._begin_anew()
                 lost = set(self._initial_peers)
-            here = outgoing_addresses()
             others = set() if table.uid_to_peer_id else await which_answer(self._remembered())
             await self._greet(lost | others)
             if not self._is_settled:
@@ -63,7 +71,6 @@ class Presence:
 
     async def _begin_anew(self) -> None:
         """Forget what we knew of another network."""
-        logger.info("this machine is in another network now")
         self._owner.on_move()
         await asyncio.gather(*(self._owner.drop_connection(str(peer)) for peer in await self._connected()))
         if self._may_serve:

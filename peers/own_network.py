@@ -1,38 +1,38 @@
-"""What this machine's operating system says about the network that it is in, without libp2p."""
+"""Where this machine is, as far as it can tell by itself."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 
-ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))  # never dialled
-
-
-def outgoing_addresses() -> frozenset[str]:
-    """Return the addresses that the default routes lead out from; none while this machine is offline. Sends nothing."""
-    return frozenset(address for family, target in ELSEWHERE if (address := _source(family, target)))
-
-
-def is_own(address: str) -> bool:
-    """Return whether this machine has the address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-        return True
+SOMEWHERE = ((socket.AF_INET, "1.1.1.1"), (socket.AF_INET6, "2606:4700:4700::1111"))
+"""Addresses on the internet; nothing is sent to them."""
 
 
 def is_behind_nat() -> bool:
-    """Return whether this machine has only addresses that nobody on the internet can dial."""
-    return not any(ip_address(address).is_global for address in outgoing_addresses())
+    """Return whether packets to the internet leave with addresses that nobody there can dial."""
+    return not any(ip_address(address).is_global for address in _own_addresses())
 
 
-def _source(family: socket.AddressFamily, target: str) -> str | None:
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+def everywhere(port: int) -> tuple[str, ...]:
+    """Return the multiaddrs of a port on all addresses of this machine, in each version of IP that it has."""
+    found = (f"/ip4/0.0.0.0/tcp/{port}",)
+    return (*found, f"/ip6/::/tcp/{port}") if _has_ipv6() else found
+
+
+def _own_addresses() -> Sequence[str]:
+    found = []
+    for family, target in SOMEWHERE:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # of UDP: nothing is sent
+            found.append(str(probe.getsockname()[0]).partition("%")[0])
+    return found
+
+
+def _has_ipv6() -> bool:
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        return True
+    return False
