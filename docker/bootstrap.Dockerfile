@@ -1,7 +1,7 @@
 # A bootstrap node, without torch: about 90 MB on top of Python's own image.
 #
 #   docker build --file docker/bootstrap.Dockerfile --tag diloco-bootstrap .
-#   docker run --init --publish 31337:31337 --volume diloco-bootstrap:/data diloco-bootstrap \
+#   docker run --init --publish 31337:31337 --publish 31338:31338 --volume diloco-bootstrap:/data diloco-bootstrap \
 #       bootstrap --identity /data/bootstrap.pem --announce /ip4/<public address>/tcp/31337
 
 FROM python:3.11 AS build
@@ -19,7 +19,7 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
 VOLUME /data
 WORKDIR /data
 USER 10001:10001
-EXPOSE 31337
+EXPOSE 31337 31338
 HEALTHCHECK --interval=30s --timeout=5s --start-period=30s \
     CMD ["python", "-c", "import socket; socket.create_connection(('127.0.0.1', 31337), timeout=3).close()"]
 ENTRYPOINT ["diloco-peer"]

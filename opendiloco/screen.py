@@ -10,10 +10,11 @@ from rich.table import Table
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import newest_held_out
+from opendiloco.reachability import reachability
 from peers.heartbeat import Heartbeat, PeerState
 
-COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest")
-HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest")
+COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest", "reach")
+HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest", "reach")
 """The same in the table, which has to fit 80 columns."""
 NUMBERS = frozenset(HEADINGS[2:6])
 STYLES = {
@@ -49,6 +50,7 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
         "-" if beat.loss is None else f"{beat.loss:.3f}",
         f"{beat.index}/{config.total_outer_steps}",
         beat.head.hex()[:8],
+        reachability(beat),
     )
     return Row(name or short_name(beat.peer), cells, STYLES.get(beat.state, "dim"))
 

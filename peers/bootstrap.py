@@ -115,7 +115,7 @@ async def run_bootstrap(
     libp2p's daemon dies.
     """
     store = ManifestStore(manifest_directory)
-    transport = await HivemindTransport.create(identity, initial_peers, listen, announce, links=links)
+    transport = await HivemindTransport.create(identity, initial_peers, listen, announce, public=True, links=links)
     try:
 
         async def announced(sender: str, payload: bytes) -> bytes:

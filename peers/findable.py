@@ -10,7 +10,7 @@ from typing import Protocol
 
 from peers.bootstrap import MANIFEST_LIFETIME, REPUBLISH_INTERVAL
 from peers.heartbeat import Heartbeat
-from peers.hivemind_node import NETWORK_ERRORS
+from peers.hivemind_daemon import NETWORK_ERRORS
 from peers.manifest import SignedManifest
 from peers.remembered import RememberedPeers
 

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, Swar
 from peers.hivemind_light import load_hivemind
 from peers.identity import Identity, is_peer_id
 from peers.signals import signals_held_back
+from peers.streams import PeerUnreachableError
 
 logger = logging.getLogger(__name__)
 
 HIVEMIND = load_hivemind()
 P2P: Any = HIVEMIND.p2p.P2P
+# What goes wrong when the other side, or the daemon on the way to it, does.
+NETWORK_ERRORS = (OSError, EOFError, TimeoutError, HIVEMIND.p2p.P2PDaemonError, HIVEMIND.p2p.P2PHandlerError)
 SOCKET_PREFIX = "/tmp/diloco-peer-"  # short: the path of a unix socket has at most 107 bytes
 START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
 STOP_TIMEOUT = 5.0  # seconds
@@ -50,6 +54,19 @@ IN_OWN_SESSION = (
 the Ctrl-C nor the hang-up of our terminal, which would end it before we can tell anybody that we leave."""
 
 
+class Position(StrEnum):
+    """Where a daemon is, as seen by those who want to reach it."""
+
+    LOCAL = "local"
+    """On one machine with all others: there is nothing to traverse."""
+    PUBLIC = "public"
+    """Others can dial it. It relays for those that nobody can dial."""
+    PRIVATE = "private"
+    """Behind a NAT: it is reached through the initial peers."""
+    UNKNOWN = "unknown"
+    """libp2p's AutoNAT finds out."""
+
+
 _starting: ContextVar[list[Daemon]] = ContextVar("_starting")
 """Who was made on the way to a daemon that then did not start: hivemind does not say whose end to wait for."""
 
@@ -65,7 +82,8 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 
     @staticmethod
     def _make_process_args(*args: object, **options: object) -> list[str]:
-        return [*IN_OWN_SESSION, *P2P._make_process_args(*args, **options)]
+        # With discovery on, libp2p looks for relays among strangers and asks the trusted ones minutes later.
+        return [*IN_OWN_SESSION, *P2P._make_process_args(*args, **options, relayDiscovery=False)]
 
 
 def is_loopback(address: str) -> bool:
@@ -94,13 +112,20 @@ def peer_id_of(address: str) -> str:
     return address.rstrip("/").rpartition("/")[2]
 
 
+def to_peer_id(peer_id: str) -> Any:
+    """hivemind's object for a peer id. Raises: PeerUnreachableError when it is none."""
+    if not is_peer_id(peer_id):
+        raise PeerUnreachableError(peer_id, "it is not a peer id")
+    return HIVEMIND.p2p.PeerID.from_base58(peer_id)
+
+
 async def start_daemon(
     identity: Identity,
     initial_peers: Sequence[str],
     listen: Sequence[str],
     announce: Sequence[str],
     client_mode: bool,
-    local: bool,
+    position: Position,
 ) -> Daemon:
     """Start p2pd as `identity` and connect it to at least one of the initial peers.
 
@@ -113,6 +138,8 @@ async def start_daemon(
         _require_free_port(address)
     sweep_sockets()
     _starting.set(attempts := list[Daemon]())
+    local = position is Position.LOCAL
+    relays = list(initial_peers) if position in (Position.PRIVATE, Position.UNKNOWN) else []
     # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
     with _key_file(identity) as key_path, signals_held_back():
         starting = asyncio.ensure_future(
@@ -120,15 +147,17 @@ async def start_daemon(
                 initial_peers=list(initial_peers),
                 host_maddrs=list(listen),
                 announce_maddrs=list(announce) or None,
-                dht_mode="client" if client_mode else "server",
+                dht_mode="client" if client_mode or position is Position.PRIVATE else "server",
                 identity_path=key_path,
                 check_if_identity_free=False,
                 startup_timeout=START_TIMEOUT,
                 idle_timeout=START_TIMEOUT,
                 use_relay=not local,
-                use_auto_relay=not local,
+                use_auto_relay=bool(relays),
                 nat_port_map=not local,
                 auto_nat=not local,
+                trusted_relays=relays,
+                force_reachability=position.value,  # which hivemind ignores unless it is public or private
             )
         )
         try:

@@ -10,25 +10,31 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, RemoteProtocolError
-from peers.first_contact import first_contacts, which_answer
+from peers.first_contact import first_contacts
 from peers.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.hivemind_daemon import (
     HIVEMIND,
+    NETWORK_ERRORS,
     Daemon,
+    Position,
     is_loopback,
     parse_addresses,
-    peer_id_of,
     start_daemon,
     stop_daemon,
+    to_peer_id,
     unreachable,
 )
+from peers.hivemind_presence import Presence
 from peers.hivemind_storage import bounded
-from peers.identity import Identity, is_peer_id
+from peers.identity import Identity
+from peers.links.network_watch import NetworkWatch
 from peers.manifest import SignedManifest
+from peers.own_network import is_behind_nat
 from peers.records import CLOCK_TOLERANCE, heartbeats_key, manifest_key, record_is_valid
 from peers.streams import PeerUnreachableError
 
@@ -38,7 +44,6 @@ RecordValidatorBase: Any = HIVEMIND.validation.RecordValidatorBase
 ADDRESS_LIMIT = 8
 DHT_WAIT = 5.0  # seconds for one request to one DHT node
 HEARD = 10_000  # heartbeats that are kept at most
-REJOIN_INTERVAL = 10.0  # seconds
 DHT_OPTIONS = {
     "wait_timeout": DHT_WAIT,
     # No caches: a heartbeat is worth something only while it is the latest one.
@@ -46,8 +51,6 @@ DHT_OPTIONS = {
     "cache_nearest": 0,
     "cache_on_store": False,
 }
-# What goes wrong when the other side, or the daemon on the way to it, does.
-NETWORK_ERRORS = (OSError, EOFError, TimeoutError, HIVEMIND.p2p.P2PDaemonError, HIVEMIND.p2p.P2PHandlerError)
 
 
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
@@ -55,6 +58,19 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ha
 
     def validate(self, record: Any) -> bool:
         return record_is_valid(record.key, record.subkey, record.value, record.expiration_time, time.time())
+
+
+class EncodedAddress(bytes):
+    """A multiaddr as p2pd reads it: hivemind encodes peer ids inside (those of relays) as CIDs, p2pd wants hashes."""
+
+    AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")
+
+    @classmethod
+    def of(cls, address: Any) -> Self:
+        return cls(address.to_bytes().replace(cls.AS_CID, cls.AS_HASH))
+
+    def to_bytes(self) -> bytes:  # which hivemind calls
+        return self
 
 
 class HivemindNode:
@@ -65,9 +81,11 @@ class HivemindNode:
         self._node = node
         self._newest: dict[tuple[str, str], Heartbeat] = {}
         self._published = 0
-        self._rejoining: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.peer_id = str(daemon.peer_id)
         self.addresses = addresses
+        self.on_move: Callable[[], None] = lambda: None
+        """Called when this machine is in another network: whatever was connected is not any more."""
 
     @classmethod
     async def create(
@@ -79,6 +97,7 @@ class HivemindNode:
         client_mode: bool = False,
         local: bool | None = None,
         remembered: Callable[[], Sequence[str]] = tuple,
+        public: bool | None = None,
     ) -> Self:
         """Join the swarm of `initial_peers` (or be its first node).
 
@@ -88,18 +107,23 @@ class HivemindNode:
         client stores nothing for others. `local`: no NAT traversal; by default when all initial peers, or without any
         all listening addresses, are on the loopback interface.
 
+        `public`: whether others can dial us, as a bootstrap node takes for granted. A node that is not public is a
+        client at first, and reached through the initial peers. By default, that is found out.
+
         Raises: ManifestError, LocalNetworkError, SwarmUnreachableError (see start_daemon).
         """
         if local is None:
             local = all(is_loopback(address) for address in initial_peers or listen)
         parse_addresses(initial_peers, needs_peer_id=True)
         contacts = await first_contacts(initial_peers, remembered())
-        daemon = await start_daemon(identity, contacts, listen, announce, client_mode, local)
+        position = _position(local, public)
+        waits = bool(initial_peers) and position in (Position.PRIVATE, Position.UNKNOWN)
+        daemon = await start_daemon(identity, contacts, listen, announce, client_mode, position)
         try:
             node = await HIVEMIND.node.DHTNode.create(
                 p2p=daemon,
                 initial_peers=contacts,
-                client_mode=client_mode,
+                client_mode=client_mode or waits,
                 record_validator=RecordValidator(),
                 **DHT_OPTIONS,
             )
@@ -112,15 +136,18 @@ class HivemindNode:
             if isinstance(error, HIVEMIND.protocol.ValidationError):
                 raise _not_admitted(str(error)) from error
             raise
-        transport._rejoining = asyncio.create_task(transport._rejoin(initial_peers, remembered))
+        presence = Presence(transport, daemon, node, initial_peers, remembered, may_serve=waits and not client_mode)
+        transport._tasks = [asyncio.create_task(presence.keep())]
+        if position is not Position.LOCAL:
+            transport._tasks.append(asyncio.create_task(NetworkWatch(presence.network_changed).run()))
         return transport
 
     async def close(self) -> None:
         """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
         try:
-            if self._rejoining is not None:
-                self._rejoining.cancel()
-                await asyncio.gather(self._rejoining, return_exceptions=True)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._daemon._child.returncode is None:  # a dead daemon would leave the DHT node waiting for answers
                 async with asyncio.timeout(DHT_WAIT):
                     await self._node.shutdown()
@@ -154,30 +181,26 @@ class HivemindNode:
         try:
             parsed = parse_addresses(addresses, needs_peer_id=False)
             suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
+            encoded = [EncodedAddress.of(item.decapsulate(suffix)) for item in parsed]
             async with asyncio.timeout(timeout):
-                await self._daemon._client.connect(to_peer_id(peer_id), [item.decapsulate(suffix) for item in parsed])
+                await self._daemon._client.connect(to_peer_id(peer_id), encoded)
         except (*NETWORK_ERRORS, ManifestError, PeerUnreachableError, ValueError) as error:
             logger.debug("no connection to %s: %r", peer_id, error)
             return False
         return True
 
-    async def _rejoin(self, initial_peers: Sequence[str], remembered: Callable[[], Sequence[str]]) -> None:
-        """Greet initial peers that we have lost whenever they are back; and others when we are alone in the DHT.
+    async def drop_connection(self, peer_id: str) -> None:
+        """End the connection to a peer that does not answer, so that the next request dials anew.
 
-        The DHT forgets a node at its first failure; a bootstrap node that restarts would stay alone with the newcomers
-        that it welcomes.
+        The daemon itself notices only after half a minute that this machine, or the peer, is in another network now.
         """
-        table = self._node.protocol.routing_table
-        while True:
-            await asyncio.sleep(REJOIN_INTERVAL)
-            lost = {address for address in initial_peers if to_peer_id(peer_id_of(address)) not in table}
-            others = set() if table.uid_to_peer_id else await which_answer(remembered())
-            await asyncio.gather(*map(self._greet, lost | others))
+        with suppress(*NETWORK_ERRORS, PeerUnreachableError):
+            async with asyncio.timeout(DHT_WAIT):
+                await self._daemon._client.disconnect(to_peer_id(peer_id))
 
-    async def _greet(self, address: str) -> None:
-        peer_id = to_peer_id(peer_id_of(address))
-        if await self.connect(str(peer_id), [address]):
-            await self._node.protocol.call_ping(peer_id)
+    async def can_be_dialled(self) -> bool | None:
+        """Return whether others can dial our libp2p port; None while nobody has tried."""
+        return None
 
     async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
         """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
@@ -246,11 +269,12 @@ class HivemindNode:
         return known
 
 
-def to_peer_id(peer_id: str) -> Any:
-    """hivemind's object for a peer id. Raises: PeerUnreachableError when it is none."""
-    if not is_peer_id(peer_id):
-        raise PeerUnreachableError(peer_id, "it is not a peer id")
-    return HIVEMIND.p2p.PeerID.from_base58(peer_id)
+def _position(local: bool, public: bool | None) -> Position:
+    if local:
+        return Position.LOCAL
+    if public is None:
+        return Position.PRIVATE if is_behind_nat() else Position.UNKNOWN
+    return Position.PUBLIC if public else Position.PRIVATE
 
 
 async def _visible_addresses(daemon: Daemon) -> tuple[str, ...]:

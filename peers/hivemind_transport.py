@@ -10,19 +10,22 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Self, TypeAlias
 
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
+from peers.first_contact import endpoint
 from peers.heartbeat import Heartbeat
-from peers.hivemind_daemon import Daemon
-from peers.hivemind_node import NETWORK_ERRORS, HivemindNode, to_peer_id
+from peers.hivemind_daemon import NETWORK_ERRORS, Daemon, to_peer_id
+from peers.hivemind_node import HivemindNode
 from peers.identity import Identity
 from peers.links.arranging import INTRODUCE, MEET
 from peers.links.contacts import contacts_of, host_of, open_volunteers
 from peers.links.dialling import MORE
 from peers.links.links import Links
+from peers.links.opening import PROBED_PORTS
+from peers.links.probing import probe
 from peers.links.relays import LINK_INFO, LinkInfo
 from peers.links.settings import LinkSettings
 from peers.reach import Reach
@@ -82,10 +85,13 @@ class HivemindTransport(HivemindNode):
         client_mode: bool = False,
         local: bool | None = None,
         remembered: Callable[[], Sequence[str]] = tuple,
+        public: bool | None = None,
         links: LinkSettings | None = None,
     ) -> Self:
         """See `HivemindNode.create`. `links` says where bulk connections are accepted; a client accepts none."""
-        transport = await super().create(identity, initial_peers, listen, announce, client_mode, local, remembered)
+        transport = await super().create(
+            identity, initial_peers, listen, announce, client_mode, local, remembered, public
+        )
         try:
             settings = None if client_mode else links or LinkSettings()
             await transport._open_links(identity, initial_peers, listen, settings)
@@ -116,6 +122,7 @@ class HivemindTransport(HivemindNode):
         await self.on_call(INTRODUCE, links.arranging.on_introduce)
         await self.on_call(MEET, links.arranging.on_meet)
         await self.on_call(HEARTBEAT, self._hear)
+        self.on_move = links.drop_all
         links.use_relays(initial_peers)
 
     def cap(self, caps: Caps) -> None:
@@ -174,6 +181,15 @@ class HivemindTransport(HivemindNode):
         await self.connect(peer_id, [address])
         answer = await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
         return unpack_from(peer_id, LinkInfo, answer)
+
+    async def can_be_dialled(self) -> bool | None:
+        """Return whether a node that introduces us can dial our libp2p port; None while there is none to try."""
+        ports = {port for address in self.addresses if (where := endpoint(address)) for port in where[1:]}
+        nodes = self._links.arranging.nodes if self._links else ()
+        for node in nodes:
+            with suppress(OSError, RemoteProtocolError):
+                return bool((await probe(node, tuple(ports)[:PROBED_PORTS])).open)
+        return None
 
     async def _is_there(self, peer_id: str) -> bool:
         """Whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""

@@ -7,14 +7,39 @@ from pathlib import Path
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, FOLDER, NEW_FOLDER, announce_option, initial_peers_option, listen_option
+from opendiloco.cli.options import (
+    FILE,
+    FOLDER,
+    NEW_FOLDER,
+    announce_option,
+    data_port_option,
+    initial_peers_option,
+    listen_option,
+    metrics_port_option,
+    relay_settings,
+)
+
+LIBP2P_PORT, DATA_PORT = 31337, 31338
+RELAY_MEGABITS = 100.0
+"""A tenth of what an ordinary server's link carries, in either direction; 32 TB a month each way if it never rests."""
 
 
 @click.command()
 @click.option("--identity", required=True, type=FILE, help="Key file; made if it does not exist. It fixes the address.")
-@listen_option("/ip4/0.0.0.0/tcp/31337")
+@listen_option(LIBP2P_PORT)
 @announce_option
 @initial_peers_option
+@data_port_option(DATA_PORT, "Introduce volunteers to each other on TCP port N, which they must be able to dial.")
+@click.option(
+    "--relay-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MBIT",
+    default=RELAY_MEGABITS,
+    show_default=True,
+    help="Pass on no more than so many megabits a second, in all, between volunteers that have no other way.",
+)
+@click.option("--no-relay", is_flag=True, help="Introduce volunteers to each other, and pass nothing on.")
+@metrics_port_option
 @click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
 @click.option("--archive", type=FOLDER, help="Keep the log and the newest snapshots of these runs in this folder.")
 @click.pass_obj
@@ -24,6 +49,10 @@ def command(
     listen: tuple[str, ...],
     announce: tuple[str, ...],
     initial_peers: tuple[str, ...],
+    data_port: int,
+    relay_limit: float,
+    no_relay: bool,
+    metrics_port: int | None,
     directory: Path | None,
     archive: Path | None,
 ) -> None:
@@ -33,8 +62,12 @@ def command(
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
     from peers.bootstrap import run_bootstrap
+    from peers.metrics import serve_metrics
 
     log.start("info")
+    links = relay_settings(data_port, None if no_relay else relay_limit)
+    if metrics_port is not None:
+        serve_metrics(metrics_port)
     runs = directory or identity.with_suffix(".runs")
 
     async def main(interrupts: Interrupts) -> None:
@@ -45,7 +78,7 @@ def command(
             from opendiloco.checkpoints.archive import Archive
 
             kept = Archive(key, archive)
-        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, kept)
+        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, kept, links)
 
     with hold_identity(identity) as key:
         run_interruptible(main)

@@ -15,10 +15,13 @@ from opendiloco.cli.options import (
     FILE,
     FOLDER,
     announce_option,
+    data_port_option,
     initial_peers_option,
     limit_option,
     listen_option,
+    metrics_port_option,
     parse_run,
+    relay_settings,
     run_option,
     track_option,
     worker_options,
@@ -42,8 +45,15 @@ THIS_MACHINE = "this machine"
 @run_option
 @initial_peers_option
 @click.option("--identity", type=FILE, help="Key file; made if it does not exist.  [default: this user's own]")
-@listen_option("/ip4/0.0.0.0/tcp/0")
+@listen_option(0)
 @announce_option
+@data_port_option(0, "Accept bulk connections on TCP port N; 0 is any free one. Routers need not let it in.")
+@click.option(
+    "--relay-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MBIT",
+    help="Pass on so many megabits a second between volunteers that have no other way.  [default: none]",
+)
 @worker_options
 @click.option(
     "--data",
@@ -91,12 +101,7 @@ THIS_MACHINE = "this machine"
     help="Write and copy checkpoints at no more than so many megabits a second; --upload-limit holds for copies, too.",
 )
 @click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
-@click.option(
-    "--metrics-port",
-    type=click.IntRange(1, 65535),
-    help="Serve metrics for Prometheus on 127.0.0.1, port N.",
-    metavar="N",
-)
+@metrics_port_option
 @track_option
 @click.option("--plain", is_flag=True, help="Log lines instead of a live screen.")
 @click.pass_obj
@@ -107,6 +112,8 @@ def command(
     identity: Path | None,
     listen: tuple[str, ...],
     announce: tuple[str, ...],
+    data_port: int,
+    relay_limit: float | None,
     workers: WorkerOptions,
     data: tuple[Path, ...],
     upload_limit: float | None,
@@ -131,7 +138,6 @@ def command(
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected, volunteering
     from opendiloco.workers.trackers import tracking
-    from peers.links.settings import LinkSettings
     from peers.metrics import serve_metrics
     from peers.throttle import Caps
 
@@ -149,8 +155,9 @@ def command(
     async def main(interrupts: Interrupts) -> None:
         before = RunFolder.at(invite.run_id, key.peer_id, state)
         remembered = before.remembered_peers()
+        links = relay_settings(data_port, relay_limit)
         async with connected(
-            key, invite.addresses, listen, announce, links=LinkSettings(), remembered=remembered.addresses
+            key, invite.addresses, listen, announce, links=links, remembered=remembered.addresses
         ) as transport:
             transport.cap(caps)
             found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(data)
@@ -232,6 +239,7 @@ async def show_screen(volunteer: Volunteer, console: Console) -> None:
     from rich.console import Group
     from rich.live import Live
 
+    from opendiloco.reachability import reach_lines
     from opendiloco.screen import held_out_lines, peers_table, row_of
 
     config = volunteer.run.config
@@ -240,5 +248,5 @@ async def show_screen(volunteer: Volunteer, console: Console) -> None:
             own, *others = volunteer.heartbeats()
             rows = [row_of(own, config, THIS_MACHINE), *(row_of(beat, config) for beat in others)]
             table = peers_table(rows, volunteer.run.run_id)
-            live.update(Group(table, *held_out_lines([own, *others])), refresh=True)
+            live.update(Group(table, *held_out_lines([own, *others]), *reach_lines([own])), refresh=True)
             await asyncio.sleep(SCREEN_SECONDS)

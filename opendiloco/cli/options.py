@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from opendiloco.workers.options import WorkerOptions
+from peers.links.settings import LinkSettings
+from peers.own_network import everywhere
 
 if TYPE_CHECKING:
     from opendiloco.workers.trackers import Choice
@@ -37,13 +39,14 @@ def run_option(command: Command) -> Command:
     return click.option("--run", required=True, metavar="ID|INVITE", help="The run's id, or an invite to it.")(command)
 
 
-def listen_option(default: str) -> Callable[[Command], Command]:
+def listen_option(port: int) -> Callable[[Command], Command]:
+    """Listen on this port of all addresses unless told otherwise; 0 is any free one."""
     return click.option(
         "--listen",
         multiple=True,
         metavar="MULTIADDR",
-        default=(default,),
-        show_default=True,
+        default=lambda: everywhere(port),
+        show_default=f"/ip4/0.0.0.0/tcp/{port} and /ip6/::/tcp/{port}",
         help="Where to listen; port 0 is any free one. May be repeated.",
     )
 
@@ -64,6 +67,30 @@ def limit_option(direction: str, verb: str) -> Callable[[Command], Command]:
         metavar="MBIT",
         help=f"{verb} model data at no more than so many megabits a second.",
     )
+
+
+def data_port_option(default: int, help: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--data-port",
+        type=click.IntRange(0, 65535),
+        metavar="N",
+        default=default,
+        show_default=True,
+        help=help,
+    )
+
+
+metrics_port_option = click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    metavar="N",
+    help="Serve metrics for Prometheus on 127.0.0.1, port N.",
+)
+
+
+def relay_settings(port: int, megabits: float | None) -> LinkSettings:
+    """Return what the options about links say; without megabits a second, nothing is relayed."""
+    return LinkSettings(port, None if megabits is None else megabits * 1e6 / 8)
 
 
 def parse_trackers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[Choice, ...]:

@@ -98,16 +98,18 @@ async def live_heartbeats(transport: HivemindTransport, run: Run) -> list[Heartb
 def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement) -> Group:
     from rich.console import Group
 
+    from opendiloco.reachability import reach_lines
     from opendiloco.screen import held_out_lines, peers_table, row_of
 
     if not heartbeats:
         return Group(run.run_id, NOBODY)
     table = peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id)
-    return Group(table, *held_out_lines(heartbeats), str(agreement))
+    return Group(table, *held_out_lines(heartbeats), *reach_lines(heartbeats), str(agreement))
 
 
 def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     """A heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on the peer's clock."""
+    from opendiloco.reachability import reachability
     from opendiloco.screen import shown_state
 
     return {
@@ -123,5 +125,11 @@ def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
         "log_digest": beat.head.hex(),
         "state_digest": beat.state_digest.hex(),
         "addresses": list(beat.addresses),
+        "reach": reachability(beat),
+        "endpoints": list(beat.endpoints),
+        "relays": list(beat.relays),
+        "relayed": list(beat.relayed),
+        "unreached": list(beat.unreached),
+        "trouble": beat.trouble,
         "seen": beat.sequence / 1000,
     }

@@ -146,7 +146,7 @@ async def run_demo(options: DemoOptions, screen: DemoScreen) -> DemoResult:
     children: list[Child] = []
     try:
         screen.event(f"starting a bootstrap node; all processes log to {folder / 'logs'}")
-        arguments = ["bootstrap", "--identity", str(folder / "bootstrap.pem"), "--listen", LOOPBACK]
+        arguments = ["bootstrap", "--identity", str(folder / "bootstrap.pem"), "--listen", LOOPBACK, "--data-port", "0"]
         bootstrap = await start_child(BOOTSTRAP, arguments, folder, children)
         address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", START_SECONDS)
         run = Run.sign(config, Identity.generate())

@@ -45,6 +45,12 @@ class Arranging:
         return tuple(relay.address for relay in self._ours.values() if self._links.is_up(relay.peer))[:INTRODUCING]
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """Data ports of the nodes that introduce us."""
+        ours = self._ours.values()
+        return tuple(relay.endpoint for relay in ours if relay.endpoint and self._links.is_up(relay.peer))
+
+    @property
     def seen(self) -> tuple[str, ...]:
         """Endpoints at which a node has reached our data port."""
         return tuple(dict.fromkeys(endpoint for relay in self._ours.values() for endpoint in relay.seen or ()))

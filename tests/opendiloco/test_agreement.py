@@ -57,7 +57,7 @@ def test_rows(small_config: RunConfig) -> None:
     name = short_name("12D3KooWabcdefgh")
     assert name == "…abcdefgh"
     row = row_of(beat("12D3KooWabcdefgh", 2), small_config)
-    assert (row.name, row.cells) == (name, ("training", "3/4", "1,234", "2.500", "2/7", "02020202"))
+    assert (row.name, row.cells) == (name, ("training", "3/4", "1,234", "2.500", "2/7", "02020202", "-"))
     assert plain_line(row).startswith("…abcdefgh: state training, inner step 3/4, tokens/s 1,234")
     assert row_of(beat("a", 7), small_config, "me").cells[0] == "finished"
     assert row_of(beat("a", 7, state=PeerState.READY), small_config).cells[0] == "ready"

@@ -34,7 +34,7 @@ def beat(state: PeerState, index: int) -> Heartbeat:
 
 def test_wide_rows_fit_80_columns() -> None:
     rows = [
-        Row("this machine", ("averaging", "1000/1000", "1,234,567", "11.234", "12345/12345", "abcdefab")),
+        Row("this machine", ("averaging", "1000/1000", "1,234,567", "11.234", "12345/12345", "abcdefab", "open")),
         Row("volunteer 12", ("ended with -9",)),
     ]
     console = Console(width=80, force_terminal=False)
@@ -42,7 +42,7 @@ def test_wide_rows_fit_80_columns() -> None:
         console.print(peers_table(rows, "small-abc"))
     shown = capture.get()
     assert "…" not in shown
-    for text in ("inner", "outer", "digest", *rows[0].cells, *rows[1].cells):
+    for text in ("inner", "outer", "digest", "reach", *rows[0].cells, *rows[1].cells):
         assert text in shown
 
 
@@ -59,5 +59,6 @@ def test_a_peer_beyond_the_last_outer_step_has_finished(
 def test_a_log_line_names_everything_in_full(small_config: RunConfig) -> None:
     line = plain_line(row_of(beat(PeerState.TRAINING, 2), small_config, "this machine"))
     assert line == (
-        "this machine: state training, inner step 3/4, tokens/s 11,795, loss 2.346, outer step 2/7, log digest abababab"
+        "this machine: state training, inner step 3/4, tokens/s 11,795, loss 2.346, outer step 2/7, "
+        "log digest abababab, reach -"
     )

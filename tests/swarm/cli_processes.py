@@ -20,7 +20,7 @@ from typing import Self
 from tests.child_processes import child_processes
 
 ROOT = Path(__file__).parent.parent.parent
-LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0")
+LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0", "--data-port", "0")
 SECONDS = 60.0  # for whatever a command does; on an idle machine 1 to 10
 MARK = "DILOCO_PEER_TEST"
 

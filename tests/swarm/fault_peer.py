@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from benchmarks.processes import say
-from peers import hivemind_node
+from peers import hivemind_presence
 from peers.driver import CALL, Driver
 from peers.events import ChunkSent, Event, ReducedArrived
 from peers.hivemind_daemon import Daemon
@@ -158,7 +158,7 @@ async def run_peer(identity: Identity, listen: str, contact: str | None) -> None
 @click.option("--listen", required=True)
 @click.option("--contact", help="Address of the bootstrap node.")
 def main(identity: Path, listen: str, contact: str | None) -> None:
-    hivemind_node.REJOIN_INTERVAL = 1.0  # a network that is back is noticed sooner than any user needs
+    hivemind_presence.LOOK_INTERVAL = 1.0  # a network that is back is noticed sooner than any user needs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     asyncio.run(run_peer(Identity.load_or_create(identity), listen, contact))
 

@@ -41,7 +41,8 @@ class Kind(StrEnum):
 class Machine:
     """A machine of the internet.
 
-    `address` is its own, `public_address` the one that others see: its router's, if it is behind one.
+    `address` is its own, `public_address` the one that others see: its router's, if it is behind one. The other end of
+    its cable is `device` in the namespace `outer`.
     """
 
     namespace: str
@@ -49,6 +50,8 @@ class Machine:
     address: str
     address6: str
     public_address: str
+    outer: str
+    device: str
 
     @property
     def prefix(self) -> tuple[str, ...]:
@@ -78,8 +81,15 @@ class Internet:
         return self._connect(machine.namespace, kind)
 
     def unplug(self, machine: Machine) -> None:
-        """Lose all that is sent to the machine, and from it, from now on."""
-        run("ip", "-n", machine.namespace, "link", "set", "eth0", "down")
+        """Lose all that is sent to the machine, and from it, from now on. Nobody is told."""
+        self._switch(machine, "down")
+
+    def plug(self, machine: Machine) -> None:
+        """End what `unplug` began."""
+        self._switch(machine, "up")
+
+    def _switch(self, machine: Machine, state: str) -> None:
+        run("ip", "-n", machine.outer, "link", "set", machine.device, state)
 
     def suspend(self, machine: Machine) -> None:
         """Stop all processes of a machine, as closing its lid does."""
@@ -99,7 +109,7 @@ class Internet:
         network, network6 = f"11.77.{number}", f"2a0e:77:{number}:"
         if kind is Kind.OPEN:
             _cable(self._core, f"to{number}", namespace, network, network6)
-            return Machine(namespace, kind, f"{network}.2", f"{network6}:2", f"{network}.2")
+            return Machine(namespace, kind, f"{network}.2", f"{network6}:2", f"{network}.2", self._core, f"to{number}")
         router = self._namespaces.add(f"router{number}")
         _cable(self._core, f"to{number}", router, network, network6)
         _forward(router)
@@ -108,7 +118,7 @@ class Internet:
             _cable(router, "lan", namespace, "", home6)
             run("ip", "-n", self._core, "route", "add", f"{home6}:/64", "via", f"{network6}:2")
             _let_in_only_answers(router, "ip6tables")
-            return Machine(namespace, kind, "", f"{home6}:2", "")
+            return Machine(namespace, kind, "", f"{home6}:2", "", router, "lan")
         home = f"192.168.{number}"
         if kind is Kind.CGNAT:
             carrier, router = router, self._namespaces.add(f"home{number}")
@@ -117,7 +127,7 @@ class Internet:
             _forward(router)
         _translate(router, Kind.CONE if kind is Kind.CGNAT else kind)
         _cable(router, "lan", namespace, home, "")
-        return Machine(namespace, kind, f"{home}.2", "", f"{network}.2")
+        return Machine(namespace, kind, f"{home}.2", "", f"{network}.2", router, "lan")
 
 
 @contextmanager

@@ -121,8 +121,8 @@ def test_a_bootstrap_node_remembers_runs(tmp_path: Path) -> None:
         invite = create_run(site, run, address)
     [kept] = (tmp_path / "bootstrap.runs").iterdir()
     kept.with_name(kept.name.replace("small", "other")).write_bytes(kept.read_bytes())
-    listen = address.partition("/p2p/")[0]
-    with site.start("bootstrap", "--identity", "bootstrap.pem", "--listen", listen) as node:
+    listen = ("--listen", address.partition("/p2p/")[0], "--data-port", "0")
+    with site.start("bootstrap", "--identity", "bootstrap.pem", *listen) as node:
         node.line(f"^ +{address}$", "its address has changed")
         node.line("skipped .*other.*does not match", "a manifest under another run's name went unnoticed")
         assert "no live peers" in site.run("status", "--run", invite).out

@@ -11,7 +11,7 @@ import pytest
 
 from peers import hivemind_daemon
 from peers.errors import LocalNetworkError
-from peers.hivemind_daemon import P2P, Daemon, start_daemon, stop_daemon
+from peers.hivemind_daemon import P2P, Daemon, Position, start_daemon, stop_daemon
 from peers.identity import Identity
 
 pytestmark = pytest.mark.swarm
@@ -20,7 +20,7 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
 
 async def start() -> Daemon:
-    return await start_daemon(Identity.generate(), (), LOOPBACK, (), client_mode=False, local=True)
+    return await start_daemon(Identity.generate(), (), LOOPBACK, (), client_mode=False, position=Position.LOCAL)
 
 
 def test_it_has_a_session_of_its_own() -> None:

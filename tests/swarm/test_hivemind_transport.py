@@ -19,11 +19,10 @@ from typing import TypeVar
 import pytest
 from prometheus_client import REGISTRY
 
-from peers import hivemind_node
+from peers import hivemind_presence
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, SwarmUnreachableError
 from peers.heartbeat import Heartbeat, PeerState
-from peers.hivemind_daemon import sweep_sockets
-from peers.hivemind_node import NETWORK_ERRORS, to_peer_id
+from peers.hivemind_daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
 from peers.hivemind_transport import PROTOCOL_PREFIX, HivemindTransport
 from peers.identity import Identity
 from peers.manifest import SignedManifest
@@ -499,7 +498,7 @@ def test_malformed_addresses_are_named() -> None:
 
 
 def test_lost_bootstrap_node_is_greeted_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hivemind_node, "REJOIN_INTERVAL", 0.1)
+    monkeypatch.setattr(hivemind_presence, "LOOK_INTERVAL", 0.1)
 
     async def main() -> None:
         boot, volunteer = Identity.generate(), Identity.generate()

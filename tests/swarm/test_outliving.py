@@ -16,7 +16,7 @@ from tests.swarm.cli_processes import LOOPBACK, Command, Site, create_run, event
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
-BOOTSTRAP = ("bootstrap", "--identity", "bootstrap.pem", "--archive", "archive")
+BOOTSTRAP = ("bootstrap", "--identity", "bootstrap.pem", "--archive", "archive", "--data-port", "0")
 
 
 def test_a_run_outlives_its_volunteers(tmp_path: Path) -> None:

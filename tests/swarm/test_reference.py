@@ -36,7 +36,8 @@ async def train_as_a_swarm(folder: Path) -> list[Journal]:
         return children[-1]
 
     try:
-        bootstrap = await start("bootstrap", "bootstrap", "--listen", LOOPBACK, "--directory", str(folder))
+        ports = ("--listen", LOOPBACK, "--data-port", "0")
+        bootstrap = await start("bootstrap", "bootstrap", *ports, "--directory", str(folder))
         address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", DEADLINE)
         toml = str(write_run(folder))
         create = await start("organiser", "run", "create", toml, "--initial-peer", address, "--out", str(folder))

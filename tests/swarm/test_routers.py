@@ -155,3 +155,11 @@ def test_a_machine_moves(net: Internet, servers: list[Machine]) -> None:
     seen = dial(after, servers[0].address)
     assert isinstance(seen, list)
     assert seen[0] == after.public_address
+
+
+def test_a_machine_is_unplugged(net: Internet, servers: list[Machine]) -> None:
+    machine = net.machine(Kind.CONE)
+    net.unplug(machine)
+    assert dial(machine, servers[0].address, wait=WAIT) is None
+    net.plug(machine)
+    assert dial(machine, servers[0].address) is not None

@@ -97,9 +97,11 @@ def test_tampered_manifest(place: Place) -> None:
 def test_port_in_use(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        listen = ("--listen", f"/ip4/127.0.0.1/tcp/{port}")
+        listen = ("--listen", f"/ip4/127.0.0.1/tcp/{port}", "--data-port", "0")
         assert f"port {port} " in place.refuses(5, "bootstrap", "--identity", "other.pem", *listen)
         assert f"port {port} " in place.refuses(5, "join", "--run", place.invite, *listen)
+        data_port = ("--data-port", str(port))
+        assert f"port {port} " in place.refuses(5, "bootstrap", "--identity", "other.pem", *LOOPBACK, *data_port)
 
 
 def test_identity_file(place: Place) -> None:

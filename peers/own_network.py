@@ -1,0 +1,38 @@
+"""Where this machine is, as far as it can tell by itself."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import ip_address
+
+SOMEWHERE = ((socket.AF_INET, "1.1.1.1"), (socket.AF_INET6, "2606:4700:4700::1111"))
+"""Addresses on the internet; nothing is sent to them."""
+
+
+def is_behind_nat() -> bool:
+    """Return whether packets to the internet leave with addresses that nobody there can dial."""
+    return not any(ip_address(address).is_global for address in _own_addresses())
+
+
+def everywhere(port: int) -> tuple[str, ...]:
+    """Return the multiaddrs of a port on all addresses of this machine, in each version of IP that it has."""
+    found = (f"/ip4/0.0.0.0/tcp/{port}",)
+    return (*found, f"/ip6/::/tcp/{port}") if _has_ipv6() else found
+
+
+def _own_addresses() -> Sequence[str]:
+    found = []
+    for family, target in SOMEWHERE:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # of UDP: nothing is sent
+            found.append(str(probe.getsockname()[0]).partition("%")[0])
+    return found
+
+
+def _has_ipv6() -> bool:
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        return True
+    return False
