@@ -32,12 +32,13 @@ from peers.events import (
     TrainingDone,
     TrainingProgress,
 )
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import TAIL, Heartbeat
 from peers.history import InvariantError
 from peers.leases import sample_count
 from peers.log import Header
 from peers.messages import Message
 from peers.peer import Peer
+from peers.reach import Reach
 from peers.settings import RunSettings
 from peers.snapshot_fetch import Offered, choose, lineage_of
 from peers.snapshots import Offer
@@ -103,9 +104,11 @@ class SimulatedPeer:
         self.alive = True
         self.sequence = 0
         self.heartbeat: Heartbeat | None = None
+        self.reach: dict[str, Reach] = {}  # as its links see it
         self._trained: Trained | None = None
         self._frozen: tuple[Header | None, bytes] | None = None
         self._began_at = 0.0
+        self._moved = 0
         self._is_digesting = False
         self._postponed: Apply | FetchSnapshot | None = None
 
@@ -135,6 +138,8 @@ class SimulatedPeer:
             state_digest=peer.state_digest,
             lineage_tokens=peer.settled.lineage_tokens,
             speed=self.speed,
+            unreached=tuple(sorted(other[-TAIL:] for other in peer.unreached)),
+            trouble=peer.trouble,
         )
         return self.heartbeat
 
@@ -160,7 +165,7 @@ class SimulatedPeer:
             case Stop():
                 world.farewell(self)
             case OpenRound(round):
-                self._began_at = now
+                self._began_at, self._moved = now, 0
                 buffers.open(round.name)
             case SendChunk():
                 if buffers.round(effect.round):

@@ -105,6 +105,9 @@ def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any
         "round": None,
         "rate": 0,
         "wants": 0,
+        "relayed": (),
+        "unreached": (),
+        "seen": (),
     }
     return Ready(**(fields | changes))
 
@@ -190,13 +193,15 @@ class Rig:
     def begin(self, number: int = 1, leader: str = "a", lost: str = "", name: Attempt | None = None) -> Begin:
         """A round of a, b and c begins; with a `name`, it goes on."""
         at = self.attempt(number, leader)
-        return Begin(attempt=at, round=round_of(name or at, self.roster(), lost))
+        round = round_of(name or at, self.roster(), lost)
+        return Begin(attempt=at, round=round, seconds=TIMING.round_timeout, open=False)
 
     def held(self, number: int = 1, leader: str = "a", payload: bytes = PAYLOAD) -> Held:
         return Held(attempt=self.attempt(number, leader), header=self.next_header(payload))
 
     def adopt(self, number: int, held: Held, holders: str = "c", leader: str = "a") -> Adopt:
-        return Adopt(attempt=self.attempt(number, leader), held=held, holders=tuple(holders))
+        at = self.attempt(number, leader)
+        return Adopt(attempt=at, held=held, holders=tuple(holders), seconds=TIMING.round_timeout)
 
     def averaging(self) -> Rig:
         self.hear("a", self.begin())

@@ -9,8 +9,8 @@ import pytest
 
 from peers.election import ATTEMPT_LEAP
 from peers.events import Dropped, Effect
-from peers.gathering import HOPELESS, OVERTAKING_LIMIT
-from peers.leader import MARGIN, Leader
+from peers.gathering import OVERTAKING_LIMIT
+from peers.leader import Leader
 from peers.leases import SampleRange
 from peers.log import LogState, _grants
 from peers.messages import (
@@ -26,6 +26,8 @@ from peers.messages import (
     Refuse,
     Waiting,
 )
+from peers.schedule import MARGIN, Schedule
+from peers.standing import Standing
 from peers.wire import digest_of
 from tests.peers.builders import LOG as EMPTY
 from tests.peers.builders import (
@@ -46,6 +48,7 @@ from tests.peers.builders import (
 
 LOG = first_log()
 OTHER = digest_of(b"another payload")
+SCHEDULE = Schedule(TIMING)
 STEP = TIMING.heartbeat
 """Seconds between two ticks, if nothing else is to be seen."""
 ROSTER = (member("a", 60, 80), member("b", 80, 100), member("c", 100, 120))
@@ -56,7 +59,7 @@ class Lead:
 
     def __init__(self, log: LogState = LOG) -> None:
         self.log = log
-        self.leader = Leader("a", log, STATE, SETTINGS, SIZE)
+        self.leader = Leader("a", log, STATE, SETTINGS, SIZE, Standing(SCHEDULE.bar))
         self.now = 0.0
 
     def ready(self, names: str, **changes: Any) -> list[Effect]:
@@ -92,7 +95,8 @@ class Lead:
         return effects
 
     def waiting(self, peer: str, running: Begin | Adopt, missing: str) -> list[Effect]:
-        return self.leader.on_waiting(peer, Waiting(attempt=running.attempt, missing=tuple(missing)))
+        waiting = Waiting(attempt=running.attempt, missing=tuple(missing), moved=0, unreached=())
+        return self.leader.on_waiting(peer, waiting, self.now)
 
     def accuse(self, peer: str, running: Begin | Adopt, accused: str) -> list[Effect]:
         accuse = Accuse(attempt=running.attempt, accused=accused, reason="code -128")
@@ -184,7 +188,7 @@ def test_a_leader_that_has_forgotten_does_not_count_itself_as_somebody_to_wait_f
 def test_who_seems_to_train_for_ever_is_not_waited_for() -> None:
     lead = Lead()
     lead.ready("a")
-    assert sends(lead.tick(live="bc", after=HOPELESS * TIMING.partition_grace), Begin)
+    assert sends(lead.tick(live="bc", after=SCHEDULE.hopeless), Begin)
 
 
 def test_who_was_stopped_for_long_does_not_go_on_alone_at_once() -> None:
@@ -224,7 +228,7 @@ def test_the_first_entry_needs_the_minimum_of_peers() -> None:
 
 def test_joiners_with_a_lease_are_waited_for() -> None:
     lead = Lead()
-    request = LeaseRequest(position=LOG.position, state_digest=STATE)
+    request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
     (_, grant), *_ = sends(lead.leader.on_lease_request("z", request, inner_step=4), LeaseGrant)
     assert grant.samples == (SampleRange(120, 140),)
     assert grant.steps == 6
@@ -242,7 +246,7 @@ def test_joiners_with_a_lease_are_waited_for() -> None:
 def test_a_peer_with_another_state_is_refused() -> None:
     lead = Lead()
     assert sends(lead.ready("b", state_digest=OTHER), Refuse)
-    request = LeaseRequest(position=LOG.position, state_digest=OTHER)
+    request = LeaseRequest(position=LOG.position, state_digest=OTHER, relayed=(), unreached=())
     assert sends(lead.leader.on_lease_request("z", request, 0), Refuse)
 
 
@@ -580,7 +584,7 @@ def test_what_no_lease_gives_is_refused_and_its_sender_named(changes: dict[str, 
 def test_what_an_earlier_leader_granted_is_good() -> None:
     lead = Lead()
     assert not sends(lead.ready("z", samples=(SampleRange(140, 160),)), Refuse)
-    request = LeaseRequest(position=LOG.position, state_digest=STATE)
+    request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
     grants = [sends(lead.leader.on_lease_request(peer, request, 0), LeaseGrant)[0][1] for peer in "xy"]
     assert [grant.samples for grant in grants] == [(SampleRange(120, 140),), (SampleRange(160, 180),)]
     assert sends(lead.ready("w", samples=(SampleRange(160, 180),)), Refuse), "that is y's"
@@ -593,7 +597,7 @@ def test_no_more_joiners_than_an_entry_takes(monkeypatch: pytest.MonkeyPatch) ->
     _grants.cache_clear()  # as many as an entry took before
     try:
         lead = Lead(first_log())
-        request = LeaseRequest(position=LOG.position, state_digest=STATE)
+        request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
         for number in range(limit):
             assert lead.leader.on_lease_request(f"joiner{number}", request, 0)
         assert lead.leader.on_lease_request("late", request, 0) == []
