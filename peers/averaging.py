@@ -67,7 +67,7 @@ class Averaging(Joining):
             round=self.exchange.round if self.exchange else None,
             rate=self._rate,
             wants=self._wants,
-            relayed=self._named(self.reachability.relayed),
+            relayed=self._named(self.reachability.detours(self._now)),
             unreached=self._named(self.unreached),
             seen=self.reachability.seen(self.me),
         )
@@ -111,8 +111,9 @@ class Averaging(Joining):
                 self._say_waiting(leader, attempt, self.exchange)
 
     def _say_waiting(self, leader: str, attempt: Attempt, exchange: Exchange) -> None:
-        missing, unreached = exchange.missing(), exchange.partners() & self.unreached
-        waiting = Waiting(attempt=attempt, missing=missing, moved=exchange.moved, unreached=tuple(sorted(unreached)))
+        unreached = exchange.partners() & (self.unreached | self.reachability.doubted(self._now))
+        missing, named = exchange.missing(), tuple(sorted(unreached))
+        waiting = Waiting(attempt=attempt, missing=missing, moved=exchange.moved, unreached=named)
         self._emit(Send(leader, waiting))
 
     def _give_up_on_leader(self) -> None:
@@ -148,6 +149,7 @@ class Averaging(Joining):
             if self.exchange.payload is not None:
                 self._hold_round(self.exchange)
         else:
+            self.reachability.round_begins()
             self.exchange = Exchange(self.me, begin.attempt, begin.round)
             self._emit_all(self.exchange.open())
 

@@ -87,7 +87,7 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
     known = sorted(rate for rate in rates if rate > 0)
     if members < 3 or not known:
         return split_evenly(chunk_count, reducers)
-    rates = [rate or known[0] for rate in rates]
+    rates = [(rate or known[0]) / known[-1] for rate in rates]
     shares = [0.0] * reducers
     fastest = sorted(rates, reverse=True)
     for count in range(1, reducers + 1):  # the fastest `count` reduce something

@@ -149,9 +149,9 @@ class Gathering:
         return now - since >= self._settings.timing.partition_grace or is_hopeless
 
     def _is_here(self, beat: Heartbeat) -> bool:
-        """Whether the peer works on our entry, or will in a moment: a heartbeat may be older than the last one."""
+        """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
         position = self._log.position
-        return beat.state in PARTICIPATING and (beat.head == position.head or beat.index < position.index)
+        return beat.state in PARTICIPATING and (beat.head == position.head or beat.index != position.index)
 
     # Who can take part ----------------------------------------------------------------------------------------
     def _plan(self) -> Plan:

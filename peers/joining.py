@@ -37,7 +37,7 @@ class Joining(Troubled):
                 request = LeaseRequest(
                     position=self.log.position,
                     state_digest=self.state_digest,
-                    relayed=self._named(self.reachability.relayed),
+                    relayed=self._named(self.reachability.detours(self._now)),
                     unreached=self._named(self.unreached),
                 )
                 self._emit(Send(leader, request))

@@ -126,7 +126,6 @@ class Leader(Gathering):
         able = self._me in round.remaining and bool(_reducers(round)) and self._is_connected(round)
         return round if able and (self._in_minority or self._enough(round.remaining)) else None
 
-
     def _is_connected(self, round: Round) -> bool:
         """Whether all who remain can exchange data with all of them who reduce, as far as we know."""
         pairs = self._standing.pairs(round.remaining)
@@ -237,14 +236,16 @@ class Leader(Gathering):
             return []
         round = self._running.round
         others, reducers = set(unreached) & set(self._members) - {sender}, _reducers(round)
-        broken = others if sender in reducers else others & reducers
+        pairs = self._standing.pairs(self._members)
+        known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
+        broken = (others if sender in reducers else others & reducers) - known
         if not broken:
             return []
         reason = f"{sender} can't exchange data with {', '.join(sorted(broken))}"
         if sender != self._me and not self._standing.may_replan(sender):
             self._bar(sender, now)
             return self._lose([sender], reason, now) or self._abort(reason)
-        self._standing.cannot_reach(sender, broken)
+        self._standing.failed(sender, broken)
         self._spoiled.add(round.name)
         return self._abort(reason)
 

@@ -158,8 +158,8 @@ class Ready(Value):
     exchange it is in the middle of, if its leader was lost. `rate`: bytes a second that its link was seen to carry each
     way; 0: not measured yet. `wants`: the samples of its next lease; 0: a whole one.
 
-    `relayed` names the peers that it reaches only through a relay, `unreached` those with which it can exchange no
-    data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
+    `relayed` names the peers that it reaches only through a relay, or with other difficulty, `unreached` those with
+    which it can exchange no data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -197,8 +197,7 @@ class Begin(Value):
 
 
 class Adopt(Value):
-    """Leader → members: an earlier attempt's entry may have been committed; take it over, from its holders, within
-    `seconds`."""
+    """Leader → members: an earlier attempt's entry may have been committed; take it over from its holders."""
 
     kind: ClassVar[Literal["adopt"]] = "adopt"
     attempt: Attempt

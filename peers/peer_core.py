@@ -185,7 +185,7 @@ class PeerCore:
     @property
     def unreached(self) -> frozenset[str]:
         """Peers with which we can exchange no data."""
-        return self.reachability.unreached(self._now)
+        return self.reachability.unreached
 
     @property
     def _distrusted(self) -> frozenset[str]:

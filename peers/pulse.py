@@ -8,10 +8,11 @@ from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from peers import metrics
-from peers.heartbeat import Heartbeat, HeldOut
+from peers.heartbeat import NAMED_PEERS, TAIL, Heartbeat, HeldOut
 from peers.identity import Identity
 from peers.peer import Peer
 from peers.states import SHOWN_AS
+from peers.wire import printable
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
 SHARE_FOR_SILENCE = 0.25
@@ -89,6 +90,8 @@ class Pulse:
             addresses=self._transport.addresses,
             roster_size=len(log.roster),
             held_out=self.held_out,
+            unreached=tuple(sorted(other[-TAIL:] for other in peer.unreached))[:NAMED_PEERS],
+            trouble=printable(peer.trouble),
         )
 
     def signed_heartbeat(self) -> bytes:

@@ -8,8 +8,8 @@ from peers.reach import Reach
 
 SEEN_LIMIT = 64
 """Peers whose rate one Ready tells: enough to check a claim, and small in a swarm of a thousand."""
-DOUBT = 60.0
-"""Seconds for which a peer that chunks did not reach counts as not reached, unless links say otherwise meanwhile."""
+DOUBT = 300.0
+"""Seconds for which data had better not go straight to a peer that chunks did not reach."""
 
 
 class Reachability:
@@ -33,26 +33,30 @@ class Reachability:
 
     def failed(self, peer: str, now: float) -> None:
         """A chunk did not reach the peer, which is alive."""
-        since = self._failing_since.setdefault(peer, now)
-        if now - since > DOUBT:
-            self._failing_since[peer] = now  # long ago: another matter
-        elif now - since >= self._patience:
+        if now - self._failing_since.setdefault(peer, now) >= self._patience:
             self._doubted_until[peer] = now + DOUBT
 
     def passed(self, peer: str) -> None:
-        """The peer has got something of ours, or we of its."""
+        """A chunk has reached the peer, or its link has changed."""
         self._failing_since.pop(peer, None)
         self._doubted_until.pop(peer, None)
 
-    def unreached(self, now: float) -> frozenset[str]:
-        """Peers with which no data can be exchanged."""
-        doubted = {peer for peer, until in self._doubted_until.items() if now < until}
-        return frozenset(doubted | {peer for peer, reach in self._reach.items() if reach is Reach.NONE})
+    def round_begins(self) -> None:
+        """What failed before was of another round, which the peer may not have been in."""
+        self._failing_since.clear()
 
     @property
-    def relayed(self) -> frozenset[str]:
-        """Peers that are reached only through a relay."""
-        return frozenset(peer for peer, reach in self._reach.items() if reach is Reach.RELAYED)
+    def unreached(self) -> frozenset[str]:
+        """Peers with which no data can be exchanged, as links say."""
+        return frozenset(peer for peer, reach in self._reach.items() if reach is Reach.NONE)
+
+    def doubted(self, now: float) -> frozenset[str]:
+        """Peers that chunks did not reach lately. Nobody is left out for that: they may have been slow."""
+        return frozenset(peer for peer, until in self._doubted_until.items() if now < until)
+
+    def detours(self, now: float) -> frozenset[str]:
+        """Peers with which as little data as possible should be exchanged: through a relay, or perhaps not at all."""
+        return self.doubted(now).union(peer for peer, reach in self._reach.items() if reach is Reach.RELAYED)
 
     def seen(self, me: str) -> tuple[tuple[str, int], ...]:
         """Bytes a second that came from others in recent rounds: from the peers next to us in the order of ids, so

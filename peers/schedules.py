@@ -54,13 +54,17 @@ def plan(seed: int) -> Plan:
     draw = random.Random(seed)
     peers = draw.choice((2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 10, 12))
     names = [f"peer{number}" for number in range(peers)]
+    timing = draw.choice(TIMINGS)
+    slow = draw.choice([(), (), (draw.choice(names),)])
+    # A slow link's chunks take 40 times as long: not as long as a manifest's partition grace.
+    longest_delay = draw.choice([0.05, 0.3, 0.3 if slow and timing == Timing() else 1.5])
     faults = Faults(
         loss=draw.choice([0, 0.02, 0.2]),
         duplication=draw.choice([0, 0.1]),
         stream_failure=draw.choice([0, 0.02, 0.1]),
-        longest_delay=draw.choice([0.05, 0.3, 1.5]),
+        longest_delay=longest_delay,
         suspicion=draw.choice([0, 0.01, 0.1]),
-        slow=draw.choice([(), (), (draw.choice(names),)]),
+        slow=slow,
         broken=draw.choice([(), (), _some_pairs(draw, names)]),
         relayed=draw.choice([(), (), _some_pairs(draw, names)]),
     )
@@ -70,7 +74,7 @@ def plan(seed: int) -> Plan:
         kind = draw.choice(HARD + SOFT if mortal else SOFT)
         victim = draw.choice(mortal if kind in HARD else names)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
-    return Plan(seed, peers, faults, tuple(blows), draw.choice(TIMINGS))
+    return Plan(seed, peers, faults, tuple(blows), timing)
 
 
 def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ...]:

@@ -14,7 +14,7 @@ REPLANS = 2
 
 @dataclass(frozen=True)
 class Said:
-    """A peer's own words about whom it reaches only through a relay, or not at all."""
+    """A peer's own words about whom it reaches with difficulty (through a relay, for instance), or not at all."""
 
     relayed: frozenset[str] = frozenset()
     unreached: frozenset[str] = frozenset()
@@ -61,10 +61,10 @@ class Standing:
         else:
             self._said[peer] = said
 
-    def cannot_reach(self, peer: str, others: Iterable[str]) -> None:
-        """The peer found out more than it said before."""
+    def failed(self, peer: str, others: Iterable[str]) -> None:
+        """In the middle of a round the peer found that it can exchange nothing with these: they should not have to."""
         known = self._said.get(peer, Said())
-        self._said[peer] = Said(known.relayed, known.unreached.union(others))
+        self._said[peer] = Said(known.relayed.union(others), known.unreached)
 
     def pairs(self, members: Collection[str]) -> Pairs:
         """What is known of these members, one with another: what either of a pair says holds for both."""
@@ -77,7 +77,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Pairs:
-    """By member, with whom it can exchange nothing, and with whom only through a relay."""
+    """By member, with whom it can exchange nothing, and with whom only with difficulty."""
 
     broken: Mapping[str, frozenset[str]]
     relayed: Mapping[str, frozenset[str]]

@@ -156,6 +156,12 @@ class Rig:
         names = self.others if others is None else others
         return self.do(HeartbeatsSeen(tuple(beat(name, log or self.peer.log, state, self.sequence) for name in names)))
 
+    @property
+    def moved(self) -> int:
+        """The chunks that have come and gone in the present round."""
+        assert self.peer.exchange is not None
+        return self.peer.exchange.moved
+
     def is_in(self, state: State) -> bool:
         return self.peer.state is state
 

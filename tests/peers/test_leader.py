@@ -94,8 +94,10 @@ class Lead:
             effects = self.complete(peer, running, payload)
         return effects
 
-    def waiting(self, peer: str, running: Begin | Adopt, missing: str) -> list[Effect]:
-        waiting = Waiting(attempt=running.attempt, missing=tuple(missing), moved=0, unreached=())
+    def waiting(
+        self, peer: str, running: Begin | Adopt, missing: str, moved: int = 0, unreached: str = ""
+    ) -> list[Effect]:
+        waiting = Waiting(attempt=running.attempt, missing=tuple(missing), moved=moved, unreached=tuple(unreached))
         return self.leader.on_waiting(peer, waiting, self.now)
 
     def accuse(self, peer: str, running: Begin | Adopt, accused: str) -> list[Effect]:
@@ -277,7 +279,7 @@ def test_a_member_that_left_the_attempt_ends_it() -> None:
 
 
 # Somebody is lost ----------------------------------------------------------------------------------------------
-HELD_UP = TIMING.round_timeout + 1
+HELD_UP = SCHEDULE.stall + 1
 
 
 def dies(lead: Lead, begin: Begin) -> list[Effect]:
@@ -296,7 +298,7 @@ def spoils(lead: Lead, begin: Begin) -> list[Effect]:
 def lags(lead: Lead, begin: Begin) -> list[Effect]:
     lead.waiting("a", begin, "c")
     lead.waiting("b", begin, "c")
-    assert lead.tick(after=TIMING.round_timeout) == []
+    assert lead.tick(after=SCHEDULE.stall) == []
     return lead.tick(after=1)
 
 
@@ -467,9 +469,9 @@ def test_the_silent_are_those_who_hold_an_attempt_up() -> None:
 def test_each_attempt_has_its_time() -> None:
     lead = Lead()
     lead.begun()
-    lead.now += TIMING.round_timeout
+    lead.now += SCHEDULE.stall
     lead.gone("c")
-    assert lead.tick(live="b", after=TIMING.round_timeout) == []
+    assert lead.tick(live="b", after=SCHEDULE.stall) == []
     assert lead.tick(live="b", after=1) != []
 
 
@@ -477,18 +479,40 @@ def test_each_attempt_has_its_time() -> None:
     ("rates", "limit"),
     [
         ((0, 0, 0), TIMING.round_timeout),
-        ((500, 0, 500), TIMING.round_timeout),
+        ((10**6, 0, 10**6), SCHEDULE.stall),
+        ((500, 0, 500), MARGIN * 2 * SIZE.bytes / 500),
         ((500, 4000, 1000), MARGIN * 2 * SIZE.bytes / 500),
+        ((1, 10**6, 10**6), SCHEDULE.longest_attempt),
     ],
-    ids=["not measured", "one not measured", "what the slowest link needs"],
+    ids=["not measured", "one not measured", "one not measured, others slow", "the slowest link", "too slow a link"],
 )
 def test_the_time_limit_follows_from_measured_rates(rates: tuple[int, ...], limit: float) -> None:
+    """Chunks move all the time; and members are told how long it may take."""
     lead = Lead()
     for name, rate in zip("abc", rates, strict=True):
         lead.ready(name, rate=rate)
-    assert sends(lead.tick(), Begin)
-    assert lead.tick(after=limit) == []
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert begin.seconds == limit
+    until = lead.now + limit
+    for moved in range(1, 1000):
+        lead.waiting("b", begin, "c", moved)
+        if lead.now + STEP > until:
+            break
+        assert lead.tick(after=STEP) == []
+    assert lead.tick(after=until - lead.now) == []
     assert lead.tick(after=0.1) != []
+
+
+def test_where_nothing_moves_nobody_waits_for_the_time_limit() -> None:
+    """Regression: who stated a slow link and sent nothing held everybody up for ten times the manifest's limit."""
+    lead = Lead()
+    lead.ready("ab", rate=10**6)
+    begin = lead.begun("c", rate=1)
+    assert begin.seconds == SCHEDULE.longest_attempt
+    lead.waiting("a", begin, "c", moved=4)
+    lead.waiting("b", begin, "c", moved=4)
+    assert lead.tick(after=SCHEDULE.stall) == []
+    goes_on(lead.tick(after=1), "ab", lost="c")
 
 
 def test_on_fast_links_a_death_is_noticed_before_the_time_is_up() -> None:
@@ -725,7 +749,8 @@ def test_the_latest_entry_held_is_handed_on() -> None:
     lead.ready("c", last_attempt=2, held=held(2, PAYLOAD))
     to, adopt = adopts(lead.tick())
     assert to == "abc"
-    assert adopt == Adopt(attempt=attempt(LOG, 3), held=held(2, PAYLOAD), holders=("c",))
+    assert (adopt.attempt, adopt.held, adopt.holders) == (attempt(LOG, 3), held(2, PAYLOAD), ("c",))
+    assert adopt.seconds == TIMING.round_timeout
     assert sends(lead.all_complete("abc", adopt), Commit)[0][1].header == held(2, PAYLOAD).header
 
 
