@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from peers.election import ATTEMPT_LEAP
+from peers.election import ATTEMPT_LEAP, quorum
 from peers.errors import LocalProtocolError
 from peers.events import (
     BadBlocks,
+    ChunkSent,
+    ChunksUnsent,
     Dropped,
     Event,
     FetchPayload,
@@ -14,7 +16,6 @@ from peers.events import (
     Send,
 )
 from peers.exchange import Exchange, ExchangeEvent
-from peers.gathering import HOPELESS
 from peers.heartbeat import PeerState
 from peers.joining import CATCHING_UP, Joining
 from peers.log import Header, LogError, Member
@@ -36,7 +37,7 @@ class Averaging(Joining):
             self._be_ready()
 
     def _be_ready(self) -> None:
-        self._ready_since = self._now
+        self._ready_since = self._gathered_at = self._now
         steps, whole = self._steps_at_our_speed(), self.settings.inner_steps
         self._wants = 0 if steps == whole else steps * self.settings.samples_per_lease // whole
         self._enter(State.READY)
@@ -45,7 +46,7 @@ class Averaging(Joining):
     def _say_ready(self) -> None:
         if not self.is_settled:
             return
-        if self._now - self._ready_since > self._patience():
+        if self._is_kept_waiting():
             self._give_up_on_leader()
         leader = self._elect()
         if leader != self._pledged_to:
@@ -66,17 +67,27 @@ class Averaging(Joining):
             round=self.exchange.round if self.exchange else None,
             rate=self._rate,
             wants=self._wants,
+            relayed=self._named(self.reachability.detours(self._now)),
+            unreached=self._named(self.unreached),
+            seen=self.reachability.seen(self.me),
         )
         self._emit(Send(leader, ready))
         if self.exchange:
             self._emit_all(self.exchange.repeat())
 
-    def _patience(self) -> float:
-        """How long a leader may take to begin a round; it waits long for those who are at work."""
-        timing = self.settings.timing
-        at_work = any(beat.state is PeerState.TRAINING for beat in self._live().values())
-        partition_grace = timing.partition_grace * (HOPELESS if at_work else 1)
-        return timing.grace + partition_grace + 2 * timing.round_timeout
+    def _is_kept_waiting(self) -> bool:
+        """Whether the leader could have begun long ago, or has waited for those at work for longer than it may."""
+        if not self._are_most_ready():
+            self._gathered_at = self._now
+        since_gathered = self._now - max(self._gathered_at, self._ready_since)
+        overdue = since_gathered > self.schedule.begin(everyone_is_ready=True)
+        return overdue or self._now - self._ready_since > self.schedule.begin(everyone_is_ready=False)
+
+    def _are_most_ready(self) -> bool:
+        ready = {self.me} | {peer for peer, beat in self._live().items() if beat.state is PeerState.READY}
+        if not self.log.roster:
+            return len(ready) >= self.settings.minimum_peers
+        return quorum(self.log.roster, self.membership.leavers, ready)
 
     def _keep_averaging(self) -> None:
         """Say where we are, repeat what failed, and give up on a leader that is gone or does not conclude."""
@@ -84,7 +95,7 @@ class Averaging(Joining):
         if leader is None or attempt is None or (leader != self.me and not self.is_live(leader)):
             self._back_to_ready()
             return
-        if self._now - self._progress_at > 2 * self.settings.timing.round_timeout:
+        if self._now > self._attempt_ends:
             self._give_up_on_leader()
             self._back_to_ready()
             return
@@ -97,16 +108,23 @@ class Averaging(Joining):
             if self.exchange.payload is not None:
                 self._hold_round(self.exchange)
             else:
-                self._emit(Send(leader, Waiting(attempt=attempt, missing=self.exchange.missing())))
+                self._say_waiting(leader, attempt, self.exchange)
+
+    def _say_waiting(self, leader: str, attempt: Attempt, exchange: Exchange) -> None:
+        unreached = exchange.partners() & (self.unreached | self.reachability.doubted(self._now))
+        missing, named = exchange.missing(), tuple(sorted(unreached))
+        waiting = Waiting(attempt=attempt, missing=missing, moved=exchange.moved, unreached=named)
+        self._emit(Send(leader, waiting))
 
     def _give_up_on_leader(self) -> None:
-        self._ready_since = self._now
+        self._ready_since = self._gathered_at = self._now
         if self._pledged_to is not None and self._pledged_to != self.me:
             self._distrust(self._pledged_to)
 
     def _back_to_ready(self) -> None:
         """The attempt is over. What has been exchanged stays: the next leader may go on with the round."""
         self._attempt = self._adopting = None
+        self._open_to = ()
         self._enter(State.READY)
         self._leave_if_possible()
         if self.state is State.READY:
@@ -124,12 +142,14 @@ class Averaging(Joining):
         if not self._possible(begin.round):
             self._emit(Dropped(sender, "begin", "its attempt can lead to no entry"))
             return
-        self._enter_attempt(begin.attempt)
+        self._enter_attempt(begin.attempt, begin.seconds)
+        self._open_to = begin.round.remaining if begin.open else ()
         if self.exchange is not None and going_on:
             self._emit_all(self.exchange.go_on(begin.attempt, begin.round))
             if self.exchange.payload is not None:
                 self._hold_round(self.exchange)
         else:
+            self.reachability.round_begins()
             self.exchange = Exchange(self.me, begin.attempt, begin.round)
             self._emit_all(self.exchange.open())
 
@@ -144,7 +164,7 @@ class Averaging(Joining):
         except LogError as error:
             self._emit(Dropped(sender, "adopt", str(error)))
             return
-        self._enter_attempt(adopt.attempt)
+        self._enter_attempt(adopt.attempt, adopt.seconds)
         self._adopting = adopt
         self._adopt_held(adopt)
 
@@ -162,11 +182,12 @@ class Averaging(Joining):
         leap = attempt.number - self._last_attempt
         return here and sender == attempt.leader and 0 < leap <= ATTEMPT_LEAP
 
-    def _enter_attempt(self, attempt: Attempt) -> None:
+    def _enter_attempt(self, attempt: Attempt, seconds: float) -> None:
         self._attempt = attempt
         self._adopting = None
+        self._open_to = ()
         self._last_attempt = attempt.number
-        self._progress_at = self._now
+        self._attempt_ends = self._now + self.schedule.given_up(seconds)
         if self.state is State.READY:
             self._enter(State.AVERAGING)
 
@@ -206,7 +227,10 @@ class Averaging(Joining):
             raise LocalProtocolError(f"no such event: {event!r}")
         if self.state not in (State.READY, State.AVERAGING) or not self.exchange or event.round != self.exchange.name:
             return
-        self._progress_at = self._now
+        if isinstance(event, ChunksUnsent) and self.is_live(event.peer):
+            self.reachability.failed(event.peer, self._now)
+        elif isinstance(event, ChunkSent):
+            self.reachability.passed(event.peer)
         self._emit_all(self.exchange.handle(event))
         if isinstance(event, PayloadAssembled) and self._attempt and not self._adopting:
             self._hold_round(self.exchange)
@@ -250,9 +274,33 @@ class Averaging(Joining):
     def _hold(self, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
         """From now on we take part only in attempts that respect this entry, until it is known what was committed."""
         assert self._attempt is not None
+        is_new = self._held is None or self._held.attempt != self._attempt
         self._held = Held(attempt=self._attempt, header=header)
         complete = Complete(attempt=self._attempt, payload=header.payload, missed=missed)
-        self._emit(Send(self._attempt.leader, complete))
+        self._completes[self.me] = complete
+        leader = self._attempt.leader
+        self._emit(Send(leader, complete))
+        if is_new:  # later only to the leader: its Commit repairs what gets lost
+            for peer in self._open_to:
+                if peer not in (self.me, leader) and peer not in self.unreached:
+                    self._emit(Send(peer, complete))
+        self._conclude()
+
+    def _heard_complete(self, sender: str, complete: Complete) -> None:
+        """A member of an open attempt, which we may not have heard of yet, holds the whole payload."""
+        known = self._completes.get(sender)
+        if known is None or known.attempt.order < complete.attempt.order:
+            self._completes[sender] = complete
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Apply the entry if all members of our attempt hold it: more than half of the last roster, as in its leader's
+        commit. No later attempt can then lead to another one, whether its leader learns of this or not."""
+        mine = self._completes.get(self.me)
+        if self.state is not State.AVERAGING or not self._held or not mine or mine.attempt != self._attempt:
+            return
+        if self._open_to and all(self._completes.get(peer) == mine for peer in self._open_to):
+            self._apply(self._held.header)
 
     # The entry ------------------------------------------------------------------------------------------------
     def _commit(self, sender: str, header: Header) -> None:

@@ -64,26 +64,35 @@ def split_evenly(chunk_count: int, reducers: int) -> list[int]:
     return [chunk_count * (place + 1) // reducers - chunk_count * place // reducers for place in range(reducers)]
 
 
-def split_by_rate(chunk_count: int, rates: Sequence[float]) -> list[int]:
-    """Chunks per part, such that the slowest link of all is done as early as can be.
+def payloads_moved(members: int, share: float) -> float:
+    """Payloads that a link carries each way in a round of so many members, if its owner reduces this share of one.
 
-    With n members, one that reduces a share x of the payload sends and receives 1 + (n - 2) x payloads: its
-    contributions to the others' parts, and its own part to all of them. So the time T that all need is the one at which
-    the shares x = (T * rate - 1) / (n - 2), where positive, add up to the whole.
+    The owner sends its blocks of the others' parts and the average of its own part to all: (1 - x) + (n - 1) x.
+    """
+    return 1 + max(members - 2, 0) * share
+
+
+def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> list[int]:
+    """Chunks per reducer, such that the slowest link of all is done as early as can be.
+
+    With n members, one that reduces a share x of the payload sends and receives 1 + (n - 2) x payloads; one that
+    reduces nothing sends and receives one, however the others share. So the time T that all reducers need is the one at
+    which the shares x = (T * rate - 1) / (n - 2), where positive, add up to the whole.
 
     Args:
-        rates: payloads a second, in any unit, that each member's link carries; 0: not known, taken for the median.
+        rates: payloads a second, in any unit, that each reducer's link carries; 0: not known, taken for the slowest.
+        members: in the round, with those that reduce nothing.
     """
-    members = len(rates)
+    reducers = len(rates)
     known = sorted(rate for rate in rates if rate > 0)
     if members < 3 or not known:
-        return split_evenly(chunk_count, members)
-    rates = [rate or known[len(known) // 2] for rate in rates]
-    shares = [0.0] * members
+        return split_evenly(chunk_count, reducers)
+    rates = [(rate or known[0]) / known[-1] for rate in rates]
+    shares = [0.0] * reducers
     fastest = sorted(rates, reverse=True)
-    for count in range(1, members + 1):  # the fastest `count` reduce something
+    for count in range(1, reducers + 1):  # the fastest `count` reduce something
         time = (members - 2 + count) / sum(fastest[:count])
-        if count == members or time * fastest[count] <= 1:
+        if count == reducers or time * fastest[count] <= 1:
             shares = [max(0.0, (time * rate - 1) / (members - 2)) for rate in rates]
             break
     return _round(chunk_count, shares)

@@ -48,6 +48,7 @@ from peers.events import (
     Train,
     TrainingDone,
     TrainingProgress,
+    Trouble,
     Undelivered,
 )
 from peers.freezing import Freezer
@@ -233,6 +234,8 @@ class Driver:
             case TokensLost(what, tokens, reason):
                 metrics.TOKENS_LOST.labels(what).inc(tokens)
                 logger.warning("%d tokens that we trained are lost: %s", tokens, reason)
+            case Trouble(reason):
+                logger.warning("%s", reason or "what this peer trains counts again")
             case Stop():
                 self._stopped.set()
             case StopTraining():

@@ -13,16 +13,36 @@ ATTEMPT_LEAP = 2**32
 """How far ahead of ours an attempt number may be: no honest run gets there, and no liar uses the numbers up."""
 
 
-def elect(roster: Sequence[str], able: Collection[str], candidates: Collection[str]) -> str | None:
+def elect(
+    roster: Sequence[str], able: Collection[str], candidates: Collection[str], broken: Mapping[str, int] | None = None
+) -> str | None:
     """The first of the last roster that is `able`; else the smallest id of the able; else of the `candidates`.
 
     `able` peers hold the state and work on the next entry; `candidates` are alive and still joining, which matters
-    only before the first entry.
+    only before the first entry. `broken`: with how many of the others a peer can't talk; whoever has the fewest of
+    these goes before all others, since a leader must be reached by all.
     """
-    for peer in roster:
-        if peer in able:
-            return peer
-    return min(able, default=None) or min(candidates, default=None)
+    broken = broken or {}
+    place = {peer: place for place, peer in enumerate(roster)}
+    order = {peer: (broken.get(peer, 0), place.get(peer, len(place)), peer) for peer in able or candidates}
+    return min(order, key=lambda peer: order[peer], default=None)
+
+
+def broken_pairs(unreached: Mapping[str, Iterable[str]], peers: Iterable[str], tail: int) -> Counter[str]:
+    """With how many of these peers each can't talk, as either side of a pair says.
+
+    Args:
+        unreached: by peer, the last characters of the ids of those that it can't reach.
+        tail: how many characters these are.
+    """
+    named = {peer[-tail:]: peer for peer in peers}
+    pairs = {
+        frozenset((peer, named[other]))
+        for peer, others in unreached.items()
+        for other in others
+        if other in named and peer[-tail:] in named and named[other] != peer
+    }
+    return Counter(peer for pair in pairs for peer in pair)
 
 
 def quorum(roster: Iterable[str], left: Collection[str], ready: Collection[str]) -> bool:

@@ -132,7 +132,8 @@ class PayloadNotFetched:
 
 @dataclass(frozen=True)
 class RateMeasured:
-    """What this machine's link was seen to carry each way, in bytes a second."""
+    """What this machine's link was seen to carry each way, in bytes a second: in a round, complete or not, or in a
+    short measurement before the first. 0: not known."""
 
     rate: int
 
@@ -320,6 +321,14 @@ class TokensLost:
     reason: str
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """Why what this peer trains does not count at present, and what to do about it; "": it does again. To be shown to
+    the volunteer, and to everybody in heartbeats."""
+
+    reason: str
+
+
 Effect = (
     Send
     | Train
@@ -335,4 +344,5 @@ Effect = (
     | Note
     | Dropped
     | TokensLost
+    | Trouble
 )

@@ -44,6 +44,7 @@ class Exchange:
         self.round = round
         self.name = round.name
         self.payload: bytes | None = None
+        self.moved = 0  # chunks that have come and gone
         self._me = me
         self._tokens = {member.peer: member.tokens for member in round.roster if member.tokens}  # of who contributes
         reducing = [share for share in round.shares if share.chunks]
@@ -158,11 +159,13 @@ class Exchange:
         match event:
             case ContributionArrived(sender=sender, chunk=chunk):
                 if self.wants_contribution(sender, chunk):
+                    self.moved += 1
                     self._arrived[chunk].add(sender)
                     return self._reduce([chunk])
             case ReducedArrived(chunk=chunk, absent=absent):
                 return self._averaged(chunk, absent)
             case ChunkSent(peer=peer, reduced=reduced, chunk=chunk):
+                self.moved += 1
                 self._in_flight.discard((peer, reduced, chunk))
                 self._owed[peer, reduced].discard(chunk)
             case ChunksUnsent(peer=peer, reduced=reduced, chunks=chunks):
@@ -208,6 +211,11 @@ class Exchange:
                 blocks |= self._awaited - self._arrived[chunk]
         return tuple(sorted((blocks or averages) - {self._me}))
 
+    def partners(self) -> frozenset[str]:
+        """The peers with which we still have to exchange something."""
+        owed = {peer for (peer, _), chunks in self._owed.items() if chunks}
+        return self._remaining & owed.union(self.missing())
+
     def _reduces(self, chunk: int) -> bool:
         """Whether the chunk is ours to average, and not averaged yet."""
         mine = self._reducer_of.get(chunk) == self._me and chunk not in self._undecided
@@ -244,6 +252,7 @@ class Exchange:
     def _averaged(self, chunk: int, absent: tuple[str, ...]) -> list[Effect]:
         if chunk in self._here:
             return []
+        self.moved += 1
         self._here[chunk] = absent
         self._reducing.discard(chunk)
         self._undecided.discard(chunk)

@@ -6,18 +6,19 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from peers.chunks import PayloadSize
-from peers.election import ATTEMPT_LEAP, quorum
+from peers.election import ATTEMPT_LEAP, quorum, take_order
 from peers.events import Dropped, Effect, Send
-from peers.heartbeat import Heartbeat, PeerState
+from peers.heartbeat import Heartbeat
 from peers.leases import Lease
 from peers.log import MEMBER_LIMIT, LogError, LogState, Member
 from peers.membership import PARTICIPATING
-from peers.messages import Abort, Attempt, LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.messages import Abort, Attempt, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.planning import Plan, plan
+from peers.schedule import Schedule
 from peers.settings import RunSettings
+from peers.standing import Standing
 from peers.wire import printable
 
-HOPELESS = 10
-"""Partition graces after which who still trains is not waited for."""
 OVERTAKING_LIMIT = 8
 """How often one peer may make the others at a position say Ready again."""
 
@@ -26,9 +27,18 @@ class Gathering:
     """Who is ready at one position, as its leader knows."""
 
     def __init__(
-        self, me: str, log: LogState, state_digest: bytes, settings: RunSettings, payload: PayloadSize
+        self,
+        me: str,
+        log: LogState,
+        state_digest: bytes,
+        settings: RunSettings,
+        payload: PayloadSize,
+        standing: Standing,
     ) -> None:
+        """`standing` outlives the position."""
         self._me = me
+        self._standing = standing
+        self._schedule = Schedule(settings.timing)
         self._log = log
         self._state_digest = state_digest
         self._settings = settings
@@ -36,8 +46,8 @@ class Gathering:
         self._granted: dict[str, Lease] = {}
         self._ready: dict[str, Ready] = {}
         self.left: Collection[str] = ()
-        self._barred_until: dict[str, float] = {}
-        self._strikes: Counter[str] = Counter()
+        self.unreached: Collection[str] = ()
+        self._awaited: set[str] = set()
         self._overtaken: Counter[str] = Counter()
         self._first_ready_at: float | None = None
         self._together_at, self._ticked_at = -float("inf"), float("inf")
@@ -50,6 +60,10 @@ class Gathering:
         """Grant samples; fewer inner steps the further we are ourselves, so that the joiner finishes with us."""
         if request.state_digest != self._state_digest:
             return [self._refuse(sender, "its state at this position is not ours")]
+        self._standing.said(sender, request.relayed, request.unreached)
+        members = take_order(self._log.roster, self._awaited | {self._me, sender})
+        if sender in plan(self._me, members, members, self._standing.pairs(members)).left_out:
+            return [self._exclude(sender, members)]
         lease = self._log.leases.get(sender) or self._granted.get(sender)
         if lease is None:
             given = set(self._granted.values())
@@ -62,7 +76,7 @@ class Gathering:
 
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
-        if now < self._barred_until.get(sender, now):
+        if sender in self._standing.barred(now):
             return []  # it held an attempt up; the others may go on without it meanwhile
         if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:
             return []  # as many as one entry can take
@@ -81,6 +95,7 @@ class Gathering:
         for peer in overtaken:
             del self._ready[peer]
         self._ready[sender] = ready
+        self._standing.said(sender, ready.relayed, ready.unreached)
         if self._first_ready_at is None:
             self._first_ready_at = now
         return [self._ask_again(peer) for peer in overtaken]
@@ -99,34 +114,64 @@ class Gathering:
         if lease and sender not in self._log.leases:
             self._granted[sender] = lease
 
-    def _may_begin(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
+    def _is_time(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
+        """Whether everybody who can be expected is ready, or the grace is over."""
         if self._first_ready_at is None or not any(ready.tokens for ready in self._ready.values()):
             return False
-        waited = now - self._first_ready_at
         at_work = {peer for peer in self._log.leases if peer in live and live[peer].state in PARTICIPATING}
         expected = at_work | (set(self._granted) & set(live)) | {self._me}
-        barred = {peer for peer, until in self._barred_until.items() if now < until}
-        everyone = expected - barred <= set(self._ready)
-        is_cut_off = self._is_cut_off(now, live)
-        return (everyone or waited >= self.grace) and (self._enough(self._ready) or is_cut_off)
+        self._awaited = expected - self._standing.barred(now) - set(self.unreached)
+        return self._awaited <= self._ready.keys() or now - self._first_ready_at >= self.grace
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all whom we waited for when time passed last are ready by now."""
+        return len(self._ready) >= len(self._awaited) and self._awaited <= self._ready.keys()
 
     def _is_cut_off(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
-        """Whether for the partition grace too few of the last roster were ready or alive and at work.
+        """Whether for the partition grace too few of the last roster were to be heard of: ready, or at work here.
 
-        Who seems to be at work for ever does not keep the others for ever.
+        Peers that are alive and at work at our position are no partition, whatever holds them up; but who seems to be
+        at work for ever does not keep the others for ever.
         """
-        grace = self._settings.timing.partition_grace
-        assert self._first_ready_at is not None
-        at_work = {self._me} | {peer for peer, beat in live.items() if beat.state is PeerState.TRAINING}
+        if self._first_ready_at is None:
+            return False
+        at_work = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)}
         incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent}
-        coming = at_work - self._ready.keys() | incumbents
+        coming = at_work - self._ready.keys() - set(self.unreached) | incumbents
         enough = quorum(self._log.roster, self.left, coming) if self._log.roster else len(coming) >= self._minimum
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
         if enough or has_slept:
             self._together_at = now
         self._ticked_at = now
         since = max(self._together_at, self._first_ready_at)
-        return now - since >= grace or now - self._first_ready_at >= HOPELESS * grace
+        is_hopeless = now - self._first_ready_at >= self._schedule.hopeless
+        return now - since >= self._settings.timing.partition_grace or is_hopeless
+
+    def _is_here(self, beat: Heartbeat) -> bool:
+        """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
+        position = self._log.position
+        return beat.state in PARTICIPATING and (beat.head == position.head or beat.index != position.index)
+
+    # Who can take part ----------------------------------------------------------------------------------------
+    def _plan(self) -> Plan:
+        """Who of those who are ready may reduce, and who can't take part."""
+        members = take_order(self._log.roster, self._ready)
+        trained = {peer for peer, ready in self._ready.items() if ready.tokens}
+        return plan(self._me, members, trained, self._standing.pairs(members))
+
+    def _leave_out(self, plan: Plan) -> list[Effect]:
+        """Go on without those with whom too few can exchange data, and tell them."""
+        members = tuple(self._ready)
+        for peer in plan.left_out:
+            del self._ready[peer]
+        return [self._exclude(peer, members) for peer in sorted(plan.left_out)]
+
+    def _exclude(self, peer: str, members: Collection[str]) -> Effect:
+        others = sorted(self._standing.pairs(members).broken_with(peer))
+        named = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        reason = f"no data can be exchanged between this peer and {named}, and somebody must reach everybody"
+        return Send(peer, Excluded(position=self._log.position, reason=printable(reason)))
 
     def _enough(self, peers: Collection[str]) -> bool:
         """Whether these are more than half of the last roster; before the first entry, the minimum of peers."""
@@ -145,9 +190,8 @@ class Gathering:
     def _bar(self, peer: str, now: float) -> None:
         """Leave a peer out for a while, longer each time; never ourselves."""
         if peer != self._me:
-            self._strikes[peer] += 1
             self._ready.pop(peer, None)
-            self._barred_until[peer] = now + self._strikes[peer] * self._settings.timing.round_timeout
+            self._standing.bar(peer, now)
 
     def _offers(self) -> dict[str, Member]:
         return {peer: _member(peer, ready) for peer, ready in self._ready.items()}

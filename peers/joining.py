@@ -6,22 +6,22 @@ from __future__ import annotations
 from peers.events import Apply, Dropped, FetchPayload, Note, Send
 from peers.heartbeat import PeerState
 from peers.lineage import RECENT_ENTRIES
-from peers.log import Header, LogError, LogState
+from peers.log import MEMBER_LIMIT, Header, LogError, LogState
 from peers.membership import DONATING, PARTICIPATING
 from peers.messages import Inquire, LeaseGrant, LeaseRequest
-from peers.peer_core import PeerCore
 from peers.states import State
+from peers.troubles import Troubled
 
 CATCHING_UP = frozenset({State.JOINING, State.TRAINING, State.READY, State.AVERAGING})
 """States in which a peer looks whether others are further on."""
 
 
-class Joining(PeerCore):
+class Joining(Troubled):
     """A peer that lacks the run's present state or a lease."""
 
     def _join(self) -> None:
         """Get the state of those who are further on, then a lease from the leader."""
-        if not self.membership.polled:
+        if not self.membership.polled or not self._may_ask:
             return
         if self._furthest() is not None:
             if self._due():
@@ -29,13 +29,22 @@ class Joining(PeerCore):
             return
         self._has_snapshot = False
         lease = self.log.leases.get(self.me)
-        if lease is not None:
+        if lease is not None and not self._excluded:
             self._train(lease, self.settings.inner_steps)
         elif self.is_settled and self._may_start() and self._due():
             leader = self._elect()
             if leader is not None:
-                request = LeaseRequest(position=self.log.position, state_digest=self.state_digest)
+                request = LeaseRequest(
+                    position=self.log.position,
+                    state_digest=self.state_digest,
+                    relayed=self._named(self.reachability.detours(self._now)),
+                    unreached=self._named(self.unreached),
+                )
                 self._emit(Send(leader, request))
+
+    def _named(self, peers: frozenset[str]) -> tuple[str, ...]:
+        """Those of them that live, as a message may name them."""
+        return tuple(sorted(peers & self._live().keys()))[:MEMBER_LIMIT] if peers else ()
 
     def _granted(self, leader: str, grant: LeaseGrant) -> None:
         """Train what the leader gave us, if it is a lease that others will accept from us."""
@@ -47,6 +56,7 @@ class Joining(PeerCore):
             self._emit(Dropped(leader, "lease", str(error)))
             self._distrust(leader)
         else:
+            self._taken_in()
             self._train(grant.samples, min(grant.steps, self._steps_at_our_speed()))
 
     def _may_start(self) -> bool:
@@ -59,7 +69,9 @@ class Joining(PeerCore):
         return settled and len(trainers) + 1 >= self.settings.minimum_peers
 
     def _furthest(self) -> str | None:
-        """The live peer with the heaviest lineage, if it is heavier than ours; equal weight is decided by digest."""
+        """The live peer with the heaviest lineage of those that we reach, if it is heavier than ours; equal weight is
+        decided by digest."""
+        out_of_reach = self._distrusted | self.unreached
         tokens, head = self.log.lineage_tokens, self.log.position.head
         heavier = {
             peer: (beat.lineage_tokens, _inverted(beat.head), peer)
@@ -67,7 +79,7 @@ class Joining(PeerCore):
             if (beat.lineage_tokens > tokens or (beat.lineage_tokens == tokens and beat.head < head))
             and beat.lineage_tokens > 0
             and beat.state in DONATING
-            and peer not in self._distrusted
+            and peer not in out_of_reach
         }
         return max(heavier, key=lambda peer: heavier[peer], default=None)
 
@@ -98,7 +110,7 @@ class Joining(PeerCore):
 
     def _catch_up(self) -> None:
         """Somebody is further on, or on a heavier lineage: learn the next entry from them, or take their state."""
-        if self.state not in CATCHING_UP:
+        if self.state not in CATCHING_UP or not self._may_ask:
             return
         ahead = self._furthest()
         if ahead is None:

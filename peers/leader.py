@@ -11,31 +11,40 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from peers.chunks import PayloadSize, split_by_rate
+from peers.chunks import PayloadSize
 from peers.election import culprits, take_order
 from peers.events import Effect, Note, Send
 from peers.gathering import Gathering
 from peers.heartbeat import Heartbeat
 from peers.log import Header, LogError, LogState
 from peers.messages import Abort, Accuse, Adopt, Attempt, Begin, Commit, Complete, Held, Ready, Round, Share, Waiting
+from peers.planning import credible_rates, deal, foreseen
 from peers.settings import RunSettings
+from peers.standing import Standing
 from peers.wire import printable
 
-MARGIN = 3.0  # how much longer than foreseen a round may take before those who hold it up are left out
-LONGEST = 10.0  # times the manifest's time limit: rates are what peers say of themselves
+OPEN_LIMIT = 16
+"""Members in whose attempts all tell all that they are complete: one delay less, and messages by the square."""
 
 
 class Leader(Gathering):
     """What one peer knows as leader of one position. Dropped when the position is passed or the lead is lost."""
 
     def __init__(
-        self, me: str, log: LogState, state_digest: bytes, settings: RunSettings, payload: PayloadSize
+        self,
+        me: str,
+        log: LogState,
+        state_digest: bytes,
+        settings: RunSettings,
+        payload: PayloadSize,
+        standing: Standing,
     ) -> None:
-        super().__init__(me, log, state_digest, settings, payload)
+        super().__init__(me, log, state_digest, settings, payload, standing)
         self._running: Begin | Adopt | None = None
         self._members: tuple[str, ...] = ()  # who remains in the running attempt
         self._in_minority = False
-        self._began_at = 0.0
+        self._began_at = self._moved_at = self._seconds = 0.0
+        self._moved: dict[str, int] = {}  # chunks, as members say
         self._unseen_since: dict[str, float] = {}
         self._complete: dict[str, Complete] = {}
         self._waiting: dict[str, tuple[str, ...]] = {}
@@ -66,31 +75,44 @@ class Leader(Gathering):
             return self._watch(now, live)
         for peer in [peer for peer in self._ready if peer != self._me and peer not in live]:
             del self._ready[peer]
-        return self._begin(now) if self._may_begin(now, live) else []
+        is_cut_off = self._is_cut_off(now, live)  # asked each time: it keeps the time
+        if not self._is_time(now, live):
+            return []
+        plan = self._plan()
+        effects: list[Effect] = []
+        if (plan.left_out or not plan.reducers) and not self._latest_held() and not self._unfinished_round():
+            effects = self._leave_out(plan)
+            if not plan.reducers:
+                return effects
+        if self._enough(self._ready) or is_cut_off:
+            effects += self._begin(now)
+        return effects
 
     # Attempts -------------------------------------------------------------------------------------------------
     def _begin(self, now: float) -> list[Effect]:
         self._in_minority = not self._enough(self._ready)
         held = self._latest_held()
-        attempt = self._next_attempt()
         if held is not None:
             holders = tuple(peer for peer in sorted(self._ready) if self._holds(peer, held))
-            ready = take_order(self._log.roster, self._ready)
-            return self._run(Adopt(attempt=attempt, held=held, holders=holders), ready, "hands an entry on", now)
+            return self._hand_on(held, holders, take_order(self._log.roster, self._ready), "hands an entry on", now)
         round = self._unfinished_round()
-        what = "goes on with a round" if round else "begins"
-        round = round or self._new_round(attempt)
-        return self._run(Begin(attempt=attempt, round=round), round.remaining, what, now)
+        if round is not None:
+            return self._exchange(round, "goes on with a round", now)
+        name = Attempt(position=self._log.position, number=self._last_number + 1, leader=self._me)
+        return self._exchange(self._new_round(name), "begins", now)
 
-    def _new_round(self, attempt: Attempt) -> Round:
-        """Each member with tokens reduces a part, sized so that all links are done together."""
+    def _new_round(self, name: Attempt) -> Round:
+        """Those whom all others reach reduce parts, sized so that all links are done together."""
         offers = self._offers()
         roster = [offers[peer] for peer in take_order(self._log.roster, offers)]
-        reducers = [member.peer for member in roster if member.tokens]
-        chunks = split_by_rate(self._payload.chunks, [float(self._ready[peer].rate) for peer in reducers])
-        part = dict(zip(reducers, chunks, strict=True))
+        part = deal(self._payload.chunks, len(roster), self._plan().reducers, self._rates(offers))
         shares = tuple(Share(member=member, chunks=part.get(member.peer, 0)) for member in roster)
-        return Round(name=attempt, shares=shares, lost=())
+        return Round(name=name, shares=shares, lost=())
+
+    def _rates(self, peers: Iterable[str]) -> dict[str, float]:
+        ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}
+        claimed = {peer: one.rate for peer, one in ready.items()}
+        return credible_rates(claimed, {peer: dict(one.seen) for peer, one in ready.items()})
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
@@ -101,17 +123,38 @@ class Leader(Gathering):
         others = {peer: round for peer, round in rounds.items() if round.shares == mine.shares}
         lost = {peer for round in others.values() for peer in round.lost}
         round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
-        able = self._me in round.remaining and self._may_conclude(round)
+        able = self._me in round.remaining and bool(_reducers(round)) and self._is_connected(round)
         return round if able and (self._in_minority or self._enough(round.remaining)) else None
 
-    @staticmethod
-    def _may_conclude(round: Round) -> bool:
-        return any(share.chunks for share in round.shares if share.member.peer in round.remaining)
+    def _is_connected(self, round: Round) -> bool:
+        """Whether all who remain can exchange data with all of them who reduce, as far as we know."""
+        pairs = self._standing.pairs(round.remaining)
+        return not any(pairs.broken_with(peer) for peer in _reducers(round))
+
+    def _exchange(self, round: Round, what: str, now: float) -> list[Effect]:
+        """Run an attempt in which the members that remain exchange blocks."""
+        members = round.remaining
+        rates = self._rates(members)
+        measured = {peer: rates[peer] for peer in rates if self._ready[peer].rate}
+        chunks = {share.member.peer: share.chunks for share in round.shares}
+        seconds = self._schedule.attempt(foreseen(chunks, members, measured, self._payload.bytes))
+        is_open = bool(self._log.roster) and not self._in_minority and len(members) <= OPEN_LIMIT
+        begin = Begin(attempt=self._next_attempt(), round=round, seconds=seconds, open=is_open)
+        return self._run(begin, members, what, now)
+
+    def _hand_on(
+        self, held: Held, holders: tuple[str, ...], members: Sequence[str], what: str, now: float
+    ) -> list[Effect]:
+        """Run an attempt in which members take over an entry. How much of it each must fetch is not foreseen."""
+        seconds = self._schedule.attempt(())
+        adopt = Adopt(attempt=self._next_attempt(), held=held, holders=holders, seconds=seconds)
+        return self._run(adopt, members, what, now)
 
     def _run(self, running: Begin | Adopt, members: Sequence[str], what: str, now: float) -> list[Effect]:
         self._running = running
         self._members = tuple(members)
-        self._began_at = now
+        self._began_at = self._moved_at = now
+        self._seconds = running.seconds
         self._unseen_since.clear()
         self._complete, self._waiting = {}, {}
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
@@ -137,12 +180,11 @@ class Leader(Gathering):
             holders = tuple(peer for peer in running.holders if peer in remaining)
             if not holders:
                 return self._abort(reason)
-            adopt = running.model_copy(update={"attempt": self._next_attempt(), "holders": holders})
-            return farewell + self._run(adopt, remaining, what, now)
+            return farewell + self._hand_on(running.held, holders, remaining, what, now)
         round = running.round.without(lost)
-        if not self._may_conclude(round):
+        if not _reducers(round):
             return self._abort(reason)
-        return farewell + self._run(Begin(attempt=self._next_attempt(), round=round), remaining, what, now)
+        return farewell + self._exchange(round, what, now)
 
     def _watch(self, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
         """Who has been silent for a heartbeat's time is lost; so are those who hold all others up for too long."""
@@ -155,24 +197,15 @@ class Leader(Gathering):
         dead = [peer for peer, since in self._unseen_since.items() if now - since >= patience]
         if dead:
             return self._lose(dead, f"{', '.join(dead)} is gone", now)
-        if now - self._began_at <= self._time_limit():
+        has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
+        if not has_stalled and now - self._began_at <= self._seconds:
             return []
         slow = culprits(self._members, self._complete, self._waiting)
         for peer in slow:
             self._bar(peer, now)
-        reason = f"time is up; held up by {', '.join(slow) or 'nobody in particular'}"
+        why = "nothing moves" if has_stalled else "time is up"
+        reason = f"{why}; held up by {', '.join(slow) or 'nobody in particular'}"
         return self._lose(slow, reason, now) or self._abort(reason)
-
-    def _time_limit(self) -> float:
-        """Seconds for the running attempt: a multiple of what the slowest link needs, as far as links were measured."""
-        timing = self._settings.timing
-        rates = [self._ready[peer].rate for peer in self._members if peer in self._ready]
-        if isinstance(self._running, Adopt) or not all(rates) or not rates:
-            return timing.round_timeout
-        payloads = 2.0  # at most: its own blocks out and the average in, and its part in and out
-        foreseen = MARGIN * payloads * self._payload.bytes / min(rates)
-        until_a_death_is_seen = timing.heartbeat_expiry + 2 * timing.heartbeat
-        return min(max(foreseen, until_a_death_is_seen), LONGEST * timing.round_timeout)
 
     def _ends(self, attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
         abort = Abort(attempt=attempt, reason=printable(reason))
@@ -186,12 +219,35 @@ class Leader(Gathering):
         return [Note("warning", f"attempt {attempt} failed: {reason}"), *self._ends(attempt, members, reason)]
 
     # What members say -----------------------------------------------------------------------------------------
-    def on_waiting(self, sender: str, waiting: Waiting) -> list[Effect]:
+    def on_waiting(self, sender: str, waiting: Waiting, now: float) -> list[Effect]:
         if not self._is_running(waiting.attempt):
             return self._set_right(sender, waiting.attempt)
-        if sender in self._members:
-            self._waiting[sender] = waiting.missing
-        return []
+        if sender not in self._members:
+            return []
+        self._waiting[sender] = waiting.missing
+        if waiting.moved > self._moved.get(sender, 0):
+            self._moved[sender] = waiting.moved
+            self._moved_at = now
+        return self._plan_anew(sender, waiting.unreached, now)
+
+    def _plan_anew(self, sender: str, unreached: Iterable[str], now: float) -> list[Effect]:
+        """A pair that needs each other's data can't talk: begin another round at once, in which it need not."""
+        if not isinstance(self._running, Begin):
+            return []
+        round = self._running.round
+        others, reducers = set(unreached) & set(self._members) - {sender}, _reducers(round)
+        pairs = self._standing.pairs(self._members)
+        known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
+        broken = (others if sender in reducers else others & reducers) - known
+        if not broken:
+            return []
+        reason = f"{sender} can't exchange data with {', '.join(sorted(broken))}"
+        if sender != self._me and not self._standing.may_replan(sender):
+            self._bar(sender, now)
+            return self._lose([sender], reason, now) or self._abort(reason)
+        self._standing.failed(sender, broken)
+        self._spoiled.add(round.name)
+        return self._abort(reason)
 
     def on_accuse(self, sender: str, accuse: Accuse, now: float) -> list[Effect]:
         if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= set(self._members):
@@ -203,6 +259,8 @@ class Leader(Gathering):
         running = self._running
         if running is None or running.attempt != complete.attempt or sender not in self._members:
             return self._set_right(sender, complete.attempt)
+        if sender not in self._complete:
+            self._moved_at = now
         self._complete[sender] = complete
         if len(self._complete) < len(self._members):
             return []
@@ -225,6 +283,7 @@ class Leader(Gathering):
 
     def _commit(self, header: Header) -> list[Effect]:
         commit = Commit(header=header)
+        self._standing.entry_made(self._members)
         return [Send(peer, commit) for peer in self._members]
 
     def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
@@ -250,3 +309,7 @@ class Leader(Gathering):
     def _holds(self, peer: str, held: Held) -> bool:
         theirs = self._ready[peer].held
         return theirs is not None and theirs.header == held.header
+
+
+def _reducers(round: Round) -> set[str]:
+    return {share.member.peer for share in round.shares if share.chunks} & set(round.remaining)

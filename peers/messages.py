@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgpack
 from pydantic import Field
 
 from peers.leases import PIECE_LIMIT
 from peers.log import MEMBER_LIMIT, Header, Member, Position
+from peers.reachability import SEEN_LIMIT
 from peers.wire import (
     PROTOCOL_VERSION,
     Count,
@@ -22,6 +23,7 @@ from peers.wire import (
     PeerId,
     Reason,
     Samples,
+    Seconds,
     Value,
     WireError,
     decode,
@@ -33,6 +35,11 @@ CHUNK_SET_BYTES = 1 << 16  # half a million chunks
 
 ChunkSet = Annotated[bytes, Field(strict=True, max_length=CHUNK_SET_BYTES)]
 """Numbers of chunks as a bit mask, little-endian: chunk n is bit n % 8 of byte n // 8."""
+
+
+Peers = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
+"""Peers, and bytes a second."""
 
 
 def chunk_set(chunks: Iterable[int]) -> bytes:
@@ -122,11 +129,16 @@ class Round(Value):
 
 
 class LeaseRequest(Value):
-    """Joiner → leader: I hold the state at `position`; give me samples to train on."""
+    """Joiner → leader: I hold the state at `position`; give me samples to train on.
+
+    `relayed` and `unreached` as in Ready: a peer that could take part in no round gets no lease.
+    """
 
     kind: ClassVar[Literal["lease-request"]] = "lease-request"
     position: Position
     state_digest: Digest
+    relayed: Peers
+    unreached: Peers
 
 
 class LeaseGrant(Value):
@@ -145,6 +157,9 @@ class Ready(Value):
     and forgotten what it held, so it does not count towards the quorum that protects a committed entry. `round`: the
     exchange it is in the middle of, if its leader was lost. `rate`: bytes a second that its link was seen to carry each
     way; 0: not measured yet. `wants`: the samples of its next lease; 0: a whole one.
+
+    `relayed` names the peers that it reaches only through a relay, or with other difficulty, `unreached` those with
+    which it can exchange no data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -158,14 +173,23 @@ class Ready(Value):
     round: Round | None
     rate: Count
     wants: Count
+    relayed: Peers
+    unreached: Peers
+    seen: Rates
 
 
 class Begin(Value):
-    """Leader → remaining members: begin this round, or go on with it now that somebody is lost."""
+    """Leader → remaining members: begin this round, or go on with it now that somebody is lost.
+
+    The leader ends the attempt after `seconds`. If it is `open`, all members tell each other that they are complete,
+    and whoever has heard the same of all knows that the entry is committed. A minority's attempt never is.
+    """
 
     kind: ClassVar[Literal["begin"]] = "begin"
     attempt: Attempt
     round: Round
+    seconds: Seconds
+    open: Annotated[bool, Field(strict=True)]
 
     @property
     def position(self) -> Position:
@@ -173,12 +197,13 @@ class Begin(Value):
 
 
 class Adopt(Value):
-    """Leader → members: an earlier attempt's entry may have been committed; take it over, from its holders."""
+    """Leader → members: an earlier attempt's entry may have been committed; take it over from its holders."""
 
     kind: ClassVar[Literal["adopt"]] = "adopt"
     attempt: Attempt
     held: Held
     holders: Annotated[tuple[PeerId, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+    seconds: Seconds
 
     @property
     def position(self) -> Position:
@@ -211,11 +236,17 @@ class Want(Value):
 
 
 class Waiting(Value):
-    """Member → leader: chunks of the payload are missing; I need something from these peers."""
+    """Member → leader: chunks of the payload are missing; I need something from these peers.
+
+    `moved` counts the chunks that have come and gone here since the round began. With the `unreached` of its members it
+    can exchange nothing: the round must be planned anew.
+    """
 
     kind: ClassVar[Literal["waiting"]] = "waiting"
     attempt: Attempt
-    missing: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+    missing: Peers
+    moved: Count
+    unreached: Peers
 
     @property
     def position(self) -> Position:
@@ -236,7 +267,8 @@ class Accuse(Value):
 
 
 class Complete(Value):
-    """Member → leader: I hold the whole payload. This is its digest, and whose blocks lack in how many chunks."""
+    """Member → leader, and in an open attempt → all members: I hold the whole payload. This is its digest, and whose
+    blocks lack in how many chunks."""
 
     kind: ClassVar[Literal["complete"]] = "complete"
     attempt: Attempt
@@ -275,6 +307,14 @@ class Refuse(Value):
     """Leader → peer: what you have can't be used at this position; fetch the state from a peer and ask again."""
 
     kind: ClassVar[Literal["refuse"]] = "refuse"
+    position: Position
+    reason: Reason
+
+
+class Excluded(Value):
+    """Leader → peer: rounds go on without you, for this reason. Nothing that you train would count."""
+
+    kind: ClassVar[Literal["excluded"]] = "excluded"
     position: Position
     reason: Reason
 
@@ -318,31 +358,12 @@ Message = (
     | Commit
     | Abort
     | Refuse
+    | Excluded
     | Inquire
     | Elsewhere
     | Leaving
 )
-KINDS: dict[str, type[Message]] = {
-    kind.kind: kind
-    for kind in (
-        LeaseRequest,
-        LeaseGrant,
-        Ready,
-        Begin,
-        Adopt,
-        Holding,
-        Want,
-        Waiting,
-        Accuse,
-        Complete,
-        Commit,
-        Abort,
-        Refuse,
-        Inquire,
-        Elsewhere,
-        Leaving,
-    )
-}
+KINDS: dict[str, type[Message]] = {kind.kind: kind for kind in get_args(Message)}
 
 
 def pack_message(run: str, message: Message) -> bytes:

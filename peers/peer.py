@@ -36,6 +36,7 @@ from peers.messages import (
     Commit,
     Complete,
     Elsewhere,
+    Excluded,
     Holding,
     Inquire,
     LeaseGrant,
@@ -71,6 +72,10 @@ class Peer(Averaging):
             case HeartbeatsSeen(heartbeats):
                 self.membership.observe(heartbeats, self._now)
                 self._catch_up()
+                self._look_for_trouble()
+            case ReachSeen(reach, rates):
+                if self.reachability.observe(reach, rates):
+                    self._links_changed()
             case Received(sender, message):
                 self.membership.heard_from(sender, self._now)
                 self._receive(sender, message)
@@ -96,7 +101,7 @@ class Peer(Averaging):
             case ReachSeen():
                 pass
             case RateMeasured(rate):
-                self._rate = rate
+                self._rate = rate or self._rate
             case LeaveRequested(at_once):
                 leave_by = self._now + (0 if at_once else self.settings.timing.leave)
                 self._leave_by = min(leave_by, self._leave_by or leave_by)
@@ -115,8 +120,12 @@ class Peer(Averaging):
                 self._say_ready()
             case State.AVERAGING:
                 self._keep_averaging()
+        self._tick_leader()
+
+    def _tick_leader(self) -> None:
         if self._leader and self.state is not State.APPLYING:
             self._leader.grace = self._grace()
+            self._leader.unreached = self.unreached
             self._emit_all(self._leader.tick(self._now, self._live(), self.membership.leavers))
 
     def _receive(self, sender: str, message: Message) -> None:
@@ -129,7 +138,7 @@ class Peer(Averaging):
                 self._emit_all(self._leader.gone(sender, self._now))
         elif message.position == self.log.position:
             self._receive_here(sender, message)
-        elif not isinstance(message, Commit | Elsewhere | Refuse | Abort | LeaseGrant):
+        elif not isinstance(message, Commit | Elsewhere | Refuse | Excluded | Abort | LeaseGrant):
             self._answer_elsewhere(sender, message)
         elif isinstance(message, Elsewhere):
             self._elsewhere(sender)
@@ -150,6 +159,8 @@ class Peer(Averaging):
                 self._aborted(sender, attempt)
             case Refuse(reason=reason) if sender == (self._pledged_to or self._elect()):
                 self._refused(sender, reason)
+            case Excluded(reason=reason) if sender == (self._pledged_to or self._elect()):
+                self._left_out(reason)
             case LeaseGrant() if self.state is State.JOINING and sender == self._elect():
                 self._granted(sender, message)
             case LeaseRequest() | Ready() if busy or not (sender == self.me or self.is_live(sender)):
@@ -160,12 +171,17 @@ class Peer(Averaging):
                 self._emit_all(self._lead().on_lease_request(sender, message, step))
             case Ready():
                 self._emit_all(self._lead().on_ready(sender, message, self._now))
+                if self._lead().is_full and not self._lead().running:
+                    self._tick_leader()  # at once: a round does not wait for the clock
             case Waiting() if self._leader:
-                self._emit_all(self._leader.on_waiting(sender, message))
+                self._emit_all(self._leader.on_waiting(sender, message, self._now))
             case Accuse() if self._leader:
                 self._emit_all(self._leader.on_accuse(sender, message, self._now))
-            case Complete() if self._leader:
-                self._emit_all(self._leader.on_complete(sender, message, self._now))
+            case Complete():
+                if self._leader and message.attempt.leader == self.me:
+                    self._emit_all(self._leader.on_complete(sender, message, self._now))
+                if sender != self.me and self.is_live(sender):
+                    self._heard_complete(sender, message)
             case _:
                 pass
 

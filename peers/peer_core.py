@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from peers.chunks import PayloadSize
-from peers.election import elect
+from peers.election import broken_pairs, elect
 from peers.errors import LocalProtocolError
 from peers.events import (
     Effect,
@@ -20,20 +22,32 @@ from peers.events import (
     Train,
 )
 from peers.exchange import Exchange
-from peers.heartbeat import Heartbeat, PeerState
+from peers.heartbeat import TAIL, Heartbeat, PeerState
 from peers.leader import Leader
 from peers.leases import Lease, sample_count
 from peers.lineage import Lineage
 from peers.log import Header, LogState
 from peers.membership import DONATING, PARTICIPATING, Membership
-from peers.messages import Adopt, Attempt, Held, Leaving
+from peers.messages import Adopt, Attempt, Complete, Held, Leaving
+from peers.reachability import Reachability
+from peers.schedule import Schedule
 from peers.settings import RunSettings
+from peers.standing import Standing
 from peers.states import SHOWN_AS, TRANSITIONS, State
 from peers.workload import Progress, Trained
 
 GRACE_SHARE = 0.5
 EQUALLY_FAST = 0.8
 """Of the fastest peer's speed: who comes close trains as much as it."""
+
+
+@dataclass(frozen=True)
+class Hindrance:
+    """Why our work may not count. `is_vain`: nothing that we train now could."""
+
+    kind: str
+    reason: str
+    is_vain: bool
 
 
 class PeerCore:
@@ -62,13 +76,25 @@ class PeerCore:
         self.progress: Progress | None = None
         self.speed = 0.0  # tokens a second, when we last trained
         self.exchange: Exchange | None = None
+        self.schedule = Schedule(settings.timing)
+        self.reachability = Reachability(settings.timing.heartbeat_expiry)
+        self.trouble = ""  # why what we train does not count; empty: it does
+        self._standing = Standing(self.schedule.bar)
+        self._told_kind: str | None = None
+        self._hindrance: Hindrance | None = None
+        self._excluded = ""
+        self._is_aside = False
+        self._leases_in_vain = 0
         self._now = self._started_at = now
         self._leader: Leader | None = None
         self._trained: Trained | None = None
         self._pledged_to: str | None = None
-        self._ready_since = self._progress_at = now
+        self._ready_since = self._gathered_at = self._attempt_ends = now
+        self._hindered_since = self._aside_since = self._ask_at = now
         self._held: Held | None = None
         self._attempt: Attempt | None = None
+        self._open_to: tuple[str, ...] = ()  # the members of the attempt, if all tell all that they are complete
+        self._completes: dict[str, Complete] = {}
         self._adopting: Adopt | None = None
         self._replaying: Header | None = None
         self._lease: Lease | None = None
@@ -146,7 +172,20 @@ class PeerCore:
         } | {self.me}
         if SHOWN_AS[self.state] in PARTICIPATING:
             able.add(self.me)
-        return elect(self.log.roster, able - self._distrusted, candidates - self._distrusted)
+        able, candidates = able - self._distrusted, candidates - self._distrusted
+        return elect(self.log.roster, able, candidates, self._broken_pairs(able or candidates))
+
+    def _broken_pairs(self, peers: set[str]) -> Mapping[str, int]:
+        """With how many of these each can't talk, as far as heartbeats and our own links tell."""
+        unreached = {peer: beat.unreached for peer, beat in self._live().items() if beat.unreached and peer in peers}
+        if self.unreached and self.me in peers:
+            unreached[self.me] = tuple(peer[-TAIL:] for peer in self.unreached)
+        return broken_pairs(unreached, peers, TAIL) if unreached else {}
+
+    @property
+    def unreached(self) -> frozenset[str]:
+        """Peers with which we can exchange no data."""
+        return self.reachability.unreached
 
     @property
     def _distrusted(self) -> frozenset[str]:
@@ -155,11 +194,12 @@ class PeerCore:
 
     def _distrust(self, peer: str) -> None:
         still = {other: until for other, until in self._distrusted_until.items() if self._now < until}
-        self._distrusted_until = still | {peer: self._now + 2 * self.settings.timing.round_timeout}
+        self._distrusted_until = still | {peer: self._now + self.schedule.distrust}
 
     def _lead(self) -> Leader:
         if self._leader is None:
-            self._leader = Leader(self.me, self.log, self.state_digest, self.settings, self.payload)
+            at = self.log, self.state_digest
+            self._leader = Leader(self.me, *at, self.settings, self.payload, self._standing)
         return self._leader
 
     def _train(self, lease: Lease, steps: int) -> None:
@@ -212,7 +252,10 @@ class PeerCore:
 
     def _end_work(self, entry: Header | None = None) -> None:
         """What we have trained is in this entry, or void."""
-        if entry is None or not entry.tokens_of(self.me):
+        if entry is not None and entry.tokens_of(self.me):
+            self._leases_in_vain = 0
+        else:
+            self._leases_in_vain += self._work > 0
             self._lose("work", self._work, f"no entry after {self.log.position} takes what we have trained")
         self._lease = self._trained = self.progress = None
 
@@ -232,6 +275,8 @@ class PeerCore:
         """Nothing of the present position's round matters any more."""
         self.exchange = self._leader = self._held = self._pledged_to = None
         self._attempt = self._adopting = self._replaying = None
+        self._open_to = ()
+        self._completes.clear()
         self._last_attempt = 0
 
     def _leave_if_possible(self) -> None:

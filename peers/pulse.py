@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Protocol
 
 from peers import metrics
 from peers.heartbeat import NAMED_PEERS, TAIL, Heartbeat, HeldOut
 from peers.identity import Identity
 from peers.peer import Peer
-from peers.reach import Reach
 from peers.states import SHOWN_AS
+from peers.wire import printable
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
 SHARE_FOR_SILENCE = 0.25
@@ -27,7 +27,6 @@ class PulseTransport(Protocol):
     def endpoints(self) -> tuple[str, ...]: ...
     @property
     def relays(self) -> tuple[str, ...]: ...
-    def reach(self) -> dict[str, Reach]: ...
     async def spread(self, heartbeat: bytes) -> None: ...
     def expect_answers_within(self, seconds: float) -> None: ...
     async def refresh_addresses(self) -> tuple[str, ...]: ...
@@ -101,14 +100,10 @@ class Pulse:
             held_out=self.held_out,
             endpoints=self._transport.endpoints,
             relays=self._transport.relays,
-            relayed=self._tails(Reach.RELAYED),
-            unreached=self._tails(Reach.NONE),
+            relayed=_tails(peer.reachability.relayed),
+            unreached=_tails(peer.unreached),
+            trouble=printable(peer.trouble),
         )
-
-    def _tails(self, reach: Reach) -> tuple[str, ...]:
-        """Name the peers that we reach so, as far as there is room."""
-        peers = sorted(peer for peer, way in self._transport.reach().items() if way is reach)
-        return tuple(peer[-TAIL:] for peer in peers[:NAMED_PEERS])
 
     def signed_heartbeat(self) -> bytes:
         return self.heartbeat().sign(self._identity)
@@ -123,3 +118,8 @@ class Pulse:
         progress = self._peer.progress
         metrics.TOKENS_PER_SECOND.set(progress.tokens_per_second if progress else 0)
         metrics.LOSS.set(math.nan if progress is None or progress.loss is None else progress.loss)
+
+
+def _tails(peers: Collection[str]) -> tuple[str, ...]:
+    """Name peers as heartbeats do, as far as there is room."""
+    return tuple(sorted(peer[-TAIL:] for peer in peers)[:NAMED_PEERS])

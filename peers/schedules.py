@@ -6,7 +6,7 @@ import argparse
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count
 
 from peers.history import InvariantError
@@ -20,6 +20,7 @@ SOFT = ("cut off", "deafen", "stop")
 CALM = Faults()
 SPEEDS = (1.0, 0.9, 0.4)  # by name: some peers train shorter leases
 PEACE = 1000.0  # seconds in which everybody must agree again
+TIMINGS = (Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0), Timing())  # the second: as manifests have it
 BATCH = 25  # seeds that one process takes at once
 
 
@@ -41,10 +42,11 @@ class Plan:
     peers: int
     faults: Faults
     blows: tuple[Blow, ...]
+    timing: Timing = TIMINGS[0]
 
     def __str__(self) -> str:
         blows = "".join(f"\n  {blow}" for blow in self.blows)
-        return f"seed {self.seed}, {self.peers} peers, {self.faults}{blows}"
+        return f"seed {self.seed}, {self.peers} peers, {self.faults}, {self.timing}{blows}"
 
 
 def plan(seed: int) -> Plan:
@@ -52,13 +54,19 @@ def plan(seed: int) -> Plan:
     draw = random.Random(seed)
     peers = draw.choice((2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 10, 12))
     names = [f"peer{number}" for number in range(peers)]
+    timing = draw.choice(TIMINGS)
+    slow = draw.choice([(), (), (draw.choice(names),)])
+    # A slow link's chunks take 40 times as long: not as long as a manifest's partition grace.
+    longest_delay = draw.choice([0.05, 0.3, 0.3 if slow and timing == Timing() else 1.5])
     faults = Faults(
         loss=draw.choice([0, 0.02, 0.2]),
         duplication=draw.choice([0, 0.1]),
         stream_failure=draw.choice([0, 0.02, 0.1]),
-        longest_delay=draw.choice([0.05, 0.3, 1.5]),
+        longest_delay=longest_delay,
         suspicion=draw.choice([0, 0.01, 0.1]),
-        slow=draw.choice([(), (), (draw.choice(names),)]),
+        slow=slow,
+        broken=draw.choice([(), (), _some_pairs(draw, names)]),
+        relayed=draw.choice([(), (), _some_pairs(draw, names)]),
     )
     mortal = names[: (peers - 1) // 2]
     blows = []
@@ -66,7 +74,13 @@ def plan(seed: int) -> Plan:
         kind = draw.choice(HARD + SOFT if mortal else SOFT)
         victim = draw.choice(mortal if kind in HARD else names)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
-    return Plan(seed, peers, faults, tuple(blows))
+    return Plan(seed, peers, faults, tuple(blows), timing)
+
+
+def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ...]:
+    """One pair, or all that one peer is in."""
+    one, other = draw.sample(names, 2)
+    return draw.choice([((one, other),), tuple((one, third) for third in names if third != one)])
 
 
 def live(life: Plan, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swarm:
@@ -75,8 +89,7 @@ def live(life: Plan, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
     Raises: InvariantError, also when peace does not bring progress and agreement.
     """
     names = [f"peer{number}" for number in range(life.peers)]
-    timing = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
-    settings = RunSettings("simulated", digest_of(b"manifest"), 5, 10, 10, life.peers, timing)
+    settings = RunSettings("simulated", digest_of(b"manifest"), 5, 10, 10, life.peers, life.timing)
     swarm = Swarm(life.seed, settings, life.faults, speeds=SPEEDS)
     watch(swarm)
     for name in names:
@@ -148,7 +161,7 @@ def smallest(life: Plan) -> Plan:
 def _easier(life: Plan) -> Iterator[Plan]:
     for place in range(len(life.blows)):
         yield replace(life, blows=life.blows[:place] + life.blows[place + 1 :])
-    for name in ("loss", "duplication", "stream_failure", "suspicion", "slow", "longest_delay"):
+    for name in (field.name for field in fields(Faults)):
         if getattr(life.faults, name) != getattr(CALM, name):
             yield replace(life, faults=replace(life.faults, **{name: getattr(CALM, name)}))
 

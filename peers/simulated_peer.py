@@ -9,6 +9,7 @@ from peers.events import (
     Applied,
     Apply,
     AssemblePayload,
+    ChunkSent,
     ContributionArrived,
     Digested,
     Effect,
@@ -32,16 +33,18 @@ from peers.events import (
     TrainingDone,
     TrainingProgress,
 )
-from peers.heartbeat import Heartbeat
+from peers.heartbeat import TAIL, Heartbeat
 from peers.history import InvariantError
 from peers.leases import sample_count
 from peers.log import Header
 from peers.messages import Message
 from peers.peer import Peer
+from peers.reach import Reach
 from peers.settings import RunSettings
 from peers.snapshot_fetch import Offered, choose, lineage_of
 from peers.snapshots import Offer
 from peers.states import SHOWN_AS, State
+from peers.throttle import RateMeter
 from peers.wire import digest_of
 from peers.workload import Progress, SnapshotError, Trained
 
@@ -77,6 +80,7 @@ class World(Protocol):
 
     settings: RunSettings
     speeds: tuple[float, ...]
+    now: float
 
     def note(self, *what: object) -> None: ...
     def soon(self, peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None: ...
@@ -103,9 +107,10 @@ class SimulatedPeer:
         self.alive = True
         self.sequence = 0
         self.heartbeat: Heartbeat | None = None
+        self.reach: dict[str, Reach] = {}  # as its links see it
         self._trained: Trained | None = None
         self._frozen: tuple[Header | None, bytes] | None = None
-        self._began_at = 0.0
+        self._sent, self._received = RateMeter(lambda: world.now), RateMeter(lambda: world.now)
         self._is_digesting = False
         self._postponed: Apply | FetchSnapshot | None = None
 
@@ -135,6 +140,8 @@ class SimulatedPeer:
             state_digest=peer.state_digest,
             lineage_tokens=peer.settled.lineage_tokens,
             speed=self.speed,
+            unreached=tuple(sorted(other[-TAIL:] for other in peer.unreached)),
+            trouble=peer.trouble,
         )
         return self.heartbeat
 
@@ -160,7 +167,9 @@ class SimulatedPeer:
             case Stop():
                 world.farewell(self)
             case OpenRound(round):
-                self._began_at = now
+                self._report_rate()
+                self._sent.begin_round()
+                self._received.begin_round()
                 buffers.open(round.name)
             case SendChunk():
                 if buffers.round(effect.round):
@@ -169,8 +178,7 @@ class SimulatedPeer:
             case ReduceChunk():
                 self._reduce(effect)
             case AssemblePayload(round) if buffers.round(round):
-                rate = buffers.size.bytes / max(now - self._began_at, 1e-3)
-                world.soon(self, RateMeasured(max(1, int(rate))))
+                self._report_rate()
                 return PayloadAssembled(round, buffers.assemble(round))
             case FetchPayload(header, donors):
                 self._fetch_payload(header, donors)
@@ -184,11 +192,18 @@ class SimulatedPeer:
                 world.note(self.name, effect)
         return None
 
+    def _report_rate(self) -> None:
+        """What the link carried, in rounds that did not come to an end, too."""
+        rate = int(min(self._sent.rate, self._received.rate))
+        if rate:
+            self.world.soon(self, RateMeasured(rate))
+
     def accept(self, sender: str, send: SendChunk, data: bytes) -> tuple[Event | None, bool]:
         """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""
         exchange, current = self.peer.exchange, self.buffers.round(send.round)
         if exchange is None or current is None or exchange.name != send.round:
             return None, False
+        self._received.passed(len(data))
         if send.reduced and exchange.wants_reduced(sender, send.chunk):
             self.buffers.store(send.round, send.chunk, data)
             return ReducedArrived(send.round, sender, send.chunk, send.absent), True
@@ -217,8 +232,12 @@ class SimulatedPeer:
         self.world.soon(self, Applied(header))
 
     def go_on(self, event: Event, now: float) -> None:
-        """What comes after an outer step: the digest of the state, and then what else is to be done with it."""
+        """What comes after an outer step: the digest of the state, and then what else is to be done with it. And what
+        is measured of the link."""
         match event:
+            case ChunkSent(chunk=chunk):
+                start, stop = self.buffers.chunk_bytes(chunk)
+                self._sent.passed(stop - start)
             case Applied(header):
                 self.world.soon(self, Digested(header, self.workload.state), delays=2.0)
             case Digested():

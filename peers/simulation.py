@@ -18,6 +18,7 @@ from peers.events import (
     Event,
     HeartbeatsSeen,
     LeaveRequested,
+    ReachSeen,
     Received,
     SendChunk,
     Tick,
@@ -27,6 +28,7 @@ from peers.events import (
 from peers.history import History
 from peers.log import Header
 from peers.messages import Message, pack_message, unpack_message
+from peers.reach import Reach
 from peers.settings import RunSettings
 from peers.simulated_peer import SimulatedPeer
 from peers.states import State
@@ -34,6 +36,7 @@ from peers.trace import brief
 
 TICK = 1.0  # seconds
 SKEW = 0.03  # by which clocks run fast or slow
+Pair = tuple[str, str]
 WIRE_CHECKS = 16  # one message in so many goes through its bytes; all kinds do in their own tests
 
 
@@ -49,9 +52,23 @@ class Faults:
     """That a peer takes another one for dead, until it hears from it again."""
     slow: tuple[str, ...] = ()
     """Peers whose chunks take `SLOWNESS` times as long."""
+    broken: tuple[Pair, ...] = ()
+    """Pairs between which nothing passes. Heartbeats do: they come from the DHT."""
+    relayed: tuple[Pair, ...] = ()
+    """Pairs whose chunks take `DETOUR` times as long."""
+
+    def reach(self, one: str, other: str) -> Reach:
+        """How two peers reach each other."""
+        if (one, other) in self.broken or (other, one) in self.broken:
+            return Reach.NONE
+        if (one, other) in self.relayed or (other, one) in self.relayed:
+            return Reach.RELAYED
+        return Reach.OPEN
 
 
 SLOWNESS = 40.0
+DETOUR = 5.0
+REACH_DELAY = 8.0  # seconds until a peer's links know how it reaches another one
 
 
 @dataclass
@@ -187,6 +204,18 @@ class Swarm:
         others = [other for other in self.living if self.side[other.name] == self.side[peer.name]]
         beats = tuple(other.heartbeat for other in others if other.heartbeat)
         self.soon(peer, HeartbeatsSeen(beats))
+        self._learn_reach(peer, [other.name for other in others])
+
+    def _learn_reach(self, peer: SimulatedPeer, others: list[str]) -> None:
+        """A while after something changed its links know of it. Of peers that nothing stands between they say nothing,
+        but for those of which they said something before."""
+        if not (self.faults.broken or self.faults.relayed or peer.reach):
+            return
+        now = {other: self.faults.reach(peer.name, other) for other in others if other != peer.name}
+        reach = {other: way for other, way in now.items() if way is not Reach.OPEN or other in peer.reach}
+        if reach != peer.reach:
+            peer.reach = reach
+            self.later(peer, ReachSeen(reach, {}), REACH_DELAY)
 
     # The driver -----------------------------------------------------------------------------------------------
     def handle(self, peer: SimulatedPeer, event: Event) -> None:
@@ -219,7 +248,8 @@ class Swarm:
 
     def _reaches(self, sender: str, to: str) -> bool:
         other = self.peers.get(to)
-        return other is not None and other.alive and self.side[sender] == self.side[to] and to not in self.deaf
+        is_there = other is not None and other.alive and self.side[sender] == self.side[to] and to not in self.deaf
+        return is_there and self.faults.reach(sender, to) is not Reach.NONE
 
     def send(self, sender: SimulatedPeer, to: str, message: Message) -> None:
         self.messages[sender.name] += 1
@@ -259,7 +289,8 @@ class Swarm:
                 self.soon(sender, ChunksUnsent(send.round, send.to, (send.chunk,), send.reduced))
 
         slow = sender.name in self.faults.slow or send.to in self.faults.slow
-        self.at(self._delay() * (SLOWNESS if slow else 1.0), arrive)
+        is_relayed = self.faults.reach(sender.name, send.to) is Reach.RELAYED
+        self.at(self._delay() * (SLOWNESS if slow else 1.0) * (DETOUR if is_relayed else 1.0), arrive)
 
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]:
         """The donors that answer."""

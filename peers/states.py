@@ -37,12 +37,14 @@ TRANSITIONS: dict[State, dict[State, str]] = {
     },
     State.TRAINING: {
         State.READY: "inner steps are done",
+        State.JOINING: "its work could not count",
         State.REPLAYING: "an entry was made without us",
         State.FETCHING: "others are far ahead",
         State.LEFT: "asked to leave",
     },
     State.READY: {
         State.AVERAGING: "the leader begins",
+        State.JOINING: "left out",
         State.APPLYING: "what we hold was committed",
         State.REPLAYING: "an entry was made without us",
         State.FETCHING: "refused, or others are far ahead",

@@ -15,9 +15,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from peers.errors import RemoteProtocolError
 from peers.leases import SampleRange
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 DIGEST_BYTES = 32
 REASON_LIMIT = 500  # characters
+LONGEST_WAIT = 30 * 86400.0  # seconds
 MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
 
 
@@ -37,6 +38,7 @@ Digest = Annotated[bytes, Field(strict=True, min_length=DIGEST_BYTES, max_length
 PeerId = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9]+$")]
 RunId = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Samples = Annotated[SampleRange, AfterValidator(_ordered)]
+Seconds = Annotated[float, Field(strict=True, gt=0, le=LONGEST_WAIT, allow_inf_nan=False)]
 Reason = Annotated[str, Field(strict=True, max_length=REASON_LIMIT), AfterValidator(printable)]
 
 

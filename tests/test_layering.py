@@ -84,9 +84,14 @@ PROTOCOL = (
     "messages",
     "peer",
     "peer_core",
+    "planning",
     "reach",
+    "reachability",
+    "schedule",
     "settings",
+    "standing",
     "states",
+    "troubles",
     "wire",
 )
 INPUT_AND_OUTPUT = ("asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "threading", "time")

@@ -105,6 +105,9 @@ def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any
         "round": None,
         "rate": 0,
         "wants": 0,
+        "relayed": (),
+        "unreached": (),
+        "seen": (),
     }
     return Ready(**(fields | changes))
 
@@ -153,6 +156,12 @@ class Rig:
         names = self.others if others is None else others
         return self.do(HeartbeatsSeen(tuple(beat(name, log or self.peer.log, state, self.sequence) for name in names)))
 
+    @property
+    def moved(self) -> int:
+        """The chunks that have come and gone in the present round."""
+        assert self.peer.exchange is not None
+        return self.peer.exchange.moved
+
     def is_in(self, state: State) -> bool:
         return self.peer.state is state
 
@@ -190,13 +199,15 @@ class Rig:
     def begin(self, number: int = 1, leader: str = "a", lost: str = "", name: Attempt | None = None) -> Begin:
         """A round of a, b and c begins; with a `name`, it goes on."""
         at = self.attempt(number, leader)
-        return Begin(attempt=at, round=round_of(name or at, self.roster(), lost))
+        round = round_of(name or at, self.roster(), lost)
+        return Begin(attempt=at, round=round, seconds=TIMING.round_timeout, open=False)
 
     def held(self, number: int = 1, leader: str = "a", payload: bytes = PAYLOAD) -> Held:
         return Held(attempt=self.attempt(number, leader), header=self.next_header(payload))
 
     def adopt(self, number: int, held: Held, holders: str = "c", leader: str = "a") -> Adopt:
-        return Adopt(attempt=self.attempt(number, leader), held=held, holders=tuple(holders))
+        at = self.attempt(number, leader)
+        return Adopt(attempt=at, held=held, holders=tuple(holders), seconds=TIMING.round_timeout)
 
     def averaging(self) -> Rig:
         self.hear("a", self.begin())

@@ -9,8 +9,8 @@ import pytest
 
 from peers.election import ATTEMPT_LEAP
 from peers.events import Dropped, Effect
-from peers.gathering import HOPELESS, OVERTAKING_LIMIT
-from peers.leader import MARGIN, Leader
+from peers.gathering import OVERTAKING_LIMIT
+from peers.leader import Leader
 from peers.leases import SampleRange
 from peers.log import LogState, _grants
 from peers.messages import (
@@ -26,6 +26,8 @@ from peers.messages import (
     Refuse,
     Waiting,
 )
+from peers.schedule import MARGIN, Schedule
+from peers.standing import Standing
 from peers.wire import digest_of
 from tests.peers.builders import LOG as EMPTY
 from tests.peers.builders import (
@@ -46,6 +48,7 @@ from tests.peers.builders import (
 
 LOG = first_log()
 OTHER = digest_of(b"another payload")
+SCHEDULE = Schedule(TIMING)
 STEP = TIMING.heartbeat
 """Seconds between two ticks, if nothing else is to be seen."""
 ROSTER = (member("a", 60, 80), member("b", 80, 100), member("c", 100, 120))
@@ -56,7 +59,7 @@ class Lead:
 
     def __init__(self, log: LogState = LOG) -> None:
         self.log = log
-        self.leader = Leader("a", log, STATE, SETTINGS, SIZE)
+        self.leader = Leader("a", log, STATE, SETTINGS, SIZE, Standing(SCHEDULE.bar))
         self.now = 0.0
 
     def ready(self, names: str, **changes: Any) -> list[Effect]:
@@ -91,8 +94,11 @@ class Lead:
             effects = self.complete(peer, running, payload)
         return effects
 
-    def waiting(self, peer: str, running: Begin | Adopt, missing: str) -> list[Effect]:
-        return self.leader.on_waiting(peer, Waiting(attempt=running.attempt, missing=tuple(missing)))
+    def waiting(
+        self, peer: str, running: Begin | Adopt, missing: str, moved: int = 0, unreached: str = ""
+    ) -> list[Effect]:
+        waiting = Waiting(attempt=running.attempt, missing=tuple(missing), moved=moved, unreached=tuple(unreached))
+        return self.leader.on_waiting(peer, waiting, self.now)
 
     def accuse(self, peer: str, running: Begin | Adopt, accused: str) -> list[Effect]:
         accuse = Accuse(attempt=running.attempt, accused=accused, reason="code -128")
@@ -184,7 +190,7 @@ def test_a_leader_that_has_forgotten_does_not_count_itself_as_somebody_to_wait_f
 def test_who_seems_to_train_for_ever_is_not_waited_for() -> None:
     lead = Lead()
     lead.ready("a")
-    assert sends(lead.tick(live="bc", after=HOPELESS * TIMING.partition_grace), Begin)
+    assert sends(lead.tick(live="bc", after=SCHEDULE.hopeless), Begin)
 
 
 def test_who_was_stopped_for_long_does_not_go_on_alone_at_once() -> None:
@@ -224,7 +230,7 @@ def test_the_first_entry_needs_the_minimum_of_peers() -> None:
 
 def test_joiners_with_a_lease_are_waited_for() -> None:
     lead = Lead()
-    request = LeaseRequest(position=LOG.position, state_digest=STATE)
+    request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
     (_, grant), *_ = sends(lead.leader.on_lease_request("z", request, inner_step=4), LeaseGrant)
     assert grant.samples == (SampleRange(120, 140),)
     assert grant.steps == 6
@@ -242,7 +248,7 @@ def test_joiners_with_a_lease_are_waited_for() -> None:
 def test_a_peer_with_another_state_is_refused() -> None:
     lead = Lead()
     assert sends(lead.ready("b", state_digest=OTHER), Refuse)
-    request = LeaseRequest(position=LOG.position, state_digest=OTHER)
+    request = LeaseRequest(position=LOG.position, state_digest=OTHER, relayed=(), unreached=())
     assert sends(lead.leader.on_lease_request("z", request, 0), Refuse)
 
 
@@ -273,7 +279,7 @@ def test_a_member_that_left_the_attempt_ends_it() -> None:
 
 
 # Somebody is lost ----------------------------------------------------------------------------------------------
-HELD_UP = TIMING.round_timeout + 1
+HELD_UP = SCHEDULE.stall + 1
 
 
 def dies(lead: Lead, begin: Begin) -> list[Effect]:
@@ -292,7 +298,7 @@ def spoils(lead: Lead, begin: Begin) -> list[Effect]:
 def lags(lead: Lead, begin: Begin) -> list[Effect]:
     lead.waiting("a", begin, "c")
     lead.waiting("b", begin, "c")
-    assert lead.tick(after=TIMING.round_timeout) == []
+    assert lead.tick(after=SCHEDULE.stall) == []
     return lead.tick(after=1)
 
 
@@ -463,9 +469,9 @@ def test_the_silent_are_those_who_hold_an_attempt_up() -> None:
 def test_each_attempt_has_its_time() -> None:
     lead = Lead()
     lead.begun()
-    lead.now += TIMING.round_timeout
+    lead.now += SCHEDULE.stall
     lead.gone("c")
-    assert lead.tick(live="b", after=TIMING.round_timeout) == []
+    assert lead.tick(live="b", after=SCHEDULE.stall) == []
     assert lead.tick(live="b", after=1) != []
 
 
@@ -473,18 +479,40 @@ def test_each_attempt_has_its_time() -> None:
     ("rates", "limit"),
     [
         ((0, 0, 0), TIMING.round_timeout),
-        ((500, 0, 500), TIMING.round_timeout),
+        ((10**6, 0, 10**6), SCHEDULE.stall),
+        ((500, 0, 500), MARGIN * 2 * SIZE.bytes / 500),
         ((500, 4000, 1000), MARGIN * 2 * SIZE.bytes / 500),
+        ((1, 10**6, 10**6), SCHEDULE.longest_attempt),
     ],
-    ids=["not measured", "one not measured", "what the slowest link needs"],
+    ids=["not measured", "one not measured", "one not measured, others slow", "the slowest link", "too slow a link"],
 )
 def test_the_time_limit_follows_from_measured_rates(rates: tuple[int, ...], limit: float) -> None:
+    """Chunks move all the time; and members are told how long it may take."""
     lead = Lead()
     for name, rate in zip("abc", rates, strict=True):
         lead.ready(name, rate=rate)
-    assert sends(lead.tick(), Begin)
-    assert lead.tick(after=limit) == []
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert begin.seconds == limit
+    until = lead.now + limit
+    for moved in range(1, 1000):
+        lead.waiting("b", begin, "c", moved)
+        if lead.now + STEP > until:
+            break
+        assert lead.tick(after=STEP) == []
+    assert lead.tick(after=until - lead.now) == []
     assert lead.tick(after=0.1) != []
+
+
+def test_where_nothing_moves_nobody_waits_for_the_time_limit() -> None:
+    """Regression: who stated a slow link and sent nothing held everybody up for ten times the manifest's limit."""
+    lead = Lead()
+    lead.ready("ab", rate=10**6)
+    begin = lead.begun("c", rate=1)
+    assert begin.seconds == SCHEDULE.longest_attempt
+    lead.waiting("a", begin, "c", moved=4)
+    lead.waiting("b", begin, "c", moved=4)
+    assert lead.tick(after=SCHEDULE.stall) == []
+    goes_on(lead.tick(after=1), "ab", lost="c")
 
 
 def test_on_fast_links_a_death_is_noticed_before_the_time_is_up() -> None:
@@ -580,7 +608,7 @@ def test_what_no_lease_gives_is_refused_and_its_sender_named(changes: dict[str, 
 def test_what_an_earlier_leader_granted_is_good() -> None:
     lead = Lead()
     assert not sends(lead.ready("z", samples=(SampleRange(140, 160),)), Refuse)
-    request = LeaseRequest(position=LOG.position, state_digest=STATE)
+    request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
     grants = [sends(lead.leader.on_lease_request(peer, request, 0), LeaseGrant)[0][1] for peer in "xy"]
     assert [grant.samples for grant in grants] == [(SampleRange(120, 140),), (SampleRange(160, 180),)]
     assert sends(lead.ready("w", samples=(SampleRange(160, 180),)), Refuse), "that is y's"
@@ -593,7 +621,7 @@ def test_no_more_joiners_than_an_entry_takes(monkeypatch: pytest.MonkeyPatch) ->
     _grants.cache_clear()  # as many as an entry took before
     try:
         lead = Lead(first_log())
-        request = LeaseRequest(position=LOG.position, state_digest=STATE)
+        request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
         for number in range(limit):
             assert lead.leader.on_lease_request(f"joiner{number}", request, 0)
         assert lead.leader.on_lease_request("late", request, 0) == []
@@ -721,7 +749,8 @@ def test_the_latest_entry_held_is_handed_on() -> None:
     lead.ready("c", last_attempt=2, held=held(2, PAYLOAD))
     to, adopt = adopts(lead.tick())
     assert to == "abc"
-    assert adopt == Adopt(attempt=attempt(LOG, 3), held=held(2, PAYLOAD), holders=("c",))
+    assert (adopt.attempt, adopt.held, adopt.holders) == (attempt(LOG, 3), held(2, PAYLOAD), ("c",))
+    assert adopt.seconds == TIMING.round_timeout
     assert sends(lead.all_complete("abc", adopt), Commit)[0][1].header == held(2, PAYLOAD).header
 
 

@@ -22,6 +22,7 @@ from peers.messages import (
     Commit,
     Complete,
     Elsewhere,
+    Excluded,
     Held,
     Holding,
     Inquire,
@@ -41,6 +42,7 @@ from peers.messages import (
     pack_message,
     unpack_message,
 )
+from peers.reachability import SEEN_LIMIT
 from peers.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, to_plain
 from tests.peers.builders import PAYLOAD, RUN, STATE, attempt, first_log, member, ready, round_of
 
@@ -49,19 +51,20 @@ HEADER = LOG.next_header([member("a", 60, 80), member("b", 80, 100)], PAYLOAD)
 HELD = Held(attempt=attempt(LOG), header=HEADER)
 ROUND = round_of(attempt(LOG), HEADER.roster, lost=["b"])
 MESSAGES: tuple[Message, ...] = (
-    LeaseRequest(position=LOG.position, state_digest=STATE),
+    LeaseRequest(position=LOG.position, state_digest=STATE, relayed=("b",), unreached=("c",)),
     LeaseGrant(position=LOG.position, samples=(SampleRange(1, 2),), steps=3),
-    ready(LOG, "a", held=HELD, round=ROUND, rate=10**9),
-    Begin(attempt=attempt(LOG, 2), round=ROUND),
-    Adopt(attempt=attempt(LOG, 2), held=HELD, holders=("a", "c")),
+    ready(LOG, "a", held=HELD, round=ROUND, rate=10**9, relayed=("b",), unreached=("c",), seen=(("b", 5),)),
+    Begin(attempt=attempt(LOG, 2), round=ROUND, seconds=12.5, open=True),
+    Adopt(attempt=attempt(LOG, 2), held=HELD, holders=("a", "c"), seconds=12.5),
     Holding(attempt=attempt(LOG), chunks=chunk_set([0, 5, 300])),
     Want(attempt=attempt(LOG), reduced=chunk_set([1]), own=chunk_set([])),
-    Waiting(attempt=attempt(LOG), missing=("b", "c")),
+    Waiting(attempt=attempt(LOG), missing=("b", "c"), moved=7, unreached=("c",)),
     Accuse(attempt=attempt(LOG), accused="b", reason="code -128"),
     Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),)),
     Commit(header=HEADER),
     Abort(attempt=attempt(LOG), reason="time is up"),
     Refuse(position=LOG.position, reason="no"),
+    Excluded(position=LOG.position, reason="no data can be exchanged"),
     Inquire(position=LOG.position),
     Elsewhere(position=LOG.position),
     Leaving(position=LOG.position, holds=False),
@@ -261,6 +264,41 @@ def test_what_is_said_to_many_is_packed_once() -> None:
 @pytest.mark.parametrize("count", [-1, 2**62, 1.5, "1", True, None], ids=str)
 def test_a_rate_is_a_count(count: object) -> None:
     assert "Ready.rate" in refused(of(Ready), 8, count)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, float("nan"), float("inf"), "1", None], ids=str)
+def test_a_time_limit_is_a_time(seconds: object) -> None:
+    assert "Begin.seconds" in refused(of(Begin), 2, seconds)
+    assert "Adopt.seconds" in refused(of(Adopt), 3, seconds)
+
+
+@pytest.mark.parametrize(
+    "peers", [["a"] * (MEMBER_LIMIT + 1), ["no peer's name!"], "ab", None], ids=lambda it: str(it)[:9]
+)
+def test_who_is_not_reached_is_named(peers: object) -> None:
+    assert "LeaseRequest.relayed" in refused(of(LeaseRequest), 2, peers)
+    assert "LeaseRequest.unreached" in refused(of(LeaseRequest), 3, peers)
+    assert "Ready.relayed" in refused(of(Ready), 10, peers)
+    assert "Ready.unreached" in refused(of(Ready), 11, peers)
+    assert "Waiting.unreached" in refused(of(Waiting), 3, peers)
+
+
+@pytest.mark.parametrize(
+    "seen", [[["b", 1]] * (SEEN_LIMIT + 1), [["b", -1]], [["b"]], [["b", "1"]]], ids=lambda it: str(it)[:9]
+)
+def test_what_was_seen_of_others_is_checked(seen: object) -> None:
+    assert "Ready.seen" in refused(of(Ready), 12, seen)
+
+
+@pytest.mark.parametrize("flag", [0, 1, "true", None])
+def test_an_open_attempt_is_a_boolean(flag: object) -> None:
+    assert "Begin.open" in refused(of(Begin), 3, flag)
+
+
+def test_a_ready_is_small_in_a_large_swarm() -> None:
+    """Only exceptions are named: of a thousand peers those that are not reached directly."""
+    seen = tuple((f"{number:052}", 10**9) for number in range(SEEN_LIMIT))
+    assert len(pack_message(RUN, ready(LOG, "a", seen=seen))) < 5000
 
 
 def test_who_remains_in_a_round_is_who_is_not_lost() -> None:

@@ -28,6 +28,7 @@ from peers.events import (
     PayloadFetched,
     PayloadNotFetched,
     RateMeasured,
+    ReachSeen,
     ReducedArrived,
     SendChunk,
     SnapshotFailed,
@@ -53,6 +54,7 @@ from peers.messages import (
     Commit,
     Complete,
     Elsewhere,
+    Excluded,
     Held,
     Holding,
     Inquire,
@@ -67,7 +69,10 @@ from peers.messages import (
     Want,
     chunk_set,
 )
+from peers.reach import Reach
+from peers.schedule import Schedule
 from peers.states import TRANSITIONS, State
+from peers.troubles import TOLD_AFTER
 from peers.wire import digest_of
 from peers.workload import Progress
 from tests.peers.builders import (
@@ -90,6 +95,7 @@ from tests.peers.builders import (
 )
 
 OTHER = digest_of(b"another payload")
+SCHEDULE = Schedule(TIMING)
 
 
 def at_second() -> Rig:
@@ -106,9 +112,10 @@ def leading() -> Rig:
         rig.hear(name, Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=()))
     rig.applied()
     rig.do(TrainingDone(trained(rig.lease)))
-    for name in "bc":
-        rig.hear(name, ready(rig.peer.log, name))
-    assert [to for to, _ in sends(rig.tick(0.0), Begin)] == ["b", "c"]
+    rig.tick(0.0)
+    rig.hear("b", ready(rig.peer.log, "b"))
+    begins = sends(rig.hear("c", ready(rig.peer.log, "c")), Begin)
+    assert [to for to, _ in begins] == ["b", "c"], "at once, when the last one is ready"
     return rig
 
 
@@ -119,10 +126,10 @@ def leading_first() -> Rig:
     rig.tick(5.0)
     rig.do(TrainingDone(trained((SampleRange(0, 20),))))
     for place, name in enumerate("bc", 1):
-        rig.hear(name, ready(LOG, name, samples=(SampleRange(20 * place, 20 * place + 20),)))
-    rig.see(state=PeerState.READY)
-    assert [to for to, _ in sends(rig.tick(), Begin)] == ["b", "c"]
+        effects = rig.hear(name, ready(LOG, name, samples=(SampleRange(20 * place, 20 * place + 20),)))
+    assert [to for to, _ in sends(effects, Begin)] == ["b", "c"]
     assert rig.is_in(State.AVERAGING)
+    rig.see(state=PeerState.READY)
     return rig
 
 
@@ -203,7 +210,7 @@ def test_the_first_leader_gives_itself_a_lease() -> None:
     rig.see(state=PeerState.JOINING)
     effects = rig.tick(5.0)
     assert of(effects, Train) == [Train(0, (SampleRange(0, 20),), 10, 0)]
-    granted = rig.hear("b", LeaseRequest(position=LOG.position, state_digest=STATE))
+    granted = rig.hear("b", LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=()))
     assert sends(granted, LeaseGrant)[0][1].samples == (SampleRange(20, 40),)
 
 
@@ -213,10 +220,12 @@ def test_a_whole_round_of_a_member() -> None:
     assert say == ("a", ready(LOG, "b", samples=rig.lease, incumbent=False))
     begin = rig.begin()
     assert of(rig.hear("a", begin), OpenRound) == [OpenRound(begin.round)]
-    waiting = Waiting(attempt=attempt(LOG), missing=("a", "c"))
+    waiting = Waiting(attempt=attempt(LOG), missing=("a", "c"), moved=0, unreached=())
     assert sends(rig.tick(), Waiting) == [("a", waiting)]
     rig.do(ReducedArrived(begin.attempt, "c", 4, ()))
-    assert sends(rig.tick(), Waiting) == [("a", waiting)]
+    (_, later), *_ = sends(rig.tick(), Waiting)
+    assert (later.missing, later.moved) == (("a", "c"), rig.moved)
+    assert later.moved > waiting.moved
     effects = rig.do(PayloadAssembled(begin.attempt, PAYLOAD))
     complete = Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=())
     assert sends(effects, Complete) == [("a", complete)]
@@ -282,7 +291,7 @@ def test_a_round_that_gives_us_another_lease_than_we_want_is_not_ours() -> None:
     rig = at_second().trained()
     roster = [one.model_copy(update={"wants": 2}) if one.peer == "b" else one for one in rig.roster()]
     at = rig.attempt()
-    rig.hear("a", Begin(attempt=at, round=round_of(at, roster)))
+    rig.hear("a", Begin(attempt=at, round=round_of(at, roster), seconds=20.0, open=False))
     assert rig.is_in(State.READY)
 
 
@@ -295,7 +304,7 @@ def test_a_leader_takes_nobody_before_its_state_is_digested() -> None:
     assert header is not None
     rig.do(Applied(header))
     rig.see()
-    asks = LeaseRequest(position=rig.peer.log.position, state_digest=STATE)
+    asks = LeaseRequest(position=rig.peer.log.position, state_digest=STATE, relayed=(), unreached=())
     assert rig.hear("d", asks) == []
     rig.do(Digested(header, STATE))
     assert sends(rig.hear("b", asks), LeaseGrant)
@@ -455,8 +464,22 @@ def hears_of_the_commit_late(rig: Rig) -> None:
     rig.hear("a", Commit(header=rig.next_header()))
 
 
+def is_cut_off(rig: Rig) -> None:
+    """Its links say for a while that the leader can't be reached."""
+    rig.do(ReachSeen({"a": Reach.NONE, "c": Reach.NONE}, {}))
+    rig.see()
+    rig.now += TOLD_AFTER
+    rig.see()
+
+
+def left_out(rig: Rig) -> Excluded:
+    return Excluded(position=rig.peer.log.position, reason="no data can be exchanged between this peer and a")
+
+
 Way = Callable[[Rig], object]
 MOVES: dict[tuple[State, State], Way] = {
+    (State.TRAINING, State.JOINING): is_cut_off,
+    (State.READY, State.JOINING): lambda rig: rig.hear("a", left_out(rig)),
     (State.JOINING, State.FETCHING): seen_far_ahead,
     (State.JOINING, State.REPLAYING): told,
     (State.JOINING, State.TRAINING): gets_a_lease,
@@ -583,7 +606,7 @@ def impossible_rounds() -> dict[str, Round]:
 def test_no_attempt_that_can_lead_to_no_entry(what: str) -> None:
     """Regression: a roster that the log does not allow raised LogError when the payload was complete."""
     rig = at_second().trained()
-    begin = Begin(attempt=rig.attempt(), round=impossible_rounds()[what])
+    begin = Begin(attempt=rig.attempt(), round=impossible_rounds()[what], seconds=20.0, open=False)
     assert not takes_part(rig, "a", begin)
     assert [(dropped.peer, dropped.what) for dropped in of(rig.effects, Dropped)] == [("a", "begin")]
     assert takes_part(rig, "a", rig.begin())
@@ -698,7 +721,8 @@ def test_a_revised_attempt_goes_on_with_the_round() -> None:
     assert sends(effects, Holding) == [("a", Holding(attempt=rig.attempt(2), chunks=chunk_set([4])))]
     assert rig.peer.exchange is not None
     assert rig.peer.exchange.round.remaining == ("a", "b")
-    assert sends(rig.tick(), Waiting)[0][1] == Waiting(attempt=rig.attempt(2), missing=("a",))
+    waiting = sends(rig.tick(), Waiting)[0][1]
+    assert (waiting.attempt, waiting.missing, waiting.moved) == (rig.attempt(2), ("a",), rig.moved)
 
 
 def test_what_is_held_in_an_unbroken_attempt_is_held_in_its_revision() -> None:
@@ -752,9 +776,8 @@ def test_the_next_leader_is_told_of_the_round_and_goes_on_with_it() -> None:
     rig.do(Undelivered("a"))
     rig.tick()
     number = rig.peer._last_attempt
-    rig.hear("c", ready(log, "c", last_attempt=number, round=round_of(name, rig.roster())))
-    rig.do(Undelivered("a"))
-    begin = sends(rig.tick(), Begin)[0][1]
+    heard = rig.hear("c", ready(log, "c", last_attempt=number, round=round_of(name, rig.roster())))
+    begin = sends(heard, Begin)[0][1]
     assert begin.round == round_of(name, rig.roster(), lost="a")
     assert begin.attempt == rig.attempt(number + 1, "b")
     assert not of(rig.effects, OpenRound)
@@ -1185,7 +1208,7 @@ def test_only_a_proper_lease_of_the_leader_is_trained(sender: str, samples: Samp
 def test_strangers_get_no_lease() -> None:
     """Regression: every name that anybody makes up got one, and was remembered."""
     rig = at_second()
-    request = LeaseRequest(position=rig.peer.log.position, state_digest=STATE)
+    request = LeaseRequest(position=rig.peer.log.position, state_digest=STATE, relayed=(), unreached=())
     assert rig.hear("stranger", request) == []
     assert sends(rig.hear("c", request), LeaseGrant)
 
@@ -1214,15 +1237,25 @@ def test_nobody_is_accused_between_two_attempts() -> None:
     assert not sends(effects, Accuse)
 
 
-def test_progress_keeps_a_slow_leader_in_office() -> None:
-    """Its members go on waiting for a long round as long as chunks move."""
-    rig = at_second().trained().averaging()
-    for chunk in range(SIZE.chunks):
-        rig.now += 1.5 * TIMING.round_timeout
+def test_a_leader_stays_in_office_for_as_long_as_it_said_the_attempt_may_take() -> None:
+    rig = at_second().trained()
+    begin = rig.begin().model_copy(update={"seconds": 3 * TIMING.round_timeout})
+    rig.hear("a", begin)
+    began = rig.now
+    while rig.is_in(State.AVERAGING):
         rig.see(state=PeerState.AVERAGING)
-        rig.tick(0.0)
-        rig.do(ReducedArrived(attempt(rig.peer.log), "a", chunk, ()))
-    assert rig.is_in(State.AVERAGING)
+        rig.tick(1.0)
+    assert rig.now - began == pytest.approx(begin.seconds + SCHEDULE.death, abs=1.1)
+
+
+def test_no_leader_stays_in_office_for_ever() -> None:
+    rig = at_second().trained()
+    rig.hear("a", rig.begin().model_copy(update={"seconds": 1e6}))
+    began = rig.now
+    while rig.is_in(State.AVERAGING):
+        rig.see(state=PeerState.AVERAGING)
+        rig.tick(1.0)
+    assert rig.now - began <= SCHEDULE.longest_attempt + SCHEDULE.death + 2
 
 
 def test_an_unreachable_member_is_gone_when_it_stays_so() -> None:
@@ -1238,7 +1271,7 @@ def test_an_unreachable_member_that_is_heard_again_is_not_gone() -> None:
     rig = leading()
     rig.do(Undelivered("c"))
     rig.tick(0.0)
-    rig.hear("c", Waiting(attempt=rig.attempt(), missing=("b",)))
+    rig.hear("c", Waiting(attempt=rig.attempt(), missing=("b",), moved=0, unreached=()))
     rig.see(others="b", state=PeerState.AVERAGING)
     assert not sends(rig.tick(TIMING.heartbeat), Begin)
 
@@ -1250,13 +1283,11 @@ def test_a_dead_leader_is_succeeded_in_roster_order() -> None:
     assert rig.is_in(State.READY)
     rig.hear("c", ready(rig.peer.log, "c", last_attempt=2))
     rig.see(others="c", state=PeerState.READY)
-    rig.do(Undelivered("a"))
     for _ in range(3):
-        effects = rig.tick()
+        rig.do(Undelivered("a"))
+        effects = rig.tick() + rig.hear("c", ready(rig.peer.log, "c", last_attempt=rig.peer._last_attempt))
         if sends(effects, Begin):
             break
-        rig.hear("c", ready(rig.peer.log, "c", last_attempt=rig.peer._last_attempt))
-        rig.do(Undelivered("a"))
     assert [to for to, _ in sends(effects, Begin)] == ["c"]
 
 
@@ -1392,7 +1423,7 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
     missed = draw.choice([(), (("c", 2),), (("c", 2**62 - 1), ("z", 1)), tuple((peer, SIZE.chunks) for peer in "abc")])
     mask = draw.choice([b"", b"\x3f", b"\xff" * 100])
     messages: list[Message] = [
-        LeaseRequest(position=position, state_digest=digest),
+        LeaseRequest(position=position, state_digest=digest, relayed=(), unreached=()),
         LeaseGrant(position=position, samples=(SampleRange(0, draw.choice([20, 2**62 - 1])),), steps=number),
         ready(
             log,
@@ -1405,13 +1436,13 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
             round=draw.choice([None, round]),
             rate=draw.choice([0, 1, 2**62 - 1]),
         ),
-        Begin(attempt=which, round=round),
+        Begin(attempt=which, round=round, seconds=draw.choice([0.1, 20.0, 1e6]), open=draw.choice([False, True])),
         rig.begin(number, leader),
         rig.begin(number, leader, draw.choice(["", "c"]), name),
-        Adopt(attempt=which, held=held, holders=draw.choice([("a",), ("z", "b")])),
+        Adopt(attempt=which, held=held, holders=draw.choice([("a",), ("z", "b")]), seconds=20.0),
         Holding(attempt=which, chunks=mask),
         Want(attempt=which, reduced=mask, own=draw.choice([b"", mask])),
-        Waiting(attempt=which, missing=("a", "z")),
+        Waiting(attempt=which, missing=("a", "z"), moved=0, unreached=()),
         Accuse(attempt=which, accused=draw.choice("abz"), reason="x"),
         Complete(attempt=which, payload=digest, missed=missed),
         Commit(header=header),
