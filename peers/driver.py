@@ -62,7 +62,7 @@ from peers.payloads import PayloadError, Payloads, serve_payloads
 from peers.peer import Peer
 from peers.pulse import Pulse, PulseTransport
 from peers.recorder import Recorder
-from peers.scouting import Scout
+from peers.scouting import Scout, ScoutTransport
 from peers.settings import RunSettings
 from peers.snapshot_fetch import fetch_snapshot
 from peers.snapshots import FrozenSnapshot, serve_snapshots
@@ -84,9 +84,7 @@ REDUCERS = 2  # chunks averaged at once
 KEPT_BYTES = 1 << 30  # payloads kept for who fell behind
 
 
-class Transport(PullTransport, StreamTransport, PulseTransport, Protocol):
-    no_round: asyncio.Event
-
+class Transport(PullTransport, StreamTransport, PulseTransport, ScoutTransport, Protocol):
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
     async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
 

@@ -50,13 +50,18 @@ class Reachability:
         """Peers with which no data can be exchanged, as links say."""
         return frozenset(peer for peer, reach in self._reach.items() if reach is Reach.NONE)
 
+    @property
+    def relayed(self) -> frozenset[str]:
+        """Peers that are reached only through a relay, as links say."""
+        return frozenset(peer for peer, reach in self._reach.items() if reach is Reach.RELAYED)
+
     def doubted(self, now: float) -> frozenset[str]:
         """Peers that chunks did not reach lately. Nobody is left out for that: they may have been slow."""
         return frozenset(peer for peer, until in self._doubted_until.items() if now < until)
 
     def detours(self, now: float) -> frozenset[str]:
         """Peers with which as little data as possible should be exchanged: through a relay, or perhaps not at all."""
-        return self.doubted(now).union(peer for peer, reach in self._reach.items() if reach is Reach.RELAYED)
+        return self.doubted(now) | self.relayed
 
     def seen(self, me: str) -> tuple[tuple[str, int], ...]:
         """Bytes a second that came from others in recent rounds: from the peers next to us in the order of ids, so
