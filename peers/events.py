@@ -38,11 +38,14 @@ class Undelivered:
 
 @dataclass(frozen=True)
 class ReachSeen:
-    """How we reach other peers now, and the bytes a second at which their data came to us in the last rounds. Of a peer
-    that is not named nothing is known yet."""
+    """How we reach other peers now, and the bytes a second at which their data came to us in the last rounds.
+
+    `sought` are peers to which a way is still looked for.
+    """
 
     reach: Mapping[str, Reach]
     rates: Mapping[str, int]
+    sought: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,10 @@ class HivemindTransport(HivemindNode):
         """How we reach those peers of which that is known."""
         return self._links.reach() if self._links else {}
 
+    def sought(self) -> frozenset[str]:
+        """The peers to which a way is still looked for."""
+        return self._links.sought() if self._links else frozenset()
+
     def reach_of(self, peer_id: str) -> Reach | None:
         return self._links.reach_of(peer_id) if self._links else None
 

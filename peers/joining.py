@@ -12,6 +12,8 @@ from peers.messages import Inquire, LeaseGrant, LeaseRequest
 from peers.states import State
 from peers.troubles import Troubled
 
+LINKS_PATIENCE = 20.0
+"""Seconds after its start for which a peer looks for ways to all others before it takes part; a relay's takes ten."""
 CATCHING_UP = frozenset({State.JOINING, State.TRAINING, State.READY, State.AVERAGING})
 """States in which a peer looks whether others are further on."""
 
@@ -21,7 +23,7 @@ class Joining(Troubled):
 
     def _join(self) -> None:
         """Get the state of those who are further on, then a lease from the leader."""
-        if not self.membership.polled or not self._may_ask:
+        if not self.membership.polled or not self._may_ask or self._seeks_links:
             return
         if self._furthest() is not None:
             if self._due():
@@ -41,6 +43,12 @@ class Joining(Troubled):
                     unreached=self._named(self.unreached),
                 )
                 self._emit(Send(leader, request))
+
+    @property
+    def _seeks_links(self) -> bool:
+        """Whether it is too early to be counted on: a newcomer first finds out whom it reaches, and how."""
+        is_new = self._now - self._started_at < LINKS_PATIENCE
+        return is_new and not self.reachability.sought.isdisjoint(self._live())
 
     def _named(self, peers: frozenset[str]) -> tuple[str, ...]:
         """Those of them that live, as a message may name them."""

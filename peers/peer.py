@@ -73,8 +73,8 @@ class Peer(Averaging):
                 self.membership.observe(heartbeats, self._now)
                 self._catch_up()
                 self._look_for_trouble()
-            case ReachSeen(reach, rates):
-                if self.reachability.observe(reach, rates):
+            case ReachSeen(reach, rates, sought):
+                if self.reachability.observe(reach, rates, sought):
                     self._links_changed()
             case Received(sender, message):
                 self.membership.heard_from(sender, self._now)
@@ -98,8 +98,6 @@ class Peer(Averaging):
                 self._fetched(header)
             case PayloadNotFetched(header, reason):
                 self._not_fetched(header, reason)
-            case ReachSeen():
-                pass
             case RateMeasured(rate):
                 self._rate = rate or self._rate
             case LeaveRequested(at_once):

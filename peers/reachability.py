@@ -19,12 +19,17 @@ class Reachability:
         """`patience`: seconds for which no chunk must reach a peer before we doubt that any can."""
         self._patience = patience
         self._reach: dict[str, Reach] = {}
+        self.sought: frozenset[str] = frozenset()
+        """Peers to which a way is still looked for."""
         self._rates: dict[str, int] = {}
         self._failing_since: dict[str, float] = {}
         self._doubted_until: dict[str, float] = {}
 
-    def observe(self, reach: Mapping[str, Reach], rates: Mapping[str, int]) -> bool:
+    def observe(
+        self, reach: Mapping[str, Reach], rates: Mapping[str, int], sought: frozenset[str] = frozenset()
+    ) -> bool:
         """Take in what the links say. Returns whether anything changed in how peers are reached."""
+        self.sought = sought
         changed = {peer for peer in self._reach.keys() | reach.keys() if self._reach.get(peer) != reach.get(peer)}
         self._reach, self._rates = dict(reach), dict(rates)
         for peer in changed:
@@ -60,8 +65,9 @@ class Reachability:
         return frozenset(peer for peer, until in self._doubted_until.items() if now < until)
 
     def detours(self, now: float) -> frozenset[str]:
-        """Peers with which as little data as possible should be exchanged: through a relay, or perhaps not at all."""
-        return self.doubted(now) | self.relayed
+        """Peers with which as little data as possible should be exchanged: through a relay, or perhaps not at all, or
+        in a way that is not found yet."""
+        return self.doubted(now) | self.relayed | self.sought
 
     def seen(self, me: str) -> tuple[tuple[str, int], ...]:
         """Bytes a second that came from others in recent rounds: from the peers next to us in the order of ids, so

@@ -24,6 +24,7 @@ class ScoutTransport(Protocol):
     no_round: asyncio.Event
 
     def reach(self) -> dict[str, Reach]: ...
+    def sought(self) -> frozenset[str]: ...
     def stream(self, peer_id: str, protocol: str) -> AbstractAsyncContextManager[Channel]: ...
     async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None: ...
 
@@ -43,7 +44,7 @@ class Scout:
     def look(self) -> None:
         """Tell the protocol how we reach others, and what our link carries."""
         reach = self._transport.reach()
-        self._host.handle(ReachSeen(reach, self._traffic.rates))
+        self._host.handle(ReachSeen(reach, self._traffic.rates, self._transport.sought()))
         direct = [peer for peer, way in reach.items() if way.is_direct]
         if self._traffic.rate:
             self._host.handle(RateMeasured(self._traffic.rate))

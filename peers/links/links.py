@@ -182,6 +182,12 @@ class Links:
         found = {peer: self.reach_of(peer) for peer in self._contacts}
         return {peer: reach for peer, reach in found.items() if reach is not None}
 
+    def sought(self) -> frozenset[str]:
+        """Return those of whom it is not found out yet."""
+        if len(self._contacts) > EAGER:  # then links are made as they are needed
+            return frozenset()
+        return frozenset(self._contacts) - self.reach().keys() - {self.me}
+
     async def link_with(self, peer: str) -> Link | None:
         """Return the link with a peer, made now if it is not there; None where there is no way."""
         if not self.is_up(peer) and peer in self._contacts:
