@@ -106,6 +106,15 @@ def test_the_protocol_has_no_input_or_output(name: str) -> None:
     assert ours <= {*PROTOCOL, "errors", "heartbeat", "workload"}
 
 
+def test_links_know_neither_the_protocol_nor_hivemind() -> None:
+    """Bytes between two peers: what they mean, and how the peers found each other, is the driver's business."""
+    links = [path for path in SOURCES if is_in(module_name(path), "peers.links")]
+    ours = {name.split(".")[1] for path in links for name in imports(path) if is_in(name, "peers")}
+    assert "links" in ours
+    assert not ours & ({*PROTOCOL, "driver"} - {"reach", "wire"})
+    assert not [name for name in ours if name.startswith("hivemind")]
+
+
 def test_remote_storage_is_behind_one_module() -> None:
     assert importers("fsspec") == {"opendiloco.checkpoints.remote"}
 
