@@ -10,7 +10,7 @@ from __future__ import annotations
 class DilocoPeerError(Exception):
     """Base of all errors that the command line shows as one line: cause, then remedy.
 
-    `exit_code` is what the process ends with; README lists the codes in one table.
+    `exit_code` is what the process ends with; docs/commands.md lists the codes in one table.
     """
 
     exit_code = 1
