@@ -60,6 +60,7 @@ class ChunkSender(Generic[Item]):
             for task in done:
                 task.result()
             await reading
+            self._channel.is_finished = True
         finally:
             for task in (reading, writing):
                 task.cancel()

@@ -88,6 +88,8 @@ class Channel:
         self._reads = reader if isinstance(reader, DirectReads) else DirectReads(reader, writer)
         self._writer = writer
         self._stays_open = stays_open
+        self.is_finished = False
+        """Whether whoever opened the conversation has had all of it. Else no other one follows on the connection."""
         self.was_refused = False
         """Whether the other side has said no, after which neither side sends anything."""
 
@@ -279,6 +281,7 @@ async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, 
         raise RemoteProtocolError(channel.peer, f"its answer of {length} bytes exceeds the limit of {max_bytes}")
     data = bytearray(length)
     await channel.send_digest(await channel.read_data(data))
+    channel.is_finished = True
     return answer, data
 
 

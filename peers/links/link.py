@@ -147,7 +147,7 @@ class Link:
     # Conversations that we open -------------------------------------------------------------------------------
     @asynccontextmanager
     async def conversation(self, protocol: str) -> AsyncIterator[Channel]:
-        """Open a conversation on a connection of ours; it must be at its end when the context ends without an error.
+        """Open a conversation on a connection of ours, which is used again if the conversation was finished or refused.
 
         Raises: PeerUnreachableError when there is no connection in time.
         """
@@ -164,7 +164,7 @@ class Link:
         try:
             connection.writer.write(opening)
             yield channel
-            is_over = True
+            is_over = channel.is_finished
         except PeerRefusedError:
             is_over = channel.was_refused
             raise

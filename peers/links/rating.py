@@ -26,6 +26,7 @@ async def ask_rating(channel: Channel) -> tuple[float, float]:
     await channel.read_verdict()
     upload = await _send(channel)
     download = await _receive(channel)
+    channel.is_finished = True
     return upload, download
 
 

@@ -125,6 +125,27 @@ def test_chunks_arrive_whole_and_in_order() -> None:
     assert outbox.pending == []
 
 
+def test_a_stream_that_was_ended_properly_is_finished_and_another_can_follow() -> None:
+    async def scenario() -> None:
+        left, right = await channels()
+        inbox = Inbox()
+        for number in range(3):
+            frames = [Frame(0, b"chunk %d" % number, b"data"), None]
+
+            async def following(frames: list[Frame[int] | None] = frames) -> Frame[int] | None:
+                return frames.pop(0)
+
+            left.is_finished = False
+            sending = ChunkSender[int](left).run(b"round 1", following, lambda number, is_taken: None)
+            await asyncio.gather(sending, inbox.receive(right))
+            assert left.is_finished
+        assert [frame for _, _, frame, _ in inbox.received] == [b"chunk 0", b"chunk 1", b"chunk 2"]
+        left.close()
+        right.close()
+
+    simulate(scenario())
+
+
 def test_frames_answered_no_are_told_apart() -> None:
     outbox, inbox = Outbox([b"data"] * 5), Inbox(useless=[1, 3])
     assert exchange(outbox, inbox.receive) == [None, None]

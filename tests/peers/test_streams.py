@@ -107,6 +107,27 @@ def test_a_stream_that_ends_between_frames_has_ended_well() -> None:
     assert converse(nothing, read_frames) == [None, []]
 
 
+def test_after_the_last_frame_something_else_may_follow() -> None:
+    async def send(channel: Channel) -> None:
+        await channel.send_frame(b"one", b"data")
+        await channel.read_answer()
+        await channel.send_last_frame()
+        await channel.send_prelude(b"the next conversation", 7)
+
+    async def read(channel: Channel) -> object:
+        return await read_frames(channel), await channel.read_prelude()
+
+    assert converse(send, read) == [None, ([(b"one", b"data")], (b"the next conversation", 7))]
+
+
+def test_a_message_arrives_as_a_frame() -> None:
+    async def send(channel: Channel) -> bool:
+        await channel.send_message(b"header", b"data")
+        return await channel.read_answer()
+
+    assert converse(send, read_frames) == [True, [(b"header", b"data")]]
+
+
 @pytest.mark.parametrize("sent", [1, streams.FRAME.size - 1, streams.FRAME.size, streams.FRAME.size + 3])
 def test_a_stream_that_ends_within_a_frame_has_broken_off(sent: int) -> None:
     whole = streams.FRAME.pack(3, 5) + b"abc" + b"12345"
@@ -248,6 +269,40 @@ def test_a_reason_cannot_draw_on_the_terminal() -> None:
     refused, _ = converse(lambda channel: streams.pull(channel, b"", 1000), refuse)
     assert isinstance(refused, PeerRefusedError)
     assert refused.reason == "no [2J  INFO all is well "
+
+
+@pytest.mark.parametrize("length", [0, streams.REASON_BYTES, streams.REASON_BYTES + 1])
+def test_a_refusal_is_read_to_its_end_or_it_is_none(length: int) -> None:
+    """Where another conversation follows on the connection, nothing of this one may be left."""
+
+    async def refused(channel: Channel) -> tuple[type, bool, bytes]:
+        outcome = (await asyncio.gather(channel.read_verdict(), return_exceptions=True))[0]
+        return type(outcome), channel.was_refused, await rest_of(channel)
+
+    raw = streams.REFUSED + streams.REASON_LENGTH.pack(length) + b"x" * length
+    outcome, _ = converse(refused, lambda channel: send_raw(channel, raw))
+    if length <= streams.REASON_BYTES:
+        assert outcome == (PeerRefusedError, True, b"")
+    else:
+        assert outcome[:2] == (RemoteProtocolError, False)
+
+
+def test_where_a_connection_stays_open_nobody_waits_for_its_end() -> None:
+    async def scenario() -> None:
+        left, right = await channels()
+        for end in (left, right):
+            end._stays_open = True
+        for header in (b"secret", b"question", b"secret"):
+            _, outcome = await asyncio.gather(
+                serve_one(right), streams.pull(left, header, 1 << 30), return_exceptions=True
+            )
+            assert isinstance(outcome, PeerRefusedError) == (header == b"secret")
+        left.close()
+        assert left._writer.is_closing()
+        left.close()
+        right.close()
+
+    simulate(scenario())
 
 
 def test_pull_takes_no_more_than_it_wants() -> None:

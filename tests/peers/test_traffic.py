@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers import traffic
 from peers.buffers import PayloadBuffers
 from peers.errors import RemoteProtocolError
 from peers.events import (
@@ -30,8 +31,8 @@ from peers.events import (
 from peers.lanes import FEWEST, MOST
 from peers.messages import Abort, Attempt
 from peers.peer import Peer
-from peers.streams import FRAME, Buffer, Channel, PeerRefusedError, PeerUnreachableError
-from peers.traffic import ADMISSION_TIMEOUT, CHUNKS, ChunkHeader, StreamHeader, Traffic
+from peers.streams import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
+from peers.traffic import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, ChunkHeader, StreamHeader, Traffic
 from peers.wire import pack, unpack
 from tests.peers.builders import SIZE, Rig
 from tests.peers.fakes import BLOCK, GARBAGE, FakeWorkload
@@ -60,6 +61,9 @@ class Member:
         self.received: list[tuple[Attempt, ChunkHeader, bytes]] = []
         self.opened: list[Attempt] = []
         self.ended: list[Attempt] = []
+        self.finished: list[Attempt] = []  # of those, the ones that were ended properly
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.answer: Callable[[ChunkHeader], bool] = lambda header: True
         self.refusal: str | None = None
         self._changed = changed
@@ -92,8 +96,12 @@ class Member:
             await channel.read_frame_data(data)
             taken = self.answer(header)
             self.received.append((round, header, bytes(data)))
+            self._changed()
+            await self.may_answer.wait()
             await channel.answer_frame(taken)
             self._changed()
+        if channel._reads._has_ended is False:
+            self.finished.append(round)
 
 
 class Wire:
@@ -397,6 +405,90 @@ def test_streams_end_with_their_round() -> None:
     simulate(scenario())
 
 
+def test_streams_end_properly_with_their_round_so_that_others_can_follow() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            round = host.round
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            host.rig.holding()
+            host.rig.applying()
+            began = now()
+            host._carry_out()
+            for member in host.wire.members.values():
+                await host.when(member.has_ended(round))
+                assert member.finished == member.ended
+            assert now() - began < CLOSING_TIME
+
+    simulate(scenario())
+
+
+def test_who_does_not_let_a_stream_end_is_cut_off() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            a, c = host.wire.members["a"], host.wire.members["c"]
+            c.may_answer.clear()
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 2 and len(c.received) > 0)
+            host.rig.holding()
+            host.rig.applying()
+            began = now()
+            host._carry_out()
+            await asyncio.wait(host._tasks)
+            assert now() - began == pytest.approx(CLOSING_TIME, abs=0.1)
+            assert a.finished
+            assert not c.finished
+            c.may_answer.set()
+
+    simulate(scenario())
+
+
+def test_one_of_many_streams_that_breaks_leaves_the_others_their_work() -> None:
+    """Regression: all that waited for the member was taken for unsent, and the others had nothing to do."""
+    count = 100
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            a, broken = host.wire.members["a"], list[ChunkHeader]()
+
+            def break_one(header: ChunkHeader) -> bool:
+                if not broken:
+                    broken.append(header)
+                    raise EOFError
+                return True
+
+            a.answer = break_one
+            host.buffers.own = OWN
+            for _ in range(count):
+                host.traffic.send(SendChunk(host.round, "a", 0, False))
+            await host.when(lambda: len(host.seen(ChunkSent)) + unsent(host) >= count)
+            assert 1 <= unsent(host) <= FRAMES_UNDER_WAY + 1
+
+    def unsent(host: Host) -> int:
+        return sum(len(event.chunks) for event in host.seen(ChunksUnsent))
+
+    simulate(scenario())
+
+
+def test_streams_to_all_members_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "STREAMS", 10)
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            host.traffic._lanes.count = MOST
+            host.buffers.own = OWN
+            host.traffic.send(SendChunk(host.round, "a", 0, False))
+            assert len(host.traffic._senders["a"]) == SIZE.chunks, "no more than there are chunks"
+            host.traffic.send(SendChunk(host.round, "c", 4, False))
+            assert len(host.traffic._senders["c"]) == 5
+            monkeypatch.setattr(traffic, "STREAMS", 1)
+            host.traffic._senders["c"].clear()
+            host.traffic.send(SendChunk(host.round, "c", 4, False))
+            assert len(host.traffic._senders["c"]) == FEWEST
+
+    simulate(scenario())
+
+
 def test_streams_of_one_round_carry_nothing_of_the_next() -> None:
     async def scenario() -> None:
         async with Host.running() as host:
@@ -543,6 +635,54 @@ def test_a_member_may_be_ahead_of_us_in_beginning_a_round() -> None:
             host.handle(Received("a", rig.begin()))
             assert await ahead
             assert host.contributions == {(2, "c"): b"C" * BLOCK}
+
+    simulate(scenario())
+
+
+def test_a_stream_of_an_earlier_round_is_cut_off_when_it_does_not_end() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            first = host.round
+            async with host.wire.from_peer("a") as (channel, serving):
+                await Sender(channel, first).open()
+                host.rig.holding()
+                host.rig.applying()
+                began = now()
+                host._carry_out()
+                await asyncio.wait([serving])
+                assert now() - began == pytest.approx(CLOSING_TIME, abs=0.1)
+
+    simulate(scenario())
+
+
+def test_a_connection_that_goes_on_to_the_next_round_is_not_cut_off_with_the_last() -> None:
+    """Regression: the task that served a stream of the last round was cancelled, whatever it served by then."""
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            first = host.round
+            ends = [await stream_of("b", "a") for _ in range(2)]
+
+            async def connection() -> None:
+                for _, ours in ends:
+                    await host.wire.serving(ours)
+
+            serving = asyncio.create_task(connection())
+            one = Sender(ends[0][0], first)
+            await one.open()
+            host.handle(Received("a", Abort(attempt=first, reason="")))
+            await one.channel.send_last_frame()
+            host.handle(Received("a", host.rig.begin(2)))
+            other = Sender(ends[1][0], host.round)
+            await other.open()
+            await asyncio.sleep(2 * CLOSING_TIME)
+            assert not serving.done()
+            assert await other.send(2, b"A" * BLOCK)
+            await other.channel.send_last_frame()
+            await serving
+            for near, far in ends:
+                near.close()
+                far.close()
 
     simulate(scenario())
 

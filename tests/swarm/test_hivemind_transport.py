@@ -25,7 +25,11 @@ from peers.heartbeat import Heartbeat, PeerState
 from peers.hivemind_daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
 from peers.hivemind_transport import PROTOCOL_PREFIX, HivemindTransport
 from peers.identity import Identity
+from peers.links import arranging
+from peers.links.contacts import Contact
+from peers.links.settings import LinkSettings
 from peers.manifest import SignedManifest
+from peers.reach import Reach
 from peers.records import heartbeats_key
 from peers.streams import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.throttle import Caps
@@ -272,13 +276,121 @@ def test_chunks_in_both_directions_at_once() -> None:
             assert sorted(inboxes[right.peer_id].received) == sorted(
                 (left.peer_id, *chunk) for chunk in [*numbered, (b"round 1", b"chunk 0", b"on another stream")]
             )
-            with pytest.raises(PeerRefusedError, match="not in that round"):
+            with pytest.raises(PeerUnreachableError, match="not in that round"):
                 await send_chunks(left, right.peer_id, Outbox(data, b"round 2"))
             with pytest.raises(PeerUnreachableError):
                 await send_chunks(left, right.peer_id, Outbox(data), "unknown")
             await eventually(lambda: nobody_is_served(left, right), "a stream that has ended is still served")
 
     asyncio.run(main())
+
+
+async def linked(*nodes: HivemindTransport) -> None:
+    """Have each know of the others where their bulk connections are dialled, and wait until all links are up."""
+    contacts = {node.peer_id: Contact(node.peer_id, node.endpoints) for node in nodes}
+    for node in nodes:
+        assert node._links is not None
+        node._links.observe(contacts, eagerly=True)
+    for node in nodes:
+        await eventually(lambda node=node: are_open(node, len(nodes) - 1), "there is a way to all")  # type: ignore[misc]
+
+
+async def are_open(node: HivemindTransport, count: int) -> bool:
+    return list(node.reach().values()) == [Reach.OPEN] * count
+
+
+def test_where_there_is_a_link_everything_goes_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libp2p's daemon is not asked for anything."""
+
+    async def echo(sender: str, payload: bytes) -> bytes:
+        if payload == b"no":
+            raise RefusalError("not that")
+        return sender.encode() + payload
+
+    @asynccontextmanager
+    async def serve(sender: str, header: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
+        yield sender.encode(), b"data"
+
+    async def never(*arguments: object) -> None:
+        pytest.fail("that went over libp2p")
+
+    async def main() -> None:
+        async with swarm(2) as (left, right):
+            for node in (left, right):
+                assert node.endpoints
+                await node.on_stream("chunks", Inbox().receive)
+                await node.on_call("echo", echo)
+                await node.on_pull("snapshot", serve)
+            await linked(left, right)
+            for node in (left, right):
+                monkeypatch.setattr(node._daemon, "call_binary_stream_handler", never)
+                monkeypatch.setattr(node._daemon._client, "call_unary_handler", never)
+            for here, there in ((left, right), (right, left)):
+                outbox = await send_chunks(here, there.peer_id, Outbox([os.urandom(500_000)] * 8))
+                assert all(is_taken for _, is_taken in outbox.answers)
+                assert await here.call(there.peer_id, "echo", b"!", TIMEOUT) == here.peer_id.encode() + b"!"
+                with pytest.raises(PeerRefusedError, match="not that"):
+                    await here.call(there.peer_id, "echo", b"no", TIMEOUT)
+                header, data = await here.pull(there.peer_id, "snapshot", b"", 1000, TIMEOUT)
+                assert (header, bytes(data)) == (here.peer_id.encode(), b"data")
+                with pytest.raises(PeerUnreachableError):
+                    await send_chunks(here, there.peer_id, Outbox([b"data"]), "unknown")
+                await send_chunks(here, there.peer_id, Outbox([b"data"]))
+
+    asyncio.run(main())
+
+
+def test_when_a_link_breaks_libp2p_is_used_until_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arranging, "LOOK_INTERVAL", 1000.0)  # seconds: until then nobody looks for who introduces it
+
+    async def echo(sender: str, payload: bytes) -> bytes:
+        return payload
+
+    async def main() -> None:
+        async with swarm(2) as (left, right):
+            await right.on_stream("chunks", Inbox().receive)
+            await right.on_call("echo", echo)
+            await linked(left, right)
+            assert left._links is not None
+            assert right._links is not None
+            left._links.observe({}, eagerly=False)  # nobody knows where to dial
+            right._links.observe({}, eagerly=False)
+            left._links.drop_all()
+            assert not left._links.is_up(right.peer_id)
+            assert await left.call(right.peer_id, "echo", b"over libp2p", TIMEOUT) == b"over libp2p"
+            await send_chunks(left, right.peer_id, Outbox([b"data"]))
+            assert not left._links.is_up(right.peer_id)
+            await linked(left, right)
+
+    asyncio.run(main())
+
+
+def test_clients_accept_no_bulk_connections() -> None:
+    async def main() -> None:
+        async with swarm(1) as (node,):
+            client = await HivemindTransport.create(Identity.generate(), node.addresses, LOOPBACK, client_mode=True)
+            try:
+                assert client.endpoints == ()
+                await node.on_stream("chunks", Inbox().receive)
+                await send_chunks(client, node.peer_id, Outbox([b"data"]))
+                assert client.reach() == {}
+            finally:
+                await client.close()
+            assert_gone(client)
+
+    asyncio.run(main())
+
+
+def test_a_data_port_in_use_is_named_and_nothing_is_left() -> None:
+    async def main() -> None:
+        async with swarm(1) as (node,):
+            port = int(node.endpoints[0].rpartition(":")[2])
+            with pytest.raises(LocalNetworkError, match=f"data port {port} is in use"):
+                await HivemindTransport.create(Identity.generate(), (), LOOPBACK, links=LinkSettings(port=port))
+
+    before = child_processes()
+    asyncio.run(main())
+    assert child_processes() == before
 
 
 async def nobody_is_served(*nodes: HivemindTransport) -> bool:

@@ -86,6 +86,7 @@ class Pair:
         async with self.ours.conversation(protocol) as channel:
             await channel.send_prelude(header, 0)
             await channel.read_verdict()
+            channel.is_finished = True
 
     async def settle(self) -> None:
         await asyncio.sleep(0.001)
@@ -129,6 +130,16 @@ def test_a_refusal_ends_a_conversation_and_not_the_connection() -> None:
                     await both.say("refuse")
             await both.say("echo")
             assert len(both.made) == 2
+
+    simulate(scenario())
+
+
+def test_who_leaves_a_conversation_before_its_end_ends_the_connection() -> None:
+    async def scenario() -> None:
+        async with pair() as both:
+            async with both.ours.conversation("echo") as channel:
+                await channel.send_prelude(b"", 0)
+            assert not both.made[1].is_open
 
     simulate(scenario())
 
@@ -177,6 +188,7 @@ def test_a_byte_too_many_is_not_taken_for_the_next_conversations() -> None:
             async with both.ours.conversation("extra") as channel:
                 await channel.send_prelude(b"", 0)
                 await channel.read_verdict()
+                channel.is_finished = True
                 await both.settle()
             assert not both.made[1].is_open
             await both.say("extra")
@@ -211,6 +223,7 @@ def test_no_more_than_so_many_connections_and_the_rest_wait() -> None:
                     await go_on.wait()
                     await channel.send_prelude(b"", 0)
                     await channel.read_verdict()
+                    channel.is_finished = True
 
             holding = [asyncio.create_task(hold()) for _ in range(CONNECTIONS + 3)]
             await both.settle()
@@ -342,6 +355,7 @@ def test_who_gives_up_while_the_conversation_is_opened_spoils_it_for_nobody() ->
                     await impatient
                 await channel.send_prelude(b"", 0)
                 await channel.read_verdict()
+                channel.is_finished = True
             assert await patient == b"name"
 
     simulate(scenario())

@@ -412,7 +412,7 @@ def test_a_link_over_a_relay_gets_more_connections_by_meeting_again() -> None:
             link = await one.until_up(other)
             async with AsyncExitStack() as stack:
                 await asyncio.gather(*(stack.enter_async_context(link.conversation("hello")) for _ in range(4)))
-            assert link.ours >= 4
+                assert link.ours >= 4
 
     run(scenario())
 
