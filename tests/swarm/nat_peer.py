@@ -1,0 +1,90 @@
+"""A peer without a model on a machine behind a router: `python -m tests.swarm.nat_peer`, see test_nat.
+
+Every entry that it applies is a line, see `benchmarks.processes`, with how it reaches the others and how many chunks
+it has averaged so far. Without a contact it is a bootstrap node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+import click
+
+from benchmarks.processes import say
+from peers.driver import Driver
+from peers.events import Event, ReducedArrived
+from peers.hivemind_transport import HivemindTransport
+from peers.identity import Identity
+from peers.links.settings import LinkSettings
+from peers.log import Header
+from peers.settings import RunSettings, Timing
+from peers.wire import digest_of
+from tests.swarm.fault_peer import VALUES, UnhurriedWorkload
+
+RELAYED_BYTES = 1e8  # a second
+TIMING = Timing(
+    heartbeat=0.5, heartbeat_expiry=6.0, grace=6.0, round_timeout=20.0, partition_grace=60.0, resend=0.25, leave=5.0
+)
+
+
+class TellingDriver(Driver):
+    """Says what it has applied, and counts what it has averaged."""
+
+    def __init__(self, identity: Identity, transport: HivemindTransport, settings: RunSettings) -> None:
+        workload = UnhurriedWorkload(VALUES)
+        super().__init__(identity, transport, workload, settings, workload.state.digest())
+        self._reaching = transport.reach
+        self._averaged = 0
+        self.on_entry = self._tell
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case ReducedArrived(_, sender) if sender == self.peer.me:
+                self._averaged += 1
+        super().handle(event)
+
+    def _tell(self, header: Header, state_digest: bytes) -> None:
+        members = [member.peer for member in header.roster if not member.missed]
+        reach = {peer: str(way) for peer, way in self._reaching().items()}
+        fields = {"state": state_digest.hex(), "members": members, "reach": reach, "averaged": self._averaged}
+        say("applied", index=header.index, head=header.digest.hex(), **fields)
+
+
+async def run_volunteer(contact: tuple[str, ...], listen: tuple[str, ...], peers: int) -> None:
+    identity = Identity.generate()
+    settings = RunSettings("nat", digest_of(b"manifest"), 4, 8, 8, minimum_peers=peers, timing=TIMING)
+    transport = await HivemindTransport.create(identity, contact, listen)
+    try:
+        say("listening", peer=identity.peer_id)
+        driver = TellingDriver(identity, transport, settings)
+        told = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+        told.add_done_callback(lambda _: driver.leave())
+        await driver.run()
+    finally:
+        await transport.close()
+
+
+async def run_node(listen: tuple[str, ...], data_port: int) -> None:
+    links = LinkSettings(data_port, RELAYED_BYTES)
+    transport = await HivemindTransport.create(Identity.generate(), (), listen, public=True, links=links)
+    try:
+        say("listening", peer=transport.peer_id, addresses=transport.addresses)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await transport.close()
+
+
+@click.command(help=__doc__)
+@click.option("--listen", multiple=True, required=True)
+@click.option("--contact", multiple=True, help="Address of a bootstrap node.")
+@click.option("--data-port", type=int, default=0)
+@click.option("--peers", type=int, default=1, help="As many train together, or nobody does.")
+def main(listen: tuple[str, ...], contact: tuple[str, ...], data_port: int, peers: int) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    asyncio.run(run_volunteer(contact, listen, peers) if contact else run_node(listen, data_port))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Volunteers behind routers of each kind, and nobody opens a port: they become one swarm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.processes import PeerProcess
+from peers.own_network import everywhere
+from peers.reach import Reach
+from tests.swarm.networks import NetworkError
+from tests.swarm.routers import Internet, Kind, Machine, internet
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+PROGRAM = "tests.swarm.nat_peer"
+DEADLINE = 60.0  # seconds until everybody is in a roster
+WEB_PORT, WEB_DATA_PORT = 443, 80
+ENTRIES = 3  # that all apply alike
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Internet]:
+    try:
+        with internet() as net:
+            yield net
+    except NetworkError as error:
+        pytest.skip(f"no internet of namespaces here: {error}")
+
+
+class Volunteer:
+    """A peer, and what it says."""
+
+    def __init__(self, machine: Machine, news: asyncio.Event) -> None:
+        self.machine = machine
+        self.entries: dict[int, tuple[str, str]] = {}
+        self.members: dict[int, set[str]] = {}
+        self.reach: dict[str, str] = {}
+        self.averaged = 0
+        self._news = news
+
+    async def start(self, contact: Sequence[str], peers: int, log: Path) -> None:
+        arguments = [PROGRAM, "--peers", peers]
+        for address in everywhere(0):
+            arguments += ["--listen", address]
+        for address in contact:
+            arguments += ["--contact", address]
+        self._process = await PeerProcess.start(arguments, log, self.machine.prefix)
+        self.id = (await self._process.event("listening", DEADLINE))["peer"]
+        self._listening = asyncio.create_task(self._listen())
+
+    async def end(self) -> None:
+        await self._process.end()
+        await self._listening
+
+    def last_words(self) -> str:
+        return f"{self.machine.kind} at {max(self.entries, default=None)}, {self.reach}; {self._process.last_words()}"
+
+    async def _listen(self) -> None:
+        while event := await self._process.next_event():
+            if event["event"] == "applied":
+                self.entries[event["index"]] = (event["head"], event["state"])
+                self.members[event["index"]] = set(event["members"])
+                self.reach, self.averaged = event["reach"], event["averaged"]
+            self._news.set()
+
+
+class Swarm:
+    def __init__(self, volunteers: list[Volunteer], news: asyncio.Event) -> None:
+        self.volunteers = volunteers
+        self._news = news
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        try:
+            async with asyncio.timeout(DEADLINE):
+                while not condition():
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            why = f"after {DEADLINE:.0f} s still waiting for {what}"
+            pytest.fail("\n".join([why, *(one.last_words() for one in self.volunteers)]))
+
+    def whole(self, since: int = 0) -> list[int]:
+        """Entries that all have applied alike, with everybody's work in them."""
+        everybody = {one.id for one in self.volunteers}
+        first, *others = self.volunteers
+        return [
+            index
+            for index, entry in first.entries.items()
+            if index >= since
+            and first.members[index] == everybody
+            and all(other.entries.get(index) == entry for other in others)
+        ]
+
+    async def trains_as_one(self) -> None:
+        await self.until(lambda: bool(self.whole()), "the first entry of all")
+        await self.until(lambda: len(self.whole()) >= ENTRIES, f"{ENTRIES} entries of all")
+
+    async def reaches(self, one: int, other: int, way: Reach) -> None:
+        """Links are made while rounds go on."""
+        first, second = self.volunteers[one], self.volunteers[other]
+        await self.until(lambda: first.reach.get(second.id) == way, f"a {way} link")
+        await self.until(lambda: second.reach.get(first.id) == way, f"a {way} link from the other side")
+
+
+@asynccontextmanager
+async def swarm(net: Internet, kinds: Sequence[Kind], folder: Path, data_port: int = 0) -> AsyncIterator[Swarm]:
+    """Volunteers on machines of these kinds, and a bootstrap node with a public address."""
+    node, news = net.machine(Kind.OPEN), asyncio.Event()
+    volunteers = [Volunteer(net.machine(kind), news) for kind in kinds]
+    listen = [f"--listen={address}" for address in everywhere(WEB_PORT)]
+    bootstrap = await PeerProcess.start(
+        [PROGRAM, *listen, "--data-port", data_port], folder / "bootstrap.log", node.prefix
+    )
+    started: list[Volunteer] = []
+    try:
+        addresses = (await bootstrap.event("listening", DEADLINE))["addresses"]
+        public = [one for one in addresses if f"/{node.address}/" in one or f"/{node.address6}/" in one]
+        async with asyncio.TaskGroup() as starting:
+            for number, one in enumerate(volunteers):
+                starting.create_task(one.start(public, len(kinds), folder / f"{number}.log"))
+                started.append(one)
+        yield Swarm(volunteers, news)
+    finally:
+        await asyncio.gather(*(one.end() for one in started))
+        await bootstrap.end()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "way"),
+    [
+        ((Kind.CONE, Kind.CONE), Reach.PUNCHED),
+        ((Kind.SYMMETRIC, Kind.SYMMETRIC), Reach.RELAYED),
+        ((Kind.CGNAT, Kind.CONE), Reach.RELAYED),
+        ((Kind.IPV6, Kind.CONE), Reach.RELAYED),
+    ],
+)
+def test_two_volunteers_behind_routers_train_as_one(
+    net: Internet, tmp_path: Path, kinds: tuple[Kind, Kind], way: Reach
+) -> None:
+    async def story() -> None:
+        async with swarm(net, kinds, tmp_path) as together:
+            await together.trains_as_one()
+            await together.reaches(0, 1, way)
+
+    asyncio.run(story())
+
+
+def test_volunteers_behind_a_firewall_that_knows_only_the_web(net: Internet, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with swarm(net, (Kind.WEB, Kind.WEB), tmp_path, WEB_DATA_PORT) as together:
+            await together.trains_as_one()
+            await together.reaches(0, 1, Reach.RELAYED)
+
+    asyncio.run(story())
+
+
+def test_an_open_volunteer_reduces_for_those_behind_routers(net: Internet, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with swarm(net, (Kind.SYMMETRIC, Kind.SYMMETRIC, Kind.OPEN), tmp_path) as together:
+            await together.trains_as_one()
+            await together.reaches(0, 2, Reach.OPEN)
+            await together.reaches(1, 2, Reach.OPEN)
+            one, other, reducer = together.volunteers
+            done, index = (one.averaged, other.averaged, reducer.averaged), max(reducer.entries)
+            await together.until(lambda: len(together.whole(index + 2)) >= 1, "entries when all is known")
+            assert reducer.averaged > done[2]
+
+    asyncio.run(story())
