@@ -173,14 +173,15 @@ class PeerCore:
         if SHOWN_AS[self.state] in PARTICIPATING:
             able.add(self.me)
         able, candidates = able - self._distrusted, candidates - self._distrusted
-        return elect(self.log.roster, able, candidates, self._broken_pairs(able or candidates))
+        return elect(self.log.roster, able, candidates, self._broken_pairs(live))
 
-    def _broken_pairs(self, peers: set[str]) -> Mapping[str, int]:
-        """With how many of these each can't talk, as far as heartbeats and our own links tell."""
-        unreached = {peer: beat.unreached for peer, beat in self._live().items() if beat.unreached and peer in peers}
-        if self.unreached and self.me in peers:
+    def _broken_pairs(self, live: Mapping[str, Heartbeat]) -> Mapping[str, int]:
+        """With how many others each can't talk, those that join included, as heartbeats and our own links tell."""
+        others = {peer: beat.unreached for peer, beat in live.items() if beat.state is not PeerState.ARCHIVING}
+        unreached = {peer: tails for peer, tails in others.items() if tails}
+        if self.unreached:
             unreached[self.me] = tuple(peer[-TAIL:] for peer in self.unreached)
-        return broken_pairs(unreached, peers, TAIL) if unreached else {}
+        return broken_pairs(unreached, {*others, self.me}, TAIL) if unreached else {}
 
     @property
     def unreached(self) -> frozenset[str]:

@@ -110,6 +110,7 @@ class SimulatedPeer:
         self.reach: dict[str, Reach] = {}  # as its links see it
         self._trained: Trained | None = None
         self._frozen: tuple[Header | None, bytes] | None = None
+        self._was_averaging = False
         self._sent, self._received = RateMeter(lambda: world.now), RateMeter(lambda: world.now)
         self._is_digesting = False
         self._postponed: Apply | FetchSnapshot | None = None
@@ -167,7 +168,6 @@ class SimulatedPeer:
             case Stop():
                 world.farewell(self)
             case OpenRound(round):
-                self._report_rate()
                 self._sent.begin_round()
                 self._received.begin_round()
                 buffers.open(round.name)
@@ -178,7 +178,6 @@ class SimulatedPeer:
             case ReduceChunk():
                 self._reduce(effect)
             case AssemblePayload(round) if buffers.round(round):
-                self._report_rate()
                 return PayloadAssembled(round, buffers.assemble(round))
             case FetchPayload(header, donors):
                 self._fetch_payload(header, donors)
@@ -234,6 +233,10 @@ class SimulatedPeer:
     def go_on(self, event: Event, now: float) -> None:
         """What comes after an outer step: the digest of the state, and then what else is to be done with it. And what
         is measured of the link."""
+        is_averaging = self.peer.state is State.AVERAGING
+        if self._was_averaging and not is_averaging:
+            self._report_rate()
+        self._was_averaging = is_averaging
         match event:
             case ChunkSent(chunk=chunk):
                 start, stop = self.buffers.chunk_bytes(chunk)
