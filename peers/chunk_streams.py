@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from peers.streams import (
+    BYTES_UNDER_WAY,
     FRAMES_UNDER_WAY,
     Buffer,
     Channel,
@@ -35,7 +36,9 @@ class ChunkSender(Generic[Item]):
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._room = asyncio.Semaphore(FRAMES_UNDER_WAY)
+        self._sizes: deque[int] = deque()  # of what is pending
+        self._has_room = asyncio.Event()
+        self._has_room.set()
         self._written = asyncio.Semaphore(0)
         self._is_finished = False
         self.pending: deque[Item] = deque()
@@ -68,7 +71,7 @@ class ChunkSender(Generic[Item]):
 
     async def _write(self, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
         while True:
-            await self._room.acquire()
+            await self._has_room.wait()
             frame = await following()
             if frame is None:
                 await self._channel.send_last_frame()
@@ -76,6 +79,8 @@ class ChunkSender(Generic[Item]):
                 self._written.release()
                 return
             self.pending.append(frame.item)
+            self._sizes.append(memoryview(frame.data).nbytes)
+            self._look_for_room()
             await self._channel.send_frame(frame.header, frame.data)
             self._written.release()
 
@@ -89,8 +94,15 @@ class ChunkSender(Generic[Item]):
             if self._is_finished and not self.pending:
                 return
             is_taken = await self._channel.read_answer()
-            self._room.release()
+            self._sizes.popleft()
+            self._look_for_room()
             answered(self.pending.popleft(), is_taken)
+
+    def _look_for_room(self) -> None:
+        if len(self._sizes) < FRAMES_UNDER_WAY and sum(self._sizes) < BYTES_UNDER_WAY:
+            self._has_room.set()
+        else:
+            self._has_room.clear()
 
 
 class Arrivals(Protocol):

@@ -175,9 +175,9 @@ def test_two_who_cant_talk_are_told_and_one_waits() -> None:
         True,
     ]
     swarm.faults = Faults()
-    assert swarm.run(
-        2 * MINUTE, until=lambda: {len(one.peer.log.roster) for one in swarm.living} == {2}
-    ), "together again, in one lineage"
+    assert swarm.run(2 * MINUTE, until=lambda: {len(one.peer.log.roster) for one in swarm.living} == {2}), (
+        "together again, in one lineage"
+    )
 
 
 def test_as_few_as_possible_are_left_out_and_told() -> None:
