@@ -12,6 +12,7 @@ from peers.links.contacts import Contact, public_only
 from peers.links.introductions import CONNECTIONS, MOST, Introduce, Introduced, Meeting, Ports, Seats, look, meet
 from peers.links.relays import Relay
 from peers.links.sockets import parse_endpoint
+from peers.reach import Reach
 from peers.streams import PeerUnreachableError, RefusalError
 from peers.wire import pack, unpack_from
 
@@ -134,7 +135,9 @@ class Arranging:
     async def _go(
         self, peer: str, ports: Ports, theirs: Sequence[str], node: str, token: bytes | None, connections: int
     ) -> None:
-        places = public_only(theirs, node)
+        # Where a relay was needed it is needed again: nobody tries to get through the routers for every connection.
+        is_relayed = self._links.reach_of(peer) is Reach.RELAYED and self._links.is_up(peer)
+        places = () if is_relayed else public_only(theirs, node)
         await meet(self._links.credentials, self._links.add, peer, ports, places, node, token, connections)
 
     # Who is asked to meet -------------------------------------------------------------------------------------
