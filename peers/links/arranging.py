@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING
 
 from peers.errors import RemoteProtocolError
 from peers.links.contacts import Contact, public_only
-from peers.links.introductions import CONNECTIONS, MOST, Introduce, Introduced, Meeting, Ports, Seats, look, meet
+from peers.links.introductions import (
+    CONNECTIONS,
+    MOST,
+    NOWHERE,
+    Introduce,
+    Introduced,
+    Meeting,
+    Ports,
+    Seats,
+    look,
+    meet,
+)
 from peers.links.relays import Relay
-from peers.links.sockets import parse_endpoint
+from peers.links.sockets import can_dial, parse_endpoint
 from peers.reach import Reach
 from peers.streams import PeerUnreachableError, RefusalError
 from peers.wire import pack, unpack_from
@@ -57,6 +68,7 @@ class Arranging:
         return tuple(dict.fromkeys(endpoint for relay in self._ours.values() for endpoint in relay.seen or ()))
 
     def look_again(self) -> None:
+        self._links.relays.forget_reach()
         for relay in self._ours.values():
             relay.seen = None
         self._changed.set()
@@ -91,14 +103,20 @@ class Arranging:
             self._links.on_change()
 
     async def _is_linked(self, relay: Relay) -> bool:
-        """Whether a link with the node is up, made now if it was not."""
+        """Whether a link with the node is up, made now if it was not, and its endpoint is one that we can dial.
+
+        A node with IPv4 and IPv6 has two endpoints: its link may be up by one of them while the other is out of reach.
+        """
+        assert relay.endpoint is not None
         if not self._links.is_up(relay.peer):
-            assert relay.endpoint is not None
             await self._links.dialling.dial_first(Contact(relay.peer, (relay.endpoint,)))
-        if not self._links.is_up(relay.peer):
+        if self._links.is_up(relay.peer) and not relay.is_reached:
+            relay.is_reached = await can_dial(relay.endpoint)
+        if not self._links.is_up(relay.peer) or not relay.is_reached:
             self._links.relays.forget(relay)
             self._ours.pop(relay.address, None)
-        return self._links.is_up(relay.peer)
+            return False
+        return True
 
     # Who wants to meet ----------------------------------------------------------------------------------------
     async def meet(self, contact: Contact, connections: int = CONNECTIONS) -> None:
@@ -126,7 +144,9 @@ class Arranging:
     async def _meet_through(self, relay: Relay, peer: str, connections: int) -> None:
         """Raises: PeerUnreachableError, RemoteProtocolError, OSError."""
         assert relay.endpoint is not None
-        ports = await look(relay.endpoint, connections)
+        is_relayed = self._links.is_up(peer) and self._links.reach_of(peer) is Reach.RELAYED
+        # Where dialling at once has failed before, it would cost each widening of the link seconds.
+        ports = NOWHERE if is_relayed else await look(relay.endpoint, connections)
         asked = Introduce(to=peer, endpoints=ports.seen, connections=connections)
         answer = await self._links.link(relay.peer).call(INTRODUCE, pack(asked), CALL_TIMEOUT)
         introduced = unpack_from(relay.peer, Introduced, answer)
@@ -154,7 +174,7 @@ class Arranging:
         is_met.add_done_callback(lambda _: self._meetings.pop(meeting.peer))
         self._meetings[meeting.peer] = is_met
         try:
-            ports = await look(relay.endpoint, connections)
+            ports = await look(relay.endpoint, connections) if meeting.endpoints else NOWHERE
         except BaseException as error:
             is_met.set_result(None)
             if isinstance(error, OSError | RemoteProtocolError):

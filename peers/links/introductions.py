@@ -11,6 +11,7 @@ they dial out to it.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ ATTEMPT_TIMEOUT = 1.5  # seconds of one dial of those: a SYN that came too early
 SPLICE_TIMEOUT = 10.0  # seconds
 HELLO_TIMEOUT = 10.0  # seconds
 REFUSED_PAUSE = 0.25  # seconds before a port that nobody opens yet is dialled again
+NO_ROUTE = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as IPv6 where there is none
 
 Add = Callable[[Connection], None]
 
@@ -83,6 +85,10 @@ class Ports:
     seen: tuple[str, ...]
 
 
+NOWHERE = Ports((), ())
+"""Of who wants to be relayed at once: nothing is to be dialled."""
+
+
 async def look(node: str, count: int) -> Ports:
     """Find out where the node at this endpoint sees `count` new ports of ours. Raises: OSError, RemoteProtocolError."""
     ports = _free_ports(min(count, MOST))
@@ -122,6 +128,8 @@ async def _dial_at_once(credentials: Credentials, add: Add, peer: str, port: int
             sock = await dial(endpoint, ATTEMPT_TIMEOUT, port)
         except OSError as error:
             logger.debug("no way yet from port %d to %s at %s: %s", port, peer, endpoint, error)
+            if error.errno in NO_ROUTE:
+                return False
             if "no answer" not in str(error):  # refused at once: not before the other side dials, too
                 await asyncio.sleep(REFUSED_PAUSE)
             continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from contextlib import suppress
 from typing import Annotated
 
 from pydantic import Field
@@ -16,12 +15,11 @@ from pydantic import Field
 from peers.errors import RemoteProtocolError
 from peers.heartbeat import Endpoint
 from peers.links.opening import PROBED_PORTS, Port, Probe, pack_opening, read_exactly, send
-from peers.links.sockets import dial, endpoint_of, endpoint_of_peer, parse_endpoint
+from peers.links.sockets import can_dial, dial, endpoint_of, endpoint_of_peer, parse_endpoint
 from peers.wire import Value, WireError, pack, unpack
 
 LENGTH = struct.Struct(">H")
 ANSWER_BYTES = 1024
-DIAL_BACK_TIMEOUT = 3.0  # seconds: a firewall answers nothing at all
 PROBE_TIMEOUT = 8.0  # seconds
 
 
@@ -50,14 +48,7 @@ async def answer_probe(sock: socket.socket, asked: Probe) -> None:
     """Answer, and close the connection. Only the address that asks is dialled. Raises: OSError."""
     with sock:
         host, _ = parse_endpoint(endpoint_of_peer(sock))
-        answers = await asyncio.gather(*(_answers(endpoint_of(host, port)) for port in set(asked.ports)))
+        answers = await asyncio.gather(*(can_dial(endpoint_of(host, port)) for port in set(asked.ports)))
         found = tuple(port for port, answered in zip(set(asked.ports), answers, strict=True) if answered)
         answer = pack(Seen(endpoint=endpoint_of_peer(sock), open=found))
         await send(sock, LENGTH.pack(len(answer)) + answer)
-
-
-async def _answers(endpoint: str) -> bool:
-    with suppress(OSError):
-        (await dial(endpoint, DIAL_BACK_TIMEOUT)).close()
-        return True
-    return False

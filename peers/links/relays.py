@@ -27,11 +27,15 @@ class LinkInfo(Value):
 
 @dataclass
 class Relay:
-    """`endpoint` is its data port, None until it has told us or if it has none."""
+    """`endpoint` is its data port, None until it has told us or if it has none.
+
+    `is_reached`: we have had a connection to that port, and not to another one of the node's.
+    """
 
     peer: str
     address: str
     endpoint: str | None = None
+    is_reached: bool = False
     seen: tuple[str, ...] | None = None
     """Endpoints at which it could dial our data port; None: it has not been asked, or has not answered."""
 
@@ -71,6 +75,11 @@ class Relays:
     def forget(self, relay: Relay) -> None:
         """Ask it again next time: it was not there."""
         self._known.pop(relay.address, None)
+
+    def forget_reach(self) -> None:
+        """Our network has changed: which endpoints we reach is to be found out anew."""
+        for relay in self._known.values():
+            relay.is_reached = False
 
     async def look_at_us(self, relay: Relay, port: int) -> None:
         """Find out whether the node can dial our data port."""

@@ -15,6 +15,7 @@ from peers.errors import LocalNetworkError
 CONGESTION_CONTROL = b"bbr"  # loss does not make it give up the link; the kernel says whether we may have it
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3  # seconds, seconds: NATs keep what is used
 SILENCE_MS = 40_000  # after which what was sent and not taken ends a connection; streams give up before
+CAN_DIAL_TIMEOUT = 3.0  # seconds: a firewall answers nothing at all
 BACKLOG = 512
 FILES = 1 << 16  # that this process wants to have open at most
 NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # an address of a kind that this machine does not have
@@ -110,6 +111,14 @@ async def dial(endpoint: str, timeout: float, local_port: int = 0) -> socket.soc
     except (TimeoutError, OverflowError, UnicodeError) as error:
         raise OSError(f"no answer from {endpoint}") from error
     raise failure
+
+
+async def can_dial(endpoint: str, timeout: float = CAN_DIAL_TIMEOUT) -> bool:
+    """Return whether a connection to an endpoint can be made now."""
+    with suppress(OSError):
+        (await dial(endpoint, timeout)).close()
+        return True
+    return False
 
 
 async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:

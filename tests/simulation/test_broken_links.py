@@ -17,7 +17,6 @@ from peers.schedule import Schedule
 from peers.settings import RunSettings, Timing
 from peers.simulation import REACH_DELAY, Faults, Pair, Swarm
 from peers.states import State
-from peers.troubles import TOLD_AFTER
 from peers.wire import digest_of
 
 TIMING = Timing()

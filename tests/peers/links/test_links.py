@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -16,7 +18,7 @@ from peers.links.connection import greet
 from peers.links.contacts import Contact
 from peers.links.credentials import Credentials
 from peers.links.dialling import MORE, More
-from peers.links.introductions import Introduce, Meeting, Seats
+from peers.links.introductions import Introduce, Meeting, Ports, Seats, meet
 from peers.links.link import CONNECTIONS, Link
 from peers.links.links import LINK_TIMEOUT, UNKNOWN, Links
 from peers.links.probing import Seen, probe
@@ -417,6 +419,67 @@ def test_a_link_over_a_relay_gets_more_connections_by_meeting_again() -> None:
     run(scenario())
 
 
+def test_a_link_over_a_relay_is_widened_without_dialling_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it failed before, and cost every widening seconds."""
+    tries: list[object] = []
+    dial_at_once = introductions._dial_at_once
+
+    async def count(*arguments: Any) -> bool:
+        tries.append(arguments)
+        return await dial_at_once(*arguments)
+
+    async def scenario() -> None:
+        async with around_a_relay() as (one, other, relay):
+            monkeypatch.setattr(introductions, "_dial_at_once", count)
+            one.know(other.contact((REFUSING,), (relay.address,)))
+            link = await one.until_up(other)
+            tries.clear()
+            async with AsyncExitStack() as stack:
+                await asyncio.gather(*(stack.enter_async_context(link.conversation("hello")) for _ in range(8)))
+            assert not tries
+
+    run(scenario())
+
+
+def test_where_there_is_no_route_nobody_dials_twice() -> None:
+    """Regression: a machine without IPv6 dialled a peer that has nothing else for seconds."""
+
+    async def scenario() -> None:
+        [identity] = sorted_identities(1)
+        credentials, mine = Credentials(identity), Ports((0,), ())
+        with pytest.MonkeyPatch.context() as patch:
+            dialled: list[str] = []
+
+            async def dial(endpoint: str, timeout: float, local_port: int) -> socket.socket:
+                dialled.append(endpoint)
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+            patch.setattr(introductions, "PUNCH_TIMEOUT", DEADLINE)
+            patch.setattr(introductions, "dial", dial)
+            await meet(credentials, lambda connection: None, "a" * 20, mine, ("[2a0e::1]:5",), REFUSING, None, 1)
+            assert dialled == ["[2a0e::1]:5"]
+
+    run(scenario())
+
+
+def test_an_address_of_a_node_that_is_out_of_reach_is_not_used() -> None:
+    """Regression: its link was up by another of its addresses, such as an IPv4 one."""
+
+    async def scenario() -> None:
+        async with around_a_relay() as (one, other, relay):
+            out_of_reach = relay.address.replace("127.0.0.1", "127.0.0.2")
+            one.links.use_relays([out_of_reach])
+            node = await one.links.relays.find(out_of_reach)
+            assert node is not None
+            one.know(other.contact((REFUSING,), (out_of_reach, relay.address)))
+            assert (await one.until_up(other)).reach is Reach.RELAYED
+            assert not node.is_reached
+            assert one.links.relay_addresses == (relay.address,)
+            assert len(one.links.arranging.nodes) == 1
+
+    run(scenario())
+
+
 def test_a_node_that_does_not_relay_still_introduces() -> None:
     async def scenario() -> None:
         async with around_a_relay(limit=None) as (one, other, relay):
@@ -498,7 +561,7 @@ def test_a_meeting_that_the_other_one_refuses_costs_the_relay_nothing() -> None:
 def test_only_our_own_nodes_bring_us_together_with_others() -> None:
     async def scenario() -> None:
         async with around_a_relay() as (one, other, relay):
-            meeting = pack(Meeting(peer="a" * 20, endpoints=(), connections=1, token=None))
+            meeting = pack(Meeting(peer="a" * 20, endpoints=(REFUSING,), connections=1, token=None))
             with pytest.raises(RefusalError, match="did not ask"):
                 await one.links.arranging.on_meet(other.peer, meeting)
             seats = await one.links.arranging.on_meet(relay.peer, meeting)
