@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from peers.chunks import payloads_moved, split_by_rate
+from peers.reachability import SEEN_LIMIT
 from peers.standing import Pairs
 
 LEAST_PAYLOADS = 2.0
@@ -34,7 +35,8 @@ def plan(leader: str, members: Sequence[str], trained: Collection[str], pairs: P
     centres = [peer for peer in able if leader not in pairs.broken_with(peer)]
     if not centres:
         return Plan((), frozenset())
-    centre = min(centres, key=lambda peer: len(pairs.broken_with(peer)))
+    unled = pairs.broken_with(leader)  # if somebody is to be left out, best those who can hardly be led
+    centre = min(centres, key=lambda peer: (len(pairs.broken_with(peer)), len(unled - pairs.broken_with(peer))))
     left_out = pairs.broken_with(centre)
     reached = [peer for peer in able if peer not in left_out and pairs.broken_with(peer) <= left_out]
     relayed = {peer: len(pairs.relayed_with(peer) - left_out) for peer in reached}
@@ -60,8 +62,7 @@ def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, i
     for peer, rate in claimed.items():
         others = len(claimed) - 1
         witnesses = sum(witness != peer for witness in speaking)
-        named = min(others, max((len(rates) for rates in seen.values()), default=0))
-        share = others / named if named else 1.0  # in a large swarm each speaks of a few others only
+        share = max(1.0, others / SEEN_LIMIT)  # in a large swarm each speaks of some others only
         cap = SLACK * share * sums[peer] if sums[peer] and 2 * witnesses >= others else float("inf")
         credible[peer] = float(min(rate or slowest, max(cap, slowest)))
     return credible

@@ -54,7 +54,7 @@ class Troubled(PeerCore):
         if not unreached & others:
             return None
         leader = self._elect()
-        if leader in unreached and self._furthest() is None:
+        if leader in unreached and (self._is_aside or self._furthest() is None):
             return Hindrance("cut off", f"the leader {leader} can't be reached; {REACH_REMEDY}", is_vain=True)
         if others <= unreached:
             reason = "no other peer can be reached, and what is trained here may count nothing in the end"

@@ -68,9 +68,8 @@ def counted(number: int, faults: Faults, seconds: float = 1000.0) -> tuple[int, 
 
 def troubles(swarm: Swarm) -> list[tuple[float, str, str]]:
     """When each peer was told which trouble."""
-    return [
-        (time, name, what.reason) for time, name, *more in swarm.trace for what in more if isinstance(what, Trouble)
-    ]  # type: ignore[misc]
+    told = [(line[0], line[1], what) for line in swarm.trace for what in line if isinstance(what, Trouble)]
+    return [(float(str(time)), str(name), what.reason) for time, name, what in told]
 
 
 # Pairs that can't talk -----------------------------------------------------------------------------------------
