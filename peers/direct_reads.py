@@ -7,9 +7,14 @@ what comes while nobody waits, a few KiB, is put aside. The rest stays with the 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 READ_AHEAD = 4096  # bytes; most headers fit in
+LOW_WATER = 1 << 16
+"""Bytes that must have come before we are woken, in the midst of something long: a long link gives them in thousands of
+small pieces, and to be woken for each would cost more than to decrypt them."""
 
 
 class DirectReads(asyncio.BufferedProtocol):
@@ -37,6 +42,9 @@ class DirectReads(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport = writer.transport  # type: ignore[assignment]  # it reads, too
         self._writing = self._transport.get_protocol()
         self._transport.set_protocol(self)
+        self._socket = self._transport.get_extra_info("socket")
+        self._can_wait = self._transport.get_extra_info("sslcontext") is not None  # over TCP, that is
+        self._low_water = 1
         self._take(0)
 
     @property
@@ -66,10 +74,20 @@ class DirectReads(asyncio.BufferedProtocol):
         memory[: len(early)] = early
         if len(early) < len(memory):
             self._memory, self._count = memory, len(early)
+            self._choose_low_water()
             try:
                 await self._wait(patience)
             finally:
                 self._memory, self._count = memoryview(b""), 0
+                self._choose_low_water()
+
+    def _choose_low_water(self) -> None:
+        """Be woken for every byte, unless more than enough is still to come."""
+        wanted = LOW_WATER if len(self._memory) - self._count > 2 * LOW_WATER else 1
+        if wanted != self._low_water and self._can_wait:
+            self._low_water = wanted
+            with suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _take(self, count: int) -> bytes:
         """From what was put aside."""
@@ -129,6 +147,7 @@ class DirectReads(asyncio.BufferedProtocol):
         if self._count < len(self._memory):
             self._count += nbytes
             is_enough = self._count == len(self._memory)
+            self._choose_low_water()
         else:
             self._ahead_count += nbytes
             is_enough = not self._memory and self._ahead_count >= self._needed

@@ -252,8 +252,8 @@ class Channel:
     async def _filled(self, buffer: bytearray | memoryview) -> AsyncIterator[memoryview]:
         """Fill the buffer, piece by piece."""
         view = memoryview(buffer).cast("B")
-        for start in range(0, len(view), self._download.piece):
-            piece = view[start : start + self._download.piece]
+        for start in range(0, len(view), self._download.reading_piece):
+            piece = view[start : start + self._download.reading_piece]
             try:
                 await self._reads.fill(piece, STALL_TIMEOUT)
             except asyncio.IncompleteReadError as error:

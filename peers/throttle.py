@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 PIECE = 1 << 18  # bytes that are let through at once
+READING_PIECE = 1 << 20  # bytes that are read at once where nothing limits it
 BURST = 0.05  # seconds' worth that may be saved up
 WINDOW = 0.5  # seconds over which a rate is taken
 PASSAGES = 16  # chunks over which a rate is taken at least
@@ -39,6 +40,8 @@ class Throttle:
         self._free_at = 0.0
         self.piece = PIECE if rate is None else max(1024, min(PIECE, int(rate)))
         """Bytes to let through at once: no more than a second's worth, so that no slow link looks dead."""
+        self.reading_piece = READING_PIECE if rate is None else self.piece
+        """Bytes to read at once, of what is there."""
 
     async def take(self, count: int) -> None:
         """Wait until `count` more bytes may pass."""
@@ -59,7 +62,7 @@ class GivingWay(Throttle):
     """Lets bytes through when nothing more important is under way, or after waiting long for that."""
 
     def __init__(self, throttle: Throttle, is_free: asyncio.Event) -> None:
-        self.piece = throttle.piece
+        self.piece, self.reading_piece = throttle.piece, throttle.reading_piece
         self._throttle = throttle
         self._is_free = is_free
 

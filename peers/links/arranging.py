@@ -155,9 +155,7 @@ class Arranging:
     async def _go(
         self, peer: str, ports: Ports, theirs: Sequence[str], node: str, token: bytes | None, connections: int
     ) -> None:
-        # Where a relay was needed it is needed again: nobody tries to get through the routers for every connection.
-        is_relayed = self._links.reach_of(peer) is Reach.RELAYED and self._links.is_up(peer)
-        places = () if is_relayed else public_only(theirs, node)
+        places = public_only(theirs, node)
         await meet(self._links.credentials, self._links.add, peer, ports, places, node, token, connections)
 
     # Who is asked to meet -------------------------------------------------------------------------------------
