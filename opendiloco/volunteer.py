@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -27,6 +26,7 @@ from opendiloco.shared_memory import available_memory
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
+from peers.clock import now
 from peers.driver import Driver
 from peers.errors import DilocoPeerError
 from peers.findable import keep_findable
@@ -153,7 +153,7 @@ class Volunteer:
 
     def others(self) -> list[Heartbeat]:
         """Return the newest heartbeat of each other peer that is live."""
-        return list(self._driver.peer.membership.live(time.monotonic()).values())
+        return list(self._driver.peer.membership.live(now()).values())
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Protocol
 
 from peers import metrics
 from peers.buffers import PayloadBuffers
+from peers.clock import now
 from peers.companion import CompanionDonor
 from peers.companion_fetch import CompanionJoiner
 from peers.download import PullTransport
@@ -115,7 +115,7 @@ class Driver:
         """
         self._log = MemoryLog(settings.empty_log, 0) if log is None else log
         self._buffers = PayloadBuffers(workload, kept_bytes, self._log.payload)
-        self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, time.monotonic(), position)
+        self.peer = Peer(identity.peer_id, settings, self._buffers.size, state_digest, now(), position)
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
         self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
         self._transport = transport
@@ -163,7 +163,7 @@ class Driver:
                 for task in self._running:
                     task.cancel()
         except* DilocoPeerError as group:
-            self.peer.handle(LeaveRequested(at_once=True), time.monotonic())
+            self.peer.handle(LeaveRequested(at_once=True), now())
             await self._farewell()
             raise _first(group) from None
 
@@ -171,7 +171,7 @@ class Driver:
         """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more."""
         goodbye = self.peer.goodbye
         packed = self._packer.pack(goodbye)
-        others = self.peer.membership.live(time.monotonic())
+        others = self.peer.membership.live(now())
         last_words: list[Awaitable[object]] = [
             self._transport.call(peer, CALL, packed, FAREWELL_TIMEOUT) for peer in others
         ]
@@ -193,7 +193,7 @@ class Driver:
 
     def handle(self, event: Event) -> None:
         """Let the protocol take in an event, and start on what it wants done."""
-        for effect in self.peer.handle(event, time.monotonic()):
+        for effect in self.peer.handle(event, now()):
             self._carry_out(effect)
         self._follow_round()
         waiting, self._waiting = self._waiting, []

@@ -141,6 +141,8 @@ class Gathering:
         coming = at_work - self._ready.keys() - set(self.unreached) | incumbents
         enough = quorum(self._log.roster, self.left, coming) if self._log.roster else len(coming) >= self._minimum
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
+        if has_slept:
+            self._first_ready_at = now
         if enough or has_slept:
             self._together_at = now
         self._ticked_at = now

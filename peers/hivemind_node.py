@@ -258,6 +258,8 @@ class HivemindNode:
     def take_in(self, heartbeat: bytes) -> None:
         """Know a heartbeat that reached us on another way than the DHT. Raises: RemoteProtocolError."""
         heard = Heartbeat.verify(heartbeat)
+        if heard.expires > time.time() + CLOCK_TOLERANCE + heard.lifetime:
+            raise RemoteProtocolError(heard.peer, "its heartbeat is from the future")
         if len(self._newest) < HEARD or (heard.run, heard.peer) in self._newest:
             self._newer(heard.run, heard)
 

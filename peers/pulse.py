@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Protocol
 
 from peers import metrics
+from peers.clock import now
 from peers.heartbeat import NAMED_PEERS, TAIL, Heartbeat, HeldOut
 from peers.identity import Identity
 from peers.peer import Peer
@@ -114,7 +115,7 @@ class Pulse:
 
     def _measure(self) -> None:
         metrics.OUTER_STEP.set(self._peer.log.position.index)
-        metrics.LIVE_PEERS.set(len(self._peer.membership.live(time.monotonic())))
+        metrics.LIVE_PEERS.set(len(self._peer.membership.live(now())))
         progress = self._peer.progress
         metrics.TOKENS_PER_SECOND.set(progress.tokens_per_second if progress else 0)
         metrics.LOSS.set(math.nan if progress is None or progress.loss is None else progress.loss)

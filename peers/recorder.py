@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
 from peers.buffers import Payload
+from peers.clock import now
 from peers.donors import CHANCE, shuffled
 from peers.download import PullTransport
 from peers.errors import RemoteProtocolError
@@ -58,7 +58,7 @@ class Recorder:
                 await self._add_headers_before()
 
     async def _add_headers_before(self) -> None:
-        live = self._peer.membership.live(time.monotonic())
+        live = self._peer.membership.live(now())
         for donor in shuffled(self._transport, live, CHANCE):
             with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
                 if await add_headers_before(self._transport, donor, self._log):

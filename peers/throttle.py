@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 PIECE = 1 << 18  # bytes that are let through at once
+PIECE_SECONDS = 0.1  # that one piece takes at most, where a rate is given
 READING_PIECE = 1 << 20  # bytes that are read at once where nothing limits it
 BURST = 0.05  # seconds' worth that may be saved up
 WINDOW = 0.5  # seconds over which a rate is taken
@@ -38,8 +39,8 @@ class Throttle:
         self._rate = rate
         self._clock = clock
         self._free_at = 0.0
-        self.piece = PIECE if rate is None else max(1024, min(PIECE, int(rate)))
-        """Bytes to let through at once: no more than a second's worth, so that no slow link looks dead."""
+        self.piece = PIECE if rate is None else max(1024, min(PIECE, int(rate * PIECE_SECONDS)))
+        """Bytes to let through at once: so few that no slow link looks dead, though many streams share it."""
         self.reading_piece = READING_PIECE if rate is None else self.piece
         """Bytes to read at once, of what is there."""
 

@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -171,7 +170,7 @@ class DriverOf(Driver):
 
 @asynccontextmanager
 async def driving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DriverOf, SlowTransport]]:
-    monkeypatch.setattr(driver_module, "time", SimpleNamespace(monotonic=lambda: rig.now))
+    monkeypatch.setattr(driver_module, "now", lambda: rig.now)
     monkeypatch.setattr(asyncio, "to_thread", at_once)
     monkeypatch.setattr(traffic, "CLOSING_TIME", 0.0)  # these streams never end properly
     transport = SlowTransport()

@@ -193,12 +193,13 @@ def test_who_seems_to_train_for_ever_is_not_waited_for() -> None:
     assert sends(lead.tick(live="bc", after=SCHEDULE.hopeless), Begin)
 
 
-def test_who_was_stopped_for_long_does_not_go_on_alone_at_once() -> None:
-    """Regression: it had heard of nobody for so long, since it had not listened."""
+@pytest.mark.parametrize("seconds", [2 * TIMING.partition_grace, 2 * SCHEDULE.hopeless])
+def test_who_was_stopped_for_long_does_not_go_on_alone_at_once(seconds: float) -> None:
+    """Regression: it had heard of nobody for so long, since it had not listened; after an hour all seemed hopeless."""
     lead = Lead()
     lead.ready("a")
     lead.tick()
-    lead.now += 2 * TIMING.partition_grace
+    lead.now += seconds
     assert lead.tick(live="") == []
     assert sends(lead.tick(live="", after=TIMING.partition_grace), Begin)
 

@@ -21,7 +21,9 @@ def pairs(broken: set[tuple[str, str]] | str = "", relayed: set[tuple[str, str]]
     """From pairs, or from words of two letters."""
     standing = Standing(1.0)
     for kind, given_pairs in (("unreached", broken), ("relayed", relayed)):
-        for one, other in given_pairs.split() if isinstance(given_pairs, str) else given_pairs:
+        for one, other in [
+            tuple(pair) for pair in (given_pairs.split() if isinstance(given_pairs, str) else given_pairs)
+        ]:
             known = {
                 "unreached": standing.pairs(NAMES).broken_with(one),
                 "relayed": standing.pairs(NAMES).relayed_with(one),

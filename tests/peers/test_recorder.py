@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +22,7 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
 
     async def scenario() -> None:
         rig, payload = at_second(), Payload(memoryview(b"second"), (digest_of(b"second"),))
-        monkeypatch.setattr(recorder_module, "time", SimpleNamespace(monotonic=lambda: rig.now))
+        monkeypatch.setattr(recorder_module, "now", lambda: rig.now)
         first, second = rig.peer.log.last, rig.next_header(payload.digest)
         assert first is not None
         pasts: dict[str, Past] = {"a": lambda start, stop: [], "c": lambda start, stop: [first, second][start:stop]}
