@@ -63,6 +63,7 @@ learning_rate = 0.7
 momentum = 0.0
 
 [rounds]
+minimum_peers = {peers}
 heartbeat_seconds = 0.5
 heartbeat_expiry_seconds = 4.0
 grace_seconds = 5.0
@@ -91,21 +92,23 @@ class Site:
         }
         self._before = leftovers()
 
-    def start(self, *arguments: str) -> Command:
-        return Command(self, ("-m", "opendiloco.cli", *arguments))
+    def start(self, *arguments: str, prefix: tuple[str, ...] = ()) -> Command:
+        """A command; `prefix` has it run somewhere else, see `networks.Place`."""
+        return Command(self, ("-m", "opendiloco.cli", *arguments), prefix)
 
     def start_script(self, path: Path, *arguments: str) -> Command:
         return Command(self, (str(path), *arguments))
 
-    def run(self, *arguments: str) -> Finished:
+    def run(self, *arguments: str, prefix: tuple[str, ...] = ()) -> Finished:
         """A command to its end."""
-        with self.start(*arguments) as command:
+        with self.start(*arguments, prefix=prefix) as command:
             return command.finish()
 
-    def write_run(self, source: str, outer_steps: int = 10_000, inner_steps: int = 20) -> Path:
-        """A run.toml with a model of 6 k parameters."""
+    def write_run(self, source: str, outer_steps: int = 10_000, inner_steps: int = 20, peers: int = 1) -> Path:
+        """A run.toml with a model of 6 k parameters. As many `peers` train together, or nobody does."""
         path = self.folder / "run.toml"
-        path.write_text(SMALL_RUN.format(source=source, outer_steps=outer_steps, inner_steps=inner_steps))
+        numbers = {"outer_steps": outer_steps, "inner_steps": inner_steps, "peers": peers}
+        path.write_text(SMALL_RUN.format(source=source, **numbers))
         return path
 
     def processes(self) -> dict[int, str]:
@@ -142,10 +145,10 @@ class Finished:
 class Command:
     """A running command, given as Python's arguments. A context manager that leaves no process of its own."""
 
-    def __init__(self, site: Site, arguments: tuple[str, ...]) -> None:
+    def __init__(self, site: Site, arguments: tuple[str, ...], prefix: tuple[str, ...] = ()) -> None:
         self.arguments = arguments
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [*prefix, sys.executable, *arguments],
             cwd=site.folder,
             env=site.environment,
             stdin=subprocess.DEVNULL,
@@ -233,9 +236,9 @@ def bootstrap(site: Site) -> Iterator[str]:
         assert node.finish().code == 0
 
 
-def create_run(site: Site, run: Path, address: str) -> str:
+def create_run(site: Site, run: Path, address: str, prefix: tuple[str, ...] = ()) -> str:
     """The invite to a new run."""
-    created = site.run("run", "create", str(run), "--initial-peer", address)
+    created = site.run("run", "create", str(run), "--initial-peer", address, prefix=prefix)
     assert created.code == 0, created.err
     [invite] = re.findall(r"^invite: +(\S+)$", created.out, re.MULTILINE)
     assert isinstance(invite, str)
