@@ -140,6 +140,7 @@ class Gathering:
         incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent}
         coming = at_work - self._ready.keys() - set(self.unreached) | incumbents
         enough = quorum(self._log.roster, self.left, coming) if self._log.roster else len(coming) >= self._minimum
+        enough = enough or self._is_behind(live)
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
         if has_slept:
             self._first_ready_at = now
@@ -149,6 +150,14 @@ class Gathering:
         since = max(self._together_at, self._first_ready_at)
         is_hopeless = now - self._first_ready_at >= self._schedule.hopeless
         return now - since >= self._settings.timing.partition_grace or is_hopeless
+
+    def _is_behind(self, live: Mapping[str, Heartbeat]) -> bool:
+        """Whether somebody whom we reach is on a heavier lineage: we are to join it, however long it takes us."""
+        return any(
+            beat.state in PARTICIPATING and beat.lineage_tokens > self._log.lineage_tokens
+            for peer, beat in live.items()
+            if peer not in self.unreached
+        )
 
     def _is_here(self, beat: Heartbeat) -> bool:
         """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""

@@ -56,9 +56,9 @@ def swarm_of(
     return swarm
 
 
-def counted(number: int, faults: Faults, seconds: float = 1000.0) -> tuple[int, Counter[str], Swarm]:
+def counted(number: int, faults: Faults, seconds: float = 600.0) -> tuple[int, Counter[str], Swarm]:
     """Entries and tokens of each peer in so much time, after the first minute."""
-    swarm = swarm_of(number, faults, block_count=24)
+    swarm = swarm_of(number, faults, block_count=16)
     swarm.run(MINUTE)
     tally, before = Tally(swarm), swarm.longest
     swarm.run(seconds)
@@ -99,7 +99,7 @@ def test_pairs_that_cant_talk_cost_nobody_anything(broken: tuple[Pair, ...], unb
 def test_relayed_pairs_carry_as_little_as_possible(unbroken: int) -> None:
     """Nobody reduces who is reached only through a relay."""
     relayed = (("peer0", "peer1"), ("peer0", "peer2"))
-    swarm = swarm_of(6, Faults(relayed=relayed))
+    swarm = swarm_of(6, Faults(relayed=relayed), block_count=16)
     swarm.run(MINUTE)
     detours = Counter[bool]()
 
@@ -109,7 +109,7 @@ def test_relayed_pairs_carry_as_little_as_possible(unbroken: int) -> None:
 
     swarm.on_chunk = on_chunk
     before = swarm.longest
-    swarm.run(1000.0)
+    swarm.run(600.0)
     assert detours[True] == 0
     assert swarm.longest - before >= 0.9 * unbroken
 
@@ -118,7 +118,7 @@ def test_all_are_relayed_and_all_count() -> None:
     names = [f"peer{number}" for number in range(4)]
     relayed = tuple((one, other) for one in names for other in names if one < other)
     entries, tokens, _ = counted(4, Faults(relayed=relayed))
-    assert entries > 50
+    assert entries > 30
     assert min(tokens[name] for name in names) >= 0.85 * max(tokens.values())
 
 
@@ -203,10 +203,13 @@ def test_who_is_too_slow_is_told_and_stops(speed: float, counts: bool) -> None:
     tally = Tally(swarm)
     swarm.run(MINUTE)
     assert bool(slow.peer.trouble) is not counts, "told within a minute"
-    swarm.run(8000.0)
+    trained = 0
+    for _ in range(80):
+        swarm.run(100.0)
+        trained += trains(swarm, "peer3")
     assert bool(tally.tokens["peer3"]) is counts
-    assert trains(swarm, "peer3") is counts
     if not counts:
+        assert trained < 40, "now and then it finds out whether it has become faster"
         assert [reason for _, name, reason in troubles(swarm) if name == "peer3" and "tokens a second" in reason]
 
 

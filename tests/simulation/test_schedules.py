@@ -191,14 +191,16 @@ def mute_leader(seed: int) -> Swarm:
     return swarm
 
 
+def _tells(message: Message, to: str) -> bool:
+    """Whether a peer that is not the leader may know from this that an entry is committed."""
+    return isinstance(message, Commit) or (isinstance(message, Complete) and to != message.attempt.leader)
+
+
 def first_to_apply_dies(seed: int) -> Swarm:
     """Nobody hears of a commit, and whoever takes the outer step first is dead before it can say a word."""
     swarm = swarm_of(5, seed)
     swarm.on_apply = lambda name: swarm.kill(name) if len(swarm.living) == 5 else None
-    on_message(
-        swarm,
-        lambda sender, to, message: None if isinstance(message, Commit) and len(swarm.living) == 5 else message,
-    )
+    on_message(swarm, lambda sender, to, message: message if len(swarm.living) < 5 or not _tells(message, to) else None)
     swarm.run(300.0, until=lambda: len(swarm.living) == 4)
     goes_on(swarm)
     return swarm
