@@ -1,7 +1,8 @@
 """How many connections a round uses to each member: as many as carry more than fewer do.
 
 Where packets get lost, most machines' TCP (CUBIC) leaves a long link nearly empty, and many connections carry many
-times as much. So the number is doubled for as long as that helps, and what was found lasts for the next rounds.
+times as much. So the number is doubled for as long as that helps, and what was found lasts for the next rounds. BBR
+takes no loss for a full link: where the kernel gives it to us, few connections do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable
 
 FEWEST, MOST = 4, 64
+MOST_WITH_BBR = 8
+SETTLING = 1.0  # seconds in which connections find their pace: what passes then says nothing
 GAIN = 1.2  # times the rate, for twice as many connections: else they are not worth it
 WINDOW = 0.5  # seconds at least over which a rate is taken
 LONGEST_WINDOW = 3.0  # seconds
@@ -20,12 +23,14 @@ LASTS = 20  # rounds for which a number is kept before more are tried again
 class Lanes:
     """Told what passes; `count` is how many connections to use."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
         self._clock = clock
         self.count = FEWEST
         self._rate = 0.0  # with half as many
         self._is_settled = False
         self._rounds = 0
+        self._settled_at: float | None = None
         self._began: float | None = None
         self._bytes = self._chunks = 0
 
@@ -33,7 +38,7 @@ class Lanes:
         self._rounds += 1
         if self._rounds % LASTS == 0:
             self._is_settled, self._rate = False, 0.0
-        self._began = None
+        self._began = self._settled_at = None
 
     def passed(self, count: int, has_more: bool) -> bool:
         """A chunk of so many bytes has arrived there. Returns whether more connections are to be used from now on.
@@ -44,22 +49,26 @@ class Lanes:
         if self._is_settled or not has_more:
             self._began = None
             return False
+        if self._settled_at is None:
+            self._settled_at = now + SETTLING
         if self._began is None:
-            self._began, self._bytes, self._chunks = now, 0, 0
+            if now >= self._settled_at:
+                self._began, self._bytes, self._chunks = now, 0, 0
             return False
         self._bytes += count
         self._chunks += 1
         seconds = now - self._began
         if seconds < WINDOW or (self._chunks < ENOUGH * self.count and seconds < LONGEST_WINDOW):
             return False
-        rate, self._began = self._bytes / seconds, None
+        rate = self._bytes / seconds
+        self._began = self._settled_at = None
         return self._judge(rate)
 
     def _judge(self, rate: float) -> bool:
         if rate < GAIN * self._rate:
             self.count, self._is_settled = max(FEWEST, self.count // 2), True
             return False
-        if self.count == MOST:
+        if self.count == self._most:
             self._is_settled = True
             return False
         self._rate, self.count = rate, self.count * 2

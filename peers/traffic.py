@@ -21,7 +21,8 @@ from peers.events import (
     ReducedArrived,
     SendChunk,
 )
-from peers.lanes import FEWEST, MOST, Lanes
+from peers.lanes import FEWEST, MOST, MOST_WITH_BBR, Lanes
+from peers.links.sockets import has_bbr
 from peers.log import MEMBER_LIMIT
 from peers.messages import Attempt
 from peers.peer import Peer
@@ -82,7 +83,7 @@ class Traffic:
         self._sent, self._received = RateMeter(), RateMeter()
         self._round: Attempt | None = None
         self._from: dict[str, RateMeter] = {}
-        self._lanes = Lanes()
+        self._lanes = Lanes(MOST_WITH_BBR if has_bbr() else MOST)
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
         self._receivers: dict[asyncio.Task[None], tuple[Attempt, str]] = {}

@@ -142,6 +142,16 @@ async def _connect(family: int, address: Any, local_port: int) -> socket.socket:
         raise
 
 
+def has_bbr() -> bool:
+    """Whether the kernel lets us choose congestion control that takes no loss for a full link."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
+        except OSError:
+            return False
+    return True
+
+
 def tune(sock: socket.socket) -> socket.socket:
     """Set a connection's options. Those that the kernel lacks are done without. Raises: OSError when it is gone."""
     sock.setblocking(False)

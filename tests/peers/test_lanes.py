@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from peers.lanes import FEWEST, LASTS, MOST, Lanes
+from peers.lanes import FEWEST, LASTS, MOST, MOST_WITH_BBR, SETTLING, Lanes
 
 CHUNK = 1 << 19  # bytes
 
@@ -12,10 +12,10 @@ CHUNK = 1 << 19  # bytes
 class Link:
     """Carries `rate(lanes)` bytes a second over so many connections."""
 
-    def __init__(self, rate: Callable[[int], float]) -> None:
+    def __init__(self, rate: Callable[[int], float], most: int = MOST) -> None:
         self.now = 0.0
         self.rate = rate
-        self.lanes = Lanes(lambda: self.now)
+        self.lanes = Lanes(most, lambda: self.now)
         self.widened: list[int] = []
 
     def round(self, chunks: int = 5_000, has_more: bool = True) -> int:
@@ -62,7 +62,21 @@ def test_a_rate_is_taken_over_enough_chunks_or_a_long_time() -> None:
     fast = Link(lambda lanes: 1e12)
     assert fast.round(chunks=1000) == FEWEST, "less than half a second has passed"
     slow = Link(lambda lanes: CHUNK / 4.0)
-    assert slow.round(chunks=2) == 2 * FEWEST, "four seconds have"
+    assert slow.round(chunks=3) == 2 * FEWEST, "four seconds have"
+
+
+def test_a_slow_start_is_not_taken_for_too_few_connections() -> None:
+    """Regression: what a round begins with was slower than what followed, and that was put down to more connections."""
+    began = 0.0
+    link = Link(lambda lanes: 5e6 if link.now - began < SETTLING else 25e6)
+    for _ in range(5):
+        began = link.now
+        assert link.round(chunks=500) <= 2 * FEWEST
+    assert link.lanes.count == FEWEST
+
+
+def test_with_bbr_few_connections_are_enough() -> None:
+    assert Link(lambda lanes: 1e6 * lanes, MOST_WITH_BBR).round() == MOST_WITH_BBR
 
 
 def test_a_pause_does_not_count_as_slowness() -> None:
