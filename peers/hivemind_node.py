@@ -81,7 +81,8 @@ class HivemindNode:
         self._node = node
         self._newest: dict[tuple[str, str], Heartbeat] = {}
         self._published = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._presence: Presence | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.peer_id = str(daemon.peer_id)
         self.addresses = addresses
         self.on_move: Callable[[], None] = lambda: None
@@ -137,17 +138,20 @@ class HivemindNode:
                 raise _not_admitted(str(error)) from error
             raise
         presence = Presence(transport, daemon, node, initial_peers, remembered, may_serve=waits and not client_mode)
-        transport._tasks = [asyncio.create_task(presence.keep())]
+        presence.start()
+        transport._presence = presence
         if position is not Position.LOCAL:
-            transport._tasks.append(asyncio.create_task(NetworkWatch(presence.network_changed).run()))
+            transport._watching = asyncio.create_task(NetworkWatch(presence.network_changed).run())
         return transport
 
     async def close(self) -> None:
         """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
         try:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._watching is not None:
+                self._watching.cancel()
+                await asyncio.gather(self._watching, return_exceptions=True)
+            if self._presence is not None:
+                await self._presence.close()
             if self._daemon._child.returncode is None:  # a dead daemon would leave the DHT node waiting for answers
                 async with asyncio.timeout(DHT_WAIT):
                     await self._node.shutdown()

@@ -40,30 +40,39 @@ class Presence:
         self._remembered = remembered
         self._may_serve = may_serve
         self._is_settled = not self._protocol.client_mode or not may_serve
-        self._has_moved = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
 
     def network_changed(self, change: NetworkChange) -> None:
-        """Whatever was connected may not be any more; what was found out of this machine need not hold."""
-        if change.breaks_connections:
-            self._has_moved.set()
+        """Begin anew: what was connected is not any more, and what is being waited for does not come."""
+        if change.breaks_connections and self._keeping is not None:
+            self._owner.on_move()
+            self._keeping.cancel()
+            self._keeping = asyncio.create_task(self._keep_anew(self._keeping))
 
-    async def keep(self) -> None:
-        """Greet initial peers that we have lost whenever they are back; others when we are alone in the DHT; and all of
-        them when we are in another network.
+    async def _keep_anew(self, before: asyncio.Task[None]) -> None:
+        await asyncio.gather(before, return_exceptions=True)
+        await self._begin_anew()
+        await self._greet(self._initial_peers)
+        await self._keep()
+
+    async def _keep(self) -> None:
+        """Greet initial peers that we have lost whenever they are back, and others when we are alone in the DHT.
 
         The DHT forgets a node at its first failure; a bootstrap node that restarts would stay alone with the newcomers
         that it welcomes.
         """
         table = self._protocol.routing_table
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_INTERVAL):
-                    await self._has_moved.wait()
+            await asyncio.sleep(LOOK_INTERVAL)
             lost = {address for address in self._initial_peers if to_peer_id(peer_id_of(address)) not in table}
-            if self._has_moved.is_set():
-                self._has_moved.clear()
-                await self._begin_anew()
-                lost = set(self._initial_peers)
             others = set() if table.uid_to_peer_id else await which_answer(self._remembered())
             await self._greet(lost | others)
             if not self._is_settled:
@@ -71,7 +80,6 @@ class Presence:
 
     async def _begin_anew(self) -> None:
         """Forget what we knew of another network."""
-        self._owner.on_move()
         await asyncio.gather(*(self._owner.drop_connection(str(peer)) for peer in await self._connected()))
         if self._may_serve:
             self._is_settled = False
@@ -126,4 +134,5 @@ class Presence:
             await asyncio.gather(*map(protocol.call_ping, list(protocol.routing_table.peer_id_to_uid)))
         else:
             protocol.node_info = HIVEMIND.protocol.dht_pb2.NodeInfo()
-            await protocol.remove_p2p_handlers(self._daemon)
+            with suppress(*NETWORK_ERRORS):
+                await protocol.remove_p2p_handlers(self._daemon)

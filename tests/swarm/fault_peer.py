@@ -126,9 +126,13 @@ class FaultyDriver(Driver):
 
 
 class UnhurriedWorkload(VectorWorkload):
+    def __init__(self, values: int = VALUES, seconds: float = TRAINING_SECONDS) -> None:
+        super().__init__(values)
+        self._seconds = seconds
+
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         trained = await super().train(work, on_progress)
-        await asyncio.sleep(TRAINING_SECONDS)
+        await asyncio.sleep(self._seconds)
         return trained
 
 
@@ -144,7 +148,7 @@ async def run_peer(identity: Identity, listen: str, contact: str | None) -> None
         if contact is None:
             await asyncio.to_thread(sys.stdin.read)
             return
-        driver = FaultyDriver(identity, transport, UnhurriedWorkload(VALUES))
+        driver = FaultyDriver(identity, transport, UnhurriedWorkload())
         driver.on_entry = tell
         listening = asyncio.create_task(driver.listen())
         await driver.run()

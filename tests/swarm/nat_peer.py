@@ -21,7 +21,7 @@ from peers.links.settings import LinkSettings
 from peers.log import Header
 from peers.settings import RunSettings, Timing
 from peers.wire import digest_of
-from tests.swarm.fault_peer import VALUES, UnhurriedWorkload
+from tests.swarm.fault_peer import UnhurriedWorkload
 
 RELAYED_BYTES = 1e8  # a second
 TIMING = Timing(
@@ -32,8 +32,9 @@ TIMING = Timing(
 class TellingDriver(Driver):
     """Says what it has applied, and counts what it has averaged."""
 
-    def __init__(self, identity: Identity, transport: HivemindTransport, settings: RunSettings) -> None:
-        workload = UnhurriedWorkload(VALUES)
+    def __init__(
+        self, identity: Identity, transport: HivemindTransport, settings: RunSettings, workload: UnhurriedWorkload
+    ) -> None:
         super().__init__(identity, transport, workload, settings, workload.state.digest())
         self._reaching = transport.reach
         self._averaged = 0
@@ -52,13 +53,13 @@ class TellingDriver(Driver):
         say("applied", index=header.index, head=header.digest.hex(), **fields)
 
 
-async def run_volunteer(contact: tuple[str, ...], listen: tuple[str, ...], peers: int) -> None:
+async def run_volunteer(contact: tuple[str, ...], listen: tuple[str, ...], peers: int, pause: float) -> None:
     identity = Identity.generate()
     settings = RunSettings("nat", digest_of(b"manifest"), 4, 8, 8, minimum_peers=peers, timing=TIMING)
     transport = await HivemindTransport.create(identity, contact, listen)
     try:
         say("listening", peer=identity.peer_id)
-        driver = TellingDriver(identity, transport, settings)
+        driver = TellingDriver(identity, transport, settings, UnhurriedWorkload(seconds=pause))
         told = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
         told.add_done_callback(lambda _: driver.leave())
         await driver.run()
@@ -81,9 +82,10 @@ async def run_node(listen: tuple[str, ...], data_port: int) -> None:
 @click.option("--contact", multiple=True, help="Address of a bootstrap node.")
 @click.option("--data-port", type=int, default=0)
 @click.option("--peers", type=int, default=1, help="As many train together, or nobody does.")
-def main(listen: tuple[str, ...], contact: tuple[str, ...], data_port: int, peers: int) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    asyncio.run(run_volunteer(contact, listen, peers) if contact else run_node(listen, data_port))
+@click.option("--pause", type=float, default=0.2, help="Seconds that training takes.")
+def main(listen: tuple[str, ...], contact: tuple[str, ...], data_port: int, peers: int, pause: float) -> None:
+    logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(message)s")
+    asyncio.run(run_volunteer(contact, listen, peers, pause) if contact else run_node(listen, data_port))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 PROGRAM = "tests.swarm.nat_peer"
 DEADLINE = 60.0  # seconds until everybody is in a roster
 WEB_PORT, WEB_DATA_PORT = 443, 80
+LAPTOP = ("--peers", 2, "--pause", 1.0)  # the others go on without it, and not too far
 ENTRIES = 3  # that all apply alike
 
 
@@ -42,8 +43,8 @@ class Volunteer:
         self.averaged = 0
         self._news = news
 
-    async def start(self, contact: Sequence[str], peers: int, log: Path) -> None:
-        arguments = [PROGRAM, "--peers", peers]
+    async def start(self, contact: Sequence[str], options: Sequence[object], log: Path) -> None:
+        arguments = [PROGRAM, *options]
         for address in everywhere(0):
             arguments += ["--listen", address]
         for address in contact:
@@ -99,6 +100,17 @@ class Swarm:
         await self.until(lambda: bool(self.whole()), "the first entry of all")
         await self.until(lambda: len(self.whole()) >= ENTRIES, f"{ENTRIES} entries of all")
 
+    async def goes_on_without(self, one: Volunteer) -> int:
+        """Wait for an entry of the others alone; returns its index."""
+        others = [other for other in self.volunteers if other is not one]
+        newest = max(max(other.entries) for other in others)
+        alone = {other.id for other in others}
+        condition = lambda: any(  # noqa: E731
+            index > newest and members == alone for index, members in others[0].members.items()
+        )
+        await self.until(condition, "an entry without one")
+        return max(index for index, members in others[0].members.items() if members == alone)
+
     async def reaches(self, one: int, other: int, way: Reach) -> None:
         """Links are made while rounds go on."""
         first, second = self.volunteers[one], self.volunteers[other]
@@ -107,8 +119,11 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(net: Internet, kinds: Sequence[Kind], folder: Path, data_port: int = 0) -> AsyncIterator[Swarm]:
-    """Volunteers on machines of these kinds, and a bootstrap node with a public address."""
+async def swarm(
+    net: Internet, kinds: Sequence[Kind], folder: Path, *options: object, data_port: int = 0
+) -> AsyncIterator[Swarm]:
+    """Volunteers on machines of these kinds, and a bootstrap node with a public address. By default all train together,
+    or nobody does."""
     node, news = net.machine(Kind.OPEN), asyncio.Event()
     volunteers = [Volunteer(net.machine(kind), news) for kind in kinds]
     listen = [f"--listen={address}" for address in everywhere(WEB_PORT)]
@@ -121,7 +136,7 @@ async def swarm(net: Internet, kinds: Sequence[Kind], folder: Path, data_port: i
         public = [one for one in addresses if f"/{node.address}/" in one or f"/{node.address6}/" in one]
         async with asyncio.TaskGroup() as starting:
             for number, one in enumerate(volunteers):
-                starting.create_task(one.start(public, len(kinds), folder / f"{number}.log"))
+                starting.create_task(one.start(public, options or ("--peers", len(kinds)), folder / f"{number}.log"))
                 started.append(one)
         yield Swarm(volunteers, news)
     finally:
@@ -151,7 +166,7 @@ def test_two_volunteers_behind_routers_train_as_one(
 
 def test_volunteers_behind_a_firewall_that_knows_only_the_web(net: Internet, tmp_path: Path) -> None:
     async def story() -> None:
-        async with swarm(net, (Kind.WEB, Kind.WEB), tmp_path, WEB_DATA_PORT) as together:
+        async with swarm(net, (Kind.WEB, Kind.WEB), tmp_path, data_port=WEB_DATA_PORT) as together:
             await together.trains_as_one()
             await together.reaches(0, 1, Reach.RELAYED)
 
@@ -168,5 +183,34 @@ def test_an_open_volunteer_reduces_for_those_behind_routers(net: Internet, tmp_p
             done, index = (one.averaged, other.averaged, reducer.averaged), max(reducer.entries)
             await together.until(lambda: len(together.whole(index + 2)) >= 1, "entries when all is known")
             assert reducer.averaged > done[2]
+
+    asyncio.run(story())
+
+
+def test_a_volunteer_that_moves_to_another_network_comes_back(net: Internet, tmp_path: Path) -> None:
+    """A laptop is carried from one home to another. Its process is not told."""
+
+    async def story() -> None:
+        async with swarm(net, (Kind.CONE, Kind.CONE, Kind.OPEN), tmp_path, *LAPTOP) as together:
+            await together.trains_as_one()
+            laptop = together.volunteers[0]
+            newest = max(laptop.entries)
+            laptop.machine = net.move(laptop.machine, Kind.SYMMETRIC)
+            await together.until(lambda: bool(together.whole(newest + 2)), "entries of all, from the new network")
+
+    asyncio.run(story())
+
+
+def test_a_volunteer_that_slept_comes_back(net: Internet, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with swarm(net, (Kind.CONE, Kind.CONE, Kind.OPEN), tmp_path, *LAPTOP) as together:
+            await together.trains_as_one()
+            laptop = together.volunteers[0]
+            net.suspend(laptop.machine)
+            try:
+                index = await together.goes_on_without(laptop)
+            finally:
+                net.wake(laptop.machine)
+            await together.until(lambda: bool(together.whole(index)), "entries of all, after its sleep")
 
     asyncio.run(story())
