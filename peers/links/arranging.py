@@ -50,6 +50,8 @@ class Arranging:
         """Multiaddrs of volunteers that can introduce us, too: bootstrap nodes come and go."""
         self._changed = asyncio.Event()
         self._meetings: dict[str, asyncio.Future[None]] = {}
+        self.left: set[str] = set()
+        """Peers whose links we have closed because of a new network: they don't know, and begin nothing."""
 
     # Nodes that introduce us ----------------------------------------------------------------------------------
     @property
@@ -125,7 +127,9 @@ class Arranging:
         if meeting is not None:
             await asyncio.wait([meeting])
             return
-        if self._links.me > contact.peer and not self._links.is_up(contact.peer):
+        begins = self._links.me < contact.peer or contact.peer in self.left
+        self.left.discard(contact.peer)
+        if not begins and not self._links.is_up(contact.peer):
             await self._links.link(contact.peer).wait_until_up(MEETING_TIMEOUT)
             if self._links.is_up(contact.peer):
                 return

@@ -21,7 +21,10 @@ WRITE_BUFFER = 1 << 19  # bytes that wait for the kernel at most
 
 
 class Connection:
-    """`is_ours`: it is we who open conversations on it. `reach` says which way its bytes take."""
+    """`is_ours`: it is we who open conversations on it. `reach` says which way its bytes take.
+
+    `certificate` (DER) is the other end's, which has another one after each start, and in each network.
+    """
 
     def __init__(
         self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_ours: bool, reach: Reach
@@ -31,6 +34,7 @@ class Connection:
         self.reach = reach
         self.reads = DirectReads(reader, writer)
         self.writer = writer
+        self.certificate: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         writer.transport.set_write_buffer_limits(high=WRITE_BUFFER)
 
     @property

@@ -30,12 +30,12 @@ class NotItsCertificateError(Exception):
 
 
 class Credentials:
-    """One peer's certificate, and what it takes to prove that it is ours."""
+    """One peer's certificate, and what it takes to prove that it is ours. No two are alike: see `Link.add`."""
 
     def __init__(self, identity: Identity) -> None:
         key = identity.private_key
         builder = x509.CertificateBuilder().subject_name(NAME).issuer_name(NAME).public_key(key.public_key())
-        builder = builder.serial_number(1).not_valid_before(EVER[0]).not_valid_after(EVER[1])
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(EVER[0]).not_valid_after(EVER[1])
         certificate = builder.sign(key, None)
         self.peer_id = identity.peer_id
         self.certificate = certificate.public_bytes(Encoding.DER)

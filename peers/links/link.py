@@ -80,7 +80,11 @@ class Link:
         return {one.host for one in self._connections}
 
     def add(self, connection: Connection) -> None:
-        """Use a new connection. Of too many, one of ours is closed, or the oldest of theirs: it may be dead."""
+        """Use a new connection. Of too many, one of ours is closed, or the oldest of theirs: it may be dead.
+
+        With a new certificate, the other side has started anew, or is in another network: what was connected before is
+        dead, and nobody has told us.
+        """
         if not connection.is_open:  # already, so that nobody will tell us
             connection.close()
             return
@@ -96,6 +100,9 @@ class Link:
             self._idle.insert(0, connection)
         else:
             self._start(self._listen(connection))
+        for other in list(self._connections):
+            if other.certificate != connection.certificate:
+                self._end(other)
         self._notify()
 
     async def wait_until_up(self, seconds: float) -> None:

@@ -68,6 +68,7 @@ class Links:
         caps: Callable[[], tuple[Throttle, Throttle]],
     ) -> None:
         self.me = identity.peer_id
+        self._identity = identity
         self.credentials = Credentials(identity)
         self.relays = Relays(ask_info)
         self.on_change: Callable[[], None] = lambda: None
@@ -198,6 +199,8 @@ class Links:
 
     def drop_all(self) -> None:
         """Our network has changed: whatever was connected is not any more, and is dialled anew."""
+        self.credentials = Credentials(self._identity)  # by which the others see it, too
+        self.arranging.left |= {peer for peer in self._links if self.is_up(peer)}
         for link in list(self._links.values()):
             link.close()
         self._attempts = {peer: attempts for peer, attempts in self._attempts.items() if self._is_busy(peer)}

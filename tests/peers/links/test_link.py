@@ -10,9 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 
 from peers.errors import RemoteProtocolError
+from peers.identity import Identity
 from peers.links import link as links_link
 from peers.links.calls import CALLS, answer_calls
 from peers.links.connection import Connection
+from peers.links.credentials import Credentials
 from peers.links.link import CONNECTIONS, DIAL_PAUSE, OPEN_TIMEOUT, Link
 from peers.reach import Reach
 from peers.streams import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
@@ -378,3 +380,27 @@ def test_a_link_that_is_closed_while_calls_are_opened_cancels_nobody() -> None:
                     await asking
 
     simulate(scenario())
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_was_connected_before_the_other_side_moved_is_dead(is_ours: bool) -> None:
+    """Regression: nobody says so, and messages went into dead connections for 40 seconds."""
+
+    async def scenario() -> None:
+        identity = Identity.generate()
+        before, after = Credentials(identity), Credentials(identity)
+        pair = Pair()
+        old = [await connected(US, before, side) for side in (True, False)]
+        for ours, _ in old:
+            pair.ours.add(ours)
+        assert pair.ours.connections == 2
+        new, theirs = await connected(US, after, is_ours)
+        pair.ours.add(new)
+        assert [ours.is_open for ours, _ in old] == [False, False]
+        assert (pair.ours.connections, new.is_open) == (1, True)
+        pair.ours.close()
+        for other in (theirs, *(end for _, end in old)):
+            other.close()
+        await asyncio.gather(*pair.tasks)
+
+    asyncio.run(scenario())

@@ -462,6 +462,24 @@ def test_where_there_is_no_route_nobody_dials_twice() -> None:
     run(scenario())
 
 
+def test_who_is_in_another_network_begins_to_meet_those_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the peer with the larger id waited for the other one, which did not know."""
+
+    async def scenario() -> None:
+        async with around_a_relay() as (one, other, relay):
+            one.know(other.contact((REFUSING,), (relay.address,)))
+            await asyncio.gather(one.until_up(other), other.until_up(one))
+            monkeypatch.setattr(arranging, "MEETING_TIMEOUT", DEADLINE)
+            one.know(eagerly=False)
+            other.links.drop_all()
+            assert not other.links.is_up(one.peer)
+            other.know(one.contact((REFUSING,), (relay.address,)))
+            assert (await other.until_up(one)).reach is Reach.RELAYED
+            await talk(other.links.link(one.peer))
+
+    run(scenario())
+
+
 def test_an_address_of_a_node_that_is_out_of_reach_is_not_used() -> None:
     """Regression: its link was up by another of its addresses, such as an IPv4 one."""
 
