@@ -15,7 +15,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
@@ -173,7 +173,21 @@ async def start_daemon(
     control = daemon._client.control
     for task in (control._read_task, control._write_task):
         task.add_done_callback(_take_exception)
+    control._handler = _until_it_breaks(control._handler)
     return daemon
+
+
+def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Have a stream that another peer takes back, before it has begun, end without a traceback of asyncio's."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await handler(reader, writer)
+        except (EOFError, ConnectionError) as error:
+            logger.debug("a stream broke: %r", error)
+            writer.close()
+
+    return serve
 
 
 def _take_exception(task: asyncio.Task[None]) -> None:

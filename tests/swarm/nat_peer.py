@@ -84,7 +84,7 @@ async def run_node(listen: tuple[str, ...], data_port: int) -> None:
 @click.option("--peers", type=int, default=1, help="As many train together, or nobody does.")
 @click.option("--pause", type=float, default=0.2, help="Seconds that training takes.")
 def main(listen: tuple[str, ...], contact: tuple[str, ...], data_port: int, peers: int, pause: float) -> None:
-    logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     asyncio.run(run_volunteer(contact, listen, peers, pause) if contact else run_node(listen, data_port))
 
 

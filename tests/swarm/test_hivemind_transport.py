@@ -677,3 +677,31 @@ def test_nothing_outlives_a_killed_process() -> None:
     assert not alive(int(daemon))
     sweep_sockets()
     assert not Path(socket_path).exists()
+
+
+def test_a_stream_that_is_taken_back_at_once_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a peer that was carried to another network left one for each stream that it had begun."""
+
+    async def main() -> None:
+        node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
+        try:
+
+            async def never(channel: object) -> None:
+                raise AssertionError
+
+            await node.on_stream("never", never)  # from then on there is a socket for it
+            path = Path(node._daemon._client_listen_maddr["unix"])
+
+            async def is_there() -> bool:
+                return path.exists()
+
+            await eventually(is_there, "nobody listens to the daemon")
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+        finally:
+            await node.close()
+
+    asyncio.run(main())
+    assert "Unhandled exception" not in caplog.text
