@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.planning import SLACK, credible_rates, deal, foreseen, plan
+from peers.chunks import payloads_moved
+from peers.planning import MOST_PAYLOADS, SLACK, Plan, credible_rates, deal, foreseen, plan
 from peers.reach import Reach
 from peers.reachability import DOUBT, SEEN_LIMIT, Reachability
 from peers.standing import FORGIVEN, REPLANS, Pairs, Standing
@@ -84,6 +86,42 @@ def test_nobody_is_left_out_without_need(broken: set[tuple[str, str]]) -> None:
     planned = plan("a", NAMES, NAMES, known)
     able = [peer for peer in NAMES if "a" not in known.broken_with(peer)]
     assert len(planned.left_out) == min(len(known.broken_with(peer)) for peer in able)
+
+
+MANY = [f"peer{number:03}" for number in range(100)]
+
+
+def said_by_one(relayed: list[str], unreached: list[str]) -> Pairs:
+    standing = Standing(1.0)
+    standing.said(MANY[-1], relayed, unreached)
+    return standing.pairs(MANY)
+
+
+def test_one_member_cannot_have_another_reduce_for_all() -> None:
+    """Regression: whoever named all but one made that one carry as many payloads as there are members."""
+    planned = plan(MANY[0], MANY, MANY, said_by_one(MANY[1:-1], []))
+    assert planned == Plan(tuple(MANY[:-1]), frozenset())
+    planned = plan(MANY[0], MANY, MANY, said_by_one([], MANY[1:-1]))
+    assert planned == Plan(tuple(MANY[:-1]), frozenset({MANY[-1]}))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1.0])
+def test_many_relayed_pairs_leave_enough_reducers(share: float) -> None:
+    draw = Random(1)
+    standing = Standing(1.0)
+    for one in MANY:
+        standing.said(one, [other for other in MANY if other != one and draw.random() < share], [])
+    planned = plan(MANY[0], MANY, MANY, standing.pairs(MANY))
+    assert payloads_moved(len(MANY), 1 / len(planned.reducers)) <= MOST_PAYLOADS
+    assert not planned.left_out
+
+
+def test_many_broken_pairs_leave_nobody_out_whom_somebody_reaches() -> None:
+    draw = Random(1)
+    standing = Standing(1.0)
+    for one in MANY[1:]:
+        standing.said(one, [], [other for other in MANY[1:] if other != one and draw.random() < 0.3])
+    assert plan(MANY[0], MANY, MANY, standing.pairs(MANY)) == Plan((MANY[0],), frozenset())
 
 
 def test_only_who_has_trained_reduces() -> None:
