@@ -212,7 +212,21 @@ def test_a_peer_may_have_few_rounds_planned_anew() -> None:
     standing = Standing(10.0)
     assert [standing.may_replan("a") for _ in range(REPLANS + 1)] == [True] * REPLANS + [False]
     standing.entry_made(["a"])
+    assert not standing.may_replan("a"), "it had this very entry planned anew"
+    for _ in range(REPLANS + 1):
+        standing.entry_made(["a"])
     assert standing.may_replan("a")
+
+
+def test_who_has_every_entry_planned_anew_is_soon_left_out() -> None:
+    """Regression: each entry forgave everything, so that one member could cost all others each round twice more."""
+    standing = Standing(10.0)
+    believed = 0
+    for _ in range(10):
+        believed += standing.may_replan("a")
+        standing.entry_made(["a", "b"])
+    assert believed == REPLANS
+    assert standing.may_replan("b")
 
 
 # How one peer reaches others -----------------------------------------------------------------------------------
