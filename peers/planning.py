@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,11 @@ LEAST_PAYLOADS = 2.0
 """That a link is taken to carry at least: a member's own blocks go out before the average comes in."""
 SLACK = 2.0
 """How much more than others saw of a peer it may say that its link carries: in a round it need not have been busy."""
+
+MOST_PAYLOADS = 8.0
+"""That a reducer's link should carry, if others can share the work: of 200 members one alone would carry 199."""
+SPARED = 16
+"""Members of whom one may be left out so that more can reduce, though somebody reaches it."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,10 @@ def plan(leader: str, members: Sequence[str], trained: Collection[str], pairs: P
     """Choose the reducers: they have trained, and all other members reach them.
 
     Everybody sends blocks to every reducer and gets averages from it; two that reduce nothing exchange nothing. Of
-    those whom all reach, the ones with the fewest pairs reduce that only a relay connects: it then carries the least.
-    If no member is reached by all, as few as possible are left out, so that one is; never the leader. There is no plan
-    for who leads and can't exchange data with anybody who has trained.
+    those whom all reach, the ones with the fewest pairs reduce that only a relay connects: it then carries the least;
+    but so many that none of them has to carry more than `MOST_PAYLOADS`. If no member is reached by all, as few as
+    possible are left out, so that one is; never the leader. There is no plan for who leads and can't exchange data with
+    anybody who has trained.
     """
     able = [peer for peer in members if peer in trained]
     centres = [peer for peer in able if leader not in pairs.broken_with(peer)]
@@ -38,10 +45,39 @@ def plan(leader: str, members: Sequence[str], trained: Collection[str], pairs: P
     unled = pairs.broken_with(leader)  # if somebody is to be left out, best those who can hardly be led
     centre = min(centres, key=lambda peer: (len(pairs.broken_with(peer)), len(unled - pairs.broken_with(peer))))
     left_out = pairs.broken_with(centre)
-    reached = [peer for peer in able if peer not in left_out and pairs.broken_with(peer) <= left_out]
+    left_out |= _hinderers(leader, [peer for peer in members if peer not in left_out], able, left_out, pairs)
+    reached = _reached(able, left_out, pairs)
     relayed = {peer: len(pairs.relayed_with(peer) - left_out) for peer in reached}
-    fewest = min(relayed.values())
-    return Plan(tuple(peer for peer in reached if relayed[peer] == fewest), left_out)
+    wanted = min(_fewest_reducers(len(members) - len(left_out)), len(reached))
+    worst = sorted(relayed.values())[wanted - 1]
+    return Plan(tuple(peer for peer in reached if relayed[peer] <= worst), left_out)
+
+
+def _reached(able: Sequence[str], left_out: frozenset[str], pairs: Pairs) -> list[str]:
+    """Return those of the able whom all that remain reach."""
+    return [peer for peer in able if peer not in left_out and pairs.broken_with(peer) <= left_out]
+
+
+def _fewest_reducers(members: int) -> int:
+    """Return how many members must share the reducing, at least."""
+    return max(1, math.ceil((members - 2) / (MOST_PAYLOADS - 1)))
+
+
+def _hinderers(
+    leader: str, members: Sequence[str], able: Sequence[str], left_out: frozenset[str], pairs: Pairs
+) -> frozenset[str]:
+    """Return the few members, if there are such, without whom enough others could reduce.
+
+    Whoever says that it can't talk to most others would else have one of them do the work of all.
+    """
+    more: frozenset[str] = frozenset()
+    for _ in range(len(members) // SPARED + 1):
+        if len(_reached(able, left_out | more, pairs)) >= _fewest_reducers(len(members) - len(more)):
+            return more
+        others = [peer for peer in members if peer != leader and peer not in more]
+        broken = {peer: len(pairs.broken_with(peer) - left_out - more) for peer in others}
+        more |= {max(others, key=lambda peer: broken[peer])} if others else frozenset()
+    return frozenset()
 
 
 def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, int]]) -> dict[str, float]:

@@ -30,6 +30,7 @@ class Standing:
         self._barred_until: dict[str, float] = {}
         self._said: dict[str, Said] = {}
         self._replans: Counter[str] = Counter()
+        self._replanned: set[str] = set()  # for whom, since the last entry
 
     # Who holds others up --------------------------------------------------------------------------------------
     def bar(self, peer: str, now: float) -> None:
@@ -45,12 +46,15 @@ class Standing:
     def may_replan(self, peer: str) -> bool:
         """Whether to believe once more that a round must be planned anew for this peer."""
         self._replans[peer] += 1
+        self._replanned.add(peer)
         return self._replans[peer] <= REPLANS
 
     def entry_made(self, peers: Iterable[str]) -> None:
-        """These took part in an entry: their words were worth something."""
-        for peer in peers:
-            del self._replans[peer]
+        """These took part in an entry. One that did so without having it planned anew is believed more readily again;
+        one that has each entry planned anew is not."""
+        for peer in set(peers) - self._replanned:
+            self._replans[peer] = max(0, self._replans[peer] - 1)
+        self._replanned.clear()
 
     # Who reaches whom -----------------------------------------------------------------------------------------
     def said(self, peer: str, relayed: Iterable[str], unreached: Iterable[str]) -> None:

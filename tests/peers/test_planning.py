@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.planning import SLACK, credible_rates, deal, foreseen, plan
+from peers.chunks import payloads_moved
+from peers.planning import MOST_PAYLOADS, SLACK, Plan, credible_rates, deal, foreseen, plan
 from peers.reach import Reach
 from peers.reachability import DOUBT, SEEN_LIMIT, Reachability
 from peers.standing import FORGIVEN, REPLANS, Pairs, Standing
@@ -80,6 +82,42 @@ def test_nobody_is_left_out_without_need(broken: set[tuple[str, str]]) -> None:
     planned = plan("a", NAMES, NAMES, known)
     able = [peer for peer in NAMES if "a" not in known.broken_with(peer)]
     assert len(planned.left_out) == min(len(known.broken_with(peer)) for peer in able)
+
+
+MANY = [f"peer{number:03}" for number in range(100)]
+
+
+def said_by_one(relayed: list[str], unreached: list[str]) -> Pairs:
+    standing = Standing(1.0)
+    standing.said(MANY[-1], relayed, unreached)
+    return standing.pairs(MANY)
+
+
+def test_one_member_cannot_have_another_reduce_for_all() -> None:
+    """Regression: whoever named all but one made that one carry as many payloads as there are members."""
+    planned = plan(MANY[0], MANY, MANY, said_by_one(MANY[1:-1], []))
+    assert planned == Plan(tuple(MANY[:-1]), frozenset())
+    planned = plan(MANY[0], MANY, MANY, said_by_one([], MANY[1:-1]))
+    assert planned == Plan(tuple(MANY[:-1]), frozenset({MANY[-1]}))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1.0])
+def test_many_relayed_pairs_leave_enough_reducers(share: float) -> None:
+    draw = Random(1)
+    standing = Standing(1.0)
+    for one in MANY:
+        standing.said(one, [other for other in MANY if other != one and draw.random() < share], [])
+    planned = plan(MANY[0], MANY, MANY, standing.pairs(MANY))
+    assert payloads_moved(len(MANY), 1 / len(planned.reducers)) <= MOST_PAYLOADS
+    assert not planned.left_out
+
+
+def test_many_broken_pairs_leave_nobody_out_whom_somebody_reaches() -> None:
+    draw = Random(1)
+    standing = Standing(1.0)
+    for one in MANY[1:]:
+        standing.said(one, [], [other for other in MANY[1:] if other != one and draw.random() < 0.3])
+    assert plan(MANY[0], MANY, MANY, standing.pairs(MANY)) == Plan((MANY[0],), frozenset())
 
 
 def test_only_who_has_trained_reduces() -> None:
@@ -170,7 +208,21 @@ def test_a_peer_may_have_few_rounds_planned_anew() -> None:
     standing = Standing(10.0)
     assert [standing.may_replan("a") for _ in range(REPLANS + 1)] == [True] * REPLANS + [False]
     standing.entry_made(["a"])
+    assert not standing.may_replan("a"), "it had this very entry planned anew"
+    for _ in range(REPLANS + 1):
+        standing.entry_made(["a"])
     assert standing.may_replan("a")
+
+
+def test_who_has_every_entry_planned_anew_is_soon_left_out() -> None:
+    """Regression: each entry forgave everything, so that one member could cost all others each round twice more."""
+    standing = Standing(10.0)
+    believed = 0
+    for _ in range(10):
+        believed += standing.may_replan("a")
+        standing.entry_made(["a", "b"])
+    assert believed == REPLANS
+    assert standing.may_replan("b")
 
 
 # How one peer reaches others -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from peers.events import Note, SendChunk, Trouble
 from peers.history import InvariantError
 from peers.log import Header
-from peers.messages import Begin, Message, Ready
+from peers.messages import Begin, Commit, Message, Ready
 from peers.schedule import Schedule
 from peers.settings import RunSettings, Timing
 from peers.simulation import REACH_DELAY, Faults, Pair, Swarm
@@ -330,3 +330,23 @@ def test_nothing_is_a_note_of_failure_in_a_calm_swarm() -> None:
     assert not [text for text in notes if "failed" in text]
     if troubles(swarm):
         raise InvariantError(f"trouble where there is none: {troubles(swarm)}")
+
+
+def test_a_leader_that_is_complete_last_tells_all_and_forgives_all_the_same() -> None:
+    """Regression: it had heard of all others, applied the entry as a member, and was leader no more."""
+    swarm = swarm_of(5, block_count=12)
+    swarm.run(MINUTE)
+    leader = swarm.living[0].peer.log.roster[0]
+    swarm.faults = Faults(slow=(leader,))
+    committed: set[int] = set()
+
+    def on_message(sender: str, to: str, message: Message) -> Message:
+        if isinstance(message, Commit) and sender == leader:
+            committed.add(message.header.index)
+        return message
+
+    swarm.on_message = on_message
+    before = swarm.longest
+    swarm.run(300.0)
+    assert swarm.longest - before > 10
+    assert set(range(before + 1, swarm.longest - 1)) <= committed
