@@ -298,7 +298,7 @@ class Averaging(Joining):
         commit. No later attempt can then lead to another one, whether its leader learns of this or not."""
         mine = self._completes.get(self.me)
         if mine and mine.attempt.leader == self.me and self._leader:
-            return  # as its leader we have the same Completes, our own in a moment, and commit: that others know it, too
+            return  # its leader hears our own in a moment, and commits: so that the others are told, too
         if self.state is not State.AVERAGING or not self._held or not mine or mine.attempt != self._attempt:
             return
         if self._open_to and all(self._completes.get(peer) == mine for peer in self._open_to):
