@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
 from ipaddress import ip_address
@@ -53,6 +54,11 @@ Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern
 """An IP address and a TCP port: 203.0.113.5:31338 or [2001:db8::5]:31338."""
 Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, pattern=r"^[A-Za-z0-9]+$")]
 Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
+
+
+def name_peers(peers: Iterable[str]) -> tuple[str, ...]:
+    """Name peers as heartbeats do, as far as there is room."""
+    return tuple(sorted(peer[-TAIL:] for peer in peers)[:NAMED_PEERS])
 
 
 class PeerState(StrEnum):

@@ -22,7 +22,7 @@ from peers.events import (
     Train,
 )
 from peers.exchange import Exchange
-from peers.heartbeat import TAIL, Heartbeat, PeerState
+from peers.heartbeat import TAIL, Heartbeat, PeerState, name_peers
 from peers.leader import Leader
 from peers.leases import Lease, sample_count
 from peers.lineage import Lineage
@@ -176,11 +176,12 @@ class PeerCore:
         return elect(self.log.roster, able, candidates, self._broken_pairs(live))
 
     def _broken_pairs(self, live: Mapping[str, Heartbeat]) -> Mapping[str, int]:
-        """With how many others each can't talk, those that join included, as heartbeats and our own links tell."""
+        """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since
+        whoever knew more than the others would elect another leader."""
         others = {peer: beat.unreached for peer, beat in live.items() if beat.state is not PeerState.ARCHIVING}
         unreached = {peer: tails for peer, tails in others.items() if tails}
         if self.unreached:
-            unreached[self.me] = tuple(peer[-TAIL:] for peer in self.unreached)
+            unreached[self.me] = name_peers(self.unreached)
         return broken_pairs(unreached, {*others, self.me}, TAIL) if unreached else {}
 
     @property

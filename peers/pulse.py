@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from peers import metrics
 from peers.clock import now
-from peers.heartbeat import NAMED_PEERS, TAIL, Heartbeat, HeldOut
+from peers.heartbeat import Heartbeat, HeldOut, name_peers
 from peers.identity import Identity
 from peers.peer import Peer
 from peers.states import SHOWN_AS
@@ -101,8 +101,8 @@ class Pulse:
             held_out=self.held_out,
             endpoints=self._transport.endpoints,
             relays=self._transport.relays,
-            relayed=_tails(peer.reachability.relayed),
-            unreached=_tails(peer.unreached),
+            relayed=name_peers(peer.reachability.relayed),
+            unreached=name_peers(peer.unreached),
             trouble=printable(peer.trouble),
         )
 
@@ -119,8 +119,3 @@ class Pulse:
         progress = self._peer.progress
         metrics.TOKENS_PER_SECOND.set(progress.tokens_per_second if progress else 0)
         metrics.LOSS.set(math.nan if progress is None or progress.loss is None else progress.loss)
-
-
-def _tails(peers: Collection[str]) -> tuple[str, ...]:
-    """Name peers as heartbeats do, as far as there is room."""
-    return tuple(sorted(peer[-TAIL:] for peer in peers)[:NAMED_PEERS])

@@ -33,7 +33,7 @@ from peers.events import (
     TrainingDone,
     TrainingProgress,
 )
-from peers.heartbeat import TAIL, Heartbeat
+from peers.heartbeat import Heartbeat, name_peers
 from peers.history import InvariantError
 from peers.leases import sample_count
 from peers.log import Header
@@ -141,7 +141,7 @@ class SimulatedPeer:
             state_digest=peer.state_digest,
             lineage_tokens=peer.settled.lineage_tokens,
             speed=self.speed,
-            unreached=tuple(sorted(other[-TAIL:] for other in peer.unreached)),
+            unreached=name_peers(peer.unreached),
             trouble=peer.trouble,
         )
         return self.heartbeat

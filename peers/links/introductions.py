@@ -33,7 +33,7 @@ from peers.wire import Count, PeerId, Value
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 4  # that two peers make when they meet, half of them for either; more by meeting again
+CONNECTIONS = 2  # that two peers make when they meet, one for either; more by meeting again
 MOST = 16
 PUNCH_TIMEOUT = 4.0  # seconds
 ATTEMPT_TIMEOUT = 1.5  # seconds of one dial of those: a SYN that came too early is lost

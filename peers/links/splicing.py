@@ -19,8 +19,8 @@ TOKEN_LIFETIME = 30.0  # seconds in which both must have come
 TOKENS = 1024  # that are waited for at once
 TOKENS_OF_ONE_PEER = 128  # as many as a newcomer meets others at once
 JOINED_OF_ONE_TOKEN = 16
-CONNECTIONS = 1024  # that are joined, or wait for it, at once
-PIECE = 1 << 17  # bytes
+CONNECTIONS = 2048  # that are joined, or wait for it, at once
+PIECE = 1 << 16  # bytes
 
 
 @dataclass

@@ -209,7 +209,7 @@ def test_a_peer_may_have_few_rounds_planned_anew() -> None:
     assert [standing.may_replan("a") for _ in range(REPLANS + 1)] == [True] * REPLANS + [False]
     standing.entry_made(["a"])
     assert not standing.may_replan("a"), "it had this very entry planned anew"
-    for _ in range(REPLANS + 1):
+    for _ in range(REPLANS + 2):
         standing.entry_made(["a"])
     assert standing.may_replan("a")
 

@@ -136,6 +136,15 @@ def test_a_pair_that_breaks_in_the_middle_of_a_round_costs_a_short_delay() -> No
     assert tally.lineages() == 0
 
 
+def test_all_elect_the_same_leader_where_heartbeats_can_not_name_all_pairs() -> None:
+    """Regression: of itself each knew more than it could tell, so that it elected another one than all others did."""
+    names = [f"peer{number}" for number in range(40)]
+    broken = tuple((one, other) for one in names[:20] for other in names[20:])
+    swarm = swarm_of(40, Faults(broken=broken), replace(SETTINGS, minimum_peers=41))
+    swarm.run(REACH_DELAY + 5 * TIMING.heartbeat)
+    assert len({peer.peer._elect() for peer in swarm.living}) == 1
+
+
 # Who can't take part is told, and stops -------------------------------------------------------------------------
 def trains(swarm: Swarm, name: str) -> bool:
     return swarm.peers[name].peer.is_training
