@@ -21,7 +21,7 @@ class DirectReads(asyncio.BufferedProtocol):
     """Takes over the reading end of a connection, for good; its StreamWriter stays. One read at a time.
 
     Reads raise asyncio.IncompleteReadError when the stream ends before, TimeoutError when no byte comes for `patience`
-    seconds, and OSError when the connection breaks.
+    seconds (in the midst of something long, twice as many), and OSError when the connection breaks.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -83,7 +83,9 @@ class DirectReads(asyncio.BufferedProtocol):
 
     def _choose_low_water(self) -> None:
         """Be woken for every byte, unless more than enough is still to come."""
-        wanted = LOW_WATER if len(self._memory) - self._count > 2 * LOW_WATER else 1
+        self._wake_after(LOW_WATER if len(self._memory) - self._count > 2 * LOW_WATER else 1)
+
+    def _wake_after(self, wanted: int) -> None:
         if wanted != self._low_water and self._can_wait:
             self._low_water = wanted
             with suppress(OSError):
@@ -121,6 +123,10 @@ class DirectReads(asyncio.BufferedProtocol):
         silent = loop.time() - self._last_at
         if silent < patience:
             self._watch = loop.call_later(patience - silent, self._be_patient, patience)
+        elif self._low_water > 1:  # bytes may have come, but too few to wake us: the next one will
+            self._wake_after(1)
+            self._last_at = loop.time()
+            self._watch = loop.call_later(patience, self._be_patient, patience)
         else:
             self._end(TimeoutError(f"no byte came for {patience:g} s"))
 

@@ -203,12 +203,22 @@ class Leader(Gathering):
         has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
         if not has_stalled and now - self._began_at <= self._seconds:
             return []
-        slow = culprits(self._members, self._complete, self._waiting)
+        slow = self._culprits()
         for peer in slow:
             self._bar(peer, now)
         why = "nothing moves" if has_stalled else "time is up"
         reason = f"{why}; held up by {', '.join(slow) or 'nobody in particular'}"
         return self._lose(slow, reason, now) or self._abort(reason)
+
+    def _culprits(self) -> tuple[str, ...]:
+        """Who holds the attempt up: of an entry that nobody could fetch, those who say that they hold it.
+
+        To do without them is safe. Had it been committed, there would be no majority without one that holds it.
+        """
+        running = self._running
+        if isinstance(running, Adopt) and self._complete.keys() <= set(running.holders):
+            return running.holders
+        return culprits(self._members, self._complete, self._waiting)
 
     def _ends(self, attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
         abort = Abort(attempt=attempt, reason=printable(reason))

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from peers.direct_reads import READ_AHEAD, DirectReads
+from peers.direct_reads import LOW_WATER, READ_AHEAD, DirectReads
 from tests.peers.test_throttle import now, simulate
 
 LIMIT = 1 << 16  # bytes that a StreamReader takes in before it has enough, by half
@@ -187,6 +187,33 @@ def test_silence_ends_a_read_and_slowness_does_not() -> None:
             with pytest.raises(TimeoutError):
                 await reads.read(2, 7.0)
             assert now() - silent_since == pytest.approx(7.0), "from the last byte on"
+
+    simulate(scenario())
+
+
+class Marks:
+    """In the place of a socket: the low-water marks that were set."""
+
+    def __init__(self) -> None:
+        self.set: list[int] = []
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        assert option == socket.SO_RCVLOWAT
+        self.set.append(value)
+
+
+def test_silence_where_few_bytes_wake_nobody_is_looked_into_before_it_ends_a_read() -> None:
+    """Regression: of a stream that gave less than the low-water mark in that time it was said that no byte came."""
+
+    async def scenario() -> None:
+        async with pair() as both:
+            reads, marks = both.take_over(), Marks()
+            reads._can_wait, reads._socket = True, marks  # as over TCP
+            began = now()
+            with pytest.raises(TimeoutError):
+                await reads.fill(memoryview(bytearray(5 * LOW_WATER)), 7.0)
+            assert now() - began == pytest.approx(14.0)
+            assert marks.set == [LOW_WATER, 1]
 
     simulate(scenario())
 

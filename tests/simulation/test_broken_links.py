@@ -11,8 +11,8 @@ import pytest
 
 from peers.events import Note, SendChunk, Trouble
 from peers.history import InvariantError
-from peers.log import Header
-from peers.messages import Begin, Commit, Message, Ready
+from peers.log import Header, Member
+from peers.messages import Attempt, Begin, Commit, Held, Message, Ready
 from peers.schedule import Schedule
 from peers.settings import RunSettings, Timing
 from peers.simulation import REACH_DELAY, Faults, Pair, Swarm
@@ -275,6 +275,27 @@ def test_who_stalls_on_purpose_costs_little(rate: int | None, both: bool) -> Non
     assert tally.lineages() == 0
     assert {len(header.roster) for header in tally.headers.values()} <= {5, 6}
     assert swarm.longest - before >= 0.75 * 2000 / 13, "a training takes some ten seconds"
+
+
+def test_who_claims_to_hold_an_entry_that_nobody_can_fetch_costs_little() -> None:
+    """Regression: all who tried to fetch it were left out for it, so that no entry was ever made again."""
+    swarm = swarm_of(6, block_count=12)
+    swarm.run(MINUTE)
+
+    def claim(sender: str, to: str, message: Message) -> Message:
+        if sender != "peer5" or not isinstance(message, Ready) or message.held:
+            return message
+        log = swarm.peers[sender].peer.log
+        alone = Member(peer=sender, tokens=message.tokens, samples=message.samples, wants=message.wants)
+        attempt = Attempt(position=log.position, number=message.last_attempt, leader=sender)
+        held = Held(attempt=attempt, header=log.next_header((alone,), digest_of(b"nothing")))
+        return message.model_copy(update={"held": held})
+
+    swarm.on_message = claim
+    tally, before = Tally(swarm), swarm.longest
+    swarm.run(3000.0)
+    assert tally.lineages() == 0
+    assert swarm.longest - before > 120, "it is left out for longer and longer"
 
 
 def test_a_leader_that_never_begins_makes_nobody_a_lineage_of_one() -> None:
