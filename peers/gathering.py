@@ -162,13 +162,12 @@ class Gathering:
         trained = {peer for peer, ready in self._ready.items() if ready.tokens}
         return plan(self._me, members, trained, self._standing.pairs(members))
 
-    def _leave_out(self, plan: Plan, is_final: bool) -> list[Effect]:
-        """Go on without those with whom too few can exchange data. They are told, unless somebody is late whom they may
-        all reach: then they miss an entry at most, and keep what they trained."""
+    def _leave_out(self, plan: Plan) -> list[Effect]:
+        """Go on without those with whom too few can exchange data, and tell them."""
         members = tuple(self._ready)
         for peer in plan.left_out:
             del self._ready[peer]
-        return [self._exclude(peer, members) for peer in sorted(plan.left_out)] if is_final else []
+        return [self._exclude(peer, members) for peer in sorted(plan.left_out)]
 
     def _exclude(self, peer: str, members: Collection[str]) -> Effect:
         others = sorted(self._standing.pairs(members).broken_with(peer))

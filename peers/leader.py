@@ -84,7 +84,7 @@ class Leader(Gathering):
             is_final = is_cut_off or self._awaited <= self._ready.keys()
             if not is_final and not self._enough(self._ready.keys() - plan.left_out):
                 return []  # all may reach somebody who is late
-            effects = self._leave_out(plan, is_final)
+            effects = self._leave_out(plan)
             if not plan.reducers:
                 return effects
         if self._enough(self._ready) or is_cut_off:

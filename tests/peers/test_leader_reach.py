@@ -94,17 +94,6 @@ def test_nobody_is_left_out_for_good_while_somebody_is_late_whom_all_may_reach()
     assert shares(lead.tick()) == {"a": 0, "b": 0, "c": 6}
 
 
-def test_who_needs_somebody_that_is_late_misses_an_entry_and_is_not_told_to_stop() -> None:
-    lead = Lead("abcde")
-    for name in "acd":
-        lead.ready(name)
-    lead.ready("b", unreached=("a", "c", "d"))
-    lead.tick()
-    effects = lead.grace_is_over()
-    assert not sends(effects, Excluded)
-    assert shares(effects) == {"a": 2, "c": 2, "d": 2}
-
-
 def test_a_joiner_that_could_take_part_in_no_round_gets_no_lease() -> None:
     lead = Lead()
     lead.ready("a")
