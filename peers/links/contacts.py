@@ -46,6 +46,11 @@ def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]
     return tuple(chosen[:INTRODUCING_VOLUNTEERS])
 
 
+def may_be_dialled(contact: Contact) -> bool:
+    """Whether a peer says that it accepts connections from the internet."""
+    return any(not _is_private(parse_endpoint(endpoint)[0]) for endpoint in contact.endpoints)
+
+
 def host_of(address: str) -> str | None:
     """Return the host in a multiaddr: an IP address or a name; None if it has none."""
     parts = address.split("/")

@@ -50,7 +50,7 @@ class Dialling:
         pending = {asyncio.ensure_future(self._connect(contact.peer, one, is_ours=True)) for one in endpoints}
         has_answered = False
         try:
-            while pending and not self._links.is_up(contact.peer):
+            while pending and self._links.way_to(contact.peer) is not Reach.OPEN:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 has_answered = has_answered or any(attempt.result() for attempt in done)
         finally:
@@ -63,7 +63,12 @@ class Dialling:
     async def complete(self, peer: str) -> None:
         """Give a peer a connection to open conversations on, if it has none and we know where it is dialled."""
         endpoint = self._answered.get(peer)
-        if endpoint and peer not in self._giving and self._links.is_up(peer) and not self._links.link(peer).theirs:
+        if (
+            endpoint
+            and peer not in self._giving
+            and self._links.is_up(peer)
+            and not self._links.link(peer).gives(Reach.OPEN)
+        ):
             await self._give(peer, endpoint, 1)
 
     async def dial_more(self, peer: str, count: int) -> None:

@@ -74,6 +74,10 @@ class Link:
         """Connections on which the other side opens conversations."""
         return len(self._connections) - self.ours
 
+    def gives(self, reach: Reach) -> bool:
+        """Return whether the other side has a connection of this kind to open conversations on."""
+        return any(one.reach is reach and not one.is_ours for one in self._connections)
+
     @property
     def hosts(self) -> set[str]:
         """The addresses from which the other side's connections come."""
@@ -206,10 +210,15 @@ class Link:
     def _take_idle(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open:
+            if connection.is_open and not self._is_detour(connection):
                 return connection
             self._end(connection)
         return None
+
+    def _is_detour(self, connection: Connection) -> bool:
+        """Whether there is a better way by now: a relay is to carry only what has no other."""
+        order = BEST_FIRST.index(connection.reach)
+        return any(one.is_ours and BEST_FIRST.index(one.reach) < order for one in self._connections)
 
     async def _dial(self, count: int) -> None:
         had = self.ours

@@ -15,7 +15,7 @@ from peers.identity import Identity
 from peers.links.arranging import Arranging
 from peers.links.calls import CALLS, Answer, answer_calls
 from peers.links.connection import Connection, welcome
-from peers.links.contacts import Contact, is_loopback, own_endpoints
+from peers.links.contacts import Contact, is_loopback, may_be_dialled, own_endpoints
 from peers.links.credentials import Credentials
 from peers.links.dialling import Dialling
 from peers.links.link import Link, Serve
@@ -154,7 +154,7 @@ class Links:
             self._tidy(peer)
         if eagerly and len(self._contacts) <= EAGER:
             for peer in self._contacts:
-                if self.is_up(peer):
+                if self.way_to(peer) is Reach.OPEN or (self.is_up(peer) and not may_be_dialled(contacts[peer])):
                     self.start(self.dialling.complete(peer))
                 elif now >= self._attempts.setdefault(peer, _Attempts()).retry_at:
                     self._try(peer)
@@ -168,6 +168,10 @@ class Links:
 
     def is_up(self, peer: str) -> bool:
         return peer in self._links and self._links[peer].is_up
+
+    def way_to(self, peer: str) -> Reach:
+        """Return the way that the link with a peer takes; none, if it is down."""
+        return self._links[peer].reach if peer in self._links else Reach.NONE
 
     def reach_of(self, peer: str) -> Reach | None:
         """Return how we reach a peer; None: nothing is known yet."""
@@ -226,12 +230,13 @@ class Links:
         if self.me > peer:
             await self._wait_for_link(peer, HEAD_START)
         contact = self._contacts.get(peer)
-        if not self.is_up(peer) and contact is not None:
+        if self.way_to(peer) is not Reach.OPEN and contact is not None:
             await self.dialling.dial_first(contact)
         if not self.is_up(peer) and contact is not None:
             await self.arranging.meet(contact)
         if self.is_up(peer):
-            attempts.failures, attempts.retry_at = 0, 0.0
+            attempts.failures = 0
+            attempts.retry_at = self.clock() + RETRY_LAST  # until a better way is looked for
         else:
             pause = min(RETRY_LAST, RETRY_FIRST * 2**attempts.failures)
             attempts.has_detour = await self._is_there(peer)

@@ -462,6 +462,27 @@ def test_where_there_is_no_route_nobody_dials_twice() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("dialler", [0, 1])
+def test_a_relayed_link_takes_the_direct_way_once_there_is_one(monkeypatch: pytest.MonkeyPatch, dialler: int) -> None:
+    """Regression: two that met through a relay before one of them could dial the other stayed there for ever."""
+    monkeypatch.setattr(links, "may_be_dialled", lambda contact: contact.endpoints != (REFUSING,))
+
+    async def scenario() -> None:
+        async with around_a_relay() as (one, other, relay):
+            one.know(other.contact((REFUSING,), (relay.address,)))
+            here, there = await one.until_up(other), await other.until_up(one)
+            assert here.reach is there.reach is Reach.RELAYED
+            near, far = (one, other) if dialler == 0 else (other, one)
+            near.know(far.contact())
+            await one.until(lambda: here.reach is Reach.OPEN)
+            await other.until(lambda: there.reach is Reach.OPEN)
+            await near.until(lambda: near.links.link(far.peer).gives(Reach.OPEN))
+            await asyncio.gather(*(talk(link) for link in (here, there) for _ in range(3)))
+            assert all(idle.reach is Reach.OPEN for link in (here, there) for idle in link._idle)
+
+    run(scenario())
+
+
 def test_who_is_in_another_network_begins_to_meet_those_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the peer with the larger id waited for the other one, which did not know."""
 
