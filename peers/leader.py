@@ -81,9 +81,6 @@ class Leader(Gathering):
         plan = self._plan()
         effects: list[Effect] = []
         if (plan.left_out or not plan.reducers) and not self._latest_held() and not self._unfinished_round():
-            is_final = is_cut_off or self._awaited <= self._ready.keys()
-            if not is_final and not self._enough(self._ready.keys() - plan.left_out):
-                return []  # all may reach somebody who is late
             effects = self._leave_out(plan)
             if not plan.reducers:
                 return effects

@@ -83,17 +83,6 @@ def test_who_is_left_out_is_told_also_where_the_others_are_too_few() -> None:
     assert not sends(effects, Begin)
 
 
-def test_nobody_is_left_out_for_good_while_somebody_is_late_whom_all_may_reach() -> None:
-    """Regression: with a hub that was later than the grace, the others were told to stop, and lost their work."""
-    lead = Lead("abc")
-    lead.ready("a")
-    lead.ready("b", unreached=("a",))
-    lead.tick()
-    assert lead.grace_is_over() == [], "too few are left: c is waited for"
-    lead.ready("c")
-    assert shares(lead.tick()) == {"a": 0, "b": 0, "c": 6}
-
-
 def test_a_joiner_that_could_take_part_in_no_round_gets_no_lease() -> None:
     lead = Lead()
     lead.ready("a")
