@@ -54,7 +54,10 @@ class Troubled(PeerCore):
         if not unreached & others:
             return None
         leader = self._elect()
-        if leader in unreached and (self._is_aside or self._furthest() is None):
+        was_cut_off = (
+            self._hindrance is not None and self._hindrance.kind == "cut off"
+        )  # being behind is no cure for it
+        if leader in unreached and (self._is_aside or was_cut_off or self._furthest() is None):
             return Hindrance("cut off", f"the leader {leader} can't be reached; {REACH_REMEDY}", is_vain=True)
         if others <= unreached:
             reason = "no other peer can be reached, and what is trained here may count nothing in the end"
