@@ -208,8 +208,13 @@ def test_a_death_in_the_middle_of_a_round_costs_no_restart(place: int) -> None:
     async def scenario() -> None:
         async with swarm() as run:
             volunteers = [await run.join() for _ in range(3)]
-            await wait_until(volunteers, lambda: min(one.index for one in volunteers) >= 2, "two outer steps")
-            victim_id = volunteers[0].driver.peer.log.roster[place]
+            peer = volunteers[0].driver.peer
+            await wait_until(
+                volunteers,
+                lambda: min(one.index for one in volunteers) >= 2 and len(peer.log.roster) == 3,
+                "two outer steps, and a roster of three",
+            )
+            victim_id = peer.log.roster[place]
             (victim,) = (one for one in volunteers if one.driver.peer.me == victim_id)
             others = [one for one in volunteers if one is not victim]
             opened, entries = [rounds_opened_by(one) for one in others], [entries_of(one) for one in others]
