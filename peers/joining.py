@@ -111,7 +111,10 @@ class Joining(Troubled):
 
     def _not_restored(self, donor: str, reason: str) -> None:
         self._require(State.FETCHING)
+        trusted = self._distrusted_until
         self._distrust(donor)
+        if self._furthest() is None:  # nobody else is ahead: to go on alone would be worse than to ask again
+            self._distrusted_until = trusted
         self._has_snapshot = True  # as good as: whoever knows what followed may have all of it
         self._emit(Note("warning", f"no state from {donor}: {reason}"))
         self._enter(State.JOINING)

@@ -24,6 +24,7 @@ SNAPSHOT = "snapshot"
 READERS = 16  # pulls of peers of the run that are served at once
 STRANGERS = 6  # besides, others: who exports the model has no heartbeat, nor has who only wants to keep us busy
 PULLS = RANGES + 1  # of one peer at once: one may have been given up, and its end not be seen here yet
+OFFERED = 15.0  # seconds after it was offered for which it is held: where entries come fast, it is soon not the newest
 IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
 
 
@@ -59,6 +60,7 @@ class Snapshot:
     chunk_digests: tuple[bytes, ...]
     data: memoryview
     used_at: float = field(default=-IN_USE)
+    offered_at: float = field(default=-IN_USE)
 
     @property
     def index(self) -> int:
@@ -68,7 +70,8 @@ class Snapshot:
     @property
     def is_in_use(self) -> bool:
         """Whether somebody is fetching it, as far as can be seen."""
-        return self.used_at > time.monotonic() - IN_USE
+        now = time.monotonic()
+        return self.used_at > now - IN_USE or self.offered_at > now - OFFERED
 
 
 @dataclass(eq=False)
@@ -126,6 +129,7 @@ def requested_bytes(sender: str, size: int, first: int, last: int) -> tuple[int,
 
 async def _offer(source: SnapshotSource, least: int) -> tuple[bytes, bytes]:
     snapshot = await source.newest(least)
+    snapshot.offered_at = time.monotonic()
     offer = Offer(
         last=snapshot.last,
         bytes=len(snapshot.data),

@@ -19,8 +19,7 @@ EXAMPLES = ROOT / "examples"
 def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> None:
     site = Site(tmp_path)
     corpus = str(write_corpus(tmp_path / "corpus"))
-    run = site.write_run(corpus, outer_steps=3, inner_steps=4)
-    run.write_text(run.read_text().replace("[rounds]", "[rounds]\nminimum_peers = 3"))
+    run = site.write_run(corpus, outer_steps=3, inner_steps=4, peers=3)
     with bootstrap(site) as address:
         invite = create_run(site, run, address)
         join = ("join", "--run", invite, "--identity", "one.pem", "--device", "cpu", "--data", corpus, *LOOPBACK)

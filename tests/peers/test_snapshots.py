@@ -163,6 +163,8 @@ def test_a_snapshot_is_in_use_while_its_chunks_are_fetched_and_a_while_after(mon
         source = FakeSource()
         serve = await serving(source)
         await give(serve, ask())
+        assert source.snapshot.is_in_use, "a peer that asks fetches next, when there may be a newer one"
+        monkeypatch.setattr(snapshots_module, "OFFERED", 0.0)
         assert not source.snapshot.is_in_use, "to ask is not to fetch"
         async with serve("a", request(0, 1)):
             assert source.snapshot.is_in_use
