@@ -35,7 +35,7 @@ def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> 
     assert [loop.code for loop in ended] == [0, 0], ended[0].err + ended[1].err
     sums = {line for loop in ended for line in loop.out.splitlines() if line.startswith("the sum of all")}
     assert len(sums) == 1, sums
-    assert [line.split(":")[0] for line in ended[0].out.splitlines()[:3]] == [
-        f"outer step {step}" for step in (1, 2, 3)
-    ]
+    steps = [line.split(":")[0] for line in ended[0].out.splitlines() if line.startswith("outer step")]
+    assert steps == sorted(set(steps)), "each once, in order; it may have been too late for one"
+    assert steps[-1] == "outer step 3"
     site.assert_nothing_is_left()
