@@ -118,10 +118,15 @@ class Gathering:
         """Whether everybody who can be expected is ready, or the grace is over."""
         if self._first_ready_at is None or not any(ready.tokens for ready in self._ready.values()):
             return False
-        at_work = {peer for peer in self._log.leases if peer in live and live[peer].state in PARTICIPATING}
+        at_work = {peer for peer in self._log.leases if peer in live and self._is_at_work(peer, live[peer])}
         expected = at_work | (set(self._granted) & set(live)) | {self._me}
         self._awaited = expected - self._standing.barred(now) - set(self.unreached)
         return self._awaited <= self._ready.keys() or now - self._first_ready_at >= self.grace
+
+    def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
+        """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""
+        is_older = peer in self._log.roster and beat.index < self._log.position.index
+        return beat.state in PARTICIPATING or is_older
 
     @property
     def is_full(self) -> bool:

@@ -46,6 +46,7 @@ class Leader(Gathering):
         self._began_at = self._moved_at = self._seconds = 0.0
         self._moved: dict[str, int] = {}  # chunks, as members say
         self._unseen_since: dict[str, float] = {}
+        self._silent_since: dict[tuple[str, str], float] = {}  # pairs, as one of the two says
         self._complete: dict[str, Complete] = {}
         self._waiting: dict[str, tuple[str, ...]] = {}
         self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
@@ -156,6 +157,7 @@ class Leader(Gathering):
         self._began_at = self._moved_at = now
         self._seconds = running.seconds
         self._unseen_since.clear()
+        self._silent_since.clear()
         self._complete, self._waiting = {}, {}
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
         return [note, *(Send(peer, running) for peer in members)]
@@ -241,7 +243,7 @@ class Leader(Gathering):
         return self._plan_anew(sender, waiting.unreached, now)
 
     def _plan_anew(self, sender: str, unreached: Iterable[str], now: float) -> list[Effect]:
-        """A pair that needs each other's data can't talk: begin another round at once, in which it need not."""
+        """A pair that needs each other's data can't talk: begin another round, in which it need not."""
         if not isinstance(self._running, Begin):
             return []
         round = self._running.round
@@ -249,6 +251,7 @@ class Leader(Gathering):
         pairs = self._standing.pairs(self._members)
         known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
         broken = (others if sender in reducers else others & reducers) - known
+        broken = {other for other in broken if self._has_lasted(sender, other, now)}
         if not broken:
             return []
         reason = f"{sender} can't exchange data with {', '.join(sorted(broken))}"
@@ -258,6 +261,11 @@ class Leader(Gathering):
         self._standing.failed(sender, broken)
         self._spoiled.add(round.name)
         return self._abort(reason)
+
+    def _has_lasted(self, sender: str, other: str, now: float) -> bool:
+        """Whether a pair has been unable to talk for longer than it takes to see that one of the two is dead."""
+        since = self._silent_since.setdefault((sender, other), now)
+        return now - since >= self._settings.timing.heartbeat_expiry
 
     def on_accuse(self, sender: str, accuse: Accuse, now: float) -> list[Effect]:
         if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= set(self._members):

@@ -93,10 +93,12 @@ def test_a_joiner_that_could_take_part_in_no_round_gets_no_lease() -> None:
     assert sends(lead.leader.on_lease_request("z", request, 0), LeaseGrant), "the others reach it"
 
 
-def test_a_pair_that_breaks_in_a_round_has_another_one_begun_at_once() -> None:
+def test_a_pair_that_breaks_in_a_round_has_another_one_begun() -> None:
     lead = Lead()
     first: Begin = sends(lead.begun(), Begin)[0][1]
     assert lead.waits("b", "", first) == []
+    assert lead.waits("b", "c", first) == [], "if it is dead, its heartbeats stop, and the round goes on without it"
+    lead.now += TIMING.heartbeat_expiry
     effects = lead.waits("b", "c", first)
     assert [to for to, _ in sends(effects, Abort)] == ["a", "b", "c", "d"]
     for name in "abcd":
@@ -121,6 +123,8 @@ def test_nobody_has_rounds_planned_anew_for_ever() -> None:
     for _ in range(REPLANS + 1):
         lead = Lead(standing=standing)
         begin: Begin = sends(lead.begun(), Begin)[0][1]
+        assert lead.waits("d", "b", begin) == []
+        lead.now += TIMING.heartbeat_expiry
         ends.append([to for to, _ in sends(lead.waits("d", "b", begin), Abort)])
     assert ends == REPLANS * [["a", "b", "c", "d"]] + [["d"]], "in the end it is the one who is left out"
 
