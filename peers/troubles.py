@@ -16,7 +16,7 @@ from peers.membership import PARTICIPATING
 from peers.peer_core import Hindrance, PeerCore
 from peers.states import State
 
-TOLD_AFTER = 20.0  # seconds: links come and go, and the first inner steps are slow
+TOLD_AFTER = 12.0  # seconds: links come and go, and the first inner steps are slow
 LOOK_AGAIN = 60.0  # seconds, where asking costs one message
 TRAIN_AGAIN = 1800.0  # seconds, where finding out costs a lease that may be in vain
 REACH_REMEDY = "let the router forward this peer's data port, or use a bootstrap node that relays"
