@@ -37,7 +37,7 @@ def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]
     """
     chosen = []
     for beat in sorted(heartbeats, key=lambda beat: beat.peer):
-        is_open = any(not _is_private(parse_endpoint(endpoint)[0]) for endpoint in beat.endpoints)
+        is_open = any(map(_is_outside, beat.endpoints))
         public = [
             one for one in beat.addresses if "/p2p-circuit" not in one and (host := host_of(one)) and is_public(host)
         ]
@@ -48,7 +48,7 @@ def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]
 
 def may_be_dialled(contact: Contact) -> bool:
     """Whether a peer says that it accepts connections from the internet."""
-    return any(not _is_private(parse_endpoint(endpoint)[0]) for endpoint in contact.endpoints)
+    return any(map(_is_outside, contact.endpoints))
 
 
 def host_of(address: str) -> str | None:
@@ -71,9 +71,7 @@ def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ())
 
 def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
     """Return the endpoints that a node on the internet may send us to: not those of our own network's machines."""
-    if _is_private(parse_endpoint(node)[0]):
-        return tuple(endpoints)
-    return tuple(endpoint for endpoint in endpoints if not _is_private(parse_endpoint(endpoint)[0]))
+    return tuple(filter(_is_outside, endpoints)) if _is_outside(node) else tuple(endpoints)
 
 
 def is_local(endpoint: str) -> bool:
@@ -87,6 +85,11 @@ def is_loopback(host: str) -> bool:
 def is_public(host: str) -> bool:
     """Whether a host is an IP address of the internet's."""
     return _is_numeric(host) and not _is_private(host)
+
+
+def _is_outside(endpoint: str) -> bool:
+    """Whether an endpoint is not one of a private network."""
+    return not _is_private(parse_endpoint(endpoint)[0])
 
 
 def _is_private(host: str) -> bool:

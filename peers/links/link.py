@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 CONNECTIONS = MOST + 8  # that either side may have for its own conversations: a round, messages, and what is pulled
 DIAL_PAUSE = 1.0  # seconds, when no more connections can be had
 OPEN_TIMEOUT = 15.0  # seconds that a conversation waits for a connection
-PROTOCOL_BYTES = 255
 BEST_FIRST = tuple(Reach)
 Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): have the conversation that the other side has opened."""

@@ -148,7 +148,8 @@ class Links:
         for peer, contact in contacts.items():
             if peer != self.me and contact != self._contacts.get(peer):
                 self._contacts[peer] = contact
-                self._attempts.pop(peer, None) if not self._is_busy(peer) else None
+                if not self._is_busy(peer):
+                    self._attempts.pop(peer, None)
         for peer in self._contacts.keys() - contacts.keys():
             del self._contacts[peer]
             self._tidy(peer)
@@ -228,7 +229,7 @@ class Links:
     async def _reach_out(self, peer: str, attempts: _Attempts) -> None:
         """Every way to a peer, from best to worst."""
         if self.me > peer:
-            await self._wait_for_link(peer, HEAD_START)
+            await self.link(peer).wait_until_up(HEAD_START)  # the other side makes it
         contact = self._contacts.get(peer)
         if self.way_to(peer) is not Reach.OPEN and contact is not None:
             await self.dialling.dial_first(contact)
@@ -243,11 +244,6 @@ class Links:
             attempts.failures += 1
             attempts.retry_at = self.clock() + pause
             self.on_change()
-
-    async def _wait_for_link(self, peer: str, seconds: float) -> None:
-        """Give the other side time to make the link."""
-        link = self.link(peer)
-        await link.wait_until_up(seconds)
 
     def link(self, peer: str) -> Link:
         """Return the link with a peer, which may be down."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from peers.errors import RemoteProtocolError
 from peers.links.contacts import host_of
 from peers.links.probing import probe
-from peers.links.sockets import endpoint_of
+from peers.links.sockets import endpoint_of, parse_endpoint
 from peers.streams import PeerUnreachableError
 from peers.wire import Count, Value
 
@@ -89,5 +89,5 @@ class Relays:
         except (OSError, RemoteProtocolError) as error:
             logger.debug("%s does not say how it sees us: %s", relay.address, error)
             return
-        host = seen.endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        host, _ = parse_endpoint(seen.endpoint)
         relay.seen = (endpoint_of(host, port),) if port in seen.open else ()
