@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 
-SOMEWHERE = ((socket.AF_INET, "1.1.1.1"), (socket.AF_INET6, "2606:4700:4700::1111"))
-"""Addresses on the internet; nothing is sent to them."""
+SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
+"""Addresses on the internet, one of each version; any would do, and nothing is sent to them."""
 
 
 def is_behind_nat() -> bool:
@@ -23,12 +23,16 @@ def everywhere(port: int) -> tuple[str, ...]:
 
 
 def _own_addresses() -> Sequence[str]:
-    found = []
-    for family, target in SOMEWHERE:
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))  # of UDP: nothing is sent
-            found.append(str(probe.getsockname()[0]).partition("%")[0])
-    return found
+    return [own for target in SOMEWHERE if (own := address_towards(target))]
+
+
+def address_towards(target: str) -> str | None:
+    """Return the address of ours by which packets to `target` would leave; None: there is no way there."""
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))  # of UDP: nothing is sent
+        return str(probe.getsockname()[0]).partition("%")[0]
+    return None
 
 
 def _has_ipv6() -> bool:

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, IPv6Interface
 
 from peers.links.gateway import default_gateway
+from peers.own_network import SOMEWHERE, address_towards
 
 logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0  # seconds between two looks
 LONG_SLEEP = 30.0  # seconds, also of being stopped: the others have given us up
 LONG_OFFLINE = 10.0  # seconds: what was sent meanwhile is sent again much later
-SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
-"""Addresses on the internet, one of each version; any would do, and nothing is sent to them."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +115,10 @@ def network_towards(target: str) -> str | None:
 
     That is our address and the gateway's. Of an IPv6 address it is the first half: the other changes from day to day.
     """
-    family = socket.AF_INET6 if ":" in target else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))  # of UDP: nothing is sent
-        own = str(probe.getsockname()[0]).partition("%")[0]
-        if family == socket.AF_INET6:
-            return None if IPv6Address(own).is_loopback else str(IPv6Interface(f"{own}/64").network)
-        gateway = default_gateway()
-        return f"{own} by {gateway[0]}" if gateway else own
-    return None
+    own = address_towards(target)
+    if own is None:
+        return None
+    if ":" in own:
+        return None if IPv6Address(own).is_loopback else str(IPv6Interface(f"{own}/64").network)
+    gateway = default_gateway()
+    return f"{own} by {gateway[0]}" if gateway else own
