@@ -12,6 +12,7 @@ from peers.errors import RemoteProtocolError
 from peers.links.credentials import Credentials, NotItsCertificateError, check, peer_id_of_certificate
 from peers.links.opening import Hello, pack_opening, send
 from peers.links.sockets import host_of_peer
+from peers.links.tls import start_tls
 from peers.reach import Reach
 from peers.streams import Channel
 from peers.throttle import UNLIMITED, Throttle
@@ -107,30 +108,12 @@ async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, r
     return Connection(peer, reader, writer, hello.is_yours, reach)
 
 
-class _Protocol(asyncio.StreamReaderProtocol):
-    """Knows its transport as soon as there is one."""
-
-    transport: asyncio.BaseTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.transport = transport
-
-
 async def _start_tls(
     sock: socket.socket, context: ssl.SSLContext, server_side: bool
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    loop = asyncio.get_running_loop()
+    transport = await start_tls(sock, context, server_side)
     reader = asyncio.StreamReader()
-    protocol = _Protocol(reader)
-    try:
-        if server_side:
-            transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context)
-        else:
-            transport, _ = await loop.create_connection(lambda: protocol, sock=sock, ssl=context, server_hostname="")
-    except BaseException:
-        # Given up in the moment when the handshake was over: nothing may use the socket when the caller closes it.
-        if protocol.transport is not None:
-            protocol.transport.abort()  # type: ignore[attr-defined]  # it writes, too
-        raise
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport.set_protocol(protocol)
+    protocol.connection_made(transport)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())
