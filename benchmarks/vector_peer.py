@@ -38,7 +38,7 @@ from peers.workload import Blocks, InnerLoop, Progress, Trained
 
 TOKENS_PER_SAMPLE = 8
 CHUNK = 1 << 20
-GATED_TIMING = Timing(heartbeat=1.0, heartbeat_expiry=30.0, grace=30.0, round_timeout=600.0, partition_grace=3600.0)
+GATED_TIMING = Timing(heartbeat_expiry=30.0, grace=30.0, round_timeout=600.0, partition_grace=3600.0)
 CHURN_TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=3.0, round_timeout=10.0, partition_grace=60.0, resend=0.25, leave=5.0
 )

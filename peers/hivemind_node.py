@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from peers import metrics
+from peers.clock import now
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, RemoteProtocolError
 from peers.first_contact import first_contacts
 from peers.heartbeat import ADDRESS_LENGTH, Heartbeat
@@ -44,6 +45,7 @@ RecordValidatorBase: Any = HIVEMIND.validation.RecordValidatorBase
 ADDRESS_LIMIT = 8
 DHT_WAIT = 5.0  # seconds for one request to one DHT node
 HEARD = 10_000  # heartbeats that are kept at most
+FRESH = 5.0  # seconds for which the DHT is not asked again, if all whom we know tell us themselves
 DHT_OPTIONS = {
     "wait_timeout": DHT_WAIT,
     # No caches: a heartbeat is worth something only while it is the latest one.
@@ -80,6 +82,8 @@ class HivemindNode:
         self._daemon = daemon
         self._node = node
         self._newest: dict[tuple[str, str], Heartbeat] = {}
+        self._told_at: dict[tuple[str, str], float] = {}  # by the peers themselves
+        self._asked_at: dict[str, float] = {}  # the DHT, by run
         self._published = 0
         self._presence: Presence | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -240,9 +244,27 @@ class HivemindNode:
         return stored
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
-        """The newest heartbeat of every peer of the run that the DHT has one of, ours included, by peer id."""
+        """The newest heartbeat of every peer of the run that the DHT has one of, ours included, by peer id.
+
+        A search of the DHT takes a dozen messages, so there is one only now and then while everybody tells us directly.
+        """
         oldest = time.time() - CLOCK_TOLERANCE
         self._newest = {key: known for key, known in self._newest.items() if known.expires >= oldest}
+        if not self._is_told_all(run_id):
+            await self._search(run_id, oldest)
+        current = [known for (run, _), known in self._newest.items() if run == run_id]
+        return sorted(current, key=lambda heartbeat: heartbeat.peer)
+
+    def _is_told_all(self, run_id: str) -> bool:
+        """Whether every other peer has told us of itself of late, and the DHT has been asked for unknown ones."""
+        fresh = now() - FRESH
+        self._told_at = {key: at for key, at in self._told_at.items() if at > fresh}
+        others = {key for key in self._newest if key[0] == run_id and key[1] != self.peer_id}
+        return bool(others) and others <= self._told_at.keys() and self._asked_at.get(run_id, 0.0) > fresh
+
+    async def _search(self, run_id: str, oldest: float) -> None:
+        """Take in what the DHT has of a run's peers."""
+        self._asked_at[run_id] = now()
         found = await self._node.get(heartbeats_key(run_id), latest=True)
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
         for subkey, entry in entries.items():
@@ -256,16 +278,16 @@ class HivemindNode:
                 continue
             if heartbeat.expires >= oldest:
                 self._newer(run_id, heartbeat)
-        current = [known for (run, _), known in self._newest.items() if run == run_id]
-        return sorted(current, key=lambda heartbeat: heartbeat.peer)
 
     def take_in(self, heartbeat: bytes) -> None:
-        """Know a heartbeat that reached us on another way than the DHT. Raises: RemoteProtocolError."""
+        """Know a heartbeat that its peer told us, and not the DHT. Raises: RemoteProtocolError."""
         heard = Heartbeat.verify(heartbeat)
         if heard.expires > time.time() + CLOCK_TOLERANCE + heard.lifetime:
             raise RemoteProtocolError(heard.peer, "its heartbeat is from the future")
         if len(self._newest) < HEARD or (heard.run, heard.peer) in self._newest:
-            self._newer(heard.run, heard)
+            before = self._newest.get((heard.run, heard.peer))
+            if self._newer(heard.run, heard) is not before:
+                self._told_at[heard.run, heard.peer] = now()
 
     def _newer(self, run_id: str, heartbeat: Heartbeat) -> Heartbeat:
         """A peer's sequence never goes backwards, whatever replica answers."""
