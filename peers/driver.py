@@ -358,8 +358,9 @@ class Driver:
                 return  # the round is over: nobody waits for this chunk any more
             contributions = buffers.contributions(round, chunk, self.peer.me, reduce.members)
             first_block = buffers.chunking.blocks(chunk)[0]
+            room = buffers.room(len(contributions[0][0]))
             try:
-                average = await self._workload.reduce(contributions, first_block)
+                average = await self._workload.reduce(contributions, first_block, memoryview(room))
             except (BadBlocksError, DilocoPeerError) as error:
                 spoiler, _ = reduce.members[await find_spoiler(self._workload, contributions, first_block)]
                 if spoiler == self.peer.me:
@@ -368,7 +369,7 @@ class Driver:
                 return
         if buffers.round(round):
             buffers.store(round, chunk, average)
-            buffers.give_back(blocks for blocks, _ in contributions)
+            buffers.give_back([room, *(blocks for blocks, _ in contributions)])
             self.handle(ReducedArrived(round, self.peer.me, chunk, reduce.absent))
 
     async def _apply(self, apply: Apply) -> None:

@@ -94,9 +94,12 @@ class Workload(ReplicatedState, Protocol):
         """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local. The bytes may
         lie where those of the call before lay."""
 
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> Blocks:
+    async def reduce(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> Blocks:
         """Average checked blocks from `first_block` on: in fp32, in this order, weighted by tokens; quantized once.
 
+        It may lie in `out`, which has as many bytes as each contribution.
         Raises: BadBlocksError or DilocoPeerError when there is no such average; if so, it does for more of them, too.
         """
 

@@ -112,7 +112,9 @@ class FakeWorkload:
     async def contribution(self) -> bytes:
         raise NotImplementedError
 
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
+    async def reduce(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> bytes:
         raise NotImplementedError
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:

@@ -121,7 +121,9 @@ class FussyWorkload(FakeWorkload):
     async def contribution(self) -> bytes:
         return self.trained
 
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> bytes:
+    async def reduce(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> bytes:
         if any(bytes(blocks).startswith(b"spoilt") for blocks, _ in contributions):
             raise DilocoPeerError("the weighted values overflow")
         return bytes(len(contributions[0][0]))

@@ -23,7 +23,9 @@ class Fussy:
         self.error = error
         self.calls = 0
 
-    async def reduce(self, contributions: Sequence[tuple[bytes, int]], first_block: int) -> bytes:
+    async def reduce(
+        self, contributions: Sequence[tuple[bytes, int]], first_block: int, out: memoryview | None = None
+    ) -> bytes:
         self.calls += 1
         assert any(tokens for _, tokens in contributions)
         if BAD in contributions:

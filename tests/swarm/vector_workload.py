@@ -49,7 +49,9 @@ class VectorWorkload:
         self.codec.encode_difference(self.base, self.local, payload)
         return bytes(payload)
 
-    async def reduce(self, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> Blocks:
+    async def reduce(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> Blocks:
         return self.codec.average(contributions, first_block)
 
     def check(self, blocks: Blocks, first_block: int) -> None:
