@@ -98,36 +98,39 @@ class TlsTransport(asyncio.Transport):
         else:
             self._incoming.write_eof()
         self._decrypt()
+        if self._outgoing.pending and not self._is_waiting_to_send and not self._is_closed:
+            self._send()  # what TLS has to answer
 
     def _decrypt(self) -> None:
         """Give the protocol all whole records that are here, until it has enough."""
-        try:
-            while self._is_reading:
-                memory = memoryview(self._protocol.get_buffer(-1))
-                count, has_ended = self._fill(memory)
-                if count:
-                    self._protocol.buffer_updated(count)
-                if has_ended:
-                    self._has_ended()
-                if count < len(memory):
-                    return
-        except ssl.SSLError as error:
-            self._end(error)
+        while self._is_reading:
+            memory = memoryview(self._protocol.get_buffer(-1))
+            count, end = self._fill(memory)
+            if count:
+                self._protocol.buffer_updated(count)
+            if isinstance(end, ssl.SSLError):
+                self._end(end)
+            elif end is not None:
+                self._has_ended()
+            if count < len(memory):
+                return
 
-    def _fill(self, memory: memoryview) -> tuple[int, bool]:
-        """Decrypt into memory: bytes, and whether the other side has ended the connection. Raises: ssl.SSLError."""
+    def _fill(self, memory: memoryview) -> tuple[int, ssl.SSLError | EOFError | None]:
+        """Decrypt into memory: how many bytes, and what has ended the connection after them."""
         count = 0
         try:
             while count < len(memory):
                 record = cast(int, self._tls.read(len(memory) - count, memory[count:]))
                 if not record:
-                    return count, True
+                    return count, EOFError()
                 count += record
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLEOFError:
-            return count, True
-        return count, False
+            return count, EOFError()
+        except ssl.SSLError as error:
+            return count, error
+        return count, None
 
     def _has_ended(self) -> None:
         self.pause_reading()
