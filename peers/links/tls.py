@@ -55,12 +55,14 @@ class TlsTransport(asyncio.Transport):
         super().__init__({"socket": sock, "ssl_object": tls, "sslcontext": tls.context})
         self._loop = asyncio.get_running_loop()
         self._socket = sock
+        self._fd = sock.fileno()
         self._tls = tls
         self._incoming, self._outgoing = incoming, outgoing
         self._protocol = asyncio.BufferedProtocol()
         self._unsent = memoryview(b"")  # taken from `outgoing`
         self._high, self._low = HIGH_WATER, HIGH_WATER // 4
-        self._is_reading = self._is_waiting_to_send = self._has_paused_writer = False
+        self._is_reading = self._is_watched = False
+        self._is_waiting_to_send = self._has_paused_writer = False
         self._is_closing = self._is_closed = False
 
     def get_protocol(self) -> asyncio.BaseProtocol:
@@ -75,17 +77,28 @@ class TlsTransport(asyncio.Transport):
         return self._is_reading
 
     def pause_reading(self) -> None:
-        if self._is_reading:
-            self._is_reading = False
-            self._loop.remove_reader(self._socket)
+        """The socket is watched until something comes: most pauses are over before."""
+        self._is_reading = False
 
     def resume_reading(self) -> None:
-        if not self._is_reading and not self._is_closing:
-            self._is_reading = True
-            self._loop.add_reader(self._socket, self._take_in)
-            self._loop.call_soon(self._decrypt)  # what was left when it was paused
+        if self._is_reading or self._is_closing:
+            return
+        self._is_reading = True
+        if not self._is_watched:
+            self._is_watched = True
+            self._loop.add_reader(self._fd, self._take_in)
+        if self._incoming.pending or self._tls.pending():  # what was left when it was paused
+            self._loop.call_soon(self._decrypt)
+
+    def _stop_watching(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            self._loop.remove_reader(self._fd)
 
     def _take_in(self) -> None:
+        if not self._is_reading:
+            self._stop_watching()
+            return
         try:
             count = self._socket.recv_into(_ciphertext)
         except (BlockingIOError, InterruptedError):
@@ -133,7 +146,7 @@ class TlsTransport(asyncio.Transport):
         return count, None
 
     def _has_ended(self) -> None:
-        self.pause_reading()
+        self._is_reading = False
         if not self._is_closing:
             self._protocol.eof_received()
             self._end(None)
@@ -173,12 +186,12 @@ class TlsTransport(asyncio.Transport):
     def _wait_to_send(self) -> None:
         if not self._is_waiting_to_send:
             self._is_waiting_to_send = True
-            self._loop.add_writer(self._socket, self._send)
+            self._loop.add_writer(self._fd, self._send)
 
     def _all_is_sent(self) -> None:
         if self._is_waiting_to_send:
             self._is_waiting_to_send = False
-            self._loop.remove_writer(self._socket)
+            self._loop.remove_writer(self._fd)
         if self._is_closing:
             self._end(None)
 
@@ -199,7 +212,7 @@ class TlsTransport(asyncio.Transport):
     def close(self) -> None:
         """End it when all that was written has been sent."""
         if not self._is_closing:
-            self.pause_reading()
+            self._is_reading = False
             self._is_closing = True
             if not self.get_write_buffer_size():
                 self._end(None)
@@ -211,10 +224,11 @@ class TlsTransport(asyncio.Transport):
     def _end(self, error: OSError | None) -> None:
         if self._is_closed:
             return
-        self.pause_reading()
+        self._is_reading = False
+        self._stop_watching()
         if self._is_waiting_to_send:
             self._is_waiting_to_send = False
-            self._loop.remove_writer(self._socket)
+            self._loop.remove_writer(self._fd)
         self._is_closing = self._is_closed = True
         self._unsent = memoryview(b"")
         self._loop.call_soon(self._say_it_is_over, error)
