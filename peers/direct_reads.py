@@ -12,9 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 READ_AHEAD = 4096  # bytes; most headers fit in
-LOW_WATER = 1 << 16
+LOW_WATER = 1 << 17
 """Bytes that must have come before we are woken, in the midst of something long: a long link gives them in thousands of
 small pieces, and to be woken for each would cost more than to decrypt them."""
+RECORD = 17 << 10  # bytes that TLS may have taken in, and not given to us yet: one record, with what it adds
 
 
 class DirectReads(asyncio.BufferedProtocol):
@@ -82,8 +83,8 @@ class DirectReads(asyncio.BufferedProtocol):
                 self._choose_low_water()
 
     def _choose_low_water(self) -> None:
-        """Be woken for every byte, unless more than enough is still to come."""
-        self._wake_after(LOW_WATER if len(self._memory) - self._count > 2 * LOW_WATER else 1)
+        """Be woken when so much has come as certainly comes, or for every byte."""
+        self._wake_after(max(1, min(LOW_WATER, len(self._memory) - self._count - RECORD)))
 
     def _wake_after(self, wanted: int) -> None:
         if wanted != self._low_water and self._can_wait:

@@ -130,10 +130,10 @@ class TlsTransport(asyncio.Transport):
 
     def _fill(self, memory: memoryview) -> tuple[int, ssl.SSLError | EOFError | None]:
         """Decrypt into memory: how many bytes, and what has ended the connection after them."""
-        count = 0
+        count, size = 0, len(memory)
         try:
-            while count < len(memory):
-                record = cast(int, self._tls.read(len(memory) - count, memory[count:]))
+            while count < size:
+                record = cast(int, self._tls.read(size - count, memory[count:]))
                 if not record:
                     return count, EOFError()
                 count += record
