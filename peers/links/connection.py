@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from peers.direct_reads import DirectReads
 from peers.errors import RemoteProtocolError
 from peers.links.credentials import Credentials, NotItsCertificateError, check, peer_id_of_certificate
 from peers.links.opening import Hello, pack_opening, send
-from peers.links.sockets import host_of_peer
-from peers.links.tls import start_tls
+from peers.links.sockets import closed_on_failure, host_of_peer
+from peers.links.tls import TlsTransport, start_tls
 from peers.reach import Reach
 from peers.streams import Channel
 from peers.throttle import UNLIMITED, Throttle
@@ -27,16 +28,18 @@ class Connection:
     `certificate` (DER) is the other end's, which has another one after each start, and in each network.
     """
 
-    def __init__(
-        self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_ours: bool, reach: Reach
-    ) -> None:
+    def __init__(self, peer: str, transport: TlsTransport, is_ours: bool, reach: Reach) -> None:
         self.peer = peer
         self.is_ours = is_ours
         self.reach = reach
-        self.reads = DirectReads(reader, writer)
-        self.writer = writer
-        self.certificate: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        writer.transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        self.certificate = transport.tls.getpeercert(binary_form=True)
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport.set_protocol(protocol)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        protocol.connection_made(transport)
+        self.writer = asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())
+        self.reads = DirectReads(reader, self.writer)
 
     @property
     def host(self) -> str:
@@ -65,55 +68,42 @@ async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_our
     Raises: OSError; RemoteProtocolError when somebody else answers.
     """
     hello = Hello(to=peer, certificate=credentials.certificate, is_yours=not is_ours)
-    try:
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+    with closed_on_failure(sock):
+        async with _in_time():
             await send(sock, pack_opening(hello))
-            reader, writer = await _start_tls(sock, credentials.dialling, server_side=False)
-    except TimeoutError as error:
-        sock.close()
-        raise OSError("no TLS handshake in time") from error
-    except BaseException:
-        sock.close()
-        raise
+            transport = await start_tls(sock, credentials.dialling, server_side=False)
     try:
-        check(writer.get_extra_info("ssl_object"), peer)
+        check(transport.tls, peer)
     except NotItsCertificateError as error:
-        writer.transport.abort()
+        transport.abort()
         raise RemoteProtocolError(peer, str(error)) from error
-    return Connection(peer, reader, writer, is_ours, reach)
+    return Connection(peer, transport, is_ours, reach)
 
 
 async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, reach: Reach) -> Connection:
     """Begin a connection as the end that is spoken to. Takes the socket over. Raises: OSError, RemoteProtocolError."""
-    try:
+    with closed_on_failure(sock):
         if hello.to != credentials.peer_id:
             raise RemoteProtocolError("unknown", f"it wants to talk to {hello.to}, not to us")
-        peer = peer_id_of_certificate(hello.certificate)
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            reader, writer = await _start_tls(sock, credentials.accepting(hello.certificate), server_side=True)
         try:
-            check(writer.get_extra_info("ssl_object"), peer)
-        except NotItsCertificateError:
-            writer.transport.abort()
-            raise
-    except (NotItsCertificateError, ssl.SSLError) as error:
-        sock.close()
+            peer = peer_id_of_certificate(hello.certificate)
+            async with _in_time():
+                transport = await start_tls(sock, credentials.accepting(hello.certificate), server_side=True)
+        except (NotItsCertificateError, ssl.SSLError) as error:
+            raise RemoteProtocolError("unknown", f"it does not prove who it is: {error}") from error
+    try:
+        check(transport.tls, peer)
+    except NotItsCertificateError as error:
+        transport.abort()
         raise RemoteProtocolError("unknown", f"it does not prove who it is: {error}") from error
+    return Connection(peer, transport, hello.is_yours, reach)
+
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Raises: OSError when the handshake takes too long."""
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+            yield
     except TimeoutError as error:
-        sock.close()
         raise OSError("no TLS handshake in time") from error
-    except BaseException:
-        sock.close()
-        raise
-    return Connection(peer, reader, writer, hello.is_yours, reach)
-
-
-async def _start_tls(
-    sock: socket.socket, context: ssl.SSLContext, server_side: bool
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    transport = await start_tls(sock, context, server_side)
-    reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    transport.set_protocol(protocol)
-    protocol.connection_made(transport)
-    return reader, asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())

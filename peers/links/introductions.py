@@ -27,7 +27,7 @@ from peers.links.connection import Connection, greet, welcome
 from peers.links.credentials import Credentials
 from peers.links.opening import Hello, Splice, Token, pack_opening, read_opening, send
 from peers.links.probing import probe
-from peers.links.sockets import dial
+from peers.links.sockets import closed_on_failure, dial
 from peers.reach import Reach
 from peers.wire import Count, PeerId, Value
 
@@ -140,11 +140,8 @@ async def _dial_at_once(credentials: Credentials, add: Add, peer: str, port: int
 async def _splice(credentials: Credentials, add: Add, peer: str, node: str, opening: Splice) -> bool:
     try:
         sock = await dial(node, SPLICE_TIMEOUT)
-        try:
+        with closed_on_failure(sock):
             await send(sock, pack_opening(opening))
-        except BaseException:
-            sock.close()
-            raise
     except OSError as error:
         logger.debug("no relay to %s at %s: %s", peer, node, error)
         return False
@@ -157,15 +154,11 @@ async def _begin(sock: socket.socket, credentials: Credentials, add: Add, peer: 
         if credentials.peer_id < peer:
             add(await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach))
             return True
-        try:
+        with closed_on_failure(sock):
             async with asyncio.timeout(HELLO_TIMEOUT):
                 opening = await read_opening(sock, peer)
-        except BaseException:
-            sock.close()
-            raise
-        if not isinstance(opening, Hello):
-            sock.close()
-            raise RemoteProtocolError(peer, "its connection does not begin with a greeting")
+            if not isinstance(opening, Hello):
+                raise RemoteProtocolError(peer, "its connection does not begin with a greeting")
         connection = await welcome(sock, credentials, opening, reach)
         if connection.peer != peer:
             connection.close()

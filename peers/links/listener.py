@@ -11,7 +11,7 @@ from ipaddress import ip_address, ip_network
 from peers import metrics
 from peers.errors import RemoteProtocolError
 from peers.links.opening import Opening, read_opening
-from peers.links.sockets import endpoint_of_peer, listen, parse_endpoint, tune
+from peers.links.sockets import closed_on_failure, endpoint_of_peer, listen, parse_endpoint, tune
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +95,12 @@ class Listener:
             sock.close()
 
     async def _read_opening(self, sock: socket.socket, who: str) -> Opening:
-        try:
-            async with asyncio.timeout(OPENING_TIMEOUT):
-                return await read_opening(sock, who)
-        except TimeoutError as error:
-            sock.close()
-            raise OSError("it does not say what it wants") from error
-        except BaseException:
-            sock.close()
-            raise
+        with closed_on_failure(sock):
+            try:
+                async with asyncio.timeout(OPENING_TIMEOUT):
+                    return await read_opening(sock, who)
+            except TimeoutError as error:
+                raise OSError("it does not say what it wants") from error
 
 
 def network_of(host: str) -> str:

@@ -6,8 +6,8 @@ import asyncio
 import errno
 import resource
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from peers.errors import LocalNetworkError
@@ -37,6 +37,16 @@ def endpoint_of_peer(sock: socket.socket) -> str:
     """Return where the other end of a connection is."""
     host, port, *_ = sock.getpeername()
     return endpoint_of(host.partition("%")[0], port)
+
+
+@contextmanager
+def closed_on_failure(sock: socket.socket) -> Iterator[None]:
+    """Close a socket if what it is needed for fails."""
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
 
 
 def host_of_peer(sock: socket.socket) -> str:
@@ -83,14 +93,11 @@ def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
 
 def _listen(host: str, port: int) -> socket.socket:
     listener = _new_socket(_family_of(host))
-    try:
+    with closed_on_failure(listener):
         if listener.family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((host, port))
         listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
     return listener
 
 
@@ -131,15 +138,12 @@ async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
 
 async def _connect(family: int, address: Any, local_port: int) -> socket.socket:
     sock = _new_socket(family)
-    try:
+    with closed_on_failure(sock):
         if local_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             sock.bind(("", local_port))
         await asyncio.get_running_loop().sock_connect(sock, address)
         return tune(sock)
-    except BaseException:
-        sock.close()
-        raise
 
 
 def has_bbr() -> bool:

@@ -56,7 +56,7 @@ class TlsTransport(asyncio.Transport):
         self._loop = asyncio.get_running_loop()
         self._socket = sock
         self._fd = sock.fileno()
-        self._tls = tls
+        self.tls = tls
         self._incoming, self._outgoing = incoming, outgoing
         self._protocol = asyncio.BufferedProtocol()
         self._unsent = memoryview(b"")  # taken from `outgoing`
@@ -87,7 +87,7 @@ class TlsTransport(asyncio.Transport):
         if not self._is_watched:
             self._is_watched = True
             self._loop.add_reader(self._fd, self._take_in)
-        if self._incoming.pending or self._tls.pending():  # what was left when it was paused
+        if self._incoming.pending or self.tls.pending():  # what was left when it was paused
             self._loop.call_soon(self._decrypt)
 
     def _stop_watching(self) -> None:
@@ -133,7 +133,7 @@ class TlsTransport(asyncio.Transport):
         count, size = 0, len(memory)
         try:
             while count < size:
-                record = cast(int, self._tls.read(size - count, memory[count:]))
+                record = cast(int, self.tls.read(size - count, memory[count:]))
                 if not record:
                     return count, EOFError()
                 count += record
@@ -158,7 +158,7 @@ class TlsTransport(asyncio.Transport):
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), TO_SEND):
-                self._tls.write(view[start : start + TO_SEND])
+                self.tls.write(view[start : start + TO_SEND])
                 if not self._is_waiting_to_send and not self._is_closed:
                     self._send()
         except ssl.SSLError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,8 +12,7 @@ import pytest
 from benchmarks.processes import PeerProcess
 from peers.own_network import everywhere
 from peers.reach import Reach
-from tests.swarm.networks import NetworkError
-from tests.swarm.routers import Internet, Kind, Machine, internet
+from tests.swarm.routers import Internet, Kind, Machine
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 PROGRAM = "tests.swarm.nat_peer"
@@ -21,15 +20,6 @@ DEADLINE = 60.0  # seconds until everybody is in a roster
 WEB_PORT, WEB_DATA_PORT = 443, 80
 LAPTOP = ("--peers", 2, "--pause", 1.0)  # the others go on without it, and not too far
 ENTRIES = 3  # that all apply alike
-
-
-@pytest.fixture(scope="module")
-def net() -> Iterator[Internet]:
-    try:
-        with internet() as net:
-            yield net
-    except NetworkError as error:
-        pytest.skip(f"no internet of namespaces here: {error}")
 
 
 class Volunteer:

@@ -14,21 +14,11 @@ from opendiloco.checkpoints.journal import Journal
 from peers.log import Header
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import Command, Site, create_run, eventually
-from tests.swarm.networks import NetworkError
-from tests.swarm.routers import Internet, Kind, Machine, internet
+from tests.swarm.routers import Internet, Kind, Machine
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 OUTER_STEPS = 6
 NAMES = ("one", "two")
-
-
-@pytest.fixture
-def net() -> Iterator[Internet]:
-    try:
-        with internet() as net:
-            yield net
-    except NetworkError as error:
-        pytest.skip(f"no internet of namespaces here: {error}")
 
 
 @contextmanager

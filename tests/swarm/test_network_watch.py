@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.swarm.networks import NetworkError
-from tests.swarm.routers import Internet, Kind, Machine, internet
+from tests.swarm.routers import Internet, Kind, Machine
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 
@@ -28,15 +27,6 @@ say(sorted(first.networks))
 watch = NetworkWatch(lambda change: say(dataclasses.asdict(change)), lambda: looks.pop() if looks else observe())
 asyncio.run(watch.run())
 """
-
-
-@pytest.fixture(scope="module")
-def net() -> Iterator[Internet]:
-    try:
-        with internet() as net:
-            yield net
-    except NetworkError as error:
-        pytest.skip(f"no internet of namespaces here: {error}")
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.swarm.networks import NetworkError
-from tests.swarm.routers import Internet, Kind, Machine, internet
+from tests.swarm.routers import Internet, Kind, Machine
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 DEADLINE = 30.0  # seconds for a process to say something
@@ -62,15 +61,6 @@ else:
     print("null")
 """
 PORT, WEB_PORT, SOURCE = 31337, 443, 40000
-
-
-@pytest.fixture(scope="module")
-def net() -> Iterator[Internet]:
-    try:
-        with internet() as net:
-            yield net
-    except NetworkError as error:
-        pytest.skip(f"no internet of namespaces here: {error}")
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from peers.errors import RemoteProtocolError
 from peers.identity import Identity
 from peers.links import credentials
-from peers.links.connection import Connection, _start_tls, greet, welcome
+from peers.links.connection import Connection, greet, welcome
 from peers.links.credentials import Credentials, NotItsCertificateError, peer_id_of_certificate
 from peers.links.opening import Hello, read_opening
+from peers.links.tls import TlsTransport, start_tls
 from peers.reach import Reach
 from tests.peers.links.pairs import connected, credentials_of, open_files, socket_pair
 from tests.peers.test_throttle import simulate
@@ -37,11 +38,11 @@ def certificate_of(key: object, signed_by: object, digest: SHA256 | None = None)
 async def outcome_of_hello(hello: Hello, dialler: Credentials) -> object:
     """What becomes of somebody who says so and has the key of `dialler`."""
     near, far = socket_pair()
-    dialling = asyncio.create_task(_start_tls(near, dialler.dialling, server_side=False))
+    dialling = asyncio.create_task(start_tls(near, dialler.dialling, server_side=False))
     results: list[object] = [*await asyncio.gather(welcome(far, ME, hello, Reach.OPEN), return_exceptions=True)]
     dialled = (await asyncio.gather(dialling, return_exceptions=True))[0]
-    if isinstance(dialled, tuple):
-        dialled[1].transport.abort()
+    if isinstance(dialled, TlsTransport):
+        dialled.abort()
     near.close()
     return results[0]
 
@@ -63,8 +64,7 @@ def test_whoever_answers_in_a_peers_place_is_found_out() -> None:
         async def answer() -> None:
             hello = await read_opening(far, "me")
             assert isinstance(hello, Hello)
-            _, writer = await _start_tls(far, IMPOSTOR.accepting(hello.certificate), server_side=True)
-            writer.transport.abort()
+            (await start_tls(far, IMPOSTOR.accepting(hello.certificate), server_side=True)).abort()
 
         outcome, _ = await asyncio.gather(
             greet(near, ME, OTHER.peer_id, True, Reach.OPEN), answer(), return_exceptions=True
