@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from ipaddress import ip_address
 
 from peers.heartbeat import NAMED_PEERS, Heartbeat
-from peers.links.contacts import host_of
+from peers.links.contacts import host_of, is_numeric, is_public
 from peers.links.sockets import parse_endpoint
 
 OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
@@ -15,7 +14,9 @@ OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
 def reachability(beat: Heartbeat) -> str:
     """Return whether others can dial a peer: "open"; "NAT" where only nodes that introduce it can be; "-": unknown."""
     hosts = [parse_endpoint(endpoint)[0] for endpoint in beat.endpoints]
-    if any(map(_is_public, hosts)) or (hosts and not any(_is_public(host_of(relay)) for relay in beat.relays)):
+    if any(map(_is_on_the_internet, hosts)) or (
+        hosts and not any(_is_on_the_internet(host_of(relay)) for relay in beat.relays)
+    ):
         return OPEN
     return BEHIND_NAT if beat.relays else UNKNOWN
 
@@ -37,9 +38,6 @@ def _count(tails: Sequence[str]) -> str:
     return f"{len(tails)}{' or more' if len(tails) == NAMED_PEERS else ''}"
 
 
-def _is_public(host: str | None) -> bool:
-    """A name is a public node's: nobody else has one."""
-    try:
-        return host is not None and ip_address(host).is_global
-    except ValueError:
-        return True
+def _is_on_the_internet(host: str | None) -> bool:
+    """Whether it is a public address, or a name: nobody else has one."""
+    return host is not None and (is_public(host) or not is_numeric(host))

@@ -10,12 +10,12 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from peers.heartbeat import ADDRESS_LENGTH, Heartbeat, PeerState
 from peers.identity import is_peer_id
+from peers.links.contacts import is_public
 from peers.manifest import ADDRESS
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Known:
     @property
     def usefulness(self) -> tuple[bool, int, float]:
         """Sorts the most useful last. Among those seen lately, newcomers never push out peers known for longer."""
-        return any(map(is_public, self.addresses)), int(self.seen // HOUR), -self.since
+        return any(map(_is_on_the_internet, self.addresses)), int(self.seen // HOUR), -self.since
 
 
 class RememberedPeers:
@@ -96,15 +96,10 @@ class RememberedPeers:
             self._peers[peer] = _Known(peer, usable, since, now)
 
 
-def is_public(address: str) -> bool:
-    """Whether a multiaddr is one on the internet: a public IP address, or a name."""
+def _is_on_the_internet(address: str) -> bool:
+    """Whether a multiaddr is a public IP address, or a name."""
     kind, host = address.split("/")[1:3]
-    if kind not in ("ip4", "ip6"):
-        return True
-    try:
-        return ip_address(host).is_global
-    except ValueError:
-        return False
+    return is_public(host) if kind in ("ip4", "ip6") else True
 
 
 def _usable(peer: str, addresses: Iterable[str]) -> tuple[str, ...]:
@@ -117,7 +112,7 @@ def _usable(peer: str, addresses: Iterable[str]) -> tuple[str, ...]:
         and address.count("/p2p/") == 1
         and address.endswith(f"/p2p/{peer}")
     ]
-    return tuple(sorted(dialled, key=is_public, reverse=True)[:ADDRESS_LIMIT]) if is_peer_id(peer) else ()
+    return tuple(sorted(dialled, key=_is_on_the_internet, reverse=True)[:ADDRESS_LIMIT]) if is_peer_id(peer) else ()
 
 
 def _read(path: Path, run_id: str) -> list[_Known]:

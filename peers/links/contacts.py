@@ -64,7 +64,7 @@ def own_endpoints(addresses: Sequence[str], port: int, seen: Sequence[str] = ())
     are of use only where there are no others.
     """
     hosts = [host for address in addresses if "/p2p-circuit" not in address and (host := host_of(address))]
-    numeric = [host for host in dict.fromkeys(hosts) if _is_numeric(host)]
+    numeric = [host for host in dict.fromkeys(hosts) if is_numeric(host)]
     outside = [host for host in numeric if not (ip_address(host).is_loopback or ip_address(host).is_link_local)]
     return tuple(dict.fromkeys([*seen, *(endpoint_of(host, port) for host in outside or numeric)]))[:8]
 
@@ -79,12 +79,12 @@ def is_local(endpoint: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_numeric(host) and ip_address(host).is_loopback)
+    return host == "localhost" or (is_numeric(host) and ip_address(host).is_loopback)
 
 
 def is_public(host: str) -> bool:
     """Whether a host is an IP address of the internet's."""
-    return _is_numeric(host) and not _is_private(host)
+    return is_numeric(host) and not _is_private(host)
 
 
 def _is_outside(endpoint: str) -> bool:
@@ -93,10 +93,11 @@ def _is_outside(endpoint: str) -> bool:
 
 
 def _is_private(host: str) -> bool:
-    return _is_numeric(host) and not ip_address(host).is_global
+    return is_numeric(host) and not ip_address(host).is_global
 
 
-def _is_numeric(host: str) -> bool:
+def is_numeric(host: str) -> bool:
+    """Whether a host is an IP address, and not a name."""
     try:
         ip_address(host)
     except ValueError:
