@@ -216,6 +216,8 @@ def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_pat
             (process, mortal), *donors = await asyncio.gather(run.start("mortal"), run.join(), run.join())
             await process.event("training", DEADLINE)
             digest = await agreed(donors)
+            process.tell("die")
+            await process.event("mortal", DEADLINE)
             joiner = await run.join(WatchedTransport)
             transport = watched(joiner)
 
