@@ -24,6 +24,7 @@ from peers.driver import Driver
 from peers.hivemind_daemon import Daemon
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
+from peers.peer import Peer
 from peers.settings import RunSettings, Timing
 from peers.snapshots import SNAPSHOT, SnapshotRequest
 from peers.state_chunks import STATE_CHUNK, StateChunking
@@ -93,6 +94,12 @@ def still_driver(
     driver = Driver(identity, transport, workload, SETTINGS, digest, storage=storage, companion=companion)
     driver.on_snapshot = lambda snapshot: workload.frozen.set()
     return driver
+
+
+def rests(peer: Peer) -> bool:
+    """Return whether it stands at the last entry. One that was late for that has its work already, and is ready."""
+    is_there = peer.log.position.index == END and peer.is_settled
+    return is_there and peer.state in (State.TRAINING, State.READY)
 
 
 def chunk_of(name: str, header: bytes) -> int | None:
@@ -212,7 +219,7 @@ async def drive(
     say("listening", peer=identity.peer_id)
 
     async def tell() -> None:
-        await driver.until(lambda peer: peer.state is State.TRAINING and peer.log.position.index == END)
+        await driver.until(rests)
         say("training", state=driver.peer.state_digest.hex())
 
     async def listen() -> None:
