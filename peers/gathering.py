@@ -74,6 +74,11 @@ class Gathering:
         steps = max(1, self._settings.inner_steps - inner_step)
         return [Send(sender, LeaseGrant(position=self._log.position, samples=lease, steps=steps))]
 
+    @property
+    def has_given(self) -> bool:
+        """Whether anybody got a lease here: whoever did says Ready to us."""
+        return bool(self._granted)
+
     def _next_grant(self) -> Lease | None:
         """Return the next grant that nobody has. The leader that gave us our own lease gave those before it."""
         grants, given = self._log.grants, set(self._granted.values())

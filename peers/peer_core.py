@@ -171,7 +171,8 @@ class PeerCore:
             for peer, beat in live.items()
             if beat.index == self.log.position.index and beat.state is not PeerState.ARCHIVING
         } | {self.me}
-        if SHOWN_AS[self.state] in PARTICIPATING:
+        has_given = self._leader is not None and self._leader.has_given
+        if SHOWN_AS[self.state] in PARTICIPATING or has_given:
             able |= {self.me} | self._granter(live)
         able, candidates = able - self._distrusted, candidates - self._distrusted
         return elect(self.log.roster, able, candidates, self._broken_pairs(live))

@@ -1238,6 +1238,16 @@ def test_a_giver_of_leases_that_asks_for_one_itself_gets_one() -> None:
     assert [to for to, _ in sends(rig.hear("a", REQUEST), LeaseGrant)] == ["a"]
 
 
+def test_a_peer_that_has_given_leases_leads_itself() -> None:
+    """Regression: it asked one that it had given a lease, got what it had given to a third, and refused itself."""
+    rig = Rig("a", "bc")
+    rig.see(state=PeerState.JOINING)
+    rig.now += 5.0
+    assert sends(rig.hear("b", REQUEST), LeaseGrant)
+    rig.see(others="b")
+    assert of(rig.tick(), Train) == [Train(0, (SampleRange(20, 40),), 10, 0)]
+
+
 @pytest.mark.parametrize("alive", ["cd", "ac"], ids=["dead", "never at work"])
 def test_another_leads_when_the_giver_of_its_lease_is(alive: str) -> None:
     """It gives what comes after its own lease: what comes before that was given already."""
