@@ -47,6 +47,7 @@ class Gathering:
         self._ready: dict[str, Ready] = {}
         self.left: Collection[str] = ()
         self.unreached: Collection[str] = ()
+        self.lease: Lease | None = None  # our own
         self._awaited: set[str] = set()
         self._overtaken: Counter[str] = Counter()
         self._first_ready_at: float | None = None
@@ -66,13 +67,23 @@ class Gathering:
             return [self._exclude(sender, members)]
         lease = self._log.leases.get(sender) or self._granted.get(sender)
         if lease is None:
-            given = set(self._granted.values())
-            lease = next((grant for grant in self._log.grants if grant not in given), None)
+            lease = self._next_grant()
             if lease is None:
                 return []  # as many joiners as one entry can take
         self._granted[sender] = lease
         steps = max(1, self._settings.inner_steps - inner_step)
         return [Send(sender, LeaseGrant(position=self._log.position, samples=lease, steps=steps))]
+
+    @property
+    def has_given(self) -> bool:
+        """Whether anybody got a lease here: whoever did says Ready to us."""
+        return bool(self._granted)
+
+    def _next_grant(self) -> Lease | None:
+        """Return the next grant that nobody has. The leader that gave us our own lease gave those before it."""
+        grants, given = self._log.grants, set(self._granted.values())
+        first = grants.index(self.lease) + 1 if self.lease in grants else 0
+        return next((grant for grant in grants[first:] if grant not in given), None)
 
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:

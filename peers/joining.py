@@ -65,7 +65,15 @@ class Joining(Troubled):
             self._distrust(leader)
         else:
             self._taken_in()
+            self._granted_by = leader
             self._train(grant.samples, min(grant.steps, self._steps_at_our_speed()))
+
+    def _gives_lease(self, joiner: str) -> bool:
+        """Return whether we lead, as far as we know: two leaders of one position may give two joiners the same samples.
+
+        A peer that gave us our lease does not lead if it asks us for one.
+        """
+        return self._elect() == self.me or joiner == self._granted_by
 
     def _may_start(self) -> bool:
         """Before the first entry: wait until peers can have seen each other and enough of them are there."""

@@ -163,7 +163,7 @@ class Peer(Averaging):
                 self._granted(sender, message)
             case LeaseRequest() | Ready() if busy or not (sender == self.me or self.is_live(sender)):
                 pass  # a stranger: if it is one of us, its heartbeat comes before it asks again
-            case LeaseRequest() if self._may_start():
+            case LeaseRequest() if self._may_start() and self._gives_lease(sender):
                 step = self.progress.inner_step if self.progress and self.state is State.TRAINING else 0
                 step = self.settings.inner_steps if self.state in (State.READY, State.AVERAGING) else step
                 self._emit_all(self._lead().on_lease_request(sender, message, step))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from peers.chunks import PayloadSize
@@ -89,6 +89,7 @@ class PeerCore:
         self._leader: Leader | None = None
         self._trained: Trained | None = None
         self._pledged_to: str | None = None
+        self._granted_by: str | None = None  # at this position
         self._ready_since = self._gathered_at = self._attempt_ends = now
         self._hindered_since = self._aside_since = self._ask_at = now
         self._held: Held | None = None
@@ -170,10 +171,16 @@ class PeerCore:
             for peer, beat in live.items()
             if beat.index == self.log.position.index and beat.state is not PeerState.ARCHIVING
         } | {self.me}
-        if SHOWN_AS[self.state] in PARTICIPATING:
-            able.add(self.me)
+        has_given = self._leader is not None and self._leader.has_given
+        if SHOWN_AS[self.state] in PARTICIPATING or has_given:
+            able |= {self.me} | self._granter(live)
         able, candidates = able - self._distrusted, candidates - self._distrusted
         return elect(self.log.roster, able, candidates, self._broken_pairs(live))
+
+    def _granter(self, live: Collection[str]) -> set[str]:
+        """Return the peer that gave us our lease, while its heartbeats may not say yet that it is at work, too."""
+        is_new = self._now - self._training_since <= self.settings.timing.heartbeat_expiry
+        return {self._granted_by} & set(live) if self._granted_by and is_new else set()
 
     def _broken_pairs(self, live: Mapping[str, Heartbeat]) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since
@@ -202,6 +209,7 @@ class PeerCore:
         if self._leader is None:
             at = self.log, self.state_digest
             self._leader = Leader(self.me, *at, self.settings, self.payload, self._standing)
+        self._leader.lease = self._lease
         return self._leader
 
     def _train(self, lease: Lease, steps: int) -> None:
@@ -275,7 +283,7 @@ class PeerCore:
 
     def _forget_round(self) -> None:
         """Nothing of the present position's round matters any more."""
-        self.exchange = self._leader = self._held = self._pledged_to = None
+        self.exchange = self._leader = self._held = self._pledged_to = self._granted_by = None
         self._attempt = self._adopting = self._replaying = None
         self._open_to = ()
         self._completes.clear()

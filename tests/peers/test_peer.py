@@ -1207,10 +1207,54 @@ def test_only_a_proper_lease_of_the_leader_is_trained(sender: str, samples: Samp
 
 def test_strangers_get_no_lease() -> None:
     """Regression: every name that anybody makes up got one, and was remembered."""
-    rig = at_second()
+    rig = leading()
     request = LeaseRequest(position=rig.peer.log.position, state_digest=STATE, relayed=(), unreached=())
     assert rig.hear("stranger", request) == []
     assert sends(rig.hear("c", request), LeaseGrant)
+
+
+REQUEST = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
+
+
+def granted_by_a() -> Rig:
+    """b trains what a gave it, and has not heard yet that a trains, too."""
+    rig = Rig()
+    rig.see(state=PeerState.JOINING)
+    rig.tick(5.0)
+    rig.hear("a", LeaseGrant(position=LOG.position, samples=(SampleRange(20, 40),), steps=10))
+    return rig
+
+
+def test_the_giver_of_our_lease_leads_before_its_heartbeats_say_so() -> None:
+    """Regression: c heard first that b is at work, asked b, and got the samples that a had given itself."""
+    rig = granted_by_a()
+    assert sends(rig.hear("c", REQUEST), LeaseGrant) == []
+    assert [to for to, _ in sends(rig.do(TrainingDone(trained(rig.lease))), Ready)] == ["a"]
+    assert sends(rig.hear("c", REQUEST), LeaseGrant) == []
+
+
+def test_a_giver_of_leases_that_asks_for_one_itself_gets_one() -> None:
+    rig = granted_by_a()
+    assert [to for to, _ in sends(rig.hear("a", REQUEST), LeaseGrant)] == ["a"]
+
+
+def test_a_peer_that_has_given_leases_leads_itself() -> None:
+    """Regression: it asked one that it had given a lease, got what it had given to a third, and refused itself."""
+    rig = Rig("a", "bc")
+    rig.see(state=PeerState.JOINING)
+    rig.now += 5.0
+    assert sends(rig.hear("b", REQUEST), LeaseGrant)
+    rig.see(others="b")
+    assert of(rig.tick(), Train) == [Train(0, (SampleRange(20, 40),), 10, 0)]
+
+
+@pytest.mark.parametrize("alive", ["cd", "ac"], ids=["dead", "never at work"])
+def test_another_leads_when_the_giver_of_its_lease_is(alive: str) -> None:
+    """It gives what comes after its own lease: what comes before that was given already."""
+    rig = granted_by_a()
+    rig.now += TIMING.heartbeat_expiry + 1.0
+    rig.see(others=alive, state=PeerState.JOINING)
+    assert [grant.samples for _, grant in sends(rig.hear("c", REQUEST), LeaseGrant)] == [(SampleRange(40, 60),)]
 
 
 def test_strangers_are_not_ready() -> None:

@@ -1,7 +1,8 @@
 """A peer of a run that stands still after a few entries, so that others can join: for test_joining.
 
-As a process, `python -m tests.swarm.joining_peer`, it kills itself: while it gives a snapshot, or while it fetches one.
-It says when it trains, and of every chunk that it has fetched which it was.
+As a process, `python -m tests.swarm.joining_peer`, it kills itself: while it gives a snapshot, once a line on its
+standard input has told it to, or while it fetches one. It says when it trains, and of every chunk that it has fetched
+which it was.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from peers.driver import Driver
 from peers.hivemind_daemon import Daemon
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
+from peers.peer import Peer
 from peers.settings import RunSettings, Timing
 from peers.snapshots import SNAPSHOT, SnapshotRequest
 from peers.state_chunks import STATE_CHUNK, StateChunking
@@ -94,6 +96,12 @@ def still_driver(
     return driver
 
 
+def rests(peer: Peer) -> bool:
+    """Return whether it stands at the last entry. One that was late for that has its work already, and is ready."""
+    is_there = peer.log.position.index == END and peer.is_settled
+    return is_there and peer.state in (State.TRAINING, State.READY)
+
+
 def chunk_of(name: str, header: bytes) -> int | None:
     """The chunk of a snapshot that a pull asks for, if it does. States here have so few that it is one at a time."""
     if name != SNAPSHOT or (request := unpack(SnapshotRequest, header)).head is None:
@@ -160,18 +168,26 @@ def die() -> None:
 
 
 class DyingTransport(MeddlingTransport):
-    """Is dead before the first chunk is sent."""
+    """Is dead before the first chunk is sent, once it is told to: one of the others may have to fetch the state, too,
+    when what it trained at the beginning of the run was refused."""
+
+    is_told = False
 
     async def meddled(self, data: Buffer) -> Buffer:
-        asyncio.get_running_loop().call_later(DYING_SECONDS, die)
+        if self.is_told:
+            asyncio.get_running_loop().call_later(DYING_SECONDS, die)
         return data
 
 
 async def give_and_die(identity: Identity, contact: str) -> None:
     transport = await DyingTransport.create(identity, [contact], LOCAL)
-    driver = still_driver(identity, transport)
-    driver.on_entry = lambda header, _: transport.cap(Caps(upload=DYING_RATE)) if header.index == END - 1 else None
-    await drive(driver, identity, transport)
+
+    def be_told() -> None:
+        transport.is_told = True
+        transport.cap(Caps(upload=DYING_RATE))
+        say("mortal")
+
+    await drive(still_driver(identity, transport), identity, transport, be_told)
 
 
 async def fetch_and_die(identity: Identity, contact: str, downloads: Path, chunks: int) -> None:
@@ -196,16 +212,19 @@ async def fetch_and_die(identity: Identity, contact: str, downloads: Path, chunk
     await drive(still_driver(identity, transport, FolderStorage(downloads, lambda: 1 << 40)), identity, transport)
 
 
-async def drive(driver: Driver, identity: Identity, transport: HivemindTransport) -> None:
+async def drive(
+    driver: Driver, identity: Identity, transport: HivemindTransport, be_told: Callable[[], None] = lambda: None
+) -> None:
     """Until nobody is there any more to tell us anything."""
     say("listening", peer=identity.peer_id)
 
     async def tell() -> None:
-        await driver.until(lambda peer: peer.state is State.TRAINING and peer.log.position.index == END)
+        await driver.until(rests)
         say("training", state=driver.peer.state_digest.hex())
 
     async def listen() -> None:
-        await asyncio.to_thread(sys.stdin.read)
+        while await asyncio.to_thread(sys.stdin.readline):
+            be_told()
         driver.leave()
 
     others = [asyncio.create_task(tell()), asyncio.create_task(listen())]

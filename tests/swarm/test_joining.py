@@ -19,10 +19,17 @@ from peers.driver import Driver
 from peers.hivemind_daemon import sweep_sockets
 from peers.hivemind_transport import HivemindTransport
 from peers.identity import Identity
-from peers.states import State
 from peers.storage import FolderStorage, Storage
 from peers.streams import Buffer
-from tests.swarm.joining_peer import CHUNKS, END, LOCAL, MeddlingTransport, OwnNumbers, WatchedTransport, still_driver
+from tests.swarm.joining_peer import (
+    CHUNKS,
+    LOCAL,
+    MeddlingTransport,
+    OwnNumbers,
+    WatchedTransport,
+    rests,
+    still_driver,
+)
 
 pytestmark = pytest.mark.swarm
 PROGRAM = "tests.swarm.joining_peer"
@@ -52,7 +59,7 @@ class Volunteer:
         """The digest of its state after the last entry."""
         try:
             async with asyncio.timeout(DEADLINE):
-                await self.driver.until(lambda peer: peer.state is State.TRAINING and peer.log.position.index == END)
+                await self.driver.until(rests)
         except TimeoutError:
             pytest.fail(f"after {DEADLINE} s it is {self.driver.peer.state} at {self.driver.peer.log.position}")
         return self.driver.peer.state_digest
@@ -216,6 +223,8 @@ def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_pat
             (process, mortal), *donors = await asyncio.gather(run.start("mortal"), run.join(), run.join())
             await process.event("training", DEADLINE)
             digest = await agreed(donors)
+            process.tell("die")
+            await process.event("mortal", DEADLINE)
             joiner = await run.join(WatchedTransport)
             transport = watched(joiner)
 
