@@ -114,14 +114,18 @@ class Gathering:
     def _admit(self, sender: str, ready: Ready) -> None:
         """Raises: LogError unless this Ready and the others can be in one entry.
 
-        What a leader before us granted is good, too, unless we have granted it to somebody else.
+        What a leader before us granted is good, too, unless we have it ourselves, or have granted it to somebody else.
         """
         if ready.last_attempt - self._last_number > ATTEMPT_LEAP:
             raise LogError("its attempt number is out of reach")
         lease = self._log.lease_of(sender, ready.samples)
-        if any(grant == lease for peer, grant in self._granted.items() if peer != sender):
+        others = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
+        if lease and sender != self._me and (others or lease == self.lease):
             raise LogError("its samples were given to another joiner")
         self._log.check_member(_member(sender, ready))
+        for peer in others:  # whoever has what we trained: we can't do without ourselves
+            del self._granted[peer]
+            self._ready.pop(peer, None)
         if lease and sender not in self._log.leases:
             self._granted[sender] = lease
 

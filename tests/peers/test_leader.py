@@ -615,6 +615,28 @@ def test_what_an_earlier_leader_granted_is_good() -> None:
     assert sends(lead.ready("w", samples=(SampleRange(160, 180),)), Refuse), "that is y's"
 
 
+def test_nobody_is_ready_with_the_leaders_own_samples() -> None:
+    """Regression: a stranger could name them before the leader did, whose own Ready was refused ever after."""
+    lead = Lead(EMPTY)
+    lead.leader.lease = (SampleRange(0, 20),)
+    assert sends(lead.ready("z", samples=(SampleRange(0, 20),)), Refuse)
+    assert not sends(lead.ready("a", samples=(SampleRange(0, 20),)), Refuse)
+
+
+def test_a_leader_takes_back_what_it_trained_itself() -> None:
+    """It has given samples, and got the same from another leader, which it could not know of yet."""
+    lead = Lead(EMPTY)
+    request = LeaseRequest(position=EMPTY.position, state_digest=STATE, relayed=(), unreached=())
+    lease = sends(lead.leader.on_lease_request("b", request, 0), LeaseGrant)[0][1].samples
+    assert not sends(lead.ready("b", samples=lease), Refuse)
+    assert not sends(lead.ready("a", samples=lease), Refuse)
+    assert sends(lead.ready("b", samples=lease), Refuse)
+    lead.ready("b", samples=(SampleRange(20, 40),))
+    lead.ready("c", samples=(SampleRange(40, 60),))
+    begins = sends(lead.tick(), Begin)
+    assert [peer for peer, _ in begins] == ["a", "b", "c"]
+
+
 def test_no_more_joiners_than_an_entry_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 5
     for module in ("log", "gathering"):
