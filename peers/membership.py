@@ -70,7 +70,11 @@ class Membership:
 
     def live(self, now: float) -> dict[str, Heartbeat]:
         """Latest heartbeats of the other peers that are alive and not leaving, by peer."""
-        return {peer: self._seen[peer].heartbeat for peer in self._seen if self.is_live(peer, now)}
+        return {
+            peer: sighting.heartbeat
+            for peer, sighting in self._seen.items()
+            if sighting.reachable and now - sighting.advanced_at <= self._expiry and peer not in self._left
+        }
 
     def is_live(self, peer: str, now: float) -> bool:
         sighting = self._seen.get(peer)

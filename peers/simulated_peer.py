@@ -107,6 +107,7 @@ class SimulatedPeer:
         self.alive = True
         self.sequence = 0
         self.heartbeat: Heartbeat | None = None
+        self._first_heartbeat = Heartbeat.model_construct(run=world.settings.run, peer=name, speed=self.speed)
         self.reach: dict[str, Reach] = {}  # as its links see it
         self._trained: Trained | None = None
         self._frozen: tuple[Header | None, bytes] | None = None
@@ -131,18 +132,17 @@ class SimulatedPeer:
         """The heartbeat that it publishes now."""
         peer = self.peer
         self.sequence += 1
-        self.heartbeat = Heartbeat.model_construct(
-            run=self.world.settings.run,
-            peer=self.name,
-            sequence=self.sequence,
-            state=SHOWN_AS[peer.state],
-            index=peer.settled.position.index,
-            head=peer.settled.position.head,
-            state_digest=peer.state_digest,
-            lineage_tokens=peer.settled.lineage_tokens,
-            speed=self.speed,
-            unreached=name_peers(peer.unreached),
-            trouble=peer.trouble,
+        self.heartbeat = self._first_heartbeat.model_copy(
+            update={
+                "sequence": self.sequence,
+                "state": SHOWN_AS[peer.state],
+                "index": peer.settled.position.index,
+                "head": peer.settled.position.head,
+                "state_digest": peer.state_digest,
+                "lineage_tokens": peer.settled.lineage_tokens,
+                "unreached": name_peers(peer.unreached),
+                "trouble": peer.trouble,
+            }
         )
         return self.heartbeat
 
