@@ -83,9 +83,10 @@ class SamplePool:
                     free.append(SampleRange(piece.stop, whole.stop))
                 pieces.append(piece)
                 missing -= piece.size
-            pieces.append(SampleRange(cursor, cursor + missing))
-            cursor += missing
-            dealt.append(merge(pieces))
+            if missing > 0:
+                pieces.append(SampleRange(cursor, cursor + missing))
+                cursor += missing
+            dealt.append(merge(pieces) if len(pieces) > 1 else tuple(pieces))
         return dealt, SamplePool(cursor, tuple(reversed(free)))
 
     def claim(self, lease: Iterable[SampleRange]) -> SamplePool:
