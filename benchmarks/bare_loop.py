@@ -29,9 +29,10 @@ def train_as_told(config: RunConfig, threads: int, wanted: str) -> None:
 
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import load_data
+    from opendiloco.inner.device_facts import choose_device
     from opendiloco.inner.learning_rate import learning_rate_factor
     from opendiloco.inner.optimizers import build_inner_optimizer
-    from opendiloco.model.build import build_model, choose_device
+    from opendiloco.model.build import build_model
 
     torch.set_num_threads(threads)
     device, training, schedule = choose_device(wanted), config.training, config.schedule

@@ -1,10 +1,35 @@
-"""What a worker's device is called, and how much memory it has taken."""
+"""Which device a worker has, what it is called, and how much memory it has taken."""
 
 from __future__ import annotations
 
+import re
 import resource
 
 import torch
+
+from opendiloco.errors import MachineError, first_line
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
+
+    Raises: MachineError when it is none of these, or torch cannot use it.
+    """
+    if not DEVICE.fullmatch(wanted):
+        raise MachineError(f"--device {wanted} is nothing to train on.", "Use auto, cpu, cuda, or cuda:1 and so on.")
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise MachineError(
+            f"--device {wanted} cannot be used by torch {torch.__version__}: {first_line(error)}",
+            "Use --device cpu, or install a torch that supports this GPU.",
+        ) from error
+    return device
 
 
 def device_name(device: torch.device) -> str:

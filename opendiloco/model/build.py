@@ -7,7 +7,6 @@ not (its vectorised path, taken on CPUs with AVX2, rounds differently), hence `P
 from __future__ import annotations
 
 import difflib
-import re
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig, misfit
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
-from opendiloco.errors import MachineError, first_line
+from opendiloco.errors import first_line
 from opendiloco.model.layout import Layout
 from opendiloco.model.packing import check_document_mask
 from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import Vector
 from peers.errors import ManifestError
-
-DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
 def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
@@ -156,23 +153,3 @@ def layout_of(model: torch.nn.Module) -> Layout:
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Those that are trained, by name; tied ones once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def choose_device(wanted: str) -> torch.device:
-    """The device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
-
-    Raises: MachineError when it is none of these, or torch cannot use it.
-    """
-    if not DEVICE.fullmatch(wanted):
-        raise MachineError(f"--device {wanted} is nothing to train on.", "Use auto, cpu, cuda, or cuda:1 and so on.")
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise MachineError(
-            f"--device {wanted} cannot be used by torch {torch.__version__}: {first_line(error)}",
-            "Use --device cpu, or install a torch that supports this GPU.",
-        ) from error
-    return device

@@ -97,17 +97,13 @@ class Worker:
     """A configured worker: model, data and shared vectors."""
 
     def __init__(self, command: Configure, descriptors: Descriptors, channel: Channel) -> None:
-        # Imported here, after the channel is being listened to: these take seconds.
+        # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
+        # it comes when it is known that there is a device to train on, and data.
         import torch
 
         from opendiloco.data.tokenizer import build_tokenizer
         from opendiloco.data.training_data import load_data
-        from opendiloco.inner.device_facts import device_name
-        from opendiloco.inner.replica import Replica
-        from opendiloco.inner.team import Team
-        from opendiloco.model.build import choose_device
-        from opendiloco.model.utilisation import flops_per_token
-        from opendiloco.workers.assembly import assemble_model
+        from opendiloco.inner.device_facts import choose_device, device_name
 
         torch.set_num_threads(command.options.threads)
         self._channel = channel
@@ -116,6 +112,12 @@ class Worker:
         device = choose_device(command.device)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
         self._data: TrainingData = load_data(self._config, self._tokenizer)
+
+        from opendiloco.inner.replica import Replica
+        from opendiloco.inner.team import Team
+        from opendiloco.model.utilisation import flops_per_token
+        from opendiloco.workers.assembly import assemble_model
+
         if command.workers > 1 or device.type == "cuda":
             self._team = Team.meet(device, command.rank, command.workers, command.port, descriptors.listener)
         else:

@@ -16,12 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.errors import MachineError
 from opendiloco.model.build import (
     PortableNormal,
     build_model,
     build_skeleton,
-    choose_device,
     layout_of,
     trainable,
 )
@@ -134,23 +132,3 @@ def test_a_saved_model_can_be_where_a_run_starts(small_content: dict[str, Any], 
     content = small_content | {"model": {"path": str(tmp_path / "nothing")}}
     with pytest.raises(ManifestError, match=r"model.path = .* cannot be loaded"):
         build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
-
-
-def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(MachineError, match=r"--device cuda:63 cannot be used by torch .*\.$") as caught:
-        choose_device("cuda:63")
-    assert caught.value.exit_code == 6
-    assert "cpu" in caught.value.remedy
-    assert caught.value.message.endswith(".")
-
-
-@pytest.mark.parametrize("wanted", ["abacus", "meta", "cpu:0", "cuda:", "mps", ""])
-def test_a_device_that_is_none_of_ours(wanted: str) -> None:
-    with pytest.raises(MachineError, match=f"--device {wanted} is nothing to train on") as caught:
-        choose_device(wanted)
-    assert caught.value.exit_code == 6
-
-
-def test_the_processor_can_always_be_had() -> None:
-    assert choose_device("cpu").type == "cpu"
-    assert choose_device("auto").type in {"cpu", "cuda"}
