@@ -10,7 +10,7 @@ DOCKERFILES = $(wildcard docker/*Dockerfile*)
 DEMO_FLAGS = $(if $(PEERS),--peers $(PEERS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RUN),--run $(RUN)) $(DEMO_ARGS)
 
 # Swarms of real processes have the machine to themselves, one after the other.
-ALL_TESTS = $(BIN)/python -m pytest -m "not swarm" --numprocesses auto --maxprocesses 4 && $(BIN)/python -m pytest -m swarm
+ALL_TESTS = $(BIN)/python -m pytest -m "not swarm" --numprocesses auto --maxprocesses 4 --dist worksteal && $(BIN)/python -m pytest -m swarm
 
 .PHONY: help venv demo test neon lint clean
 .DEFAULT_GOAL := help

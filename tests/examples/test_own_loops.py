@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, bootstrap, create_run
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce_run, bootstrap
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 EXAMPLES = ROOT / "examples"
@@ -21,7 +21,7 @@ def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> 
     corpus = str(write_corpus(tmp_path / "corpus"))
     run = site.write_run(corpus, outer_steps=3, inner_steps=4, peers=3)
     with bootstrap(site) as address:
-        invite = create_run(site, run, address)
+        invite = announce_run(run, address)
         join = ("join", "--run", invite, "--identity", "one.pem", "--device", "cpu", "--data", corpus, *LOOPBACK)
         with (
             site.start(*join) as volunteer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -17,6 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
+from opendiloco.volunteer import connected
+from peers.bootstrap import announce_manifest
+from peers.identity import Identity
+from peers.manifest import Invite
 from tests.child_processes import child_processes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -243,6 +250,19 @@ def create_run(site: Site, run: Path, address: str, prefix: tuple[str, ...] = ()
     [invite] = re.findall(r"^invite: +(\S+)$", created.out, re.MULTILINE)
     assert isinstance(invite, str)
     return invite
+
+
+def announce_run(run: Path, address: str) -> str:
+    """The invite to a new run, for tests of other commands: `run create` takes seconds to check the model."""
+    signed = Run.sign(RunConfig.from_toml(run), Identity.generate())
+
+    async def announce() -> tuple[str, ...]:
+        async with connected(Identity.generate(), (address,), LOOPBACK[1:2], client_mode=True) as transport:
+            return await announce_manifest(transport, signed.manifest, (address,))
+
+    kept = asyncio.run(announce())
+    assert kept == (address,)
+    return str(Invite(signed.run_id, kept))
 
 
 def eventually(condition: object, why: str) -> None:

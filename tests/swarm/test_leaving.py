@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Command, Site, bootstrap, create_run, eventually
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, bootstrap, eventually
 from tests.swarm.terminals import Terminal
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     site = Site(tmp_path_factory.mktemp("bootstrap"))
     corpus = str(write_corpus(site.folder / "corpus"))
     with bootstrap(site) as address:
-        yield Run(create_run(site, site.write_run(corpus), address), corpus)
+        yield Run(announce_run(site.write_run(corpus), address), corpus)
     site.assert_nothing_is_left()
 
 

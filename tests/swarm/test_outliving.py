@@ -12,7 +12,7 @@ import pytest
 
 from opendiloco.checkpoints.journal import Journal
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Command, Site, create_run, eventually
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, eventually
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
@@ -24,7 +24,7 @@ def test_a_run_outlives_its_volunteers(tmp_path: Path) -> None:
     site = Site(tmp_path)
     corpus = write_corpus(tmp_path / "corpus")
     with archive(site) as address:
-        invite = create_run(site, site.write_run(str(corpus)), address)
+        invite = announce_run(site.write_run(str(corpus)), address)
         with volunteer(site, invite, "one"), volunteer(site, invite, "two"):
             eventually(lambda: index_of(site, "one") >= 6, "nobody comes to outer step 6")
             eventually(lambda: archived(site, invite) >= 5, "the archive does not follow the run")

@@ -13,7 +13,7 @@ import pytest
 
 from opendiloco.checkpoints.journal import Journal
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Command, Site, create_run, eventually
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, eventually
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
@@ -25,7 +25,7 @@ def test_a_run_goes_on_without_its_bootstrap_node(tmp_path: Path) -> None:
     with ExitStack() as volunteers:
         with site.start("bootstrap", "--identity", "bootstrap.pem", *LOOPBACK) as node:
             address = node.line(r"/ip4/\S+/p2p/\w+", "the bootstrap node does not say where it is")
-            invite = create_run(site, site.write_run(str(corpus)), address)
+            invite = announce_run(site.write_run(str(corpus)), address)
             peers = [volunteers.enter_context(volunteer(site, invite, name)) for name in ("one", "two")]
             with volunteer(site, invite, "three") as three:
                 known = remembered(site, invite, three)
