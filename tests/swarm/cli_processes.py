@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -188,14 +188,14 @@ class Command:
             assert stream is not None
             stream.close()
 
-    def line(self, pattern: str, why: str) -> str:
+    def line(self, pattern: str, why: str, seconds: float = SECONDS) -> str:
         """The first match of a pattern in what it prints; `why` and all the output are shown if none comes in time."""
 
         def match() -> re.Match[str] | None:
             return next(filter(None, (re.search(pattern, line) for line in self._all())), None)
 
         with self._news:
-            self._news.wait_for(lambda: match() or self._silent == len(self._readers), SECONDS)
+            self._news.wait_for(lambda: match() or self._silent == len(self._readers), seconds)
         found = match()
         assert found, f"{why}; it said:\n" + "".join(self._all())
         return found[0]
@@ -263,6 +263,30 @@ def announce_run(run: Path, address: str) -> str:
     kept = asyncio.run(announce())
     assert kept == (address,)
     return str(Invite(signed.run_id, kept))
+
+
+@contextmanager
+def volunteers(site: Site, invite: str, *names: str) -> Iterator[list[Command]]:
+    """Volunteers that have joined, with the site's corpus and a journal each, and leave politely in the end.
+
+    They start at once: one after another would take as long for each, while those before it train in vain.
+    """
+    with ExitStack() as stack:
+        started = []
+        for name in names:
+            options = ("--identity", f"{name}.pem", "--journal", f"{name}.jsonl", "--data", "corpus", *LOOPBACK)
+            started.append(stack.enter_context(site.start("join", "--run", invite, *options)))
+        for name, command in zip(names, started, strict=True):
+            command.line("joining as", f"{name} does not start", SECONDS * len(names))
+        yield started
+        for command in reversed(started):
+            leave(command)
+
+
+def leave(command: Command) -> None:
+    """Have a volunteer leave politely, unless it has."""
+    command.signal(signal.SIGTERM)
+    assert command.finish().code == 0
 
 
 def eventually(condition: object, why: str) -> None:

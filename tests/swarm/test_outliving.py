@@ -12,7 +12,7 @@ import pytest
 
 from opendiloco.checkpoints.journal import Journal
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, eventually
+from tests.swarm.cli_processes import LOOPBACK, Site, announce_run, eventually, volunteers
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
@@ -25,15 +25,15 @@ def test_a_run_outlives_its_volunteers(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     with archive(site) as address:
         invite = announce_run(site.write_run(str(corpus)), address)
-        with volunteer(site, invite, "one"), volunteer(site, invite, "two"):
+        with volunteers(site, invite, "one", "two"):
             eventually(lambda: index_of(site, "one") >= 6, "nobody comes to outer step 6")
             eventually(lambda: archived(site, invite) >= 5, "the archive does not follow the run")
     listen = address.partition("/p2p/")[0]
     with archive(site, "--listen", listen):
-        with volunteer(site, invite, "three"):
+        with volunteers(site, invite, "three"):
             eventually(lambda: index_of(site, "three") >= 7, "nobody goes on from the archive")
             left_at = index_of(site, "two")
-            with volunteer(site, invite, "two") as two:
+            with volunteers(site, invite, "two") as [two]:
                 two.line(f"goes on after outer step {left_at}", "it begins anew")
                 eventually(lambda: index_of(site, "two") > left_at + 1, "who comes back is not taken in")
                 eventually(lambda: agree(site, "two", "three"), "two lineages stay two")
@@ -47,17 +47,6 @@ def archive(site: Site, *arguments: str) -> Iterator[str]:
         yield node.line(r"/ip4/\S+/p2p/\w+", "the bootstrap node does not say where it is")
         node.signal(signal.SIGINT)
         assert node.finish().code == 0
-
-
-@contextmanager
-def volunteer(site: Site, invite: str, name: str) -> Iterator[Command]:
-    """One that leaves politely in the end."""
-    options = ("--identity", f"{name}.pem", "--journal", f"{name}.jsonl", "--data", "corpus", *LOOPBACK)
-    with site.start("join", "--run", invite, *options) as command:
-        command.line("joining as", f"{name} does not start")
-        yield command
-        command.signal(signal.SIGTERM)
-        assert command.finish().code == 0
 
 
 def index_of(site: Site, name: str) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from opendiloco.checkpoints.journal import Journal
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, eventually
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, eventually, leave, volunteers
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
@@ -22,15 +22,15 @@ def test_a_run_goes_on_without_its_bootstrap_node(tmp_path: Path) -> None:
     """Its node is killed: two go on, a stranger finds the run through one of them, and one who left comes back."""
     site = Site(tmp_path)
     corpus = write_corpus(tmp_path / "corpus")
-    with ExitStack() as volunteers:
+    with ExitStack() as running:
         with site.start("bootstrap", "--identity", "bootstrap.pem", *LOOPBACK) as node:
             address = node.line(r"/ip4/\S+/p2p/\w+", "the bootstrap node does not say where it is")
             invite = announce_run(site.write_run(str(corpus)), address)
-            peers = [volunteers.enter_context(volunteer(site, invite, name)) for name in ("one", "two")]
-            with volunteer(site, invite, "three") as three:
-                known = remembered(site, invite, three)
-                eventually(lambda: {peer_of(each) for each in peers} <= known().keys(), "three remembers nobody")
-                eventually(lambda: index_of(site, "three") >= 2, "three takes no part")
+            *peers, three = running.enter_context(volunteers(site, invite, "one", "two", "three"))
+            known = remembered(site, invite, three)
+            eventually(lambda: {peer_of(each) for each in peers} <= known().keys(), "three remembers nobody")
+            eventually(lambda: index_of(site, "three") >= 2, "three takes no part")
+            leave(three)
             node.signal(signal.SIGKILL)
             node.finish()
         left_at = index_of(site, "one")
@@ -40,21 +40,10 @@ def test_a_run_goes_on_without_its_bootstrap_node(tmp_path: Path) -> None:
         found = site.run("status", "--run", through_one, "--json")
         assert found.code == 0, found.err
         assert {peer["peer"] for peer in json.loads(found.out)["peers"]} >= {peer_of(each) for each in peers}
-        with volunteer(site, invite, "three"):
+        with volunteers(site, invite, "three"):
             been = index_of(site, "three")
             eventually(lambda: index_of(site, "three") > been + 1, "who comes back is not taken in")
     site.assert_nothing_is_left()
-
-
-@contextmanager
-def volunteer(site: Site, invite: str, name: str) -> Iterator[Command]:
-    """One that leaves politely in the end."""
-    options = ("--identity", f"{name}.pem", "--journal", f"{name}.jsonl", "--data", "corpus", *LOOPBACK)
-    with site.start("join", "--run", invite, *options) as command:
-        command.line("joining as", f"{name} does not start")
-        yield command
-        command.signal(signal.SIGTERM)
-        assert command.finish().code == 0
 
 
 def peer_of(volunteer: Command) -> str:
