@@ -13,7 +13,7 @@ import pytest
 from opendiloco.checkpoints.journal import Journal
 from peers.log import Header
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import Command, Site, create_run, eventually
+from tests.swarm.cli_processes import SECONDS, Command, Site, create_run, eventually
 from tests.swarm.routers import Internet, Kind, Machine
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
@@ -26,7 +26,6 @@ def volunteer(site: Site, machine: Machine, invite: str, name: str) -> Iterator[
     """One that is told nothing of its network, and leaves politely in the end."""
     options = ("--identity", f"{name}.pem", "--journal", f"{name}.jsonl", "--data", "corpus")
     with site.start("join", "--run", invite, *options, prefix=machine.prefix) as command:
-        command.line("joining as", f"{name} does not start")
         yield command
         command.signal(signal.SIGTERM)
         assert command.finish().code == 0
@@ -39,7 +38,12 @@ def test_two_volunteers_behind_symmetric_routers_train_a_run_to_its_end(net: Int
         address = node.line(rf"/ip4/{public.address}/\S+/p2p/\w+", "the bootstrap node does not say where it is")
         invite = create_run(site, site.write_run(str(corpus), OUTER_STEPS, peers=2), address, public.prefix)
         machines = [net.machine(Kind.SYMMETRIC) for _ in range(2)]
-        with volunteer(site, machines[0], invite, "one"), volunteer(site, machines[1], invite, "two"):
+        with (
+            volunteer(site, machines[0], invite, "one") as first,
+            volunteer(site, machines[1], invite, "two") as second,
+        ):
+            for command in (first, second):
+                command.line("joining as", "a volunteer does not start", 2 * SECONDS)
             eventually(lambda: all(max(entries(site, name), default=0) + 1 == OUTER_STEPS for name in NAMES), "no end")
             header, _ = ending = entries(site, "one")[OUTER_STEPS - 1]
             assert entries(site, "two")[OUTER_STEPS - 1] == ending, "two lineages"
