@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from contextlib import suppress
+from typing import TypeVar, cast
 
 import pytest
 
@@ -319,3 +320,24 @@ def test_without_room_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
     assert "no space left on device" in caplog.text
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="whoever asks for a newer one is given it")
+def test_no_more_snapshots_are_held_than_there_is_memory_for() -> None:
+    """A stranger asks for a newer one after each entry, and goes on with the older ones."""
+
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        asked = list[FrozenSnapshot]()
+        for _ in range(6):
+            with suppress(RefusalError):
+                asked.append(cast(FrozenSnapshot, await frozen.freezer.newest(frozen.rig.peer.log.position.index)))
+            for snapshot in asked:
+                snapshot.used_at = time.monotonic()
+            frozen.step()
+        held = [
+            snapshot for snapshot in asked if frozen.freezer.held(frozen.rig.peer.log.at(snapshot.last).position.head)
+        ]
+        assert len(held) <= HELD
+
+    asyncio.run(scenario())

@@ -1,0 +1,349 @@
+"""Ways in which the protocol can be broken today, as an attacker would, or a user with bad luck.
+
+Each test says what ought to be true, and fails: nothing is proven by signatures yet, and a peer that starts again
+without its memory counts as the one that it was. The one who mends it takes the mark off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from peers.buffers import Payload
+from peers.events import Event, FetchSnapshot, HeartbeatsSeen, PayloadFetched, Received, ReducedArrived, TrainingDone
+from peers.heartbeat import Heartbeat, PeerState
+from peers.history import InvariantError
+from peers.log import Header, Member
+from peers.messages import Accuse, Attempt, Begin, Commit, Complete, Held, Message, Ready
+from peers.schedules import agreed
+from peers.settings import RunSettings, Timing
+from peers.simulated_peer import SimulatedPeer
+from peers.simulation import Swarm
+from peers.snapshot_fetch import Offered, choose
+from peers.snapshots import Offer
+from peers.states import State
+from peers.wire import digest_of
+
+TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
+SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING)
+STRANGER = "zzz"
+
+
+def broken(reason: str) -> pytest.MarkDecorator:
+    """It fails as this says, and in no other way."""
+    return pytest.mark.xfail(strict=True, raises=(AssertionError, InvariantError), reason=reason)
+
+
+class SceneError(Exception):
+    """The swarm did not get to where the test begins."""
+
+
+def reach(is_there: bool, what: str) -> None:
+    if not is_there:
+        raise SceneError(what)
+
+
+def swarm_of(number: int, seed: int = 1, settings: RunSettings = SETTINGS, one_child: bool = True) -> Swarm:
+    """Peers that train for about as long as each other, and have made an entry together."""
+    swarm = Swarm(seed, settings, one_child=one_child)
+    swarm.training_time = lambda steps: steps * swarm.random.uniform(0.8, 1.2)  # type: ignore[method-assign]
+    for name in range(number):
+        swarm.start(f"peer{name}")
+    reach(swarm.run(200.0, until=lambda: swarm.longest >= 1 and agreed(swarm)), "a first entry")
+    return swarm
+
+
+def at_work(swarm: Swarm, index: int) -> Swarm:
+    """All train at one position, at least that far on."""
+
+    def is_calm() -> bool:
+        all_train = all(one.peer.state is State.TRAINING for one in swarm.living)
+        return agreed(swarm) and swarm.longest >= index and all_train
+
+    reach(swarm.run(300.0, until=is_calm), f"all at work at {index}")
+    return swarm
+
+
+def heartbeat_of_a_stranger(state: PeerState, index: int, head: bytes, tokens: int) -> Heartbeat:
+    return Heartbeat.model_construct(
+        run="simulated",
+        peer=STRANGER,
+        sequence=1,
+        state=state,
+        index=index,
+        head=head,
+        state_digest=digest_of(b"its own"),
+        lineage_tokens=tokens,
+        speed=1.0,
+        unreached=(),
+        trouble="",
+    )
+
+
+# Leaving and starting again ------------------------------------------------------------------------------------
+@broken("who leaves is taken out of the quorum of those behind, too")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_who_was_late_does_not_outvote_what_those_who_left_have_committed(seed: int) -> None:
+    """Two of three make an entry without the third, which is late, and leave politely meanwhile."""
+    swarm = swarm_of(3, seed)
+    late, first, second = "peer2", "peer0", "peer1"
+    base, later = swarm.longest, swarm.later
+
+    def train_long(peer: SimulatedPeer, event: Event, seconds: float) -> None:
+        later(peer, event, seconds + 200.0 * (isinstance(event, TrainingDone) and peer.name == late))
+
+    swarm.later = train_long  # type: ignore[method-assign]
+    one = swarm.peers[late]
+    reach(swarm.run(200.0, until=lambda: one.peer.state is State.TRAINING and one.index >= base), "the late one trains")
+
+    def is_round_of_two() -> bool:
+        averaging = all(swarm.peers[name].peer.state is State.AVERAGING for name in (first, second))
+        return swarm.longest > 1 and averaging and one.peer.state is State.TRAINING
+
+    reach(swarm.run(300.0, until=is_round_of_two), "a round of two")
+    swarm.leave(first)
+    swarm.leave(second)
+    swarm.run(TIMING.partition_grace - 50.0)
+    assert one.index <= swarm.peers[first].index
+
+
+@broken("a peer that has forgotten what it held counts as the member that it was")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_member_that_forgot_what_it_held_does_not_outvote_it(seed: int) -> None:
+    """L and M commit entry p + 1, M is killed and starts again among those who were cut off before entry p."""
+    swarm = at_work(swarm_of(5, seed), 2)
+    p, roster = swarm.longest, swarm.living[0].peer.log.roster
+    reach(len(roster) == 5, "five in the roster")
+    leader, member, deafened, *others = roster
+    for side, name in enumerate(others, 2):
+        swarm.side[name] = side
+
+    def lose(sender: str, to: str, message: Message) -> Message | None:
+        """`deafened` is cut off when it holds entry p, `member` never hears that what it holds is committed."""
+        if isinstance(message, Commit) and message.header.index == p and (sender, to) == (leader, deafened):
+            swarm.side[deafened] = 1
+            return None
+        if isinstance(message, Complete) and sender != to:
+            return None if (message.attempt.position.index, to) in ((p, deafened), (p + 1, member)) else message
+        return None if isinstance(message, Commit) and message.header.index == p + 1 else message
+
+    swarm.on_message = lose
+    went_on = swarm.run(200.0, until=lambda: all(swarm.peers[name].index == p + 1 for name in (leader, member)))
+    reach(went_on, "entry p of three")
+    killed: list[str] = []
+
+    def kill_the_holder(name: str) -> None:
+        if name == leader and swarm.peers[leader].index == p + 2 and not killed:
+            killed.append(member)
+            swarm.side[leader] = 9
+            swarm.kill(member)
+
+    swarm.on_apply = kill_the_holder
+    reach(swarm.run(200.0, until=lambda: bool(killed)), "entry p + 1 of two")
+    swarm.on_message = lambda sender, to, message: message
+    swarm.start(member)
+    swarm.side[member] = 1
+    swarm.run(60.0, until=lambda: swarm.peers[member].peer.state is State.READY)
+    for name in others:
+        swarm.side[name] = 1
+    swarm.run(300.0, until=lambda: swarm.peers[deafened].index >= p + 2)
+    swarm.heal()
+    swarm.run(120.0)
+
+
+def test_a_polite_restart_costs_no_more_than_a_crash() -> None:
+    def seconds_to_the_next_entry(restart: Callable[[Swarm, str], None]) -> float:
+        timing = replace(TIMING, partition_grace=60.0)
+        settings = replace(SETTINGS, timing=timing, minimum_peers=1)
+        swarm = at_work(swarm_of(2, 1, settings, one_child=False), 3)
+        began, before = swarm.now, swarm.longest
+        restart(swarm, "peer1")
+        swarm.run(3.0)
+        swarm.start("peer1")
+        reach(swarm.run(900.0, until=lambda: swarm.longest > before), "another entry")
+        return swarm.now - began
+
+    assert seconds_to_the_next_entry(Swarm.leave) <= seconds_to_the_next_entry(Swarm.kill) + TIMING.heartbeat_expiry
+
+
+# A wrong state -------------------------------------------------------------------------------------------------
+@broken("the leader's state is right because it leads")
+def test_one_flipped_bit_in_the_leaders_state_costs_nobody_else_anything() -> None:
+    settings = replace(SETTINGS, timing=replace(TIMING, partition_grace=60.0))
+    swarm = at_work(swarm_of(5, 1, settings, one_child=False), 2)
+    wrong = swarm.peers[swarm.living[0].peer.log.roster[0]]
+    swarm.history.check = lambda *state: None  # type: ignore[method-assign]  # of which there are two now
+    apply, flipped = wrong.workload.apply, list[bytes]()
+
+    def flip_once(payload: bytes) -> bytes:
+        state = apply(payload)
+        if not flipped:
+            flipped.append(state)
+            wrong.workload.state = state = digest_of(state + b"flipped")
+        return state
+
+    wrong.workload.apply = flip_once  # type: ignore[method-assign]
+    fetches = Counter[str]()
+    for one in swarm.living:
+
+        def count(effect: object, now: float, one: SimulatedPeer = one, carry: object = one.carry_out) -> object:
+            fetches[one.name] += isinstance(effect, FetchSnapshot)
+            return carry(effect, now)  # type: ignore[operator]
+
+        one.carry_out = count  # type: ignore[assignment,method-assign]
+    before = swarm.longest
+    swarm.run(1000.0)
+    reach(bool(flipped), "an entry that is applied wrongly")
+    assert not fetches.keys() - {wrong.name} or not any(fetches[name] for name in fetches.keys() - {wrong.name})
+    assert swarm.longest - before > 20
+
+
+# Claims --------------------------------------------------------------------------------------------------------
+@broken("whoever says that an entry is committed is believed")
+def test_a_stranger_commits_nothing() -> None:
+    swarm = at_work(swarm_of(5), 2)
+    log = swarm.peers["peer3"].peer.log
+    own = Member(peer=STRANGER, tokens=200, samples=log.grants[0])
+    header = log.next_header((own,), digest_of(b"any payload"))
+    beat = heartbeat_of_a_stranger(PeerState.READY, log.position.index + 1, header.digest, log.lineage_tokens)
+    for one in swarm.living:
+        for event in (HeartbeatsSeen((beat,)), Received(STRANGER, Commit(header=header)), PayloadFetched(header)):
+            one.peer.handle(event, one.time(swarm.now))
+        assert one.peer.log.position == log.position
+
+
+@broken("whoever says that it holds an entry is believed")
+def test_a_member_can_invent_no_entry_that_it_holds() -> None:
+    swarm = swarm_of(5)
+    liar, invented = swarm.peers["peer4"], list[Header]()
+
+    def claim(sender: str, to: str, message: Message) -> Message:
+        if sender != liar.name or not isinstance(message, Ready) or message.position.index < 2:
+            return message
+        log = liar.peer.log
+        payload = Payload.cut(memoryview(b"\x07" * liar.buffers.size.bytes), 8)
+        liar.buffers.kept.keep(payload)
+        own = Member(peer=liar.name, tokens=message.tokens, samples=message.samples)
+        invented.append(log.next_header((own,), payload.digest))
+        attempt = Attempt(position=log.position, number=2**61, leader=STRANGER)
+        return message.model_copy(update={"held": Held(attempt=attempt, header=invented[-1])})
+
+    swarm.on_message = claim
+    swarm.run(300.0, until=lambda: swarm.longest >= 5)
+    reach(bool(invented), "a Ready of the liar's")
+    entries = {entry.digest for one in swarm.living for entry in one.peer.lineage.entries}
+    assert not entries & {header.digest for header in invented}
+
+
+@broken("the tokens that a heartbeat claims are believed")
+def test_an_invented_weight_stops_nobodys_training() -> None:
+    swarm = at_work(swarm_of(5), 2)
+    beat = heartbeat_of_a_stranger(PeerState.ARCHIVING, 1, digest_of(b"invented"), 2**61)
+    for one in swarm.living:
+        one.peer.handle(HeartbeatsSeen((beat,)), one.time(swarm.now))
+        assert one.peer.state is State.TRAINING
+
+
+@broken("what the donor that is asked first says of the log decides which snapshots count")
+def test_one_liar_is_not_believed_against_fifteen_donors() -> None:
+    log = SETTINGS.empty_log
+
+    def entry(peer: str) -> Header:
+        return log.next_header((Member(peer=peer, tokens=200, samples=log.grants[0]),), digest_of(peer.encode()))
+
+    def offered(header: Header, state: bytes, lineage: tuple[bytes, ...]) -> Offered:
+        offer = Offer(last=header, bytes=8, state_digest=digest_of(state), lineage=lineage)
+        return Offered(offer, log.at(header).position, (bytes(1),))
+
+    honest, invented = entry("a"), entry(STRANGER).model_copy(update={"lineage_tokens": 2**61, "index": 5000})
+    offers = {f"donor{number}": offered(honest, b"right", (honest.digest,)) for number in range(15)}
+    donors = [STRANGER, *offers]
+    offers[STRANGER] = offered(invented, b"wrong", ())
+    _, having = choose(offers, donors, 0)
+    assert STRANGER not in having
+
+
+# Lies in rounds ------------------------------------------------------------------------------------------------
+@dataclass
+class Attack:
+    """What the last of six does in rounds from the first minute on."""
+
+    on_message: Callable[[Swarm, str, str, str, Message], Message | None] | None = None
+    blocks: Callable[[bytes, str], bytes] | None = None
+    names_all_absent: bool = False
+
+
+def accuse(swarm: Swarm, liar: str, sender: str, to: str, message: Message) -> Message:
+    """Accuse every other member as soon as a round begins."""
+    if isinstance(message, Begin) and to == liar and sender != liar:
+        for victim in set(message.round.remaining) - {liar, sender}:
+            lie = Accuse(attempt=message.attempt, accused=victim, reason="bad blocks")
+            swarm.send(swarm.peers[liar], sender, lie)
+    return message
+
+
+def differing(data: bytes, to: str) -> bytes:
+    """Another average for each member."""
+    return digest_of(to.encode() + data)[: len(data)].ljust(len(data), b"x")
+
+
+def counted(attack: Attack, seconds: float = 900.0) -> Counter[str]:
+    """The tokens that count of each peer."""
+    swarm = swarm_of(6, 1, replace(SETTINGS, timing=Timing(), minimum_peers=1), one_child=False)
+    swarm.run(60.0)
+    liar, send_chunk, soon = "peer5", swarm.send_chunk, swarm.soon
+    tokens, seen = Counter[str](), set[bytes]()
+
+    def on_apply(name: str) -> None:
+        header = swarm.peers[name].peer.log.last
+        if header is not None and header.digest not in seen:
+            seen.add(header.digest)
+            for peer in header.peers:
+                tokens[peer] += header.tokens_of(peer)
+
+    def others() -> tuple[str, ...]:
+        exchange = swarm.peers[liar].peer.exchange
+        return tuple(peer for peer in exchange.round.peers if peer != liar) if exchange else ()
+
+    def send(sender: SimulatedPeer, send: object, data: bytes) -> None:
+        if sender.name == liar and send.reduced:  # type: ignore[attr-defined]
+            data = attack.blocks(data, send.to) if attack.blocks else data  # type: ignore[attr-defined]
+            send = replace(send, absent=others()) if attack.names_all_absent else send  # type: ignore[type-var]
+        send_chunk(sender, send, data)  # type: ignore[arg-type]
+
+    def believe_it_oneself(peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None:
+        if attack.names_all_absent and peer.name == liar and isinstance(event, ReducedArrived) and event.sender == liar:
+            event = replace(event, absent=others())
+        soon(peer, event, delays)
+
+    swarm.on_apply = on_apply
+    swarm.send_chunk = send  # type: ignore[method-assign]
+    swarm.soon = believe_it_oneself  # type: ignore[method-assign]
+    if lie := attack.on_message:
+        swarm.on_message = lambda sender, to, message: lie(swarm, liar, sender, to, message)
+    swarm.run(seconds)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def unharmed() -> int:
+    """What the honest count of whom least counts, if all are honest."""
+    tokens = counted(Attack())
+    return min(tokens[f"peer{number}"] for number in range(5))
+
+
+ATTACKS = {
+    "accuses everybody": Attack(on_message=accuse),
+    "gives each another average": Attack(blocks=differing),
+    "names all others absent": Attack(names_all_absent=True),
+}
+
+
+@broken("an accusation needs no evidence, and what a reducer says is not compared with what it was sent")
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_a_liar_costs_the_honest_little(attack: Attack, unharmed: int) -> None:
+    tokens = counted(attack)
+    assert min(tokens[f"peer{number}"] for number in range(5)) >= 0.8 * unharmed
