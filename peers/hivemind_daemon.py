@@ -34,7 +34,9 @@ HIVEMIND = load_hivemind()
 P2P: Any = HIVEMIND.p2p.P2P
 # What goes wrong when the other side, or the daemon on the way to it, does.
 NETWORK_ERRORS = (OSError, EOFError, TimeoutError, HIVEMIND.p2p.P2PDaemonError, HIVEMIND.p2p.P2PHandlerError)
-SOCKET_PREFIX = "/tmp/diloco-peer-"  # short: the path of a unix socket has at most 107 bytes
+SOCKET_FOLDER_LENGTH = 50  # the path of a unix socket has at most 107 bytes
+SOCKET_FOLDER = folder if len(folder := tempfile.gettempdir()) <= SOCKET_FOLDER_LENGTH else "/tmp"
+SOCKET_PREFIX = f"{SOCKET_FOLDER}/diloco-peer-"
 START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
 STOP_TIMEOUT = 5.0  # seconds
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +19,11 @@ from opendiloco.cli.logs import OURS
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Of the hundreds of commands that tests start, only the first need compile our modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # whose tests look for what theirs have left in the folder for temporary files
+    own_folder = tempfile.mkdtemp(prefix="tests-")
+    atexit.register(shutil.rmtree, own_folder, ignore_errors=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = own_folder
 
 # No deadline for an example: the time that one takes says more about the machine's load than about our code.
 settings.register_profile("diloco-peer", deadline=None, derandomize=True, database=None)

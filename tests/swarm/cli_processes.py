@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -302,7 +303,8 @@ def eventually(condition: object, why: str) -> None:
 
 def leftovers() -> set[Path]:
     """Files in shared memory, of hivemind, and sockets of ours on which nobody listens."""
-    sockets = {path for path in Path("/tmp").glob("diloco-peer-*.sock") if is_deserted(path)}
+    temporary = Path(tempfile.gettempdir())
+    sockets = {path for path in temporary.glob("diloco-peer-*.sock") if is_deserted(path)}
     return {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("hivemind-*"), *sockets}
 
 
