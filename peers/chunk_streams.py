@@ -55,9 +55,8 @@ class ChunkSender(Generic[Item]):
 
         Raises: PeerUnreachableError when the other side says no, and whatever breaks the stream.
         """
-        await self._channel.send_prelude(header, 0)
         reading = asyncio.create_task(self._read_answers(answered))
-        writing = asyncio.create_task(self._write(following))
+        writing = asyncio.create_task(self._write(header, following))
         try:
             done, _ = await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -69,7 +68,10 @@ class ChunkSender(Generic[Item]):
                 task.cancel()
             await asyncio.gather(reading, writing, return_exceptions=True)
 
-    async def _write(self, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
+    async def _write(self, header: bytes, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
+        """The first frame goes with the prelude in one packet. When BBR has not measured a delay for ten seconds, and
+        the first packet is a small one, whose answer may have been delayed, it stops for 0.2 seconds to measure."""
+        await self._channel.send_prelude(header, 0)
         while True:
             await self._has_room.wait()
             frame = await following()

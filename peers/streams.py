@@ -81,14 +81,19 @@ class Channel:
         upload: Throttle = UNLIMITED,
         download: Throttle = UNLIMITED,
         stays_open: bool = False,
+        opening: bytes = b"",
     ) -> None:
-        """`stays_open`: another conversation follows on the same connection, so nobody waits for its end."""
+        """`stays_open`: another conversation follows on the same connection, so nobody waits for its end.
+
+        `opening` goes before the prelude, and with it: see `ChunkSender._write`.
+        """
         self.peer = peer
         self._upload = upload
         self._download = download
         self._reads = reader if isinstance(reader, DirectReads) else DirectReads(reader, writer)
         self._writer = writer
         self._stays_open = stays_open
+        self._opening = opening
         self.is_finished = False
         """Whether whoever opened the conversation has had all of it. Else no other one follows on the connection."""
         self.was_refused = False
@@ -97,7 +102,8 @@ class Channel:
     async def send_prelude(self, header: bytes, length: int) -> None:
         if len(header) > HEADER_LIMIT:
             raise LocalProtocolError(f"a stream header of {len(header)} bytes exceeds {HEADER_LIMIT}")
-        self._writer.write(PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
+        self._writer.write(self._opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
+        self._opening = b""
         await self._flush()
 
     async def read_prelude(self) -> tuple[bytes, int]:

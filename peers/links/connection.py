@@ -53,9 +53,9 @@ class Connection:
     def on_lost(self, callback: Callable[[], None]) -> None:
         self.reads.on_lost = callback
 
-    def channel(self, upload: Throttle = UNLIMITED, download: Throttle = UNLIMITED) -> Channel:
+    def channel(self, upload: Throttle = UNLIMITED, download: Throttle = UNLIMITED, opening: bytes = b"") -> Channel:
         """Return a channel for the next conversation."""
-        return Channel(self.peer, self.reads, self.writer, upload, download, stays_open=True)
+        return Channel(self.peer, self.reads, self.writer, upload, download, stays_open=True, opening=opening)
 
     def close(self) -> None:
         """End it at once: what was not sent yet is of no use to anybody."""

@@ -14,7 +14,7 @@ from peers.links.calls import CALLS, Caller
 from peers.links.connection import Connection
 from peers.reach import Reach
 from peers.streams import Channel, PeerRefusedError, PeerUnreachableError
-from peers.throttle import Throttle
+from peers.throttle import UNLIMITED, Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -170,9 +170,8 @@ class Link:
                 connection, is_over = await self._take(), False
         except TimeoutError:
             raise PeerUnreachableError(self.peer, "no connection in time") from None
-        channel = self._channel(connection, protocol)
+        channel = self._channel(connection, protocol, opening)
         try:
-            connection.writer.write(opening)
             yield channel
             is_over = channel.is_finished
         except PeerRefusedError:
@@ -186,9 +185,10 @@ class Link:
             else:
                 self._end(connection)
 
-    def _channel(self, connection: Connection, protocol: str) -> Channel:
+    def _channel(self, connection: Connection, protocol: str, opening: bytes = b"") -> Channel:
         """Messages are small, and never wait for bulk data; all else keeps to the volunteer's limits."""
-        return connection.channel() if protocol == CALLS else connection.channel(*self._caps())
+        upload, download = (UNLIMITED, UNLIMITED) if protocol == CALLS else self._caps()
+        return connection.channel(upload, download, opening)
 
     async def _take(self) -> Connection:
         self._wanted += 1

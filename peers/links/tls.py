@@ -62,7 +62,7 @@ class TlsTransport(asyncio.Transport):
         self._unsent = memoryview(b"")  # taken from `outgoing`
         self._high, self._low = HIGH_WATER, HIGH_WATER // 4
         self._is_reading = self._is_watched = False
-        self._is_waiting_to_send = self._has_paused_writer = False
+        self._is_to_send = self._is_waiting_to_send = self._has_paused_writer = False
         self._is_closing = self._is_closed = False
 
     def get_protocol(self) -> asyncio.BaseProtocol:
@@ -111,8 +111,7 @@ class TlsTransport(asyncio.Transport):
         else:
             self._incoming.write_eof()
         self._decrypt()
-        if self._outgoing.pending and not self._is_waiting_to_send and not self._is_closed:
-            self._send()  # what TLS has to answer
+        self._send_if(self._outgoing.pending > 0)  # what TLS has to answer
 
     def _decrypt(self) -> None:
         """Give the protocol all whole records that are here, until it has enough."""
@@ -159,13 +158,23 @@ class TlsTransport(asyncio.Transport):
         try:
             for start in range(0, len(view), TO_SEND):
                 self.tls.write(view[start : start + TO_SEND])
-                if not self._is_waiting_to_send and not self._is_closed:
-                    self._send()
+                self._send_if(self._outgoing.pending >= TO_SEND)
         except ssl.SSLError as error:
             self._end(error)
+        if self._outgoing.pending and not self._is_to_send:  # with what else is written before anything else happens
+            self._is_to_send = True
+            self._loop.call_soon(self._send_now)
         if not self._has_paused_writer and self.get_write_buffer_size() > self._high:
             self._has_paused_writer = True
             self._protocol.pause_writing()
+
+    def _send_now(self) -> None:
+        self._is_to_send = False
+        self._send_if(self._outgoing.pending > 0)
+
+    def _send_if(self, is_time: bool) -> None:
+        if is_time and not self._is_waiting_to_send and not self._is_closed:
+            self._send()
 
     def _send(self) -> None:
         """Give the kernel what is encrypted, and what it does not take when it has room again."""
@@ -218,7 +227,8 @@ class TlsTransport(asyncio.Transport):
                 self._end(None)
 
     def abort(self) -> None:
-        """End it at once."""
+        """End it at once: what the kernel does not take now is lost."""
+        self._send_now()
         self._end(None)
 
     def _end(self, error: OSError | None) -> None:

@@ -164,6 +164,7 @@ def test_bytes_that_are_no_tls_end_the_connection() -> None:
         reader = Reader(ends[1])
         ends[1].resume_reading()
         ends[0].write(b"fine")
+        await asyncio.sleep(1)
         near.send(b"not a record of TLS")
         await reader.is_over.wait()
         assert reader.came == b"fine"
