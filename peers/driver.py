@@ -349,7 +349,7 @@ class Driver:
     def _open_round(self, opened: OpenRound) -> None:
         metrics.ROUNDS.inc()
         self._buffers.open(opened.round.name)
-        self._traffic.begin(opened.round.name)
+        self._traffic.begin(opened.round.name, len(opened.round.remaining) - 1)
 
     async def _reduce(self, reduce: ReduceChunk) -> None:
         buffers, round, chunk = self._buffers, reduce.round, reduce.chunk

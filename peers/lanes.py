@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 FEWEST, MOST = 4, 64
+IN_ALL = 8  # at least: with one other member alone, what few connections lose is not made up for by others'
 MOST_WITH_BBR = 8
 SETTLING = 1.0  # seconds in which connections find their pace: what passes then says nothing
 GAIN = 1.2  # times the rate, for twice as many connections: else they are not worth it
@@ -26,7 +27,7 @@ class Lanes:
     def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._clock = clock
-        self.count = FEWEST
+        self.count = self._fewest = FEWEST
         self._rate = 0.0  # with half as many
         self._is_settled = False
         self._rounds = 0
@@ -34,7 +35,10 @@ class Lanes:
         self._began: float | None = None
         self._bytes = self._chunks = 0
 
-    def begin_round(self) -> None:
+    def begin_round(self, others: int) -> None:
+        """Use as many connections as before to each of so many members."""
+        self._fewest = max(FEWEST, IN_ALL // max(others, 1))
+        self.count = max(self.count, self._fewest)
         self._rounds += 1
         if self._rounds % LASTS == 0:
             self._is_settled, self._rate = False, 0.0
@@ -66,7 +70,7 @@ class Lanes:
 
     def _judge(self, rate: float) -> bool:
         if rate < GAIN * self._rate:
-            self.count, self._is_settled = max(FEWEST, self.count // 2), True
+            self.count, self._is_settled = max(self._fewest, self.count // 2), True
             return False
         if self.count == self._most:
             self._is_settled = True

@@ -106,11 +106,12 @@ class Traffic:
         """Bytes a second at which other members' data came in, in the last rounds."""
         return {peer: int(meter.rate) for peer, meter in self._from.items() if meter.rate}
 
-    def begin(self, round: Attempt) -> None:
+    def begin(self, round: Attempt, others: int) -> None:
+        """Move chunks of this round, which has so many other members."""
         for peer in list(self._senders):
             self._end_streams_to(peer, at_once=False)
         self._round = round
-        self._lanes.begin_round()
+        self._lanes.begin_round(others)
         self._sent.begin_round()
         self._received.begin_round()
         for meter in self._from.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from peers.lanes import FEWEST, LASTS, MOST, MOST_WITH_BBR, SETTLING, Lanes
+from peers.lanes import FEWEST, IN_ALL, LASTS, MOST, MOST_WITH_BBR, SETTLING, Lanes
 
 CHUNK = 1 << 19  # bytes
 
@@ -18,9 +18,9 @@ class Link:
         self.lanes = Lanes(most, lambda: self.now)
         self.widened: list[int] = []
 
-    def round(self, chunks: int = 5_000, has_more: bool = True) -> int:
+    def round(self, chunks: int = 5_000, has_more: bool = True, others: int = 3) -> int:
         """Send so many chunks; returns how many connections are used in the end."""
-        self.lanes.begin_round()
+        self.lanes.begin_round(others)
         for _ in range(chunks):
             self.now += CHUNK / self.rate(self.lanes.count)
             if self.lanes.passed(CHUNK, has_more):
@@ -40,6 +40,13 @@ def test_a_link_that_is_full_anyway_keeps_the_fewest() -> None:
     link = Link(lambda lanes: 25e6)
     assert link.round() == FEWEST
     assert link.widened == [2 * FEWEST], "it was tried"
+
+
+def test_a_sole_other_member_gets_as_many_as_several_together() -> None:
+    link = Link(lambda lanes: 25e6)
+    assert link.round(others=1) == IN_ALL
+    assert link.widened == [2 * IN_ALL], "more were tried"
+    assert Link(lambda lanes: 1e6 * lanes, MOST_WITH_BBR).round(others=1) == MOST_WITH_BBR
 
 
 def test_what_was_found_lasts_and_is_tried_again_now_and_then() -> None:
@@ -81,7 +88,7 @@ def test_with_bbr_few_connections_are_enough() -> None:
 
 def test_a_pause_does_not_count_as_slowness() -> None:
     link = Link(lambda lanes: 1e6 * lanes)
-    link.lanes.begin_round()
+    link.lanes.begin_round(3)
     link.lanes.passed(CHUNK, True)
     link.now += 100.0
     link.lanes.passed(CHUNK, False)

@@ -241,7 +241,7 @@ class Host:
         for effect in self.rig.effects:
             if isinstance(effect, OpenRound):
                 self.buffers.open(effect.round.name)
-                self.traffic.begin(effect.round.name)
+                self.traffic.begin(effect.round.name, len(effect.round.remaining) - 1)
             elif isinstance(effect, SendChunk) and not effect.reduced and not self.buffers.own:
                 self._held_back.append(effect)
             elif isinstance(effect, SendChunk):
