@@ -56,6 +56,10 @@ class SlowChannel:
         self.streaming[self.peer, self.round] += 1
         await asyncio.Event().wait()
 
+    async def read_verdict(self) -> None:
+        """The header is being read."""
+        await asyncio.Event().wait()
+
     def close(self) -> None:
         if self.round:
             self.streaming[self.peer, self.round] -= 1
