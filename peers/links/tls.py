@@ -161,8 +161,8 @@ class TlsTransport(asyncio.Transport):
                 self._send_if(self._outgoing.pending >= TO_SEND)
         except ssl.SSLError as error:
             self._end(error)
-        if self._outgoing.pending and not self._is_to_send:  # with what else is written before anything else happens
-            self._is_to_send = True
+        if self._outgoing.pending and not (self._is_to_send or self._is_waiting_to_send):
+            self._is_to_send = True  # with what else is written before anything else happens
             self._loop.call_soon(self._send_now)
         if not self._has_paused_writer and self.get_write_buffer_size() > self._high:
             self._has_paused_writer = True
@@ -197,10 +197,13 @@ class TlsTransport(asyncio.Transport):
             self._is_waiting_to_send = True
             self._loop.add_writer(self._fd, self._send)
 
-    def _all_is_sent(self) -> None:
+    def _stop_waiting_to_send(self) -> None:
         if self._is_waiting_to_send:
             self._is_waiting_to_send = False
             self._loop.remove_writer(self._fd)
+
+    def _all_is_sent(self) -> None:
+        self._stop_waiting_to_send()
         if self._is_closing:
             self._end(None)
 
@@ -236,9 +239,7 @@ class TlsTransport(asyncio.Transport):
             return
         self._is_reading = False
         self._stop_watching()
-        if self._is_waiting_to_send:
-            self._is_waiting_to_send = False
-            self._loop.remove_writer(self._fd)
+        self._stop_waiting_to_send()
         self._is_closing = self._is_closed = True
         self._unsent = memoryview(b"")
         self._loop.call_soon(self._say_it_is_over, error)
