@@ -47,6 +47,7 @@ class Leader(Gathering):
         self._moved: dict[str, int] = {}  # chunks, as members say
         self._unseen_since: dict[str, float] = {}
         self._silent_since: dict[tuple[str, str], float] = {}  # pairs, as one of the two says
+        self._heard: dict[str, float] = {}  # when members last spoke of the running attempt
         self._complete: dict[str, Complete] = {}
         self._waiting: dict[str, tuple[str, ...]] = {}
         self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
@@ -158,6 +159,7 @@ class Leader(Gathering):
         self._seconds = running.seconds
         self._unseen_since.clear()
         self._silent_since.clear()
+        self._heard.clear()
         self._complete, self._waiting = {}, {}
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
         return [note, *(Send(peer, running) for peer in members)]
@@ -236,6 +238,7 @@ class Leader(Gathering):
             return self._set_right(sender, waiting.attempt)
         if sender not in self._members:
             return []
+        self._heard[sender] = now
         self._waiting[sender] = waiting.missing
         if waiting.moved > self._moved.get(sender, 0):
             self._moved[sender] = waiting.moved
@@ -263,9 +266,11 @@ class Leader(Gathering):
         return self._abort(reason)
 
     def _has_lasted(self, sender: str, other: str, now: float) -> bool:
-        """Whether a pair has been unable to talk for longer than it takes to see that one of the two is dead."""
+        """Whether a pair has been unable to talk for as long as it takes to see that one of the two is dead, and the
+        other one has spoken meanwhile. Heartbeats alone do not tell: they count for as long, and a little more."""
         since = self._silent_since.setdefault((sender, other), now)
-        return now - since >= self._settings.timing.heartbeat_expiry
+        has_been_heard = self._heard.get(other, 0.0) > since + self._settings.timing.heartbeat
+        return has_been_heard and now - since >= self._settings.timing.heartbeat_expiry
 
     def on_accuse(self, sender: str, accuse: Accuse, now: float) -> list[Effect]:
         if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= set(self._members):
@@ -277,6 +282,7 @@ class Leader(Gathering):
         running = self._running
         if running is None or running.attempt != complete.attempt or sender not in self._members:
             return self._set_right(sender, complete.attempt)
+        self._heard[sender] = now
         if sender not in self._complete:
             self._moved_at = now
         self._complete[sender] = complete

@@ -99,6 +99,8 @@ def test_a_pair_that_breaks_in_a_round_has_another_one_begun() -> None:
     assert lead.waits("b", "", first) == []
     assert lead.waits("b", "c", first) == [], "if it is dead, its heartbeats stop, and the round goes on without it"
     lead.now += TIMING.heartbeat_expiry
+    assert lead.waits("b", "c", first) == [], "nothing has been heard of it meanwhile"
+    assert lead.waits("c", "", first) == []
     effects = lead.waits("b", "c", first)
     assert [to for to, _ in sends(effects, Abort)] == ["a", "b", "c", "d"]
     for name in "abcd":
@@ -107,6 +109,20 @@ def test_a_pair_that_breaks_in_a_round_has_another_one_begun() -> None:
     effects = lead.tick()
     assert sends(effects, Begin)[0][1].round.name.number == 2
     assert shares(effects) == {"a": 3, "b": 0, "c": 0, "d": 3}
+
+
+def test_a_dead_member_is_not_taken_for_one_that_some_cannot_reach() -> None:
+    """Regression: its last heartbeat counted for as long as those were heard who did not reach it any more."""
+    lead = Lead()
+    begin: Begin = sends(lead.begun(), Begin)[0][1]
+    step, effects = TIMING.heartbeat / 4, list[Effect]()
+    alive = TIMING.heartbeat_expiry + TIMING.heartbeat  # the last heartbeat was sent, and came, as late as it can
+    while not effects and lead.now < 10 * alive:
+        lead.now += step
+        effects = lead.waits("b", "c", begin) + lead.waits("d", "c", begin)
+        effects += lead.leader.tick(lead.now, beats(lead.log, "bcd" if lead.now < alive else "bd"), ())
+    assert [to for to, _ in sends(effects, Abort)] == ["c"]
+    assert {begin.round.lost for _, begin in sends(effects, Begin)} == {("c",)}, "the round goes on"
 
 
 def test_a_pair_that_need_not_talk_changes_nothing() -> None:
@@ -125,6 +141,7 @@ def test_nobody_has_rounds_planned_anew_for_ever() -> None:
         begin: Begin = sends(lead.begun(), Begin)[0][1]
         assert lead.waits("d", "b", begin) == []
         lead.now += TIMING.heartbeat_expiry
+        assert lead.waits("b", "", begin) == []
         ends.append([to for to, _ in sends(lead.waits("d", "b", begin), Abort)])
     assert ends == REPLANS * [["a", "b", "c", "d"]] + [["d"]], "in the end it is the one who is left out"
 

@@ -1,8 +1,8 @@
 """A peer without a model that strikes itself at a named moment: `python -m tests.swarm.fault_peer`, see test_faults.
 
 A line "MOMENT SIGNAL" on its standard input arms it: it sends itself the signal at that moment of the first round that
-it has not begun yet. Every entry that it applies is a line, see `benchmarks.processes`. Without a contact it is a
-bootstrap node.
+it has not begun yet. A line "never" disarms it, which it confirms, unless it has struck. Every entry that it applies is
+a line, see `benchmarks.processes`. Without a contact it is a bootstrap node.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class Fault:
         self._moment, self._signal, self._index = moment, number, index
         self._times = TIMES.get(moment, 1)
 
+    def disarm(self) -> None:
+        self._moment = None
+        say("disarmed")
+
     def awaits(self, moment: Moment, index: int) -> bool:
         return moment is self._moment and index >= self._index
 
@@ -120,8 +124,11 @@ class FaultyDriver(Driver):
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
-            moment, number = line.decode().split()
-            self._fault.arm(Moment(moment), signal.Signals[number], self.peer.log.position.index + 1)
+            match line.decode().split():
+                case [moment, number]:
+                    self._fault.arm(Moment(moment), signal.Signals[number], self.peer.log.position.index + 1)
+                case ["never"]:
+                    self._fault.disarm()
         self.leave()
 
 

@@ -43,6 +43,7 @@ class Volunteer:
         self.network = network
         self.applied: dict[int, Entry] = {}
         self.struck_at: int | None = None  # the entry that the round was about
+        self.is_armed = False
         self.daemons: set[int] = set()
         self.id = ""
         self._log = log
@@ -63,8 +64,12 @@ class Volunteer:
         return str(listening["address"])
 
     def arm(self, moment: Moment, number: signal.Signals) -> None:
-        self.struck_at = None
+        self.struck_at, self.is_armed = None, True
         self._running.tell(f"{moment} {number.name}")
+
+    def disarm(self) -> None:
+        """It is armed until it says that it is not, or has struck."""
+        self._running.tell("never")
 
     async def end(self) -> None:
         if self._process is not None:
@@ -130,7 +135,9 @@ class Volunteer:
             if event["event"] == "applied":
                 self.applied[event["index"]] = Entry(event["head"], event["state"], tuple(event["members"]))
             elif event["event"] == "struck":
-                self.struck_at = event["index"]
+                self.struck_at, self.is_armed = event["index"], False
+            elif event["event"] == "disarmed":
+                self.is_armed = False
             self._news.set()
 
 
