@@ -24,7 +24,7 @@ from opendiloco.data.training_data import load_data
 from opendiloco.inner.replica import Replica
 from opendiloco.kernels import FloatArray, Format, Payload, Rounding
 from opendiloco.model.build import build_model
-from peers.leases import SamplePool
+from peers.values.leases import SamplePool
 
 WORKERS = 4
 NOISE_VALUES = 1 << 20

@@ -53,8 +53,8 @@ from benchmarks.groups import (
 from benchmarks.namespaces import IPERF_STREAMS
 from benchmarks.reporting import Bar, report
 from opendiloco.kernels import INT8
-from peers.buffers import KEPT_AT_LEAST
-from peers.driver import KEPT_BYTES
+from peers.driver.driver import KEPT_BYTES
+from peers.log.payload import KEPT_AT_LEAST
 
 
 def memory_formula(values: int, peers: int, rounds: int) -> float:

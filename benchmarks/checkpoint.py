@@ -33,7 +33,7 @@ from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.outer.state import OuterState
-from peers.memory_file import MemoryFile
+from peers.transfer.memory_file import MemoryFile
 
 OURS, SAFETENSORS, TORCH = "ours, in a process", "safetensors.save_file + fsync", "torch.save + fsync"
 RUN = "benchmark-" + "a" * 32

@@ -25,9 +25,9 @@ import click
 
 from benchmarks.processes import Event, PeerProcess, gone
 from benchmarks.reporting import Bar, report
-from peers.hivemind_daemon import sweep_sockets
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
+from peers.net.daemon import sweep_sockets
+from peers.net.transport import HivemindTransport
+from peers.values.identity import Identity
 
 VALUES = 5_000
 TRAINING_SECONDS = 0.5

@@ -25,9 +25,9 @@ from opendiloco.volunteer import volunteer_with, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.workload import InnerLoop, Progress, Trained
+from peers.net.transport import HivemindTransport
+from peers.values.identity import Identity
+from peers.values.workload import InnerLoop, Progress, Trained
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 CHECKPOINT_RATE = 200e6  # bytes a second: what `join` keeps to if it is not told otherwise

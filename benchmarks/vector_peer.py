@@ -25,16 +25,16 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.workers.group import WorkerGroup
-from peers.driver import Driver
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.leases import sample_count
-from peers.log import Header
-from peers.settings import RunSettings, Timing
-from peers.snapshots import SNAPSHOT, FrozenSnapshot
-from peers.throttle import Caps
-from peers.wire import digest_of
-from peers.workload import Blocks, InnerLoop, Progress, Trained
+from peers.driver.driver import Driver
+from peers.log.header import Header
+from peers.log.settings import RunSettings, Timing
+from peers.net.transport import HivemindTransport
+from peers.streams.throttle import Caps
+from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot
+from peers.values.identity import Identity
+from peers.values.leases import sample_count
+from peers.values.wire import digest_of
+from peers.values.workload import Blocks, InnerLoop, Progress, Trained
 
 TOKENS_PER_SAMPLE = 8
 CHUNK = 1 << 20

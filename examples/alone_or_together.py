@@ -14,7 +14,7 @@ import torch
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.reference import Reference, Work
-from peers.leases import SamplePool
+from peers.values.leases import SamplePool
 
 HELD_OUT_WINDOWS = 64
 REPORTS = 4

@@ -40,12 +40,12 @@ from opendiloco.model.shards import Shards
 from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.volunteer import Volunteer, connected
-from peers.driver import Driver
+from peers.driver.driver import Driver
 from peers.errors import ManifestError
-from peers.identity import Identity
-from peers.leases import SampleRange, prefix, sample_count
-from peers.manifest import Invite
-from peers.workload import InnerLoop, Progress, Trained
+from peers.values.identity import Identity
+from peers.values.leases import SampleRange, prefix, sample_count
+from peers.values.manifest import Invite
+from peers.values.workload import InnerLoop, Progress, Trained
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from opendiloco.config.run_config import EvaluationSection
-from peers.heartbeat import Heartbeat, HeldOut
-from peers.log import LogState
+from peers.log.state import LogState
+from peers.presence.heartbeat import Heartbeat, HeldOut
 
 
 def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:

@@ -12,12 +12,12 @@ from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.export import RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
-from peers.following import CannotFollowError, Following, nobody_trains
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.log import Header
-from peers.manifest import Invite
-from peers.storage import MemoryStorage
+from peers.log.header import Header
+from peers.net.transport import HivemindTransport
+from peers.transfer.following import CannotFollowError, Following, nobody_trains
+from peers.transfer.storage import MemoryStorage
+from peers.values.identity import Identity
+from peers.values.manifest import Invite
 
 HELD_OUT_WINDOWS = 256  # for the loss on the model card: about 1 % of the default corpus
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peers.errors import LocalNetworkError
-from peers.identity import Identity
+from peers.values.identity import Identity
 
 
 def default_identity_path() -> Path:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from peers.signals import LEAVE_SIGNALS
+from peers.net.signals import LEAVE_SIGNALS
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
-from peers.workload import Blocks, InnerLoop, Progress, Trained
+from peers.values.workload import Blocks, InnerLoop, Progress, Trained
 
 
 class Trainer(Protocol):
@@ -35,14 +35,14 @@ class Trainer(Protocol):
     device: str
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        """See `peers.workload.Workload.train`. What came of it is in `vectors.local`."""
+        """See `peers.values.workload.Workload.train`. What came of it is in `vectors.local`."""
 
     async def wait_for_death(self) -> DilocoPeerError:
         """Returns what to raise once it cannot train any more."""
 
 
 class TrainingWorkload(LocalState):
-    """Implements `peers.workload.Workload`, whoever trains."""
+    """Implements `peers.values.workload.Workload`, whoever trains."""
 
     def __init__(self, trainer: Trainer, config: RunConfig) -> None:
         super().__init__(trainer.vectors.theta, config)

@@ -9,7 +9,7 @@ from threading import Lock
 
 from opendiloco.errors import WorkerError
 from opendiloco.shared_memory import SharedVectors
-from peers.workload import InnerLoop, Progress, Trained
+from peers.values.workload import InnerLoop, Progress, Trained
 
 
 class OuterStep:

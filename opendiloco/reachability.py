@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from peers.heartbeat import NAMED_PEERS, Heartbeat
 from peers.links.contacts import host_of, is_numeric, is_public
 from peers.links.sockets import parse_endpoint
+from peers.presence.heartbeat import NAMED_PEERS, Heartbeat
 
 OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
 

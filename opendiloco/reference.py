@@ -19,7 +19,7 @@ from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
-from peers.leases import SampleRange
+from peers.values.leases import SampleRange
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Protocol
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.local_sources import volunteered
 from peers.errors import SwarmUnreachableError
-from peers.identity import Identity
-from peers.manifest import SignedManifest
-from peers.settings import RunSettings, Timing
+from peers.log.settings import RunSettings, Timing
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
 
 
 @dataclass(frozen=True)

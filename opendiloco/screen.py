@@ -11,7 +11,7 @@ from rich.table import Table
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import newest_held_out
 from opendiloco.reachability import reachability
-from peers.heartbeat import Heartbeat, PeerState
+from peers.presence.heartbeat import Heartbeat, PeerState
 
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest", "reach")
 HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest", "reach")

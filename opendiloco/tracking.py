@@ -19,9 +19,10 @@ from opendiloco.outer.local_state import LocalState
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from peers.errors import DilocoPeerError, SwarmUnreachableError
-from peers.following import CannotFollowError, Donors, Following, FollowTransport
-from peers.heartbeat import Heartbeat, PeerState
-from peers.log import LogState, Position
+from peers.log.header import Position
+from peers.log.state import LogState
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.transfer.following import CannotFollowError, Donors, Following, FollowTransport
 
 logger = logging.getLogger(__name__)
 

@@ -26,19 +26,19 @@ from opendiloco.shared_memory import available_memory
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
-from peers.clock import now
-from peers.driver import Driver
+from peers.driver.driver import Driver
 from peers.errors import DilocoPeerError
-from peers.findable import keep_findable
-from peers.heartbeat import Heartbeat, HeldOut
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
 from peers.links.settings import LinkSettings
-from peers.log import LogState
-from peers.log_folder import LogFolder
-from peers.remembered import RememberedPeers
-from peers.storage import FolderStorage
-from peers.workload import InnerLoop, Progress, SnapshotError, Trained
+from peers.log.folder import LogFolder
+from peers.log.state import LogState
+from peers.net.findable import keep_findable
+from peers.net.remembered import RememberedPeers
+from peers.net.transport import HivemindTransport
+from peers.presence.heartbeat import Heartbeat, HeldOut
+from peers.transfer.storage import FolderStorage
+from peers.values.clock import now
+from peers.values.identity import Identity
+from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
 
 logger = logging.getLogger(__name__)
 

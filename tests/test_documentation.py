@@ -18,8 +18,8 @@ import yaml  # type: ignore[import-untyped]
 from opendiloco.cli import main
 from opendiloco.cli.exit_codes import EXIT_CODES
 from opendiloco.config.run_config import RunConfig
-from peers.messages import KINDS
-from peers.states import diagram
+from peers.protocol.messages import KINDS
+from peers.protocol.states import diagram
 
 ROOT = Path(__file__).parent.parent
 README, COMMANDS, RUNS, ARCHITECTURE, PROTOCOL = (
@@ -38,8 +38,8 @@ import sys
 from importlib.metadata import packages_distributions
 before = set(sys.modules)
 import opendiloco.checkpoints.archive, opendiloco.checkpoints.writer, opendiloco.cli.bootstrap
-import opendiloco.identity_file, opendiloco.interrupts, peers.bootstrap
-from peers.hivemind_daemon import parse_addresses
+import opendiloco.identity_file, opendiloco.interrupts, peers.net.bootstrap
+from peers.net.daemon import parse_addresses
 parse_addresses([{ADDRESS!r}], needs_peer_id=True)
 parse_addresses(["/dns4/bootstrap/tcp/31337", "/ip6/::1/udp/31337/quic"], needs_peer_id=False)
 owners = packages_distributions()

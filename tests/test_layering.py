@@ -72,55 +72,57 @@ def test_peers_knows_nothing_of_training(imported: str) -> None:
 
 
 def test_hivemind_is_behind_the_transport() -> None:
-    assert importers("hivemind") <= {"peers.hivemind_transport", "peers.hivemind_light"}
+    assert importers("hivemind") <= {"peers.net.transport", "peers.net.light"}
 
 
-PROTOCOL = (
-    "averaging",
-    "chunks",
-    "election",
-    "events",
-    "exchange",
-    "gathering",
-    "history",
-    "joining",
-    "leader",
-    "leases",
-    "lineage",
-    "log",
-    "membership",
-    "messages",
-    "peer",
-    "peer_core",
-    "planning",
-    "reach",
-    "reachability",
-    "schedule",
-    "settings",
-    "standing",
-    "states",
-    "troubles",
-    "wire",
-)
+IMPORTS: dict[str, set[str]] = {
+    "values": set(),
+    "log": {"values"},
+    "presence": {"values"},
+    "protocol": {"values", "log", "presence"},
+    "streams": {"values"},
+    "routers": set(),
+    "links": {"values", "presence", "streams", "routers"},
+    "transfer": {"values", "log", "presence", "protocol", "streams"},
+    "net": {"values", "presence", "streams", "links"},
+    "driver": {"values", "log", "presence", "protocol", "streams", "links", "transfer"},
+    "simulator": {"values", "log", "presence", "protocol", "streams", "transfer"},
+}
+"""The rooms of peers, as docs/architecture.md draws them. All of them may import errors."""
+COUNTING = {"links", "net", "driver"}
+"""Rooms that count for Prometheus."""
+PURE = ("presence", "protocol", "log.header", "log.lineage", "log.settings", "log.state", "values.wire")
+"""What is the same in the simulator and on a real network."""
 INPUT_AND_OUTPUT = ("asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "threading", "time")
 
 
-@pytest.mark.parametrize("name", PROTOCOL)
+def modules_of(room: str) -> list[Path]:
+    return [path for path in SOURCES if is_in(module_name(path), f"peers.{room}")]
+
+
+@pytest.mark.parametrize("room", IMPORTS)
+def test_rooms_of_peers_import_as_drawn(room: str) -> None:
+    ours = {name.split(".")[1] for path in modules_of(room) for name in imports(path) if is_in(name, "peers")}
+    assert ours - {room, "errors"} - ({"metrics"} if room in COUNTING else set()) == IMPORTS[room]
+
+
+def test_every_room_of_peers_is_in_the_table() -> None:
+    rooms = {path.parent.name for path in (ROOT / "peers").glob("*/__init__.py")}
+    assert rooms == set(IMPORTS)
+    for room, others in IMPORTS.items():
+        assert others <= set(list(IMPORTS)[: list(IMPORTS).index(room)]), "in the order of floors"
+
+
+@pytest.mark.parametrize("name", PURE)
 def test_the_protocol_has_no_input_or_output(name: str) -> None:
     """So that a simulated clock and network run the very code that is deployed."""
-    imported = list(imports(ROOT / "peers" / f"{name}.py"))
+    modules = modules_of(name)
+    imported = [name for path in modules for name in imports(path)]
+    assert modules
     assert not {other for other in imported for module in INPUT_AND_OUTPUT if is_in(other, module)}
-    ours = {other.split(".")[1] for other in imported if is_in(other, "peers")}
-    assert ours <= {*PROTOCOL, "errors", "heartbeat", "workload"}
-
-
-def test_links_know_neither_the_protocol_nor_hivemind() -> None:
-    """Bytes between two peers: what they mean, and how the peers found each other, is the driver's business."""
-    links = [path for path in SOURCES if is_in(module_name(path), "peers.links")]
-    ours = {name.split(".")[1] for path in links for name in imports(path) if is_in(name, "peers")}
-    assert "links" in ours
-    assert not ours & ({*PROTOCOL, "driver"} - {"reach", "wire"})
-    assert not [name for name in ours if name.startswith("hivemind")]
+    assert not {"peers.log.files", "peers.log.folder", "peers.values.memory", "peers.values.clock"} & {
+        other.rpartition(".")[0] for other in imported
+    }
 
 
 def test_remote_storage_is_behind_one_module() -> None:
@@ -128,12 +130,7 @@ def test_remote_storage_is_behind_one_module() -> None:
 
 
 def test_no_peer_needs_the_simulation() -> None:
-    names = ("crowds", "history", "schedules", "simulated_peer", "simulation", "trace")
-    simulation = {f"peers.{name}" for name in names}
-    product = [path for path in SOURCES if module_name(path) not in simulation]
-    assert not {
-        module_name(path) for path in product if any(is_in(name, part) for name in imports(path) for part in simulation)
-    }
+    assert not importers("peers.simulator")
 
 
 def test_compiled_kernels_are_behind_their_wrapper() -> None:

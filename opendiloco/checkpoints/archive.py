@@ -20,27 +20,27 @@ from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
-from peers.buffers import PayloadBuffers
-from peers.driver import CALL, CALL_TIMEOUT
+from peers.driver.driver import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
-from peers.following import next_in_log
-from peers.headers import Past, add_headers_before, serve_headers
-from peers.heartbeat import Heartbeat, PeerState
-from peers.hivemind_transport import CallHandler, HivemindTransport
-from peers.identity import Identity
-from peers.lineage import RECENT_ENTRIES
-from peers.log import LogError
-from peers.log_folder import LogFolder
-from peers.manifest import SignedManifest
-from peers.membership import PARTICIPATING
-from peers.messages import Commit, Elsewhere, Inquire, Message, pack_message, unpack_message
-from peers.payloads import PayloadError, Payloads, serve_payloads
-from peers.snapshot_fetch import ask_offer, fetch_snapshot
-from peers.snapshots import Snapshot, SnapshotSource, serve_snapshots
-from peers.storage import FolderStorage
-from peers.streams import PeerUnreachableError, RefusalError
-from peers.wire import DIGEST_BYTES, WireError
-from peers.workload import SnapshotError
+from peers.log.folder import LogFolder
+from peers.log.lineage import RECENT_ENTRIES
+from peers.log.state import LogError
+from peers.net.transport import CallHandler, HivemindTransport
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.membership import PARTICIPATING
+from peers.protocol.messages import Commit, Elsewhere, Inquire, Message, pack_message, unpack_message
+from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.following import next_in_log
+from peers.transfer.headers import Past, add_headers_before, serve_headers
+from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
+from peers.transfer.snapshot_fetch import ask_offer, fetch_snapshot
+from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
+from peers.transfer.storage import FolderStorage
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
+from peers.values.wire import DIGEST_BYTES, WireError
+from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
-from peers.log_files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries, read_payload
-from peers.log_folder import LogFolderError
-from peers.workload import BadBlocksError, Blocks
+from peers.log.files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries, read_payload
+from peers.log.folder import LogFolderError
+from peers.values.workload import BadBlocksError, Blocks
 
 
 @dataclass

@@ -24,9 +24,9 @@ from opendiloco.checkpoints.files import kept
 from opendiloco.checkpoints.loading import index_after, metadata_of
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.checkpoints.writer import NOT_SAVED, NOT_SENT, SAVED, Job
-from peers.log import Header
-from peers.memory_file import MemoryFile
-from peers.signals import signals_held_back
+from peers.log.header import Header
+from peers.net.signals import signals_held_back
+from peers.transfer.memory_file import MemoryFile
 
 logger = logging.getLogger(__name__)
 

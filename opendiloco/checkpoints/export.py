@@ -15,10 +15,10 @@ from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.volunteer import working
 from peers.errors import ManifestError
-from peers.log import Header
-from peers.log_files import ENTRIES, read_entries
-from peers.log_folder import LogFolder
-from peers.workload import SnapshotError
+from peers.log.files import ENTRIES, read_entries
+from peers.log.folder import LogFolder
+from peers.log.header import Header
+from peers.values.workload import SnapshotError
 
 
 @dataclass(frozen=True)

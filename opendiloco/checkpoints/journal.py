@@ -13,8 +13,8 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from opendiloco.errors import MachineError
-from peers.log import Header
-from peers.wire import DIGEST_BYTES, pack, unpack
+from peers.log.header import Header
+from peers.values.wire import DIGEST_BYTES, pack, unpack
 
 
 class JournalLine(BaseModel):

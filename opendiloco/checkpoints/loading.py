@@ -19,9 +19,9 @@ from opendiloco.checkpoints.files import (
     sweep,
 )
 from opendiloco.errors import CheckpointError
-from peers.log import Header
-from peers.state_chunks import chunk_digests, digest_of_chunks
-from peers.wire import MESSAGE_LIMIT, WireError, pack, unpack
+from peers.log.header import Header
+from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
+from peers.values.wire import MESSAGE_LIMIT, WireError, pack, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,11 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from peers.buffers import empty
-from peers.log import Header, LogError, LogState
-from peers.log_folder import RunLog
-from peers.workload import BadBlocksError, Workload
+from peers.log.folder import RunLog
+from peers.log.header import Header
+from peers.log.state import LogError, LogState
+from peers.values.memory import empty
+from peers.values.workload import BadBlocksError, Workload
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
 from peers.errors import ManifestError
-from peers.manifest import SignedManifest
-from peers.remembered import FILE_NAME, RememberedPeers
+from peers.net.remembered import FILE_NAME, RememberedPeers
+from peers.values.manifest import SignedManifest
 
 logger = logging.getLogger(__name__)
 

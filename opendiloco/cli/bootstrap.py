@@ -61,8 +61,8 @@ def command(
 
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
-    from peers.bootstrap import run_bootstrap
     from peers.metrics import serve_metrics
+    from peers.net.bootstrap import run_bootstrap
 
     log.start("info")
     links = relay_settings(data_port, None if no_relay else relay_limit)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from opendiloco.outer.local_state import LocalState
     from opendiloco.run import Run
     from opendiloco.tracking import Audit, Disagreement, Patience, Reached
-    from peers.hivemind_transport import HivemindTransport
-    from peers.manifest import Invite
+    from peers.net.transport import HivemindTransport
+    from peers.values.manifest import Invite
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ async def follow(invite: Invite, plan: Plan, folder: Path | None, audit: Audit) 
     from opendiloco.run import find_run
     from opendiloco.tracking import unless_failed
     from opendiloco.volunteer import connected
-    from peers.identity import Identity
+    from peers.values.identity import Identity
 
     async with connected(Identity.generate(), invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
@@ -138,8 +138,8 @@ async def follow(invite: Invite, plan: Plan, folder: Path | None, audit: Audit) 
 
 async def track(run: Run, transport: HivemindTransport, plan: Plan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.tracking import Disagreement, Patience, Tracker
-    from peers.following import Following
-    from peers.storage import MemoryStorage
+    from peers.transfer.following import Following
+    from peers.transfer.storage import MemoryStorage
 
     poll = run.settings.timing.heartbeat
     total = run.config.total_outer_steps

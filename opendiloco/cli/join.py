@@ -139,7 +139,7 @@ def command(
     from opendiloco.volunteer import connected, volunteering
     from opendiloco.workers.trackers import tracking
     from peers.metrics import serve_metrics
-    from peers.throttle import Caps
+    from peers.streams.throttle import Caps
 
     console = None if plain or not sys.stdout.isatty() else start_console(log)
     if console is None:

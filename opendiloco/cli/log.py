@@ -15,7 +15,7 @@ from opendiloco.cli.options import FILE
 
 if TYPE_CHECKING:
     from opendiloco.run import Run
-    from peers.log_files import Entry
+    from peers.log.files import Entry
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
     """Print the entries of a log, one a line."""
     import json
 
-    from peers.log_files import ENTRIES, read_entries
+    from peers.log.files import ENTRIES, read_entries
 
     log.start()
     entries, problem = read_entries(find_log(run, folder) / ENTRIES)
@@ -100,8 +100,8 @@ def verify(
 def find_log(run: str | None, folder: Path | None) -> Path:
     """The log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
     from opendiloco.checkpoints.run_folder import RunFolder, default_state_folder
-    from peers.log_files import ENTRIES
-    from peers.manifest import Invite
+    from peers.log.files import ENTRIES
+    from peers.values.manifest import Invite
 
     if (run is None) == (folder is None):
         raise click.UsageError("say which log with either --run or --folder.")

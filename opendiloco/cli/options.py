@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from opendiloco.workers.options import WorkerOptions
+from peers.links.own_network import everywhere
 from peers.links.settings import LinkSettings
-from peers.own_network import everywhere
 
 if TYPE_CHECKING:
     from opendiloco.workers.trackers import Choice
-    from peers.manifest import Invite
+    from peers.values.manifest import Invite
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -173,7 +173,7 @@ WORKER_OPTIONS = (
 
 def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:
     """The run and all addresses we have for it. Raises: ManifestError; UsageError when there are no addresses."""
-    from peers.manifest import Invite
+    from peers.values.manifest import Invite
 
     invite = Invite.parse(run)
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))

@@ -39,7 +39,7 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
     from opendiloco.config.run_config import RunConfig
     from opendiloco.identity_file import load_identity
     from opendiloco.run import Run
-    from peers.manifest import Invite
+    from peers.values.manifest import Invite
 
     log.start()
     if not initial_peers:
@@ -139,9 +139,9 @@ def with_weights_named(config: RunConfig) -> RunConfig:
 async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
     """The addresses of the bootstrap nodes that remember the run now. Raises: SwarmUnreachableError if none does."""
     from opendiloco.volunteer import connected
-    from peers.bootstrap import announce_manifest
     from peers.errors import SwarmUnreachableError
-    from peers.identity import Identity
+    from peers.net.bootstrap import announce_manifest
+    from peers.values.identity import Identity
 
     async with connected(Identity.generate(), initial_peers, client_mode=True) as transport:
         kept = await announce_manifest(transport, run.manifest, initial_peers)

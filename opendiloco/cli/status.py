@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import Run
-    from peers.heartbeat import Heartbeat
-    from peers.hivemind_transport import HivemindTransport
-    from peers.manifest import Invite
+    from peers.net.transport import HivemindTransport
+    from peers.presence.heartbeat import Heartbeat
+    from peers.values.manifest import Invite
 
 WATCH_SECONDS = 1.0
 NOBODY = "no live peers: nobody trains in this run now"
@@ -53,7 +53,7 @@ async def show_status(invite: Invite, as_json: bool) -> None:
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
-    from peers.identity import Identity
+    from peers.values.identity import Identity
 
     agreement = Agreement()
     async with connected(Identity.generate(), invite.addresses, client_mode=True) as transport:
@@ -75,7 +75,7 @@ async def watch_status(invite: Invite) -> None:
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
-    from peers.identity import Identity
+    from peers.values.identity import Identity
 
     agreement = Agreement()
     async with connected(Identity.generate(), invite.addresses, client_mode=True) as transport:
@@ -90,7 +90,7 @@ async def watch_status(invite: Invite) -> None:
 
 async def live_heartbeats(transport: HivemindTransport, run: Run) -> list[Heartbeat]:
     """Of the peers that have not said goodbye; what has expired is not in the DHT any more."""
-    from peers.heartbeat import PeerState
+    from peers.presence.heartbeat import PeerState
 
     return [beat for beat in await transport.heartbeats(run.run_id) if beat.state is not PeerState.LEAVING]
 

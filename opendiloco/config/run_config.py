@@ -20,7 +20,7 @@ from opendiloco.config.errors import explain_toml_error, explain_validation_erro
 from opendiloco.config.optimizers import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
 from opendiloco.config.section import Digest, NotNegativeFloat, Positive, PositiveFloat, Seconds, Section, Seed
 from peers.errors import ManifestError
-from peers.settings import RunSettings, Timing
+from peers.log.settings import RunSettings, Timing
 
 
 class ModelSection(Section):

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from peers.leases import SampleRange
+from peers.values.leases import SampleRange
 
 FEISTEL_ROUNDS = 6
 

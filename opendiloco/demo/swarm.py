@@ -22,12 +22,12 @@ from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
 from opendiloco.screen import Row, is_finished, row_of
 from opendiloco.volunteer import connected, working
-from peers.bootstrap import announce_manifest
-from peers.heartbeat import Heartbeat, PeerState
-from peers.hivemind_daemon import sweep_sockets
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.membership import PARTICIPATING
+from peers.net.bootstrap import announce_manifest
+from peers.net.daemon import sweep_sockets
+from peers.net.transport import HivemindTransport
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.membership import PARTICIPATING
+from peers.values.identity import Identity
 
 DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from opendiloco.config.optimizers import AdamWSection
 from opendiloco.shared_memory import VALUE_BYTES, Vector
-from peers.workload import SnapshotError
+from peers.values.workload import SnapshotError
 
 NAMES = ("exp_avg", "exp_avg_sq")
 """What torch calls AdamW's two moments."""

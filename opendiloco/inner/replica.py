@@ -29,8 +29,8 @@ from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.packing import predicted_tokens, window_loss
 from opendiloco.model.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
-from peers.leases import SampleRange, prefix
-from peers.workload import SnapshotError, Trained
+from peers.values.leases import SampleRange, prefix
+from peers.values.workload import SnapshotError, Trained
 
 InnerStepDone = Callable[[int, float, float, int], None]
 """Called after each inner step that changed the weights: (steps done, its loss, its gradient's norm, samples done)."""

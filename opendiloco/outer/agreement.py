@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from peers.heartbeat import Heartbeat, PeerState
+from peers.presence.heartbeat import Heartbeat, PeerState
 
 
 class Agreement:

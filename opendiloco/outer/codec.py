@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from opendiloco import kernels
 from opendiloco.kernels import Format, Payload
 from opendiloco.shared_memory import Vector
-from peers.buffers import empty
-from peers.workload import BadBlocksError, Blocks
+from peers.values.memory import empty
+from peers.values.workload import BadBlocksError, Blocks
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.inner.moments import check_moments, moments_size
 from opendiloco.shared_memory import available_memory
 from opendiloco.workers.group import WorkerGroup
-from peers.workload import SnapshotError
+from peers.values.workload import SnapshotError
 
 
 class InnerState:
-    """Implements `peers.workload.CompanionState`. The state itself is in the workers, on their devices."""
+    """Implements `peers.values.workload.CompanionState`. The state itself is in the workers, on their devices."""
 
     def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
         assert isinstance(config.inner_optimizer, AdamWSection)

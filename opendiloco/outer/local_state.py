@@ -11,12 +11,13 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
-from peers.state_chunks import digest_of_state
-from peers.workload import Blocks, SnapshotError
+from peers.transfer.state_chunks import digest_of_state
+from peers.values.workload import Blocks, SnapshotError
 
 
 class LocalState:
-    """Implements `peers.workload.ReplicatedState`. Arithmetic runs in threads, so that the event loop never waits."""
+    """Implements `peers.values.workload.ReplicatedState`. Arithmetic runs in
+    threads, so that the event loop never waits."""
 
     def __init__(self, theta: Vector, config: RunConfig) -> None:
         """`theta` is used in place; momentum begins as zeros."""

@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from opendiloco.shared_memory import Vector
-from peers.workload import SnapshotError
+from peers.values.workload import SnapshotError
 
 FORMAT = {"format": "diloco-peer outer state, version 1"}
 SNAPSHOT_OVERHEAD = 4096  # bytes; safetensors' own header is a few hundred

@@ -15,7 +15,7 @@ from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.shared_memory import Vector
-from peers.state_chunks import digest_of_state
+from peers.transfer.state_chunks import digest_of_state
 
 
 class OuterState:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from opendiloco.model.export import RunFacts
 from opendiloco.workers.options import WorkerOptions
-from peers.leases import SampleRange
+from peers.values.leases import SampleRange
 
 LINE_LIMIT = 16 * 2**20
 

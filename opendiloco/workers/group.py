@@ -44,8 +44,8 @@ from opendiloco.workers.process import Answer, Descriptors, UnexpectedWorkerErro
 from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
-from peers.memory_file import MemoryFile
-from peers.workload import InnerLoop, Progress, SnapshotError, Trained
+from peers.transfer.memory_file import MemoryFile
+from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
 
 logger = logging.getLogger(__name__)
 

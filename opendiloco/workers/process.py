@@ -30,8 +30,8 @@ from opendiloco.workers.control import (
     parse_reply,
 )
 from peers.errors import DilocoPeerError, ManifestError
-from peers.signals import signals_held_back
-from peers.workload import SnapshotError
+from peers.net.signals import signals_held_back
+from peers.values.workload import SnapshotError
 
 OUTPUT_LINES_KEPT = 20
 CLOSE_SECONDS = 2.0

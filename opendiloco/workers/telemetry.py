@@ -13,7 +13,7 @@ from prometheus_client import Gauge
 
 from opendiloco.workers.control import TrainingDone, TrainingProgress
 from opendiloco.workers.trackers import Tracker
-from peers.heartbeat import HeldOut
+from peers.presence.heartbeat import HeldOut
 
 logger = logging.getLogger(__name__)
 

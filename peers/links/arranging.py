@@ -23,9 +23,9 @@ from peers.links.introductions import (
 )
 from peers.links.relays import Relay
 from peers.links.sockets import can_dial, parse_endpoint
-from peers.reach import Reach
-from peers.streams import PeerUnreachableError, RefusalError
-from peers.wire import pack, unpack_from
+from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.values.reach import Reach
+from peers.values.wire import pack, unpack_from
 
 if TYPE_CHECKING:
     from peers.links.links import Links

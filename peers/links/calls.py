@@ -14,8 +14,8 @@ from typing import Annotated, TypeAlias
 from pydantic import Field
 
 from peers.errors import RemoteProtocolError
-from peers.streams import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.wire import MESSAGE_LIMIT, Count, Value, pack, printable, unpack_from
+from peers.streams.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.values.wire import MESSAGE_LIMIT, Count, Value, pack, printable, unpack_from
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from peers.direct_reads import DirectReads
 from peers.errors import RemoteProtocolError
 from peers.links.credentials import Credentials, NotItsCertificateError, check, peer_id_of_certificate
 from peers.links.opening import Hello, pack_opening, send
 from peers.links.sockets import closed_on_failure, host_of_peer
 from peers.links.tls import TlsTransport, start_tls
-from peers.reach import Reach
-from peers.streams import Channel
-from peers.throttle import UNLIMITED, Throttle
+from peers.streams.channel import Channel
+from peers.streams.direct_reads import DirectReads
+from peers.streams.throttle import UNLIMITED, Throttle
+from peers.values.reach import Reach
 
 HANDSHAKE_TIMEOUT = 10.0  # seconds
 WRITE_BUFFER = 1 << 19  # bytes that wait for the kernel at most

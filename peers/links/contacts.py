@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from peers.heartbeat import Heartbeat, PeerState
 from peers.links.sockets import endpoint_of, parse_endpoint
+from peers.presence.heartbeat import Heartbeat, PeerState
 
 INTRODUCING_VOLUNTEERS = 2  # that a peer keeps links with for that, besides the invite's nodes
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from peers.identity import Identity, peer_id_of_key
+from peers.values.identity import Identity, peer_id_of_key
 
 CERTIFICATE_BYTES = 1024  # at most; ours have about 200
 CONTEXTS = 1024  # kept, one per peer

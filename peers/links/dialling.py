@@ -11,9 +11,9 @@ from peers.links.connection import HANDSHAKE_TIMEOUT, greet
 from peers.links.contacts import Contact, is_local
 from peers.links.link import CONNECTIONS
 from peers.links.sockets import dial
-from peers.reach import Reach
-from peers.streams import PeerUnreachableError, RefusalError
-from peers.wire import Value, pack, unpack_from
+from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.values.reach import Reach
+from peers.values.wire import Value, pack, unpack_from
 
 if TYPE_CHECKING:
     from peers.links.links import Links

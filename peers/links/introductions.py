@@ -22,14 +22,14 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.errors import RemoteProtocolError
-from peers.heartbeat import Endpoint
 from peers.links.connection import Connection, greet, welcome
 from peers.links.credentials import Credentials
 from peers.links.opening import Hello, Splice, Token, pack_opening, read_opening, send
 from peers.links.probing import probe
 from peers.links.sockets import closed_on_failure, dial
-from peers.reach import Reach
-from peers.wire import Count, PeerId, Value
+from peers.presence.heartbeat import Endpoint
+from peers.values.reach import Reach
+from peers.values.wire import Count, PeerId, Value
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager, suppress
 
 from peers import metrics
 from peers.errors import RemoteProtocolError
-from peers.lanes import MOST
 from peers.links.calls import CALLS, Caller
 from peers.links.connection import Connection
-from peers.reach import Reach
-from peers.streams import Channel, PeerRefusedError, PeerUnreachableError
-from peers.throttle import UNLIMITED, Throttle
+from peers.streams.channel import Channel, PeerRefusedError, PeerUnreachableError
+from peers.streams.lanes import MOST
+from peers.streams.throttle import UNLIMITED, Throttle
+from peers.values.reach import Reach
 
 logger = logging.getLogger(__name__)
 

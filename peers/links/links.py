@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peers.errors import RemoteProtocolError
-from peers.identity import Identity
 from peers.links.arranging import Arranging
 from peers.links.calls import CALLS, Answer, answer_calls
 from peers.links.connection import Connection, welcome
@@ -21,15 +20,16 @@ from peers.links.dialling import Dialling
 from peers.links.link import Link, Serve
 from peers.links.listener import Listener
 from peers.links.opening import Hello, Opening, Splice
-from peers.links.port_mapping import PortMapper
 from peers.links.probing import answer_probe
 from peers.links.relays import AskInfo, LinkInfo, Relays
 from peers.links.settings import LinkSettings
 from peers.links.sockets import raise_file_limit
 from peers.links.splicing import Splicer
-from peers.reach import Reach
-from peers.streams import Channel
-from peers.throttle import Throttle
+from peers.routers.port_mapping import PortMapper
+from peers.streams.channel import Channel
+from peers.streams.throttle import Throttle
+from peers.values.identity import Identity
+from peers.values.reach import Reach
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv6Address, IPv6Interface
 
-from peers.links.gateway import default_gateway
-from peers.own_network import SOMEWHERE, address_towards
+from peers.links.own_network import SOMEWHERE, address_towards
+from peers.routers.gateway import default_gateway
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from peers.errors import RemoteProtocolError
 from peers.links.credentials import CERTIFICATE_BYTES
-from peers.wire import PeerId, Value, WireError, pack, unpack
+from peers.values.wire import PeerId, Value, WireError, pack, unpack
 
 MAGIC = b"DLLK"
 VERSION = 1

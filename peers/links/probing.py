@@ -13,10 +13,10 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.errors import RemoteProtocolError
-from peers.heartbeat import Endpoint
 from peers.links.opening import PROBED_PORTS, Port, Probe, pack_opening, read_exactly, send
 from peers.links.sockets import can_dial, dial, endpoint_of, endpoint_of_peer, parse_endpoint
-from peers.wire import Value, WireError, pack, unpack
+from peers.presence.heartbeat import Endpoint
+from peers.values.wire import Value, WireError, pack, unpack
 
 LENGTH = struct.Struct(">H")
 ANSWER_BYTES = 1024

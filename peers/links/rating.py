@@ -11,7 +11,7 @@ import asyncio
 import time
 
 from peers.errors import RemoteProtocolError
-from peers.streams import Channel
+from peers.streams.channel import Channel
 
 RATING = "rating"
 FIRST, MOST = 1 << 16, 1 << 23  # bytes of one transfer

@@ -10,8 +10,8 @@ from peers.errors import RemoteProtocolError
 from peers.links.contacts import host_of
 from peers.links.probing import probe
 from peers.links.sockets import endpoint_of, parse_endpoint
-from peers.streams import PeerUnreachableError
-from peers.wire import Count, Value
+from peers.streams.channel import PeerUnreachableError
+from peers.values.wire import Count, Value
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from peers import metrics
 from peers.links.opening import TOKEN_BYTES, Splice
-from peers.throttle import Throttle
+from peers.streams.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.model.build import build_skeleton
 from opendiloco.reference import Reference, Work
-from peers.leases import SampleRange
+from peers.values.leases import SampleRange
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = {

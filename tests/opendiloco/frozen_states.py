@@ -11,11 +11,12 @@ import numpy as np
 from opendiloco.checkpoints.checkpointer import Plan
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.checkpoints.writer import Job
-from peers.leases import SampleRange
-from peers.log import Header, LogState, Member
-from peers.memory_file import MemoryFile
-from peers.state_chunks import digest_of_state
-from peers.wire import digest_of
+from peers.log.header import Header, Member
+from peers.log.state import LogState
+from peers.transfer.memory_file import MemoryFile
+from peers.transfer.state_chunks import digest_of_state
+from peers.values.leases import SampleRange
+from peers.values.wire import digest_of
 
 RUN = "tiny-" + "a" * 32
 VALUES = 300_000  # of each vector: 2.4 MB in all, so that there are three chunks

@@ -12,10 +12,11 @@ from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
-from peers.buffers import Payload
-from peers.leases import SampleRange
-from peers.log import Header, LogState, Member
-from peers.log_folder import RunLog
+from peers.log.folder import RunLog
+from peers.log.header import Header, Member
+from peers.log.payload import Payload
+from peers.log.state import LogState
+from peers.values.leases import SampleRange
 
 BLOCK_BYTES = kernels.INT8.block_bytes
 PEERS = "ab"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.agreement import Agreement
 from opendiloco.screen import peers_table, plain_line, row_of, short_name
-from peers.heartbeat import Heartbeat, PeerState
+from peers.presence.heartbeat import Heartbeat, PeerState
 
 
 def beat(peer: str, index: int, digest: int = 0, state: PeerState = PeerState.TRAINING) -> Heartbeat:

@@ -15,13 +15,14 @@ from opendiloco.checkpoints.archive import ArchivedRun
 from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
-from peers.buffers import Payload
-from peers.heartbeat import Heartbeat, PeerState
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.log import LogState, Member
-from peers.messages import Commit, Elsewhere, Inquire
-from peers.streams import RefusalError
+from peers.log.header import Member
+from peers.log.payload import Payload
+from peers.log.state import LogState
+from peers.net.transport import HivemindTransport
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.protocol.messages import Commit, Elsewhere, Inquire
+from peers.streams.channel import RefusalError
+from peers.values.identity import Identity
 
 VALUES = 3000
 NODE = Identity.generate()

@@ -24,8 +24,8 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model
 from opendiloco.run import Run
-from peers.identity import Identity
-from peers.log_folder import LogFolder
+from peers.log.folder import LogFolder
+from peers.values.identity import Identity
 from tests.opendiloco.recorded_run import BLOCK_BYTES, RecordedRun, record
 from tests.opendiloco.test_local_workload import StateOnly
 

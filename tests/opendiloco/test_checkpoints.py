@@ -11,7 +11,7 @@ from opendiloco.checkpoints.files import file_header, file_name, read_file_heade
 from opendiloco.checkpoints.loading import Checkpoints, metadata_of
 from opendiloco.checkpoints.writer import write_checkpoint
 from opendiloco.errors import CheckpointError
-from peers.state_chunks import chunk_digests
+from peers.transfer.state_chunks import chunk_digests
 from tests.opendiloco.frozen_states import RUN, FrozenState, frozen
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import peers.bootstrap
+import peers.net.bootstrap
 from opendiloco.cli import main
 from opendiloco.cli.options import relay_settings
 from peers import metrics
@@ -30,7 +30,7 @@ def test_a_bootstrap_node_relays_unless_told_otherwise(
     async def run_bootstrap(*arguments: object) -> None:
         seen.extend(arguments)
 
-    monkeypatch.setattr(peers.bootstrap, "run_bootstrap", run_bootstrap)
+    monkeypatch.setattr(peers.net.bootstrap, "run_bootstrap", run_bootstrap)
     done = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *options])
     assert done.exit_code == 0, done.output
     assert seen[-1] == links
@@ -44,7 +44,7 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return None
 
     served: list[int] = []
-    monkeypatch.setattr(peers.bootstrap, "run_bootstrap", run_bootstrap)
+    monkeypatch.setattr(peers.net.bootstrap, "run_bootstrap", run_bootstrap)
     monkeypatch.setattr(metrics, "serve_metrics", served.append)
     arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--metrics-port", "9000"]
     assert CliRunner().invoke(main, arguments).exit_code == 0

@@ -22,16 +22,16 @@ from opendiloco.model.export import RunFacts
 from opendiloco.outer.local_state import LocalState
 from opendiloco.run import Run
 from opendiloco.workers.control import Evaluated
-from peers.buffers import PayloadBuffers
 from peers.errors import DilocoPeerError
-from peers.headers import HEADERS, serve_headers
-from peers.heartbeat import Heartbeat
-from peers.identity import Identity
-from peers.manifest import Invite, SignedManifest
-from peers.payloads import serve_payloads
-from peers.snapshots import Snapshot, serve_snapshots
-from peers.state_chunks import chunk_digests
-from peers.wire import digest_of
+from peers.presence.heartbeat import Heartbeat
+from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.headers import HEADERS, serve_headers
+from peers.transfer.payloads import serve_payloads
+from peers.transfer.snapshots import Snapshot, serve_snapshots
+from peers.transfer.state_chunks import chunk_digests
+from peers.values.identity import Identity
+from peers.values.manifest import Invite, SignedManifest
+from peers.values.wire import digest_of
 from tests.opendiloco.recorded_run import RecordedRun, record
 from tests.peers.builders import beat
 from tests.peers.fakes import FakeTransport

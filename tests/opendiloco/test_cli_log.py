@@ -17,11 +17,11 @@ from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import initial_theta
 from opendiloco.run import Run
-from peers.buffers import Payload
-from peers.identity import Identity
-from peers.log_files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries
-from peers.log_folder import LogFolder
-from peers.wire import digest_of
+from peers.log.files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries
+from peers.log.folder import LogFolder
+from peers.log.payload import Payload
+from peers.values.identity import Identity
+from peers.values.wire import digest_of
 from tests.opendiloco.recorded_run import BLOCK_BYTES, RecordedRun, record
 
 ENTRIES_OF_RUN = 5

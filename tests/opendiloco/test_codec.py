@@ -5,8 +5,8 @@ import pytest
 
 from opendiloco.kernels import FORMATS, INT8, Format
 from opendiloco.outer.codec import BlockCodec
-from peers.chunks import parts_of, split_evenly
-from peers.workload import BadBlocksError
+from peers.values.chunks import parts_of, split_evenly
+from peers.values.workload import BadBlocksError
 
 VALUES = 5000  # four whole blocks and a short one
 

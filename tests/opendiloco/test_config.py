@@ -13,9 +13,9 @@ from opendiloco.config.data import DataSection
 from opendiloco.config.run_config import RoundsSection, RunConfig
 from opendiloco.run import Run
 from peers.errors import ManifestError
-from peers.heartbeat import Heartbeat
-from peers.identity import Identity
-from peers.settings import Timing
+from peers.log.settings import Timing
+from peers.presence.heartbeat import Heartbeat
+from peers.values.identity import Identity
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from opendiloco.workers.control import Failed, Train, parse_command, parse_reply
-from peers.leases import SampleRange
+from peers.values.leases import SampleRange
 from tests.opendiloco.trainings import training_done
 
 

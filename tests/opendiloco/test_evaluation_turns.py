@@ -15,12 +15,12 @@ from opendiloco.volunteer import RunWorkload
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.telemetry import Telemetry
-from peers.heartbeat import HeldOut
-from peers.leases import SampleRange
-from peers.workload import InnerLoop, Progress, Trained
+from peers.presence.heartbeat import HeldOut
+from peers.values.leases import SampleRange
+from peers.values.workload import InnerLoop, Progress, Trained
 from tests.opendiloco.trainings import NotingTracker
 from tests.peers.builders import LOG, beat
-from tests.peers.test_freezing import log_at
+from tests.peers.transfer.test_freezing import log_at
 
 
 def test_each_time_another_peer_evaluates_and_all_know_which() -> None:

@@ -13,7 +13,7 @@ from opendiloco.errors import MachineError
 from opendiloco.follower import fetch_state, new_folder
 from peers.errors import SwarmUnreachableError
 from tests.peers.builders import SETTINGS, beat
-from tests.peers.test_following import Donor, Run, Swarm
+from tests.peers.transfer.test_following import Donor, Run, Swarm
 
 
 def test_it_is_there_before_the_work_begins(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import pytest
 
 from opendiloco.checkpoints.journal import Journal
 from opendiloco.errors import MachineError
-from peers.leases import SampleRange
-from peers.log import LogState, Member
-from peers.wire import digest_of
+from peers.log.header import Member
+from peers.log.state import LogState
+from peers.values.leases import SampleRange
+from peers.values.wire import digest_of
 
 
 def test_what_was_appended_is_read_back(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.options import WorkerOptions
-from peers.leases import SampleRange
-from peers.state_chunks import digest_of_state
-from peers.workload import BadBlocksError, InnerLoop, Progress, SnapshotError, Trained, Workload
+from peers.transfer.state_chunks import digest_of_state
+from peers.values.leases import SampleRange
+from peers.values.workload import BadBlocksError, InnerLoop, Progress, SnapshotError, Trained, Workload
 
 OUTER_STEPS = [
     [Work("a", (SampleRange(0, 8),), 4), Work("b", (SampleRange(8, 16),), 4)],

@@ -10,8 +10,8 @@ import pytest
 
 from opendiloco.loop_worker import LoopWorker, OuterStep
 from opendiloco.shared_memory import SharedVectors
-from peers.leases import SampleRange
-from peers.workload import InnerLoop, Progress, Trained
+from peers.values.leases import SampleRange
+from peers.values.workload import InnerLoop, Progress, Trained
 
 LEASE = (SampleRange(0, 8),)
 TRAINED = Trained(LEASE, 80, 1.0)

@@ -19,7 +19,7 @@ from opendiloco.inner.replica import Replica
 from opendiloco.model.build import build_model, build_skeleton, layout_of
 from opendiloco.model.export import RunFacts, export_model
 from peers.errors import ManifestError
-from peers.leases import SampleRange
+from peers.values.leases import SampleRange
 
 FACTS = RunFacts(run_id="a", manifest_digest="00" * 32, outer_steps=1, tokens=1, peers=1, held_out_loss=1.0)
 SIZES = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

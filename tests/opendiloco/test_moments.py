@@ -17,8 +17,8 @@ from opendiloco.inner.moments import STEPS_LIMIT, Moments, check_moments, larges
 from opendiloco.outer import inner_state as inner_state_module
 from opendiloco.outer.inner_state import InnerState
 from opendiloco.workers.group import WorkerGroup
-from peers.leases import SampleRange
-from peers.workload import SnapshotError
+from peers.values.leases import SampleRange
+from peers.values.workload import SnapshotError
 from tests.opendiloco.test_replica import make_replica
 
 VALUES = 50

@@ -7,7 +7,7 @@ from blake3 import blake3
 from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection, OuterScheduleSection
 from opendiloco.outer.state import OuterState
-from peers.state_chunks import digest_of_state
+from peers.transfer.state_chunks import digest_of_state
 
 
 def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:

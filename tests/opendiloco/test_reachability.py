@@ -11,8 +11,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.agreement import Agreement
 from opendiloco.reachability import reach_lines, reachability
 from opendiloco.run import Run
-from peers.heartbeat import NAMED_PEERS, Heartbeat, PeerState
-from peers.identity import Identity
+from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
+from peers.values.identity import Identity
 
 PEER = Identity.generate().peer_id
 PUBLIC, HOME, LOCAL, IPV6 = "11.0.0.5:4000", "192.168.1.4:4000", "127.0.0.1:4000", "[2a0e::5]:4000"

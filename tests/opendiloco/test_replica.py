@@ -15,7 +15,7 @@ from opendiloco.inner.replica import Replica
 from opendiloco.model.build import build_model
 from opendiloco.model.packing import window_loss
 from opendiloco.shared_memory import Vector
-from peers.leases import SampleRange
+from peers.values.leases import SampleRange
 
 
 def make_replica(config: RunConfig) -> tuple[Replica, Vector]:

@@ -13,12 +13,12 @@ from opendiloco.checkpoints.resume import resume
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run
-from peers.buffers import Payload
-from peers.identity import Identity
-from peers.log_files import PAYLOADS, payload_path
-from peers.log_folder import LogFolder, MemoryLog
-from peers.wire import digest_of
-from peers.workload import SnapshotError
+from peers.log.files import PAYLOADS, payload_path
+from peers.log.folder import LogFolder, MemoryLog
+from peers.log.payload import Payload
+from peers.values.identity import Identity
+from peers.values.wire import digest_of
+from peers.values.workload import SnapshotError
 from tests.opendiloco.recorded_run import BLOCK_BYTES, RecordedRun, Saved, record
 from tests.opendiloco.test_local_workload import StateOnly
 

@@ -11,8 +11,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError
 from opendiloco.run import Run, find_run
 from peers.errors import ManifestError, SwarmUnreachableError
-from peers.identity import Identity
-from peers.manifest import SignedManifest
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
 
 
 class Network:

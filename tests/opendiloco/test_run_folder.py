@@ -11,7 +11,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
 from peers.errors import ManifestError
-from peers.identity import Identity
+from peers.values.identity import Identity
 
 
 @pytest.fixture

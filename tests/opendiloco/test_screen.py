@@ -7,8 +7,8 @@ from rich.console import Console
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.screen import Row, peers_table, plain_line, row_of, shown_state
-from peers.heartbeat import Heartbeat, PeerState
-from peers.identity import Identity
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.values.identity import Identity
 
 PEER = Identity.generate().peer_id
 

@@ -26,7 +26,7 @@ from opendiloco.model.shards import Shards, local_part, shard_rows
 from opendiloco.workers import assembly
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.options import WorkerOptions
-from peers.leases import SampleRange
+from peers.values.leases import SampleRange
 
 CPU = torch.device("cpu")
 LEASE = (SampleRange(0, 8),)

@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import save
 
 from opendiloco.outer.snapshot import decode_snapshot, encode_snapshot
-from peers.workload import SnapshotError
+from peers.values.workload import SnapshotError
 
 THETA = np.arange(10, dtype=np.float32)
 MOMENTUM = -THETA

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from opendiloco.workers.control import TrainingProgress
 from opendiloco.workers.telemetry import VALUES, Telemetry, values_of
-from peers.heartbeat import HeldOut
+from peers.presence.heartbeat import HeldOut
 from tests.opendiloco.trainings import NotingTracker, training_done
 
 EXPECTED = {

@@ -11,12 +11,12 @@ import pytest
 from opendiloco.errors import DisagreementError, MachineError
 from opendiloco.tracking import Audit, Disagreement, Reached, Tracker, state_for, unless_failed
 from peers.errors import LocalNetworkError, SwarmUnreachableError
-from peers.heartbeat import PeerState
-from peers.log import Position
-from peers.state_chunks import digest_of_state
-from peers.wire import digest_of
+from peers.log.header import Position
+from peers.presence.heartbeat import PeerState
+from peers.transfer.state_chunks import digest_of_state
+from peers.values.wire import digest_of
 from tests.peers.builders import beat
-from tests.peers.test_following import Donor, Run, Swarm
+from tests.peers.transfer.test_following import Donor, Run, Swarm
 
 POLL = 0.001  # seconds
 LIE = digest_of(b"lie")

@@ -30,8 +30,8 @@ from opendiloco.shared_memory import Vector
 from opendiloco.workers.control import StopTraining
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from peers.leases import SampleRange
-from peers.workload import InnerLoop, Progress
+from peers.values.leases import SampleRange
+from peers.values.workload import InnerLoop, Progress
 from tests.child_processes import child_processes
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]

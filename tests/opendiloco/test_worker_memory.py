@@ -16,8 +16,8 @@ from opendiloco.workers.control import Configure, Configured, Message, Train, Tr
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.process import Descriptors, WorkerDeathError, WorkerProcess
-from peers.leases import SampleRange
-from peers.workload import InnerLoop, Progress
+from peers.values.leases import SampleRange
+from peers.values.workload import InnerLoop, Progress
 from tests.opendiloco.trainings import training_done
 
 LEASE = (SampleRange(0, 4),)

@@ -20,9 +20,9 @@ from opendiloco.errors import DataError, MachineError, WorkerError
 from opendiloco.inner.moments import Moments, check_moments, moments_size
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from peers.leases import SampleRange
-from peers.signals import LEAVE_SIGNALS
-from peers.workload import InnerLoop, Progress, SnapshotError
+from peers.net.signals import LEAVE_SIGNALS
+from peers.values.leases import SampleRange
+from peers.values.workload import InnerLoop, Progress, SnapshotError
 from tests.child_processes import child_processes
 from tests.opendiloco.trainings import NotingTracker
 
@@ -35,8 +35,8 @@ import asyncio, json, os, sys
 from opendiloco.config.run_config import RunConfig
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from peers.leases import SampleRange
-from peers.workload import InnerLoop
+from peers.values.leases import SampleRange
+from peers.values.workload import InnerLoop
 
 async def main():
     config = RunConfig.from_manifest_content(json.loads(sys.argv[1]))

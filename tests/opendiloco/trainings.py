@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opendiloco.workers.control import TrainingDone
-from peers.leases import SampleRange
+from peers.values.leases import SampleRange
 
 
 def training_done(**changes: Any) -> TrainingDone:

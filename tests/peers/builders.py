@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from peers.chunks import PayloadSize, split_evenly
-from peers.election import take_order
-from peers.events import (
+from peers.log.header import Header, Member
+from peers.log.settings import RunSettings, Timing
+from peers.log.state import LogState
+from peers.presence.election import take_order
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.protocol.events import (
     Applied,
     Digested,
     Effect,
@@ -19,15 +22,13 @@ from peers.events import (
     Tick,
     TrainingDone,
 )
-from peers.heartbeat import Heartbeat, PeerState
-from peers.leases import Lease, SampleRange
-from peers.log import Header, LogState, Member
-from peers.messages import Adopt, Attempt, Begin, Commit, Held, LeaseGrant, Message, Ready, Round, Share
-from peers.peer import Peer
-from peers.settings import RunSettings, Timing
-from peers.states import State
-from peers.wire import digest_of
-from peers.workload import Trained
+from peers.protocol.messages import Adopt, Attempt, Begin, Commit, Held, LeaseGrant, Message, Ready, Round, Share
+from peers.protocol.peer import Peer
+from peers.protocol.states import State
+from peers.values.chunks import PayloadSize, split_evenly
+from peers.values.leases import Lease, SampleRange
+from peers.values.wire import digest_of
+from peers.values.workload import Trained
 
 RUN = "tiny"
 MANIFEST = digest_of(b"manifest")

@@ -7,10 +7,10 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from peers.reach import Reach
-from peers.state_chunks import digest_of_state
-from peers.streams import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
-from peers.workload import BadBlocksError, Blocks, InnerLoop, Progress, SnapshotError, Trained
+from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
+from peers.transfer.state_chunks import digest_of_state
+from peers.values.reach import Reach
+from peers.values.workload import BadBlocksError, Blocks, InnerLoop, Progress, SnapshotError, Trained
 from tests.peers.builders import SIZE
 
 BLOCK = SIZE.bytes // SIZE.chunks

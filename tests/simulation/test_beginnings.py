@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from peers.events import TokensLost
-from peers.settings import Timing
-from peers.simulation import Swarm
+from peers.log.settings import Timing
+from peers.protocol.events import TokensLost
+from peers.simulator.simulation import Swarm
 from tests.simulation.test_schedules import SETTINGS
 
 PEERS = 5

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from peers.events import Note, SendChunk, Trouble
-from peers.history import InvariantError
-from peers.log import Header, Member
-from peers.messages import Attempt, Begin, Commit, Held, Message, Ready
-from peers.schedule import Schedule
-from peers.settings import RunSettings, Timing
-from peers.simulation import REACH_DELAY, Faults, Pair, Swarm
-from peers.states import State
-from peers.wire import digest_of
+from peers.log.header import Header, Member
+from peers.log.settings import RunSettings, Timing
+from peers.protocol.events import Note, SendChunk, Trouble
+from peers.protocol.messages import Attempt, Begin, Commit, Held, Message, Ready
+from peers.protocol.schedule import Schedule
+from peers.protocol.states import State
+from peers.simulator.history import InvariantError
+from peers.simulator.simulation import REACH_DELAY, Faults, Pair, Swarm
+from peers.values.wire import digest_of
 
 TIMING = Timing()
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 1, TIMING)

@@ -12,10 +12,10 @@ from itertools import cycle
 
 import pytest
 
-from peers.leases import sample_count
-from peers.log import Header
-from peers.schedules import agreed
-from peers.simulation import Faults, Swarm
+from peers.log.header import Header
+from peers.simulator.schedules import agreed
+from peers.simulator.simulation import Faults, Swarm
+from peers.values.leases import sample_count
 from tests.simulation.test_schedules import SETTINGS, watched
 
 EPOCH = 4000

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from peers import joining, lineage
-from peers.history import InvariantError
-from peers.schedules import agreed
-from peers.simulated_peer import SimulatedPeer
-from peers.simulation import Swarm
+from peers.log import lineage
+from peers.protocol import joining
+from peers.simulator.history import InvariantError
+from peers.simulator.schedules import agreed
+from peers.simulator.simulated_peer import SimulatedPeer
+from peers.simulator.simulation import Swarm
 from tests.simulation.test_schedules import SETTINGS, Fetches, goes_on
 
 EVERY = 5

@@ -14,8 +14,10 @@ from itertools import count
 
 import pytest
 
-from peers.averaging import Averaging
-from peers.events import (
+from peers.log.header import Header
+from peers.log.settings import RunSettings, Timing
+from peers.protocol.averaging import Averaging
+from peers.protocol.events import (
     Dropped,
     Effect,
     Event,
@@ -27,18 +29,16 @@ from peers.events import (
     TokensLost,
     Undelivered,
 )
-from peers.exchange import Exchange
-from peers.history import InvariantError
-from peers.leader import Leader
-from peers.leases import SampleRange, sample_count
-from peers.log import Header
-from peers.messages import Adopt, Attempt, Begin, Commit, Complete, Message, Ready
-from peers.schedules import CALM, Blow, Plan, agreed, failure, live, plan, report, smallest
-from peers.settings import RunSettings, Timing
-from peers.simulated_peer import SimulatedPeer
-from peers.simulation import Faults, Swarm
-from peers.states import State
-from peers.wire import digest_of
+from peers.protocol.exchange import Exchange
+from peers.protocol.leader import Leader
+from peers.protocol.messages import Adopt, Attempt, Begin, Commit, Complete, Message, Ready
+from peers.protocol.states import State
+from peers.simulator.history import InvariantError
+from peers.simulator.schedules import CALM, Blow, Plan, agreed, failure, live, plan, report, smallest
+from peers.simulator.simulated_peer import SimulatedPeer
+from peers.simulator.simulation import Faults, Swarm
+from peers.values.leases import SampleRange, sample_count
+from peers.values.wire import digest_of
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING)

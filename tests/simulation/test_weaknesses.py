@@ -12,20 +12,28 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from peers.buffers import Payload
-from peers.events import Event, FetchSnapshot, HeartbeatsSeen, PayloadFetched, Received, ReducedArrived, TrainingDone
-from peers.heartbeat import Heartbeat, PeerState
-from peers.history import InvariantError
-from peers.log import Header, Member
-from peers.messages import Accuse, Attempt, Begin, Commit, Complete, Held, Message, Ready
-from peers.schedules import agreed
-from peers.settings import RunSettings, Timing
-from peers.simulated_peer import SimulatedPeer
-from peers.simulation import Swarm
-from peers.snapshot_fetch import Offered, choose
-from peers.snapshots import Offer
-from peers.states import State
-from peers.wire import digest_of
+from peers.log.header import Header, Member
+from peers.log.payload import Payload
+from peers.log.settings import RunSettings, Timing
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.protocol.events import (
+    Event,
+    FetchSnapshot,
+    HeartbeatsSeen,
+    PayloadFetched,
+    Received,
+    ReducedArrived,
+    TrainingDone,
+)
+from peers.protocol.messages import Accuse, Attempt, Begin, Commit, Complete, Held, Message, Ready
+from peers.protocol.states import State
+from peers.simulator.history import InvariantError
+from peers.simulator.schedules import agreed
+from peers.simulator.simulated_peer import SimulatedPeer
+from peers.simulator.simulation import Swarm
+from peers.transfer.snapshot_fetch import Offered, choose
+from peers.transfer.snapshots import Offer
+from peers.values.wire import digest_of
 from tests.simulation.test_broken_links import Tally
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)

@@ -22,9 +22,9 @@ from typing import Self
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.volunteer import connected
-from peers.bootstrap import announce_manifest
-from peers.identity import Identity
-from peers.manifest import Invite
+from peers.net.bootstrap import announce_manifest
+from peers.values.identity import Identity
+from peers.values.manifest import Invite
 from tests.child_processes import child_processes
 
 ROOT = Path(__file__).parent.parent.parent

@@ -20,17 +20,17 @@ from typing import Any
 import click
 
 from benchmarks.processes import say
-from peers import hivemind_presence
-from peers.driver import CALL, Driver
-from peers.events import ChunkSent, Event, ReducedArrived
-from peers.hivemind_daemon import Daemon
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.log import Header
-from peers.messages import Commit, unpack_message
-from peers.settings import RunSettings, Timing
-from peers.wire import digest_of
-from peers.workload import InnerLoop, Progress, Trained
+from peers.driver.driver import CALL, Driver
+from peers.log.header import Header
+from peers.log.settings import RunSettings, Timing
+from peers.net import foothold
+from peers.net.daemon import Daemon
+from peers.net.transport import HivemindTransport
+from peers.protocol.events import ChunkSent, Event, ReducedArrived
+from peers.protocol.messages import Commit, unpack_message
+from peers.values.identity import Identity
+from peers.values.wire import digest_of
+from peers.values.workload import InnerLoop, Progress, Trained
 from tests.swarm.vector_workload import VectorWorkload
 
 VALUES = 32 * 1024  # in 32 chunks
@@ -169,7 +169,7 @@ async def run_peer(identity: Identity, listen: str, contact: str | None) -> None
 @click.option("--listen", required=True)
 @click.option("--contact", help="Address of the bootstrap node.")
 def main(identity: Path, listen: str, contact: str | None) -> None:
-    hivemind_presence.LOOK_INTERVAL = 1.0  # a network that is back is noticed sooner than any user needs
+    foothold.LOOK_INTERVAL = 1.0  # a network that is back is noticed sooner than any user needs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     asyncio.run(run_peer(Identity.load_or_create(identity), listen, contact))
 

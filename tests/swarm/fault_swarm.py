@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import PeerProcess, gone
-from peers.hivemind_daemon import sweep_sockets
+from peers.net.daemon import sweep_sockets
 from tests.swarm.fault_peer import PEERS, Moment
 from tests.swarm.networks import Network, Place
 

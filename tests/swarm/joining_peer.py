@@ -20,20 +20,20 @@ from typing import Any
 import click
 
 from benchmarks.processes import say
-from peers.driver import Driver
-from peers.hivemind_daemon import Daemon
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.peer import Peer
-from peers.settings import RunSettings, Timing
-from peers.snapshots import SNAPSHOT, SnapshotRequest
-from peers.state_chunks import STATE_CHUNK, StateChunking
-from peers.states import State
-from peers.storage import FolderStorage, Storage
-from peers.streams import Buffer, PeerUnreachableError, Serve
-from peers.throttle import Caps
-from peers.wire import digest_of, unpack
-from peers.workload import CompanionState, InnerLoop, Progress, Trained
+from peers.driver.driver import Driver
+from peers.log.settings import RunSettings, Timing
+from peers.net.daemon import Daemon
+from peers.net.transport import HivemindTransport
+from peers.protocol.peer import Peer
+from peers.protocol.states import State
+from peers.streams.channel import Buffer, PeerUnreachableError, Serve
+from peers.streams.throttle import Caps
+from peers.transfer.snapshots import SNAPSHOT, SnapshotRequest
+from peers.transfer.state_chunks import STATE_CHUNK, StateChunking
+from peers.transfer.storage import FolderStorage, Storage
+from peers.values.identity import Identity
+from peers.values.wire import digest_of, unpack
+from peers.values.workload import CompanionState, InnerLoop, Progress, Trained
 from tests.swarm.vector_workload import VectorWorkload
 
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)

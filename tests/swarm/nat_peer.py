@@ -13,14 +13,14 @@ import sys
 import click
 
 from benchmarks.processes import say
-from peers.driver import Driver
-from peers.events import Event, ReducedArrived
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
+from peers.driver.driver import Driver
 from peers.links.settings import LinkSettings
-from peers.log import Header
-from peers.settings import RunSettings, Timing
-from peers.wire import digest_of
+from peers.log.header import Header
+from peers.log.settings import RunSettings, Timing
+from peers.net.transport import HivemindTransport
+from peers.protocol.events import Event, ReducedArrived
+from peers.values.identity import Identity
+from peers.values.wire import digest_of
 from tests.swarm.fault_peer import UnhurriedWorkload
 
 RELAYED_BYTES = 1e8  # a second

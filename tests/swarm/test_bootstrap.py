@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from peers import bootstrap
-from peers.bootstrap import ANNOUNCE_MANIFEST, announce_manifest, run_bootstrap
 from peers.errors import LocalNetworkError
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.manifest import SignedManifest
-from peers.streams import PeerRefusedError
+from peers.net import bootstrap
+from peers.net.bootstrap import ANNOUNCE_MANIFEST, announce_manifest, run_bootstrap
+from peers.net.transport import HivemindTransport
+from peers.streams.channel import PeerRefusedError
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
 
 pytestmark = pytest.mark.swarm
 
@@ -176,8 +176,8 @@ def test_unusable_directory_is_named(tmp_path: Path) -> None:
 WITHOUT_TORCH = """
 import asyncio, sys, tempfile
 from pathlib import Path
-from peers.bootstrap import run_bootstrap
-from peers.identity import Identity
+from peers.net.bootstrap import run_bootstrap
+from peers.values.identity import Identity
 
 async def main():
     stop = asyncio.Event()

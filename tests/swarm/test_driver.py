@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from peers.driver import Driver
-from peers.events import ChunkSent, Event, OpenRound, SendChunk
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.log import Header
-from peers.messages import Attempt
-from peers.settings import RunSettings, Timing
-from peers.wire import digest_of
+from peers.driver.driver import Driver
+from peers.log.header import Header
+from peers.log.settings import RunSettings, Timing
+from peers.net.transport import HivemindTransport
+from peers.protocol.events import ChunkSent, Event, OpenRound, SendChunk
+from peers.protocol.messages import Attempt
+from peers.values.identity import Identity
+from peers.values.wire import digest_of
 from tests.swarm.vector_workload import VectorWorkload
 
 pytestmark = pytest.mark.swarm

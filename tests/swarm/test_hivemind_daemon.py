@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from peers import hivemind_daemon
 from peers.errors import LocalNetworkError
-from peers.hivemind_daemon import P2P, Daemon, Position, start_daemon, stop_daemon
-from peers.identity import Identity
+from peers.net import daemon
+from peers.net.daemon import P2P, Daemon, Position, start_daemon, stop_daemon
+from peers.values.identity import Identity
 
 pytestmark = pytest.mark.swarm
 
@@ -54,12 +54,12 @@ def test_a_daemon_that_cannot_be_run(
 
 def test_a_socket_whose_owner_is_about_to_listen_is_not_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Regression: between bind and listen a socket refuses like a dead one."""
-    monkeypatch.setattr(hivemind_daemon, "SOCKET_PREFIX", str(tmp_path / "x-"))
+    monkeypatch.setattr(daemon, "SOCKET_PREFIX", str(tmp_path / "x-"))
     path = str(tmp_path / "x-p2pd-1.sock")
     with socket.socket(socket.AF_UNIX) as new, socket.socket(socket.AF_UNIX) as client:
         new.bind(path)
-        hivemind_daemon.sweep_sockets()
+        daemon.sweep_sockets()
         new.listen()
         client.connect(path)
-    hivemind_daemon.sweep_sockets()
+    daemon.sweep_sockets()
     assert not os.path.exists(path), "now it is deserted"

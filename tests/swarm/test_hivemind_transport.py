@@ -19,23 +19,23 @@ from typing import TypeVar
 import pytest
 from prometheus_client import REGISTRY
 
-from peers import hivemind_presence
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, SwarmUnreachableError
-from peers.heartbeat import Heartbeat, PeerState
-from peers.hivemind_daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
-from peers.hivemind_transport import PROTOCOL_PREFIX, HivemindTransport
-from peers.identity import Identity
 from peers.links import arranging
 from peers.links.contacts import Contact
 from peers.links.settings import LinkSettings
-from peers.manifest import SignedManifest
-from peers.reach import Reach
-from peers.records import heartbeats_key
-from peers.streams import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.throttle import Caps
-from peers.wire import MESSAGE_LIMIT
+from peers.net import foothold
+from peers.net.daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
+from peers.net.records import heartbeats_key
+from peers.net.transport import PROTOCOL_PREFIX, HivemindTransport
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.streams.channel import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.streams.throttle import Caps
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
+from peers.values.reach import Reach
+from peers.values.wire import MESSAGE_LIMIT
 from tests.child_processes import child_processes
-from tests.peers.test_chunk_streams import Inbox, Outbox
+from tests.peers.streams.test_chunk_streams import Inbox, Outbox
 
 pytestmark = pytest.mark.swarm
 
@@ -164,7 +164,7 @@ def test_heartbeats_are_seen_by_everybody_and_only_move_forward() -> None:
 
 def test_a_frozen_node_makes_nobody_deaf() -> None:
     """Regression: a beat that is cut off while it waits for a silent node never learns that the node is silent."""
-    expiry = 3.0  # at which beats are cut off; less than hivemind_node.DHT_WAIT
+    expiry = 3.0  # at which beats are cut off; less than node.DHT_WAIT
 
     async def main() -> None:
         identity = Identity.generate()
@@ -464,7 +464,7 @@ def test_garbage_on_a_stream_is_dropped(caplog: pytest.LogCaptureFixture) -> Non
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    assert all(record.name == "peers.hivemind_transport" for record in caplog.records)
+    assert all(record.name == "peers.net.transport" for record in caplog.records)
     assert all("dropped a chunks stream: peer " in record.message for record in caplog.records)
     assert len(caplog.records) == 2
     assert REGISTRY.get_sample_value("diloco_peer_dropped_total", {"what": "stream"}) == before + 2
@@ -610,7 +610,7 @@ def test_malformed_addresses_are_named() -> None:
 
 
 def test_lost_bootstrap_node_is_greeted_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hivemind_presence, "LOOK_INTERVAL", 0.1)
+    monkeypatch.setattr(foothold, "LOOK_INTERVAL", 0.1)
 
     async def main() -> None:
         boot, volunteer = Identity.generate(), Identity.generate()
@@ -651,8 +651,8 @@ def test_death_of_the_daemon_is_noticed() -> None:
 
 KILLED = """
 import asyncio
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
+from peers.net.transport import HivemindTransport
+from peers.values.identity import Identity
 
 async def main():
     node = await HivemindTransport.create(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))

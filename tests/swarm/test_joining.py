@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import PeerProcess, gone
-from peers.download import RANGES
-from peers.driver import Driver
-from peers.hivemind_daemon import sweep_sockets
-from peers.hivemind_transport import HivemindTransport
-from peers.identity import Identity
-from peers.storage import FolderStorage, Storage
-from peers.streams import Buffer
+from peers.driver.driver import Driver
+from peers.net.daemon import sweep_sockets
+from peers.net.transport import HivemindTransport
+from peers.streams.channel import Buffer
+from peers.transfer.download import RANGES
+from peers.transfer.storage import FolderStorage, Storage
+from peers.values.identity import Identity
 from tests.swarm.joining_peer import (
     CHUNKS,
     LOCAL,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import PeerProcess
-from peers.own_network import everywhere
-from peers.reach import Reach
+from peers.links.own_network import everywhere
+from peers.values.reach import Reach
 from tests.swarm.routers import Internet, Kind, Machine
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]

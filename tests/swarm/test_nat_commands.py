@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.checkpoints.journal import Journal
-from peers.log import Header
+from peers.log.header import Header
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import SECONDS, Command, Site, create_run, eventually
 from tests.swarm.routers import Internet, Kind, Machine

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from peers.hivemind_node import HivemindNode
-from peers.identity import Identity
-from peers.manifest import SignedManifest
+from peers.net.node import HivemindNode
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
 
 pytestmark = pytest.mark.swarm
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.cli.exit_codes import EXIT_CODES
-from peers.identity import Identity
+from peers.values.identity import Identity
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, bootstrap, create_run
 

@@ -11,9 +11,9 @@ from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.kernels import INT8
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
-from peers.leases import sample_count
-from peers.state_chunks import digest_of_state
-from peers.workload import Blocks, InnerLoop, Progress, SnapshotError, Trained
+from peers.transfer.state_chunks import digest_of_state
+from peers.values.leases import sample_count
+from peers.values.workload import Blocks, InnerLoop, Progress, SnapshotError, Trained
 
 VALUES = 5000
 

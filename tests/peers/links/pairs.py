@@ -8,11 +8,11 @@ import os
 import socket
 from functools import lru_cache
 
-from peers.identity import Identity
 from peers.links.connection import Connection, greet, welcome
 from peers.links.credentials import Credentials
 from peers.links.opening import Hello, read_opening
-from peers.reach import Reach
+from peers.values.identity import Identity
+from peers.values.reach import Reach
 
 
 @lru_cache

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
 from peers.links.calls import ASKED_AT_ONCE, HELD_BYTES, Answer, Caller, Question, Verdict, answer_calls
-from peers.streams import STALL_TIMEOUT, Channel, PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.wire import MESSAGE_LIMIT, pack, unpack
-from tests.peers.test_streams import channels, send_raw
-from tests.peers.test_throttle import now, simulate
+from peers.streams.channel import STALL_TIMEOUT, Channel, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.values.wire import MESSAGE_LIMIT, pack, unpack
+from tests.peers.streams.test_channel import channels, send_raw
+from tests.peers.streams.test_throttle import now, simulate
 
 ERRORS = (RemoteProtocolError, EOFError, OSError)
 

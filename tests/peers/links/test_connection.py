@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from peers.errors import RemoteProtocolError
 from peers.links.connection import HANDSHAKE_TIMEOUT, Connection, greet, welcome
 from peers.links.opening import Hello
-from peers.reach import Reach
+from peers.values.reach import Reach
 from tests.peers.links.pairs import answer_greeting, connected, credentials_of, open_files, socket_pair
-from tests.peers.test_throttle import now, simulate
+from tests.peers.streams.test_throttle import now, simulate
 
 LEFT, RIGHT = credentials_of("left"), credentials_of("right")
 

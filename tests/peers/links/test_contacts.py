@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from peers.heartbeat import Heartbeat, PeerState
 from peers.links.contacts import Contact, contacts_of, host_of, is_local, own_endpoints, public_only
+from peers.presence.heartbeat import Heartbeat, PeerState
 from tests.peers.builders import beat, first_log
 
 

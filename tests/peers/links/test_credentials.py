@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
-from peers.identity import Identity
 from peers.links import credentials
 from peers.links.connection import Connection, greet, welcome
 from peers.links.credentials import Credentials, NotItsCertificateError, peer_id_of_certificate
 from peers.links.opening import Hello, read_opening
 from peers.links.tls import TlsTransport, start_tls
-from peers.reach import Reach
+from peers.values.identity import Identity
+from peers.values.reach import Reach
 from tests.peers.links.pairs import connected, credentials_of, open_files, socket_pair
-from tests.peers.test_throttle import simulate
+from tests.peers.streams.test_throttle import simulate
 
 ME, OTHER, IMPOSTOR = (credentials_of(name) for name in ("me", "other", "impostor"))
 

@@ -10,17 +10,17 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.identity import Identity
 from peers.links import link as links_link
 from peers.links.calls import CALLS, answer_calls
 from peers.links.connection import Connection
 from peers.links.credentials import Credentials
 from peers.links.link import CONNECTIONS, DIAL_PAUSE, OPEN_TIMEOUT, Link
-from peers.reach import Reach
-from peers.streams import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.throttle import UNLIMITED
+from peers.streams.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.streams.throttle import UNLIMITED
+from peers.values.identity import Identity
+from peers.values.reach import Reach
 from tests.peers.links.pairs import connected, credentials_of
-from tests.peers.test_throttle import now, simulate
+from tests.peers.streams.test_throttle import now, simulate
 
 US, THEM = credentials_of("us"), credentials_of("them")
 

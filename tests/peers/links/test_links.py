@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from peers.identity import Identity
 from peers.links import arranging, introductions, links
 from peers.links.arranging import INTRODUCE, MEET
 from peers.links.connection import greet
@@ -25,10 +24,11 @@ from peers.links.probing import Seen, probe
 from peers.links.relays import LinkInfo
 from peers.links.settings import LinkSettings
 from peers.links.sockets import dial, listen
-from peers.reach import Reach
-from peers.streams import Channel, PeerUnreachableError, RefusalError
-from peers.throttle import UNLIMITED
-from peers.wire import pack, unpack
+from peers.streams.channel import Channel, PeerUnreachableError, RefusalError
+from peers.streams.throttle import UNLIMITED
+from peers.values.identity import Identity
+from peers.values.reach import Reach
+from peers.values.wire import pack, unpack
 from tests.peers.links.pairs import open_files, sorted_identities
 
 DEADLINE = 60.0  # seconds

@@ -23,7 +23,7 @@ from peers.links.opening import (
     read_opening,
 )
 from tests.peers.links.pairs import socket_pair
-from tests.peers.test_throttle import simulate
+from tests.peers.streams.test_throttle import simulate
 
 OPENINGS: list[Opening] = [
     Hello(to="a" * 52, certificate=b"certificate", is_yours=True),

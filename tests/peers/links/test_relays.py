@@ -6,7 +6,7 @@ import asyncio
 
 from peers.errors import RemoteProtocolError
 from peers.links.relays import KNOWN, LinkInfo, Relays
-from peers.streams import PeerUnreachableError
+from peers.streams.channel import PeerUnreachableError
 
 
 class Nodes:

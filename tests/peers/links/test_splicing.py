@@ -13,7 +13,7 @@ from peers.links import splicing
 from peers.links.opening import Splice
 from peers.links.splicing import TOKEN_LIFETIME, Splicer
 from tests.peers.links.pairs import open_files, socket_pair
-from tests.peers.test_throttle import now, simulate
+from tests.peers.streams.test_throttle import now, simulate
 
 DEADLINE = 100.0  # simulated seconds
 

@@ -12,7 +12,7 @@ import pytest
 
 from peers.links.tls import CIPHERTEXT, TlsTransport, start_tls
 from tests.peers.links.pairs import credentials_of, open_files, socket_pair
-from tests.peers.test_throttle import simulate
+from tests.peers.streams.test_throttle import simulate
 
 ME, OTHER = (credentials_of(name) for name in ("me", "other"))
 SOME = random.Random(7).randbytes(3 * CIPHERTEXT + 12_345)

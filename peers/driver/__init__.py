@@ -1,0 +1,1 @@
+"""Runs one peer's protocol on a real network: carries out its effects, and tells it what happened."""

@@ -1,0 +1,121 @@
+"""A peer's heartbeat: what it says of itself, and what it hears from the others."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Coroutine
+from typing import Protocol
+
+from peers import metrics
+from peers.presence.heartbeat import Heartbeat, HeldOut, name_peers
+from peers.protocol.peer import Peer
+from peers.protocol.states import SHOWN_AS
+from peers.values.clock import now
+from peers.values.identity import Identity
+from peers.values.wire import printable
+
+REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
+SHARE_FOR_SILENCE = 0.25
+"""Of a heartbeat's expiry, how long a beat may wait for a DHT node that is silent. A beat has two such waits at most,
+and others must still see it in time: one machine that is frozen must not make all others deaf to each other."""
+
+
+class PulseTransport(Protocol):
+    addresses: tuple[str, ...]
+
+    @property
+    def endpoints(self) -> tuple[str, ...]: ...
+    @property
+    def relays(self) -> tuple[str, ...]: ...
+    async def spread(self, heartbeat: bytes) -> None: ...
+    def expect_answers_within(self, seconds: float) -> None: ...
+    async def refresh_addresses(self) -> tuple[str, ...]: ...
+    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool: ...
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
+
+
+class Pulse:
+    """Makes, signs and publishes one peer's heartbeats, and collects everybody's."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        identity: Identity,
+        transport: PulseTransport,
+        start: Callable[[Coroutine[None, None, None]], object],
+    ) -> None:
+        """`start` runs something beside us: connecting to a peer that is gone takes long, and a beat must not wait."""
+        self._peer = peer
+        self._identity = identity
+        self._transport = transport
+        self._start = start
+        self._sequence = 0
+        self._beats = 0
+        self.held_out: HeldOut | None = None
+        self._connected: set[str] = set()
+        transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
+
+    async def beat(self) -> tuple[Heartbeat, ...]:
+        """Publish ours; returns the newest of every peer, and begins to connect to those that are new."""
+        if self._beats % REFRESH_BEATS == 0:
+            await self._transport.refresh_addresses()
+        self._beats += 1
+        await self.publish()
+        heartbeats = await self._transport.heartbeats(self._peer.settings.run)
+        self._connected &= {heartbeat.peer for heartbeat in heartbeats}
+        for stranger in heartbeats:
+            if stranger.peer not in self._connected | {self._peer.me}:
+                self._connected.add(stranger.peer)
+                self._start(self._connect(stranger))
+        self._measure()
+        return tuple(heartbeats)
+
+    async def publish(self) -> None:
+        """Tell the DHT, and those that we have links with: the run goes on where there is no DHT any more."""
+        signed = self.signed_heartbeat()
+        self._start(self._transport.spread(signed))
+        await self._transport.publish(signed, self._peer.settings.run)
+
+    def heartbeat(self) -> Heartbeat:
+        """What there is to say about this peer now. Never the same twice: the sequence grows."""
+        self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
+        peer, progress, log = self._peer, self._peer.progress, self._peer.settled
+        return Heartbeat(
+            run=peer.settings.run,
+            peer=peer.me,
+            sequence=self._sequence,
+            lifetime=peer.settings.timing.heartbeat_expiry * 2,
+            state=SHOWN_AS[peer.state],
+            index=log.position.index,
+            head=log.position.head,
+            state_digest=peer.state_digest,
+            lineage_tokens=log.lineage_tokens,
+            inner_step=progress.inner_step if progress else 0,
+            tokens_per_second=progress.tokens_per_second if progress else 0.0,
+            loss=progress.loss if progress else None,
+            speed=peer.speed,
+            addresses=self._transport.addresses,
+            roster_size=len(log.roster),
+            held_out=self.held_out,
+            endpoints=self._transport.endpoints,
+            relays=self._transport.relays,
+            relayed=name_peers(peer.reachability.relayed),
+            unreached=name_peers(peer.unreached),
+            trouble=printable(peer.trouble),
+        )
+
+    def signed_heartbeat(self) -> bytes:
+        return self.heartbeat().sign(self._identity)
+
+    async def _connect(self, stranger: Heartbeat) -> None:
+        if not await self._transport.connect(stranger.peer, stranger.addresses):
+            self._connected.discard(stranger.peer)
+
+    def _measure(self) -> None:
+        metrics.OUTER_STEP.set(self._peer.log.position.index)
+        metrics.LIVE_PEERS.set(len(self._peer.membership.live(now())))
+        progress = self._peer.progress
+        metrics.TOKENS_PER_SECOND.set(progress.tokens_per_second if progress else 0)
+        metrics.LOSS.set(math.nan if progress is None or progress.loss is None else progress.loss)

@@ -1,0 +1,66 @@
+"""Keeps one peer's log: every entry that it applies and, bit by bit, the headers of those before it came."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+
+from peers.errors import RemoteProtocolError
+from peers.log.folder import LogFolderError, RunLog
+from peers.log.header import Header
+from peers.log.payload import Payload
+from peers.log.state import LogError
+from peers.protocol.peer import Peer
+from peers.streams.channel import PeerUnreachableError
+from peers.transfer.donors import CHANCE, shuffled
+from peers.transfer.download import PullTransport
+from peers.transfer.headers import add_headers_before
+from peers.values.clock import now
+
+logger = logging.getLogger(__name__)
+
+FINISH_TIMEOUT = 10.0  # seconds
+
+
+class Recorder:
+    """Writes beside everything else, one entry after another."""
+
+    def __init__(
+        self,
+        log: RunLog,
+        peer: Peer,
+        transport: PullTransport,
+        start: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+    ) -> None:
+        self._log = log
+        self._peer = peer
+        self._transport = transport
+        self._start = start
+        self._turn = asyncio.Lock()
+        self._last: asyncio.Task[None] | None = None
+
+    def add(self, header: Header, state_digest: bytes, payload: Payload) -> None:
+        self._last = self._start(self._add(header, state_digest, payload))
+
+    async def finish(self) -> None:
+        """Wait for what has been added, within seconds."""
+        if self._last is not None:
+            await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
+
+    async def _add(self, header: Header, state_digest: bytes, payload: Payload) -> None:
+        async with self._turn:
+            try:
+                await asyncio.to_thread(self._log.append, header, state_digest, payload)
+            except LogFolderError as error:  # the run goes on all the same
+                logger.warning("entry %d is not kept: %s", header.index, error)
+            if self._log.first:
+                await self._add_headers_before()
+
+    async def _add_headers_before(self) -> None:
+        live = self._peer.membership.live(now())
+        for donor in shuffled(self._transport, live, CHANCE):
+            with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
+                if await add_headers_before(self._transport, donor, self._log):
+                    return

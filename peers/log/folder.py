@@ -1,0 +1,254 @@
+"""The entries of a run that one peer has: to resume from, to serve to others, and to look at afterwards.
+
+On disk a log is a folder with `entries.jsonl` and `payloads/<index>-<digest>.payload`. It may lack its beginning, where
+the peer joined in the middle, and payloads that a checkpoint covers.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from peers.errors import DilocoPeerError
+from peers.log.files import (
+    ENTRIES,
+    PAYLOADS,
+    SUFFIX,
+    Entry,
+    index_of,
+    payload_path,
+    read_entries,
+    read_payload,
+    remove_partial,
+    write_whole,
+)
+from peers.log.header import Header
+from peers.log.payload import KeptPayloads, Payload
+from peers.log.state import LogError, LogState
+
+logger = logging.getLogger(__name__)
+
+KEPT_BYTES = 1 << 30  # of payloads in a log without a disk
+
+
+class LogFolderError(DilocoPeerError):
+    """The folder of a log cannot be used: no such place, no permission, no space."""
+
+    exit_code = 6
+
+
+class RunLog(ABC):
+    """Consecutive entries of one lineage, from `first` on. Headers are kept as packed: 150 bytes or so per member."""
+
+    def __init__(self, empty_log: LogState, entries: Iterable[Entry] = ()) -> None:
+        self.empty_log = empty_log
+        self._entries = list(entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def first(self) -> int:
+        """Index of the first entry that is here; 0 if none is."""
+        return self._entries[0].index if self._entries else 0
+
+    @property
+    def next_index(self) -> int:
+        """Index of the entry that comes next."""
+        return self.first + len(self._entries)
+
+    def headers(self, first: int, last: int) -> list[Header]:
+        """Those of the entries [first, last) that are here."""
+        start = self.first
+        return [entry.header for entry in self._entries[max(0, first - start) : max(0, last - start)]]
+
+    def header_at(self, index: int) -> Header | None:
+        entry = self._at(index)
+        return None if entry is None else entry.header
+
+    def state_digest_at(self, index: int) -> bytes | None:
+        """The digest of the state after the entry, if both are here."""
+        entry = self._at(index)
+        return None if entry is None else entry.state_digest
+
+    def append(self, header: Header, state_digest: bytes | None, payload: Payload | None) -> None:
+        """Add an entry that was applied. One that is already here gets what it lacked.
+
+        An entry of another lineage takes the place of all from there on. If what leads up to it is not here, the log
+        begins anew with it.
+
+        Raises: LogError when that is not its payload; LogFolderError when the disk does not take it. The entry is in
+        the log all the same, and the next one that is appended writes it again.
+        """
+        if payload is not None and payload.digest != header.payload:
+            raise LogError(f"entry {header.index} has another payload")
+        try:
+            self._add(header, Entry.of(header, state_digest))
+        finally:
+            if payload is not None:
+                self._keep(header.index, payload)
+
+    def prepend(self, headers: Sequence[Header]) -> None:
+        """Add headers that lead up to `first`. Their digests vouch for them, so they may come from anybody.
+
+        Raises: LogError, and changes nothing, when they do not; LogFolderError.
+        """
+        if not headers:
+            return
+        entries = [Entry.of(header, None) for header in headers]
+        following = [*headers[1:], *self.headers(self.first, self.first + 1)]
+        if not self._entries or any(
+            header.index != entry.index + 1 or header.previous != entry.digest
+            for entry, header in zip(entries, following, strict=True)
+        ):
+            raise LogError(f"these headers do not lead up to entry {self.first}")
+        if headers[0].index == 0 and headers[0].previous != self.empty_log.manifest_digest:
+            raise LogError("the first of these headers does not follow from the manifest")
+        self._entries = [*entries, *self._entries]
+        self._save()
+
+    @abstractmethod
+    def payload(self, digest: bytes) -> Payload | None:
+        """The payload with that digest, if it is here. May take as long as digesting it does."""
+
+    @abstractmethod
+    def prune(self, before: int) -> None:
+        """Drop the payloads of entries with an index less than `before`. Raises: LogFolderError."""
+
+    @abstractmethod
+    def _keep(self, index: int, payload: Payload) -> None: ...
+
+    @abstractmethod
+    def _save(self, appended: Entry | None = None) -> None:
+        """The entries have changed; if `appended` is given, by this one at their end alone."""
+
+    def _at(self, index: int) -> Entry | None:
+        place = index - self.first
+        return self._entries[place] if 0 <= place < len(self._entries) else None
+
+    def _add(self, header: Header, entry: Entry) -> None:
+        place = header.index - self.first
+        known = self._at(header.index)
+        if known and known.packed == entry.packed:
+            if entry.state_digest and not known.state_digest:
+                self._entries[place] = entry
+                self._save()
+            return
+        before = self._at(header.index - 1)
+        if before is None or before.digest != header.previous:
+            self._entries = []
+        elif known is None:
+            self._entries.append(entry)
+            self._save(entry)
+            return
+        self._entries = [*self._entries[: max(0, place)], entry]
+        self._save()
+
+
+class MemoryLog(RunLog):
+    """For a peer without a disk: it keeps the newest payloads, `kept_bytes` of them but a few at least."""
+
+    def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
+        super().__init__(empty_log)
+        self._payloads = KeptPayloads(kept_bytes)
+
+    def payload(self, digest: bytes) -> Payload | None:
+        return self._payloads.get(digest)
+
+    def prune(self, before: int) -> None:
+        """Nothing is dropped but for the room that it takes."""
+
+    def _keep(self, index: int, payload: Payload) -> None:
+        self._payloads.keep(payload)
+
+    def _save(self, appended: Entry | None = None) -> None:
+        pass
+
+
+class LogFolder(RunLog):
+    """On disk, for one process at a time; its methods are for one thread at a time, but `payload` for any."""
+
+    def __init__(self, path: Path, empty_log: LogState, block_bytes: int, entries: Iterable[Entry]) -> None:
+        super().__init__(empty_log, entries)
+        self.path = path
+        self._block_bytes = block_bytes
+        self._is_behind = False  # the file lacks something, or ends in half a line
+
+    @classmethod
+    def open(cls, path: Path, empty_log: LogState, block_bytes: int) -> LogFolder:
+        """The log in a folder, which is made if need be. What is corrupt is named in a warning and cut off.
+
+        Args:
+            block_bytes: of each block of a payload but the last: `workload.byte_range(0, 1)[1]` will do.
+
+        Raises: LogFolderError.
+        """
+        file = path / ENTRIES
+        try:
+            (path / PAYLOADS).mkdir(parents=True, exist_ok=True)
+            remove_partial(path)
+            file.touch()
+            entries, problem = read_entries(file, empty_log)
+            log = cls(path, empty_log, block_bytes, entries)
+            if problem:
+                damaged = file.with_suffix(".damaged")
+                shutil.copyfile(file, damaged)
+                logger.warning("%s. The log ends before it; as it was, it is kept as %s", problem, damaged)
+                log._save()
+        except OSError as error:
+            raise _unusable(path, error) from error
+        return log
+
+    def payload(self, digest: bytes) -> Payload | None:
+        """From the disk, its chunks digested anew. A corrupt file is named in a warning, and removed."""
+        for path in (self.path / PAYLOADS).glob(f"*-{digest.hex()[:8]}{SUFFIX}"):
+            try:
+                payload = read_payload(path, self._block_bytes)
+                if payload.digest == digest:
+                    return payload
+                path.unlink(missing_ok=True)
+                logger.warning("removed %s: its bytes are not those that its entry names", path)
+            except OSError as error:
+                logger.warning("cannot read %s: %s", path, error.strerror or error)
+        return None
+
+    def prune(self, before: int) -> None:
+        try:
+            for path in (self.path / PAYLOADS).glob(f"*{SUFFIX}"):
+                index = index_of(path)
+                if index is not None and index < before:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+    def _keep(self, index: int, payload: Payload) -> None:
+        path = payload_path(self.path / PAYLOADS, index, payload.digest)
+        try:
+            if not path.exists():
+                write_whole(path, [payload.data])
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+    def _save(self, appended: Entry | None = None) -> None:
+        file = self.path / ENTRIES
+        whole = appended is None or self._is_behind
+        self._is_behind = True
+        try:
+            if whole:
+                write_whole(file, (entry.line() for entry in self._entries))
+            elif appended:
+                with file.open("ab") as lines:
+                    lines.write(appended.line())
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        self._is_behind = False
+
+
+def _unusable(path: Path, error: OSError) -> LogFolderError:
+    return LogFolderError(
+        f"cannot keep the run's log in {path}: {error.strerror or error}.",
+        "Make room there, or name a folder that this user may write to.",
+    )

@@ -1,0 +1,88 @@
+"""One entry's header, and places in the log.
+
+An entry is a header and a payload, the averaged pseudo-gradient. A header carries everything that the next entry
+depends on (roster, leases, sample pool, tokens so far), so that a peer needs only the last header and a snapshot to
+go on; and it says nothing about how the round went, so that whoever finishes a round writes the same header.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import Field
+
+from peers.values.leases import PIECE_LIMIT
+from peers.values.wire import Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
+
+MEMBER_LIMIT = 1000
+"""Peers in one entry; what a header costs to check grows with the square of it."""
+
+
+class Member(Value):
+    """A peer's share in one entry: it counts by the tokens it trained on these samples.
+
+    Of one that died while it sent, `missed` chunks of the payload lack its blocks. Its samples are then trained again.
+    Who is slower than others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
+    """
+
+    peer: PeerId
+    tokens: Count
+    samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
+    missed: Count = 0
+    wants: Count = 0
+
+    def lacking(self, missed: int) -> Member:
+        """The same share, of whose blocks so many chunks are missing."""
+        return self if missed == self.missed else self.model_copy(update={"missed": missed})
+
+
+class Assignment(Value):
+    """The samples that a peer trains on next, as entry `since` gave them.
+
+    Who misses an entry keeps its lease for as many entries as the manifest lets it be behind.
+    """
+
+    peer: PeerId
+    samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
+    since: Count
+
+
+class Header(Value):
+    """One link of the chain."""
+
+    run: RunId
+    index: Count
+    fragment: Count
+    previous: Digest
+    roster: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+    leases: Annotated[tuple[Assignment, ...], Field(max_length=2 * MEMBER_LIMIT)]
+    cursor: Count
+    free: tuple[Samples, ...]
+    lineage_tokens: Count
+    payload: Digest
+
+    @cached_property
+    def digest(self) -> bytes:
+        return digest_of(pack(self))
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def tokens_of(self, peer: str) -> int:
+        """The peer's tokens that count in this entry. They do not where blocks of it are missing."""
+        return sum(member.tokens for member in self.roster if member.peer == peer and not member.missed)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return tuple(member.peer for member in self.roster)
+
+
+class Position(Value):
+    """A place in the log: `index` entries applied, the last of them `head` (before any: the manifest's digest)."""
+
+    index: Count
+    head: Digest
+
+    def __str__(self) -> str:
+        return f"{self.index}:{self.head.hex()[:8]}"

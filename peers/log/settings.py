@@ -1,0 +1,52 @@
+"""What the manifest fixes for the swarm: the numbers that the protocol needs, and nothing about the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peers.log.state import LogState
+
+
+@dataclass(frozen=True)
+class Timing:
+    """All in seconds on each peer's own monotonic clock; clocks of different peers are never compared.
+
+    The defaults are those of `run.toml`'s section `rounds`, too.
+    """
+
+    heartbeat: float = 2.0
+    heartbeat_expiry: float = 10.0
+    grace: float = 10.0
+    """How long a leader that is ready waits for live peers that are still training."""
+    round_timeout: float = 120.0
+    """How long one attempt may take before the members that hold it up are left out."""
+    partition_grace: float = 60.0
+    """How long a minority of the last roster waits for the rest before it goes on alone."""
+    resend: float = 1.0
+    """Pause before an unanswered message is sent again."""
+    leave: float = 10.0
+    """How long a peer that was asked to leave may take to finish the round it is in."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """One run, as a peer's protocol code sees it."""
+
+    run: str
+    manifest_digest: bytes
+    inner_steps: int
+    samples_per_lease: int
+    tokens_per_sample: int
+    minimum_peers: int = 1
+    timing: Timing = Timing()
+    staleness: int = 1
+    """Entries that a peer may miss and still contribute what it trained meanwhile."""
+    smallest_share: float = 0.125
+    """Of a whole lease, that the slowest peers train; 1: all train whole ones."""
+    snapshot_every: int = 8
+    """Entries from one snapshot to the next."""
+
+    @property
+    def empty_log(self) -> LogState:
+        """The log before its first entry."""
+        return LogState(self.run, self.manifest_digest, self.samples_per_lease, self.tokens_per_sample, self.staleness)

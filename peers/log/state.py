@@ -1,0 +1,160 @@
+"""The run's log: hash-chained headers, one per outer step, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from pydantic import ValidationError
+
+from peers.log.header import MEMBER_LIMIT, Assignment, Header, Member, Position
+from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
+
+
+class LogError(ValueError):
+    """A header that does not follow from the log. The message says which rule it breaks."""
+
+
+@lru_cache(maxsize=16)
+def _grants(pool: SamplePool, samples_per_lease: int) -> tuple[Lease, ...]:
+    return tuple(pool.deal([samples_per_lease] * MEMBER_LIMIT)[0])
+
+
+@dataclass(frozen=True)
+class LogState:
+    """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state."""
+
+    run: str
+    manifest_digest: bytes
+    samples_per_lease: int
+    tokens_per_sample: int
+    staleness: int = 0
+    last: Header | None = None
+
+    @cached_property
+    def position(self) -> Position:
+        if self.last is None:
+            return Position(index=0, head=self.manifest_digest)
+        return Position(index=self.last.index + 1, head=self.last.digest)
+
+    @property
+    def roster(self) -> tuple[str, ...]:
+        """Peers of the last entry, first of them the leader's first choice; empty before the first entry."""
+        return self.last.peers if self.last else ()
+
+    @property
+    def lineage_tokens(self) -> int:
+        return self.last.lineage_tokens if self.last else 0
+
+    @property
+    def pool(self) -> SamplePool:
+        return SamplePool(self.last.cursor, self.last.free) if self.last else SamplePool()
+
+    @cached_property
+    def leases(self) -> dict[str, Lease]:
+        return {lease.peer: lease.samples for lease in self.last.leases} if self.last else {}
+
+    @cached_property
+    def grants(self) -> tuple[Lease, ...]:
+        """The leases that peers without one may be given at this position: whole, disjoint, in this order."""
+        return _grants(self.pool, self.samples_per_lease)
+
+    def lease_of(self, peer: str, samples: Lease) -> Lease:
+        """What `peer` may train if it names these samples: its own lease, or the grant that they begin.
+
+        Raises: LogError when it is neither's beginning: scattered samples would cost everybody, for ever.
+        """
+        lease = self.leases.get(peer)
+        if lease is None:
+            lease = self._grant_from.get(samples[0].start, ()) if samples else ()
+        if samples != prefix(lease, sample_count(samples)):
+            raise LogError(f"{peer}: samples {samples[0].start}..{samples[-1].stop} do not begin a lease of its own")
+        return lease
+
+    @cached_property
+    def _grant_from(self) -> dict[int, Lease]:
+        return {grant[0].start: grant for grant in self.grants}
+
+    def check_member(self, member: Member) -> None:
+        """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""
+        self.lease_of(member.peer, member.samples)
+        tokens = sample_count(member.samples) * self.tokens_per_sample
+        if member.tokens > tokens:
+            raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
+        if member.wants > self.samples_per_lease:
+            raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
+
+    def carried(self, roster: Sequence[Member]) -> tuple[Assignment, ...]:
+        """The leases of those who are not in the roster and may contribute to a later entry."""
+        if self.last is None:
+            return ()
+        present, oldest = {member.peer for member in roster}, self.position.index - self.staleness
+        late = [lease for lease in self.last.leases if lease.peer not in present and lease.since >= oldest]
+        return tuple(late[:MEMBER_LIMIT])
+
+    def pool_after(self, roster: Sequence[Member]) -> SamplePool:
+        """The pool once `roster` has trained what it says. The rest of its leases is given back, as are leases that are
+        not carried on, and what did not count whole.
+
+        Raises: LogError when a member trained what was not for it, or states more tokens than its samples have.
+        """
+        trained: list[SampleRange] = []
+        for member in roster:
+            self.check_member(member)
+            trained += () if member.missed else member.samples
+        carried = {lease.peer for lease in self.carried(roster)}
+        leased = [piece for peer, lease in self.leases.items() if peer not in carried for piece in lease]
+        try:
+            return self.pool.release(leased).claim(trained)
+        except ValueError as error:
+            raise LogError(str(error)) from error
+
+    def next_header(self, roster: Sequence[Member], payload: bytes) -> Header:
+        """The only header that may follow, given who took part and what came out. Raises: LogError."""
+        return _next_header(self, tuple(roster), payload)
+
+    def make_header(self, roster: Sequence[Member], payload: bytes) -> Header:
+        """`next_header`, worked out. Raises: LogError."""
+        if not any(member.tokens for member in roster):
+            raise LogError("nobody in the roster has trained anything")
+        peers = [member.peer for member in roster]
+        if len(set(peers)) != len(peers):
+            raise LogError("a peer is in the roster twice")
+        leases, pool = self.pool_after(roster).deal(member.wants or self.samples_per_lease for member in roster)
+        index = self.position.index
+        dealt = zip(peers, leases, strict=True)
+        try:
+            fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
+            return Header(
+                run=self.run,
+                index=index,
+                fragment=0,
+                previous=self.position.head,
+                roster=tuple(roster),
+                leases=(*fresh, *self.carried(roster)),
+                cursor=pool.cursor,
+                free=pool.free,
+                lineage_tokens=self.lineage_tokens + sum(member.tokens for member in roster if not member.missed),
+                payload=payload,
+            )
+        except ValidationError as error:
+            raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
+
+    def append(self, header: Header) -> LogState:
+        """Raises: LogError naming the first field that does not follow from the log."""
+        expected = self.next_header(header.roster, header.payload)
+        for field in Header.model_fields:
+            if getattr(header, field) != getattr(expected, field):
+                raise LogError(f"entry {header.index}: its {field} does not follow from the log")
+        return self.at(header)
+
+    def at(self, header: Header | None) -> LogState:
+        """The state after `header`, taken on trust (from a snapshot whose digest peers vouch for)."""
+        return replace(self, last=header)
+
+
+@lru_cache(maxsize=8)
+def _next_header(log: LogState, roster: tuple[Member, ...], payload: bytes) -> Header:
+    """A round asks several times for what follows from one outcome, and with many members that is much work."""
+    return log.make_header(roster, payload)

@@ -1,0 +1,184 @@
+"""The bootstrap node: an address that stays, and a memory for manifests.
+
+A DHT forgets. The node keeps every manifest announced to it in a directory, puts them all into the DHT when it starts
+and again and again while it runs, and so keeps runs findable while none of their peers is there, through its own
+restarts, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from peers.errors import LocalNetworkError, ManifestError
+from peers.links.settings import LinkSettings
+from peers.net.daemon import peer_id_of
+from peers.net.transport import HivemindTransport
+from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
+
+logger = logging.getLogger(__name__)
+
+ANNOUNCE_MANIFEST = "announce-manifest"  # name of the call; payload: a packed SignedManifest, answer: its run id
+MANIFEST_LIFETIME = 3600.0  # seconds that the DHT keeps a manifest
+REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
+MANIFEST_LIMIT = 1000  # runs that one node remembers: 64 MB at most
+QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another's sake
+SUFFIX = ".manifest"
+
+
+class ManifestStore:
+    """The manifests in a directory, one file each."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises: LocalNetworkError when the directory cannot be made."""
+        self._directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def __iter__(self) -> Iterator[SignedManifest]:
+        """Every manifest that is whole and belongs to the run that its file name says; others are logged."""
+        for path in sorted(self._directory.glob(f"*{SUFFIX}")):
+            try:
+                yield SignedManifest.unpack(path.read_bytes(), path.name.removesuffix(SUFFIX))
+            except (OSError, ManifestError) as error:
+                logger.warning("skipped %s: %s", path, error)
+
+    def add(self, manifest: SignedManifest) -> None:
+        """Write its file, whole or not at all. Raises: RefusalError when there is no room; LocalNetworkError."""
+        path = self._directory / f"{manifest.run_id}{SUFFIX}"
+        try:
+            if not path.exists():
+                self._make_room()
+            partial = path.with_suffix(".partial")
+            with partial.open("wb") as file:
+                file.write(manifest.pack())
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def touch(self, run_id: str) -> None:
+        """The run is in use: it is not forgotten for another while."""
+        with suppress(OSError):
+            os.utime(self._directory / f"{run_id}{SUFFIX}")
+
+    def _make_room(self) -> None:
+        """Forget runs that nobody has announced or trained in for long, if their place is needed.
+
+        Raises: RefusalError when there are none, OSError.
+        """
+        by_age = sorted((path.stat().st_mtime, path) for path in self._directory.glob(f"*{SUFFIX}"))
+        for used, path in by_age[: len(by_age) - MANIFEST_LIMIT + 1]:
+            if time.time() - used < QUIET_LIMIT:
+                raise RefusalError("this node remembers as many runs as it can; ask again tomorrow")
+            path.unlink()
+            logger.info("forgot the run %s: nobody uses it", path.name.removesuffix(SUFFIX))
+
+    def _unusable(self, error: OSError) -> LocalNetworkError:
+        return LocalNetworkError(
+            f"cannot keep manifests in {self._directory}: {error.strerror or error}.",
+            "Name a directory that this user may write to, with some space left.",
+        )
+
+
+class Archive(Protocol):
+    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
+        """Keep these runs, until cancelled."""
+
+
+async def run_bootstrap(
+    identity: Identity,
+    listen: Sequence[str],
+    announce: Sequence[str],
+    initial_peers: Sequence[str],
+    manifest_directory: Path,
+    on_ready: Callable[[tuple[str, ...]], None],
+    stop: asyncio.Event,
+    archive: Archive | None = None,
+    links: LinkSettings | None = None,
+) -> None:
+    """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used. `archive` keeps the
+    runs that are announced to it. `links` says how the node brings volunteers together that can't dial each other.
+
+    Raises: ManifestError, LocalNetworkError, SwarmUnreachableError when it cannot start; LocalNetworkError when
+    libp2p's daemon dies.
+    """
+    store = ManifestStore(manifest_directory)
+    transport = await HivemindTransport.create(identity, initial_peers, listen, announce, public=True, links=links)
+    try:
+
+        async def announced(sender: str, payload: bytes) -> bytes:
+            try:
+                manifest = SignedManifest.unpack(payload)
+            except ManifestError as error:
+                raise RefusalError(error.message) from error
+            try:
+                store.add(manifest)
+            except LocalNetworkError as error:
+                logger.error("run %s is not kept: %s", manifest.run_id, error)
+                raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
+            await transport.store_manifest(manifest, MANIFEST_LIFETIME)
+            logger.info("run %s was announced by %s", manifest.run_id, sender)
+            return manifest.run_id.encode()
+
+        await transport.on_call(ANNOUNCE_MANIFEST, announced)
+        await _publish(transport, store)
+        on_ready(transport.addresses)
+        keeping = asyncio.create_task(archive.keep(transport, store)) if archive else None
+        try:
+            await _until_stopped(transport, store, stop)
+        finally:
+            if keeping:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+    finally:
+        await transport.close()
+
+
+async def announce_manifest(
+    transport: HivemindTransport, manifest: SignedManifest, bootstrap_addresses: Sequence[str], timeout: float = 20.0
+) -> tuple[str, ...]:
+    """Put a manifest into the DHT and have bootstrap nodes remember it. Returns the addresses of those that do."""
+    await transport.store_manifest(manifest, MANIFEST_LIFETIME)
+    kept = []
+    for address in bootstrap_addresses:
+        try:
+            answer = await transport.call(peer_id_of(address), ANNOUNCE_MANIFEST, manifest.pack(), timeout)
+            if answer == manifest.run_id.encode():
+                kept.append(address)
+        except PeerUnreachableError as error:
+            logger.warning("the manifest is not kept at %s: %s", address, error)
+    return tuple(kept)
+
+
+async def _publish(transport: HivemindTransport, store: ManifestStore) -> None:
+    """Put every manifest into the DHT again, and see which of the runs are in use."""
+    for manifest in store:
+        await transport.store_manifest(manifest, MANIFEST_LIFETIME)
+        if await transport.heartbeats(manifest.run_id):
+            store.touch(manifest.run_id)
+
+
+async def _until_stopped(transport: HivemindTransport, store: ManifestStore, stop: asyncio.Event) -> None:
+    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(transport.failure())
+    try:
+        while not stopped.done():
+            await asyncio.wait({stopped, failed}, timeout=REPUBLISH_INTERVAL, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise failed.result()
+            await _publish(transport, store)
+    finally:
+        stopped.cancel()
+        failed.cancel()
+        await asyncio.gather(stopped, failed, return_exceptions=True)

@@ -1,0 +1,326 @@
+"""A node of hivemind's DHT, with libp2p's daemon below it: finding the swarm, manifests and heartbeats.
+
+Everything runs in the caller's asyncio loop; the only other process is the daemon. Only records that prove themselves
+get into this node's part of the DHT, or out of what others answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from peers import metrics
+from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, RemoteProtocolError
+from peers.links.network_watch import NetworkWatch
+from peers.links.own_network import is_behind_nat
+from peers.net.daemon import (
+    HIVEMIND,
+    NETWORK_ERRORS,
+    Daemon,
+    Position,
+    is_loopback,
+    parse_addresses,
+    start_daemon,
+    stop_daemon,
+    to_peer_id,
+    unreachable,
+)
+from peers.net.dht_storage import bounded
+from peers.net.first_contact import first_contacts
+from peers.net.foothold import Foothold
+from peers.net.records import CLOCK_TOLERANCE, heartbeats_key, manifest_key, record_is_valid
+from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
+from peers.streams.channel import PeerUnreachableError
+from peers.values.clock import now
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
+
+logger = logging.getLogger(__name__)
+
+RecordValidatorBase: Any = HIVEMIND.validation.RecordValidatorBase
+ADDRESS_LIMIT = 8
+DHT_WAIT = 5.0  # seconds for one request to one DHT node
+HEARD = 10_000  # heartbeats that are kept at most
+FRESH = 5.0  # seconds for which the DHT is not asked again, if all whom we know tell us themselves
+DHT_OPTIONS = {
+    "wait_timeout": DHT_WAIT,
+    # No caches: a heartbeat is worth something only while it is the latest one.
+    "cache_locally": False,
+    "cache_nearest": 0,
+    "cache_on_store": False,
+}
+
+
+class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """Keeps from this node's part of the DHT what does not prove itself."""
+
+    def validate(self, record: Any) -> bool:
+        return record_is_valid(record.key, record.subkey, record.value, record.expiration_time, time.time())
+
+
+class EncodedAddress(bytes):
+    """A multiaddr as p2pd reads it: hivemind encodes peer ids inside (those of relays) as CIDs, p2pd wants hashes."""
+
+    AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")
+
+    @classmethod
+    def of(cls, address: Any) -> Self:
+        return cls(address.to_bytes().replace(cls.AS_CID, cls.AS_HASH))
+
+    def to_bytes(self) -> bytes:  # which hivemind calls
+        return self
+
+
+class HivemindNode:
+    """One node of the DHT. Made by `create`; `close` ends it."""
+
+    def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
+        self._daemon = daemon
+        self._node = node
+        self._newest: dict[tuple[str, str], Heartbeat] = {}
+        self._told_at: dict[tuple[str, str], float] = {}  # by the peers themselves
+        self._asked_at: dict[str, float] = {}  # the DHT, by run
+        self._published = 0
+        self._foothold: Foothold | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.peer_id = str(daemon.peer_id)
+        self.addresses = addresses
+        self.on_move: Callable[[], None] = lambda: None
+        """Called when this machine is in another network: whatever was connected is not any more."""
+
+    @classmethod
+    async def create(
+        cls,
+        identity: Identity,
+        initial_peers: Sequence[str] = (),
+        listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        announce: Sequence[str] = (),
+        client_mode: bool = False,
+        local: bool | None = None,
+        remembered: Callable[[], Sequence[str]] = tuple,
+        public: bool | None = None,
+    ) -> Self:
+        """Join the swarm of `initial_peers` (or be its first node).
+
+        Where none of them is in the swarm any more, it is looked for at the `remembered` addresses, now and later.
+
+        Addresses are multiaddrs; port 0 is any free one. `announce` replaces the addresses that others are told. A
+        client stores nothing for others. `local`: no NAT traversal; by default when all initial peers, or without any
+        all listening addresses, are on the loopback interface.
+
+        `public`: whether others can dial us, as a bootstrap node takes for granted. A node that is not public is a
+        client at first, and reached through the initial peers. By default, that is found out.
+
+        Raises: ManifestError, LocalNetworkError, SwarmUnreachableError (see start_daemon).
+        """
+        if local is None:
+            local = all(is_loopback(address) for address in initial_peers or listen)
+        parse_addresses(initial_peers, needs_peer_id=True)
+        contacts = await first_contacts(initial_peers, remembered())
+        position = _position(local, public)
+        waits = bool(initial_peers) and position in (Position.PRIVATE, Position.UNKNOWN)
+        daemon = await start_daemon(identity, contacts, listen, announce, client_mode, position)
+        try:
+            node = await HIVEMIND.node.DHTNode.create(
+                p2p=daemon,
+                initial_peers=contacts,
+                client_mode=client_mode or waits,
+                record_validator=RecordValidator(),
+                **DHT_OPTIONS,
+            )
+            node.protocol.storage, node.protocol.cache = bounded(node.protocol.storage), bounded(node.protocol.cache)
+            transport = cls(daemon, node, await _visible_addresses(daemon))
+        except BaseException as error:
+            await stop_daemon(daemon)
+            if isinstance(error, RuntimeError) and "none of the initial_peers" in str(error):
+                raise unreachable(contacts) from error
+            if isinstance(error, HIVEMIND.protocol.ValidationError):
+                raise _not_admitted(str(error)) from error
+            raise
+        foothold = Foothold(transport, daemon, node, initial_peers, remembered, may_serve=waits and not client_mode)
+        foothold.start()
+        transport._foothold = foothold
+        if position is not Position.LOCAL:
+            transport._watching = asyncio.create_task(NetworkWatch(foothold.network_changed).run())
+        return transport
+
+    async def close(self) -> None:
+        """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
+        try:
+            if self._watching is not None:
+                self._watching.cancel()
+                await asyncio.gather(self._watching, return_exceptions=True)
+            if self._foothold is not None:
+                await self._foothold.close()
+            if self._daemon._child.returncode is None:  # a dead daemon would leave the DHT node waiting for answers
+                async with asyncio.timeout(DHT_WAIT):
+                    await self._node.shutdown()
+        except NETWORK_ERRORS as error:
+            logger.debug("the DHT node did not shut down: %r", error)
+        finally:
+            await stop_daemon(self._daemon)
+
+    async def failure(self) -> LocalNetworkError:
+        """Wait for as long as the daemon lives; returns the error to end with once it has died."""
+        status = await self._daemon._child.wait()
+        return LocalNetworkError(f"libp2p's daemon ended unexpectedly (status {status}).", "Start the peer again.")
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """Do without a DHT node, for a while, that takes longer to answer. Never waits longer than by default."""
+        self._node.protocol.wait_timeout = min(seconds, DHT_WAIT)
+
+    async def refresh_addresses(self) -> tuple[str, ...]:
+        """Ask the daemon where others can reach us now (relays and port mappings come with time).
+
+        When it does not say, we keep to what it said before.
+        """
+        try:
+            self.addresses = await _visible_addresses(self._daemon)
+        except (*NETWORK_ERRORS, LocalNetworkError) as error:
+            logger.debug("addresses not refreshed: %r", error)
+        return self.addresses
+
+    async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
+        """Connect to a peer at one of its addresses. Best effort: False when it is malformed or nobody answers."""
+        try:
+            parsed = parse_addresses(addresses, needs_peer_id=False)
+            suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
+            encoded = [EncodedAddress.of(item.decapsulate(suffix)) for item in parsed]
+            async with asyncio.timeout(timeout):
+                await self._daemon._client.connect(to_peer_id(peer_id), encoded)
+        except (*NETWORK_ERRORS, ManifestError, PeerUnreachableError, ValueError) as error:
+            logger.debug("no connection to %s: %r", peer_id, error)
+            return False
+        return True
+
+    async def drop_connection(self, peer_id: str) -> None:
+        """End the connection to a peer that does not answer, so that the next request dials anew.
+
+        The daemon itself notices only after half a minute that this machine, or the peer, is in another network now.
+        """
+        with suppress(*NETWORK_ERRORS, PeerUnreachableError):
+            async with asyncio.timeout(DHT_WAIT):
+                await self._daemon._client.disconnect(to_peer_id(peer_id))
+
+    async def can_be_dialled(self) -> bool | None:
+        """Return whether others can dial our libp2p port; None while nobody has tried."""
+        return None
+
+    async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
+        """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
+        key, expiration = manifest_key(manifest.run_id), time.time() + ttl
+        packed, place = self._node.protocol.serializer.dumps(manifest.pack()), HIVEMIND.protocol.DHTID.generate(key)
+        self._node.protocol.storage.favour(place)
+        self._node.protocol.storage.store(place, packed, expiration)
+        await self._node.store(key, manifest.pack(), expiration)
+
+    async def find_manifest(self, run_id: str) -> SignedManifest | None:
+        """The run's manifest, all checks done; None when nobody here knows it."""
+        found = await self._node.get(manifest_key(run_id))
+        if found is None or not isinstance(found.value, bytes):
+            return None
+        try:
+            return SignedManifest.unpack(found.value, run_id)
+        except ManifestError as error:
+            logger.warning("dropped a manifest for %s: %s", run_id, error)
+            return None
+
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
+        """Keep our signed heartbeat in the DHT until it expires. Whether any node took it.
+
+        Raises: LocalProtocolError when it is not newer than the one before.
+        """
+        seen = Heartbeat.verify(heartbeat, run_id)
+        if seen.sequence <= self._published:
+            raise LocalProtocolError(f"heartbeat {seen.sequence} does not follow {self._published}")
+        self._published = seen.sequence
+        key = heartbeats_key(run_id)
+        self._node.protocol.storage.favour(HIVEMIND.protocol.DHTID.generate(key))
+        stored: bool = await self._node.store(key, heartbeat, seen.expires, subkey=seen.peer)
+        return stored
+
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+        """The newest heartbeat of every peer of the run that the DHT has one of, ours included, by peer id.
+
+        A search of the DHT takes a dozen messages, so there is one only now and then while everybody tells us directly.
+        """
+        oldest = time.time() - CLOCK_TOLERANCE
+        self._newest = {key: known for key, known in self._newest.items() if known.expires >= oldest}
+        if not self._is_told_all(run_id):
+            await self._search(run_id, oldest)
+        current = [known for (run, _), known in self._newest.items() if run == run_id]
+        return sorted(current, key=lambda heartbeat: heartbeat.peer)
+
+    def _is_told_all(self, run_id: str) -> bool:
+        """Whether every other peer has told us of itself of late, and the DHT has been asked for unknown ones."""
+        fresh = now() - FRESH
+        self._told_at = {key: at for key, at in self._told_at.items() if at > fresh}
+        others = {key for key in self._newest if key[0] == run_id and key[1] != self.peer_id}
+        return bool(others) and others <= self._told_at.keys() and self._asked_at.get(run_id, 0.0) > fresh
+
+    async def _search(self, run_id: str, oldest: float) -> None:
+        """Take in what the DHT has of a run's peers."""
+        self._asked_at[run_id] = now()
+        found = await self._node.get(heartbeats_key(run_id), latest=True)
+        entries = found.value if found is not None and isinstance(found.value, dict) else {}
+        for subkey, entry in entries.items():
+            try:
+                heartbeat = Heartbeat.verify(entry.value, run_id)
+                if heartbeat.peer != subkey:
+                    raise RemoteProtocolError(heartbeat.peer, f"its heartbeat lies under {subkey!r:.80}")
+            except (RemoteProtocolError, TypeError) as error:
+                metrics.DROPPED.labels("heartbeat").inc()
+                logger.warning("dropped a heartbeat: %s", error)
+                continue
+            if heartbeat.expires >= oldest:
+                self._newer(run_id, heartbeat)
+
+    def take_in(self, heartbeat: bytes) -> None:
+        """Know a heartbeat that its peer told us, and not the DHT. Raises: RemoteProtocolError."""
+        heard = Heartbeat.verify(heartbeat)
+        if heard.expires > time.time() + CLOCK_TOLERANCE + heard.lifetime:
+            raise RemoteProtocolError(heard.peer, "its heartbeat is from the future")
+        if len(self._newest) < HEARD or (heard.run, heard.peer) in self._newest:
+            before = self._newest.get((heard.run, heard.peer))
+            if self._newer(heard.run, heard) is not before:
+                self._told_at[heard.run, heard.peer] = now()
+
+    def _newer(self, run_id: str, heartbeat: Heartbeat) -> Heartbeat:
+        """A peer's sequence never goes backwards, whatever replica answers."""
+        known = self._newest.get((run_id, heartbeat.peer))
+        if known is None or heartbeat.sequence > known.sequence:
+            self._newest[run_id, heartbeat.peer] = known = heartbeat
+        return known
+
+
+def _position(local: bool, public: bool | None) -> Position:
+    if local:
+        return Position.LOCAL
+    if public is None:
+        return Position.PRIVATE if is_behind_nat() else Position.UNKNOWN
+    return Position.PUBLIC if public else Position.PRIVATE
+
+
+async def _visible_addresses(daemon: Daemon) -> tuple[str, ...]:
+    """Where others can reach us, loopback last."""
+    try:
+        visible = [str(address) for address in await daemon.get_visible_maddrs(latest=True)]
+    except ValueError as error:
+        raise LocalNetworkError(
+            "libp2p's daemon listens nowhere.", "Check the listening addresses and the firewall."
+        ) from error
+    speakable = [address for address in visible if len(address) <= ADDRESS_LENGTH]  # a relay's may be too long
+    return tuple(sorted(speakable, key=is_loopback)[:ADDRESS_LIMIT])
+
+
+def _not_admitted(reason: str) -> DilocoPeerError:
+    """A bootstrap node answered, and hivemind found something wrong with us."""
+    if "local time" in reason:
+        return LocalNetworkError(
+            "this machine's clock is more than 3 seconds off.", "Switch on time synchronisation (NTP)."
+        )
+    return LocalNetworkError("the bootstrap node cannot reach this machine.", "Check the firewall, then try again.")

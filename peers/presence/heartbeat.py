@@ -1,0 +1,165 @@
+"""What a peer says about itself every few seconds: signed, so that anybody may pass it on; small, for the DHT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from functools import lru_cache
+from ipaddress import ip_address
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from peers.errors import RemoteProtocolError
+from peers.values.identity import SIGNATURE_BYTES, Identity, verify
+from peers.values.wire import (
+    PROTOCOL_VERSION,
+    Count,
+    Digest,
+    PeerId,
+    Reason,
+    RunId,
+    Value,
+    WireError,
+    decode,
+    from_plain,
+    pack,
+    unpack,
+)
+
+SIZE_LIMIT = 4096  # bytes, signature included
+ADDRESS_LENGTH = 256  # characters; a relayed address names two peers
+ENDPOINT_LENGTH = 64  # characters
+NAMED_PEERS = 16  # that a heartbeat names at most for each kind of reachability
+TAIL = 8  # characters by which a heartbeat names another peer: the last ones of its id
+DEFAULT_LIFETIME = 30.0  # seconds
+SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # a signature made for anything else is worth nothing here
+UNKNOWN_PEER = "unknown"
+
+Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Loss = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Address = Annotated[str, Field(strict=True, min_length=1, max_length=ADDRESS_LENGTH, pattern=r"^/[!-~]+$")]
+ENDPOINT = r"^(\d+\.\d+\.\d+\.\d+|\[[0-9a-f:.]+\]):\d+$"
+
+
+def _dialable(endpoint: str) -> str:
+    host, _, port = endpoint.rpartition(":")
+    ip_address(host.strip("[]"))
+    if not 0 < int(port) < 1 << 16:
+        raise ValueError(f"there is no port {port}")
+    return endpoint
+
+
+Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern=ENDPOINT), AfterValidator(_dialable)]
+"""An IP address and a TCP port: 203.0.113.5:31338 or [2001:db8::5]:31338."""
+Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, pattern=r"^[A-Za-z0-9]+$")]
+Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
+
+
+def name_peers(peers: Iterable[str]) -> tuple[str, ...]:
+    """Name peers as heartbeats do, as far as there is room."""
+    return tuple(sorted(peer[-TAIL:] for peer in peers)[:NAMED_PEERS])
+
+
+class PeerState(StrEnum):
+    """What a peer is doing, as others see it. An archive keeps the log, and has neither a state of its own nor a part
+    in rounds. Nobody publishes STARTING: there is no state to name before the worker has one; it is for whoever shows
+    peers that they started themselves."""
+
+    STARTING = "starting"
+    JOINING = "joining"
+    TRAINING = "training"
+    READY = "ready"
+    AVERAGING = "averaging"
+    LEAVING = "leaving"
+    ARCHIVING = "archiving"
+
+
+class SignedHeartbeat(Value):
+    """The envelope: a packed heartbeat and its peer's signature."""
+
+    payload: Annotated[bytes, Field(strict=True, max_length=SIZE_LIMIT)]
+    signature: Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+
+class HeldOut(Value):
+    """The loss of theta on held-out text after `index` entries, in nats per token."""
+
+    index: Count
+    loss: Loss
+
+
+class Heartbeat(Value):
+    """One peer of one run at one moment.
+
+    `index` and `head` are its position in the log, `state_digest` that of theta and momentum there.
+    `loss` is that of the inner step under way (None: not known). `speed`, in tokens a second, is that of its last
+    training, also while it does not train. `held_out` is what it found when it last evaluated theta.
+
+    `endpoints` are where bulk connections to it may be dialled, `relays` the addresses of nodes that can introduce it
+    to others and pass bytes on. `relayed` and `unreached` name the peers that it reaches only so, or not at all.
+    `trouble` says why its work does not count at present, and what to do about it; empty: it does.
+    """
+
+    version: Count = PROTOCOL_VERSION
+    run: RunId
+    peer: PeerId
+    sequence: Count  # milliseconds since the epoch on the peer's clock; grows with every heartbeat
+    lifetime: Annotated[float, Field(strict=True, gt=0, le=600, allow_inf_nan=False)] = DEFAULT_LIFETIME  # seconds
+    state: PeerState
+    index: Count
+    head: Digest
+    state_digest: Digest
+    lineage_tokens: Count
+    inner_step: Count
+    tokens_per_second: Rate
+    loss: Loss | None
+    speed: Rate
+    addresses: tuple[Address, ...] = Field(max_length=8)
+    roster_size: Count
+    held_out: HeldOut | None = None
+    endpoints: Annotated[tuple[Endpoint, ...], Field(max_length=8)] = ()
+    relays: Annotated[tuple[Address, ...], Field(max_length=3)] = ()
+    relayed: Tails = ()
+    unreached: Tails = ()
+    trouble: Reason = ""
+
+    @property
+    def expires(self) -> float:
+        """Seconds since the epoch. Part of what is signed, so that nobody can keep an old heartbeat alive."""
+        return self.sequence / 1000 + self.lifetime
+
+    def sign(self, identity: Identity) -> bytes:
+        """The signed envelope, at most SIZE_LIMIT bytes. Raises: ValueError when it is not `identity`'s heartbeat."""
+        if identity.peer_id != self.peer:
+            raise ValueError(f"{identity.peer_id} cannot sign a heartbeat of {self.peer}")
+        payload = pack(self)
+        return pack(SignedHeartbeat(payload=payload, signature=identity.sign(SIGNING_CONTEXT + payload)))
+
+    @classmethod
+    def verify(cls, data: bytes, run_id: str | None = None) -> Heartbeat:
+        """The heartbeat in a signed envelope; with `run_id`, only if it is about that run.
+
+        Raises: RemoteProtocolError saying which check failed.
+        """
+        if len(data) > SIZE_LIMIT:
+            raise RemoteProtocolError(UNKNOWN_PEER, f"a heartbeat of {len(data)} bytes exceeds {SIZE_LIMIT}")
+        heartbeat = _open(data)
+        if run_id is not None and heartbeat.run != run_id:
+            raise RemoteProtocolError(heartbeat.peer, f"its heartbeat is about run {heartbeat.run}, not {run_id}")
+        return heartbeat
+
+
+@lru_cache(maxsize=4096)  # the DHT hands each heartbeat to us several times; a signature costs 0.1 ms to check
+def _open(data: bytes) -> Heartbeat:
+    try:
+        envelope = unpack(SignedHeartbeat, data, SIZE_LIMIT)
+        plain = decode(envelope.payload, SIZE_LIMIT)
+        if isinstance(plain, list) and plain and isinstance(plain[0], int) and plain[0] != PROTOCOL_VERSION:
+            raise WireError(f"its protocol version is {plain[0]}, ours is {PROTOCOL_VERSION}")
+        heartbeat = from_plain(Heartbeat, plain)
+    except WireError as error:
+        raise RemoteProtocolError(UNKNOWN_PEER, f"not a heartbeat: {error}") from error
+    if not verify(heartbeat.peer, SIGNING_CONTEXT + envelope.payload, envelope.signature):
+        raise RemoteProtocolError(heartbeat.peer, "the signature of its heartbeat is not its own")
+    return heartbeat

@@ -1,0 +1,83 @@
+"""Who is there. A peer is live while its heartbeats advance, judged on our own clock alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from peers.presence.heartbeat import Heartbeat, PeerState
+
+PARTICIPATING = frozenset({PeerState.TRAINING, PeerState.READY, PeerState.AVERAGING})
+"""States in which a peer holds the run's state and works on the next entry."""
+DONATING = PARTICIPATING | {PeerState.ARCHIVING}
+"""States in which a peer has the run's state to give."""
+FORGOTTEN = 3600.0
+"""Seconds of silence after which a peer is forgotten; heartbeats older than that are expired everywhere."""
+
+
+@dataclass
+class _Sighting:
+    heartbeat: Heartbeat
+    advanced_at: float
+    reachable: bool = True
+
+
+class Membership:
+    """The other peers of the run, from their heartbeats and from what became of messages to them."""
+
+    def __init__(self, me: str, expiry: float) -> None:
+        self._me = me
+        self._expiry = expiry
+        self._seen: dict[str, _Sighting] = {}
+        self._left: set[str] = set()
+        self.polled = False
+
+    def observe(self, heartbeats: Iterable[Heartbeat], now: float) -> None:
+        """Take in the heartbeats that the DHT returned; old ones change nothing."""
+        self.polled = True
+        for peer in [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]:
+            del self._seen[peer]
+            self._left.discard(peer)
+        for heartbeat in heartbeats:
+            sighting = self._seen.get(heartbeat.peer)
+            if heartbeat.peer == self._me or (sighting and heartbeat.sequence <= sighting.heartbeat.sequence):
+                continue
+            self._seen[heartbeat.peer] = _Sighting(heartbeat, now)
+            if heartbeat.state is PeerState.LEAVING:
+                self._left.add(heartbeat.peer)
+            else:
+                self._left.discard(heartbeat.peer)
+
+    def unreachable(self, peer: str) -> None:
+        """A message could not be delivered: dead to us until its next heartbeat."""
+        if peer in self._seen:
+            self._seen[peer].reachable = False
+
+    def heard_from(self, peer: str, now: float) -> None:
+        """A message of the peer's arrived: as good as a heartbeat for being alive."""
+        if peer in self._seen:
+            self._seen[peer].reachable = True
+            self._seen[peer].advanced_at = now
+
+    def left(self, peer: str) -> None:
+        """The peer said goodbye: it counts in no quorum any more. Strangers are in none, and not remembered."""
+        if peer in self._seen:
+            self._left.add(peer)
+
+    @property
+    def leavers(self) -> frozenset[str]:
+        return frozenset(self._left)
+
+    def live(self, now: float) -> dict[str, Heartbeat]:
+        """Latest heartbeats of the other peers that are alive and not leaving, by peer."""
+        return {
+            peer: sighting.heartbeat
+            for peer, sighting in self._seen.items()
+            if sighting.reachable and now - sighting.advanced_at <= self._expiry and peer not in self._left
+        }
+
+    def is_live(self, peer: str, now: float) -> bool:
+        sighting = self._seen.get(peer)
+        if sighting is None or not sighting.reachable or peer in self._left:
+            return False
+        return now - sighting.advanced_at <= self._expiry

@@ -1,0 +1,285 @@
+"""A member's side of one round: which chunks have gone out, which have come in, and who owes which.
+
+Each member with tokens reduces a part of the payload: everybody sends it their blocks of each chunk of its part, it
+averages them in roster order and sends the result to all. What becomes of the chunks of a member that is lost:
+
+    1. Everybody tells the next in line which of them it holds already (Holding).
+    2. Once all who remain have said so, the next in line asks a holder for these chunks, and for the others it asks
+       everybody for their blocks again (Want), as if they had been its own from the beginning.
+
+From the moment that a member is lost nobody takes anything from it any more: what it reports as held is all it will
+ever hold from there, so no chunk gets two values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from peers.protocol.events import (
+    AssemblePayload,
+    BadBlocks,
+    ChunkSent,
+    ChunksUnsent,
+    ContributionArrived,
+    Effect,
+    OpenRound,
+    PayloadAssembled,
+    ReduceChunk,
+    ReducedArrived,
+    Send,
+    SendChunk,
+)
+from peers.protocol.messages import Attempt, Holding, Round, Want, chunk_set, chunks_in
+from peers.values.chunks import parts_of
+
+ExchangeEvent = ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
+
+
+class Exchange:
+    """Progress of one round at one member. `payload` is its digest, once all of it is here."""
+
+    def __init__(self, me: str, attempt: Attempt, round: Round) -> None:
+        self.attempt = attempt
+        self.round = round
+        self.name = round.name
+        self.payload: bytes | None = None
+        self.moved = 0  # chunks that have come and gone
+        self._me = me
+        self._tokens = {member.peer: member.tokens for member in round.roster if member.tokens}  # of who contributes
+        reducing = [share for share in round.shares if share.chunks]
+        self._line = tuple(share.member.peer for share in reducing)  # in which lost chunks are passed on
+        self._parts = dict(zip(self._line, parts_of([share.chunks for share in reducing]), strict=True))
+        self._reducer_of = {chunk: peer for peer, part in self._parts.items() for chunk in part}
+        self._here: dict[int, tuple[str, ...]] = {}  # averaged chunks, and whose blocks are absent from them
+        self._arrived: defaultdict[int, set[str]] = defaultdict(set)  # whose blocks of chunks that we reduce
+        self._reducing: set[int] = set()
+        self._undecided: set[int] = set()  # inherited chunks that somebody may hold
+        self._held_by: dict[str, set[int]] = {}
+        self._wanted: dict[str, tuple[set[int], set[int]]] = {}  # asked of each: averaged chunks, own blocks
+        self._owed: defaultdict[tuple[str, bool], set[int]] = defaultdict(set)  # to peer, reduced
+        self._in_flight: set[tuple[str, bool, int]] = set()
+        self._settle_who_is_left()
+
+    def open(self) -> list[Effect]:
+        return [OpenRound(self.round), *self._report(), *self._contribute()]
+
+    def missed(self) -> dict[str, int]:
+        """In how many chunks whose blocks are missing, by peer, in roster order."""
+        missed = Counter(peer for absent in self._here.values() for peer in absent)
+        return {peer: missed[peer] for peer in self.round.peers if missed[peer]}
+
+    # Who is lost ----------------------------------------------------------------------------------------------
+    def go_on(self, attempt: Attempt, round: Round) -> list[Effect]:
+        """A later attempt goes on with this round. Nobody who was lost comes back."""
+        self.attempt = attempt
+        self.round = round.without(self.round.lost)
+        self._held_by.clear()
+        self._wanted.clear()
+        for peer, reduced in list(self._owed):
+            if peer in self.round.lost:
+                del self._owed[peer, reduced]
+        self._in_flight = {flight for flight in self._in_flight if flight[0] not in self.round.lost}
+        self._settle_who_is_left()
+        return self._report() + self._resolve() + self._reduce(list(self._arrived))
+
+    def _settle_who_is_left(self) -> None:
+        """Give the chunks of the lost to the next in line."""
+        self._remaining = frozenset(self.round.remaining)
+        self._awaited = self._tokens.keys() & self._remaining
+        for peer in self._line:
+            heir = self._heir(peer)
+            if peer in self._remaining or heir is None:
+                continue
+            for chunk in self._parts[peer]:
+                self._reducer_of[chunk] = heir
+                if heir == self._me and chunk not in self._here and chunk not in self._reducing:
+                    self._undecided.add(chunk)
+
+    def _heir(self, peer: str) -> str | None:
+        place = self._line.index(peer)
+        line = self._line[place:] + self._line[:place]
+        return next((other for other in line if other in self._remaining), None)
+
+    def _heirs(self) -> set[str]:
+        """Who has chunks of the lost."""
+        return {heir for peer in self._line if peer not in self._remaining and (heir := self._heir(peer))}
+
+    def _inherited(self) -> set[int]:
+        return {chunk for peer in self._line if peer not in self._remaining for chunk in self._parts[peer]}
+
+    def _report(self) -> list[Effect]:
+        held = chunk_set(self._inherited() & self._here.keys())
+        return [Send(heir, Holding(attempt=self.attempt, chunks=held)) for heir in sorted(self._heirs() - {self._me})]
+
+    def on_holding(self, sender: str, holding: Holding) -> list[Effect]:
+        if holding.attempt != self.attempt or sender not in self._remaining or sender in self._held_by:
+            return []
+        self._held_by[sender] = set(chunks_in(holding.chunks))
+        return self._resolve()
+
+    def _resolve(self) -> list[Effect]:
+        """Once everybody who remains has reported: whom to ask for what."""
+        others = self._remaining - {self._me}
+        if self._me not in self._heirs() or self._held_by.keys() != others:
+            return []
+        mine = {chunk for chunk in self._inherited() if self._reducer_of[chunk] == self._me}
+        self._wanted = {peer: (set(), set()) for peer in sorted(others)}
+        effects: list[Effect] = []
+        for chunk in sorted(mine):
+            holders = [peer for peer in self._wanted if chunk in self._held_by[peer]]
+            if chunk in self._here:
+                effects += self._owe([peer for peer in self._wanted if peer not in holders], True, [chunk])
+            elif holders:
+                self._wanted[holders[chunk % len(holders)]][0].add(chunk)
+            else:
+                self._undecided.discard(chunk)
+                self._arrived[chunk].add(self._me)
+                for peer in self._awaited - {self._me} - self._arrived[chunk]:
+                    self._wanted[peer][1].add(chunk)
+        return effects + self._ask() + self._reduce(mine)
+
+    def _ask(self) -> list[Effect]:
+        return [
+            Send(peer, Want(attempt=self.attempt, reduced=chunk_set(reduced), own=chunk_set(own)))
+            for peer, (reduced, own) in self._wanted.items()
+            if reduced or own
+        ]
+
+    def on_want(self, sender: str, want: Want) -> list[Effect]:
+        if want.attempt != self.attempt or sender not in self._heirs():
+            return []
+        theirs = {chunk for chunk, reducer in self._reducer_of.items() if reducer == sender}
+        reduced = theirs.intersection(chunks_in(want.reduced)) & self._here.keys()
+        own = theirs.intersection(chunks_in(want.own)) if self._contributes else set()
+        return self._owe([sender], True, reduced) + self._owe([sender], False, own)
+
+    # What comes in --------------------------------------------------------------------------------------------
+    def handle(self, event: ExchangeEvent) -> list[Effect]:
+        match event:
+            case ContributionArrived(sender=sender, chunk=chunk):
+                if self.wants_contribution(sender, chunk):
+                    self.moved += 1
+                    self._arrived[chunk].add(sender)
+                    return self._reduce([chunk])
+            case ReducedArrived(chunk=chunk, absent=absent):
+                return self._averaged(chunk, absent)
+            case ChunkSent(peer=peer, reduced=reduced, chunk=chunk):
+                self.moved += 1
+                self._in_flight.discard((peer, reduced, chunk))
+                self._owed[peer, reduced].discard(chunk)
+            case ChunksUnsent(peer=peer, reduced=reduced, chunks=chunks):
+                self._in_flight.difference_update((peer, reduced, chunk) for chunk in chunks)
+            case BadBlocks(sender=sender, chunk=chunk):
+                self._arrived[chunk].discard(sender)
+                self._reducing.discard(chunk)
+            case PayloadAssembled(digest=digest):
+                self.payload = digest
+        return []
+
+    def wants_contribution(self, sender: str, chunk: int) -> bool:
+        return self._reduces(chunk) and sender in self._awaited and sender not in self._arrived[chunk]
+
+    def wants_reduced(self, sender: str, chunk: int) -> bool:
+        if chunk in self._here or sender not in self._remaining:
+            return False
+        asked, _ = self._wanted.get(sender, (set(), set()))
+        return self._reducer_of.get(chunk) == sender or chunk in asked
+
+    def is_done_with(self, sender: str, chunk: int, reduced: bool) -> bool:
+        """Whether such a chunk of the sender's is here, or came too late."""
+        if reduced or chunk in self._here:
+            return chunk in self._here
+        return chunk in self._reducing or sender in self._arrived[chunk]
+
+    def may_lack(self, absent: Iterable[str]) -> bool:
+        """Whether a chunk may have been averaged without these: somebody must be left."""
+        names = list(absent)
+        return len(set(names)) == len(names) and set(names) < self._tokens.keys()
+
+    def missing(self) -> tuple[str, ...]:
+        """The peers that owe us something; if blocks for our averages are missing, only those who owe them."""
+        blocks, averages = set[str](), set[str]()
+        for chunk in self._reducer_of.keys() - self._here.keys():
+            reducer = self._reducer_of[chunk]
+            if reducer != self._me:
+                averages.add(reducer)
+            elif chunk in self._undecided:
+                averages |= self._remaining - self._held_by.keys()
+                averages |= {peer for peer, (reduced, _) in self._wanted.items() if chunk in reduced}
+            else:
+                blocks |= self._awaited - self._arrived[chunk]
+        return tuple(sorted((blocks or averages) - {self._me}))
+
+    def partners(self) -> frozenset[str]:
+        """The peers with which we still have to exchange something."""
+        owed = {peer for (peer, _), chunks in self._owed.items() if chunks}
+        return self._remaining & owed.union(self.missing())
+
+    def _reduces(self, chunk: int) -> bool:
+        """Whether the chunk is ours to average, and not averaged yet."""
+        mine = self._reducer_of.get(chunk) == self._me and chunk not in self._undecided
+        return mine and chunk not in self._here and chunk not in self._reducing
+
+    @property
+    def _contributes(self) -> bool:
+        return self._me in self._tokens
+
+    def _contribute(self) -> list[Effect]:
+        if not self._contributes:
+            return []
+        effects: list[Effect] = []
+        inherited = self._inherited()
+        for chunk, reducer in self._reducer_of.items():
+            if reducer == self._me:
+                self._arrived[chunk].add(self._me)
+            elif chunk not in inherited:
+                effects += self._owe([reducer], False, [chunk])
+        return effects + self._resolve() + self._reduce(list(self._arrived))
+
+    def _reduce(self, chunks: Iterable[int]) -> list[Effect]:
+        """Average what is complete: blocks of the lost count if they are here, and are not waited for."""
+        effects: list[Effect] = []
+        for chunk in chunks:
+            arrived = self._arrived[chunk]
+            if len(arrived) >= len(self._awaited) and self._reduces(chunk) and self._awaited <= arrived:
+                self._reducing.add(chunk)
+                members = tuple(item for item in self._tokens.items() if item[0] in arrived)
+                absent = tuple(peer for peer in self._tokens if peer not in arrived)
+                effects.append(ReduceChunk(self.name, chunk, members, absent))
+        return effects
+
+    def _averaged(self, chunk: int, absent: tuple[str, ...]) -> list[Effect]:
+        if chunk in self._here:
+            return []
+        self.moved += 1
+        self._here[chunk] = absent
+        self._reducing.discard(chunk)
+        self._undecided.discard(chunk)
+        self._arrived.pop(chunk, None)
+        effects: list[Effect] = []
+        if self._reducer_of[chunk] == self._me:
+            lacking = [peer for peer in self.round.remaining if chunk not in self._held_by.get(peer, ())]
+            effects += self._owe(lacking, True, [chunk])
+        if len(self._here) == self.round.chunks:
+            effects.append(AssemblePayload(self.name))
+        return effects
+
+    # What goes out --------------------------------------------------------------------------------------------
+    def repeat(self) -> list[Effect]:
+        """What has not been confirmed and is not under way, and questions that may have been lost."""
+        effects = self._report() + self._ask()
+        for (peer, reduced), chunks in list(self._owed.items()):
+            effects += self._owe([peer], reduced, list(chunks))
+        return effects
+
+    def _owe(self, peers: Iterable[str], reduced: bool, chunks: Iterable[int]) -> list[Effect]:
+        effects: list[Effect] = []
+        for chunk in sorted(chunks):
+            for peer in peers:
+                if peer != self._me and (peer, reduced, chunk) not in self._in_flight:
+                    self._owed[peer, reduced].add(chunk)
+                    self._in_flight.add((peer, reduced, chunk))
+                    absent = self._here[chunk] if reduced else ()
+                    effects.append(SendChunk(self.name, peer, chunk, reduced, absent))
+        return effects

@@ -1,0 +1,242 @@
+"""The leader's side of one position, before a round: leases for joiners, and who is ready with what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from peers.log.header import MEMBER_LIMIT, Member
+from peers.log.settings import RunSettings
+from peers.log.state import LogError, LogState
+from peers.presence.election import ATTEMPT_LEAP, quorum, take_order
+from peers.presence.heartbeat import Heartbeat
+from peers.presence.membership import PARTICIPATING
+from peers.presence.standing import Standing
+from peers.protocol.events import Dropped, Effect, Send
+from peers.protocol.messages import Abort, Attempt, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.protocol.planning import Plan, plan
+from peers.protocol.schedule import Schedule
+from peers.values.chunks import PayloadSize
+from peers.values.leases import Lease
+from peers.values.wire import printable
+
+OVERTAKING_LIMIT = 8
+"""How often one peer may make the others at a position say Ready again."""
+
+
+class Gathering:
+    """Who is ready at one position, as its leader knows."""
+
+    def __init__(
+        self,
+        me: str,
+        log: LogState,
+        state_digest: bytes,
+        settings: RunSettings,
+        payload: PayloadSize,
+        standing: Standing,
+    ) -> None:
+        """`standing` outlives the position."""
+        self._me = me
+        self._standing = standing
+        self._schedule = Schedule(settings.timing)
+        self._log = log
+        self._state_digest = state_digest
+        self._settings = settings
+        self._payload = payload
+        self._granted: dict[str, Lease] = {}
+        self._ready: dict[str, Ready] = {}
+        self.left: Collection[str] = ()
+        self.unreached: Collection[str] = ()
+        self.lease: Lease | None = None  # our own
+        self._awaited: set[str] = set()
+        self._overtaken: Counter[str] = Counter()
+        self._first_ready_at: float | None = None
+        self._together_at, self._ticked_at = -float("inf"), float("inf")
+        self._minimum = settings.minimum_peers
+        self.grace = settings.timing.grace
+        self._last_number = 0
+
+    # Leases for joiners ---------------------------------------------------------------------------------------
+    def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
+        """Grant samples; fewer inner steps the further we are ourselves, so that the joiner finishes with us."""
+        if request.state_digest != self._state_digest:
+            return [self._refuse(sender, "its state at this position is not ours")]
+        self._standing.said(sender, request.relayed, request.unreached)
+        members = take_order(self._log.roster, self._awaited | {self._me, sender})
+        if sender in plan(self._me, members, members, self._standing.pairs(members)).left_out:
+            return [self._exclude(sender, members)]
+        lease = self._log.leases.get(sender) or self._granted.get(sender)
+        if lease is None:
+            lease = self._next_grant()
+            if lease is None:
+                return []  # as many joiners as one entry can take
+        self._granted[sender] = lease
+        steps = max(1, self._settings.inner_steps - inner_step)
+        return [Send(sender, LeaseGrant(position=self._log.position, samples=lease, steps=steps))]
+
+    @property
+    def has_given(self) -> bool:
+        """Whether anybody got a lease here: whoever did says Ready to us."""
+        return bool(self._granted)
+
+    def _next_grant(self) -> Lease | None:
+        """Return the next grant that nobody has. The leader that gave us our own lease gave those before it."""
+        grants, given = self._log.grants, set(self._granted.values())
+        first = grants.index(self.lease) + 1 if self.lease in grants else 0
+        return next((grant for grant in grants[first:] if grant not in given), None)
+
+    # Gathering ------------------------------------------------------------------------------------------------
+    def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
+        if sender in self._standing.barred(now):
+            return []  # it held an attempt up; the others may go on without it meanwhile
+        if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:
+            return []  # as many as one entry can take
+        if ready.state_digest != self._state_digest:
+            return [self._refuse(sender, "its state at this position is not ours")]
+        if ready.last_attempt < self._last_number:
+            return [self._ask_again(sender)]
+        try:
+            self._admit(sender, ready)
+        except LogError as error:
+            return [Dropped(sender, "ready", str(error)), self._refuse(sender, str(error))]
+        overtaken = [peer for peer in self._ready if peer != sender] if ready.last_attempt > self._last_number else []
+        if overtaken and not self._may_overtake(sender, now):
+            return [Dropped(sender, "ready", "it names a higher attempt again and again")]
+        self._last_number = ready.last_attempt
+        for peer in overtaken:
+            del self._ready[peer]
+        self._ready[sender] = ready
+        self._standing.said(sender, ready.relayed, ready.unreached)
+        if self._first_ready_at is None:
+            self._first_ready_at = now
+        return [self._ask_again(peer) for peer in overtaken]
+
+    def _admit(self, sender: str, ready: Ready) -> None:
+        """Raises: LogError unless this Ready and the others can be in one entry.
+
+        What a leader before us granted is good, too, unless we have it ourselves, or have granted it to somebody else.
+        """
+        if ready.last_attempt - self._last_number > ATTEMPT_LEAP:
+            raise LogError("its attempt number is out of reach")
+        lease = self._log.lease_of(sender, ready.samples)
+        others = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
+        if lease and sender != self._me and (others or lease == self.lease):
+            raise LogError("its samples were given to another joiner")
+        self._log.check_member(_member(sender, ready))
+        for peer in others:  # whoever has what we trained: we can't do without ourselves
+            del self._granted[peer]
+            self._ready.pop(peer, None)
+        if lease and sender not in self._log.leases:
+            self._granted[sender] = lease
+
+    def _is_time(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
+        """Whether everybody who can be expected is ready, or the grace is over."""
+        if self._first_ready_at is None or not any(ready.tokens for ready in self._ready.values()):
+            return False
+        at_work = {peer for peer in self._log.leases if peer in live and self._is_at_work(peer, live[peer])}
+        expected = at_work | (set(self._granted) & set(live)) | {self._me}
+        self._awaited = expected - self._standing.barred(now) - set(self.unreached)
+        return self._awaited <= self._ready.keys() or now - self._first_ready_at >= self.grace
+
+    def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
+        """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""
+        is_older = peer in self._log.roster and beat.index < self._log.position.index
+        return beat.state in PARTICIPATING or is_older
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all whom we waited for when time passed last are ready by now."""
+        return len(self._ready) >= len(self._awaited) and self._awaited <= self._ready.keys()
+
+    def _is_cut_off(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
+        """Whether for the partition grace too few of the last roster were to be heard of: ready, or at work here.
+
+        Peers that are alive and at work at our position are no partition, whatever holds them up; but who seems to be
+        at work for ever does not keep the others for ever.
+        """
+        if self._first_ready_at is None:
+            return False
+        at_work = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)}
+        incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent}
+        coming = at_work - self._ready.keys() - set(self.unreached) | incumbents
+        enough = quorum(self._log.roster, self.left, coming) if self._log.roster else len(coming) >= self._minimum
+        enough = enough or self._is_behind(live)
+        has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
+        if has_slept:
+            self._first_ready_at = now
+        if enough or has_slept:
+            self._together_at = now
+        self._ticked_at = now
+        since = max(self._together_at, self._first_ready_at)
+        is_hopeless = now - self._first_ready_at >= self._schedule.hopeless
+        return now - since >= self._settings.timing.partition_grace or is_hopeless
+
+    def _is_behind(self, live: Mapping[str, Heartbeat]) -> bool:
+        """Whether somebody whom we reach is on a heavier lineage: we are to join it, however long it takes us."""
+        return any(
+            beat.state in PARTICIPATING and beat.lineage_tokens > self._log.lineage_tokens
+            for peer, beat in live.items()
+            if peer not in self.unreached
+        )
+
+    def _is_here(self, beat: Heartbeat) -> bool:
+        """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
+        position = self._log.position
+        return beat.state in PARTICIPATING and (beat.head == position.head or beat.index != position.index)
+
+    # Who can take part ----------------------------------------------------------------------------------------
+    def _plan(self) -> Plan:
+        """Who of those who are ready may reduce, and who can't take part."""
+        members = take_order(self._log.roster, self._ready)
+        trained = {peer for peer, ready in self._ready.items() if ready.tokens}
+        return plan(self._me, members, trained, self._standing.pairs(members))
+
+    def _leave_out(self, plan: Plan) -> list[Effect]:
+        """Go on without those with whom too few can exchange data, and tell them."""
+        members = tuple(self._ready)
+        for peer in plan.left_out:
+            del self._ready[peer]
+        return [self._exclude(peer, members) for peer in sorted(plan.left_out)]
+
+    def _exclude(self, peer: str, members: Collection[str]) -> Effect:
+        others = sorted(self._standing.pairs(members).broken_with(peer))
+        named = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        reason = f"no data can be exchanged between this peer and {named}, and somebody must reach everybody"
+        return Send(peer, Excluded(position=self._log.position, reason=printable(reason)))
+
+    def _enough(self, peers: Collection[str]) -> bool:
+        """Whether these are more than half of the last roster; before the first entry, the minimum of peers."""
+        if not self._log.roster:
+            return len(peers) >= self._minimum
+        incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent and peer in peers}
+        return quorum(self._log.roster, self.left, incumbents)
+
+    def _may_overtake(self, sender: str, now: float) -> bool:
+        """Whether the others must say Ready again for this peer's higher number; each peer may ask that a few times."""
+        self._overtaken[sender] += 1
+        if self._overtaken[sender] > OVERTAKING_LIMIT:
+            self._bar(sender, now)
+        return self._overtaken[sender] <= OVERTAKING_LIMIT
+
+    def _bar(self, peer: str, now: float) -> None:
+        """Leave a peer out for a while, longer each time; never ourselves."""
+        if peer != self._me:
+            self._ready.pop(peer, None)
+            self._standing.bar(peer, now)
+
+    def _offers(self) -> dict[str, Member]:
+        return {peer: _member(peer, ready) for peer, ready in self._ready.items()}
+
+    def _ask_again(self, peer: str) -> Effect:
+        """Every Ready of an attempt must name the number before it: then nobody in it can meanwhile complete an earlier
+        attempt of somebody else's, and what they hold is all that may have been committed."""
+        attempt = Attempt(position=self._log.position, number=self._last_number, leader=self._me)
+        return Send(peer, Abort(attempt=attempt, reason="say Ready for a later attempt"))
+
+    def _refuse(self, peer: str, reason: str) -> Effect:
+        return Send(peer, Refuse(position=self._log.position, reason=printable(reason)))
+
+
+def _member(peer: str, ready: Ready) -> Member:
+    return Member(peer=peer, tokens=ready.tokens, samples=ready.samples, wants=ready.wants)

@@ -1,0 +1,353 @@
+"""The leader's side of one position: gather who is ready, lead a round, go on when somebody dies, commit.
+
+Safety does not depend on there being one leader. An entry commits only when every member that remains in the attempt
+says Complete and they hold more than half of the last roster, and a member that holds an entry takes part in another
+leader's attempt only if it hands on that entry or a later one. So whoever leads next meets a member that knows of what
+may have been committed, and hands it on (Adopt).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from peers.log.header import Header
+from peers.log.settings import RunSettings
+from peers.log.state import LogError, LogState
+from peers.presence.election import culprits, take_order
+from peers.presence.heartbeat import Heartbeat
+from peers.presence.standing import Standing
+from peers.protocol.events import Effect, Note, Send
+from peers.protocol.gathering import Gathering
+from peers.protocol.messages import (
+    Abort,
+    Accuse,
+    Adopt,
+    Attempt,
+    Begin,
+    Commit,
+    Complete,
+    Held,
+    Ready,
+    Round,
+    Share,
+    Waiting,
+)
+from peers.protocol.planning import credible_rates, deal, foreseen
+from peers.values.chunks import PayloadSize
+from peers.values.wire import printable
+
+OPEN_LIMIT = 16
+"""Members in whose attempts all tell all that they are complete: one delay less, and messages by the square."""
+
+
+class Leader(Gathering):
+    """What one peer knows as leader of one position. Dropped when the position is passed or the lead is lost."""
+
+    def __init__(
+        self,
+        me: str,
+        log: LogState,
+        state_digest: bytes,
+        settings: RunSettings,
+        payload: PayloadSize,
+        standing: Standing,
+    ) -> None:
+        super().__init__(me, log, state_digest, settings, payload, standing)
+        self._running: Begin | Adopt | None = None
+        self._members: tuple[str, ...] = ()  # who remains in the running attempt
+        self._in_minority = False
+        self._began_at = self._moved_at = self._seconds = 0.0
+        self._moved: dict[str, int] = {}  # chunks, as members say
+        self._unseen_since: dict[str, float] = {}
+        self._silent_since: dict[tuple[str, str], float] = {}  # pairs, as one of the two says
+        self._heard: dict[str, float] = {}  # when members last spoke of the running attempt
+        self._complete: dict[str, Complete] = {}
+        self._waiting: dict[str, tuple[str, ...]] = {}
+        self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
+
+    @property
+    def running(self) -> bool:
+        return self._running is not None
+
+    def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
+        if self._running is None:
+            return super().on_ready(sender, ready, now)
+        if sender not in self._members:
+            return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
+        if ready.last_attempt < self._running.attempt.number:
+            return [Send(sender, self._running)]  # it has not heard of the attempt yet
+        return self._abort(f"{sender} has left the attempt") + super().on_ready(sender, ready, now)
+
+    def gone(self, peer: str, now: float) -> list[Effect]:
+        """The peer has said goodbye."""
+        self._ready.pop(peer, None)
+        return self._lose([peer], f"{peer} has left", now)
+
+    def tick(self, now: float, live: Mapping[str, Heartbeat], left: Collection[str]) -> list[Effect]:
+        """Close the roster, or go on without somebody, when it is time. `live` are the other peers' heartbeats."""
+        self.left = left
+        if self._running:
+            return self._watch(now, live)
+        for peer in [peer for peer in self._ready if peer != self._me and peer not in live]:
+            del self._ready[peer]
+        is_cut_off = self._is_cut_off(now, live)  # asked each time: it keeps the time
+        if not self._is_time(now, live):
+            return []
+        plan = self._plan()
+        effects: list[Effect] = []
+        if (plan.left_out or not plan.reducers) and not self._latest_held() and not self._unfinished_round():
+            effects = self._leave_out(plan)
+            if not plan.reducers:
+                return effects
+        if self._enough(self._ready) or is_cut_off:
+            effects += self._begin(now)
+        return effects
+
+    # Attempts -------------------------------------------------------------------------------------------------
+    def _begin(self, now: float) -> list[Effect]:
+        self._in_minority = not self._enough(self._ready)
+        held = self._latest_held()
+        if held is not None:
+            holders = tuple(peer for peer in sorted(self._ready) if self._holds(peer, held))
+            return self._hand_on(held, holders, take_order(self._log.roster, self._ready), "hands an entry on", now)
+        round = self._unfinished_round()
+        if round is not None:
+            return self._exchange(round, "goes on with a round", now)
+        name = Attempt(position=self._log.position, number=self._last_number + 1, leader=self._me)
+        return self._exchange(self._new_round(name), "begins", now)
+
+    def _new_round(self, name: Attempt) -> Round:
+        """Those whom all others reach reduce parts, sized so that all links are done together."""
+        offers = self._offers()
+        roster = [offers[peer] for peer in take_order(self._log.roster, offers)]
+        part = deal(self._payload.chunks, len(roster), self._plan().reducers, self._rates(offers))
+        shares = tuple(Share(member=member, chunks=part.get(member.peer, 0)) for member in roster)
+        return Round(name=name, shares=shares, lost=())
+
+    def _rates(self, peers: Iterable[str]) -> dict[str, float]:
+        ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}
+        claimed = {peer: one.rate for peer, one in ready.items()}
+        return credible_rates(claimed, {peer: dict(one.seen) for peer, one in ready.items()})
+
+    def _unfinished_round(self) -> Round | None:
+        """The round that a leader before us could not conclude, if enough of its members are here to do so."""
+        rounds = {peer: ready.round for peer, ready in self._ready.items() if ready.round}
+        mine = rounds.get(self._me)
+        if mine is None or mine.name in self._spoiled:
+            return None
+        others = {peer: round for peer, round in rounds.items() if round.shares == mine.shares}
+        lost = {peer for round in others.values() for peer in round.lost}
+        round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
+        able = self._me in round.remaining and bool(_reducers(round)) and self._is_connected(round)
+        return round if able and (self._in_minority or self._enough(round.remaining)) else None
+
+    def _is_connected(self, round: Round) -> bool:
+        """Whether all who remain can exchange data with all of them who reduce, as far as we know."""
+        pairs = self._standing.pairs(round.remaining)
+        return not any(pairs.broken_with(peer) for peer in _reducers(round))
+
+    def _exchange(self, round: Round, what: str, now: float) -> list[Effect]:
+        """Run an attempt in which the members that remain exchange blocks."""
+        members = round.remaining
+        rates = self._rates(members)
+        measured = {peer: rates[peer] for peer in rates if self._ready[peer].rate}
+        chunks = {share.member.peer: share.chunks for share in round.shares}
+        seconds = self._schedule.attempt(foreseen(chunks, members, measured, self._payload.bytes))
+        is_open = bool(self._log.roster) and not self._in_minority and len(members) <= OPEN_LIMIT
+        begin = Begin(attempt=self._next_attempt(), round=round, seconds=seconds, open=is_open)
+        return self._run(begin, members, what, now)
+
+    def _hand_on(
+        self, held: Held, holders: tuple[str, ...], members: Sequence[str], what: str, now: float
+    ) -> list[Effect]:
+        """Run an attempt in which members take over an entry. How much of it each must fetch is not foreseen."""
+        seconds = self._schedule.attempt(())
+        adopt = Adopt(attempt=self._next_attempt(), held=held, holders=holders, seconds=seconds)
+        return self._run(adopt, members, what, now)
+
+    def _run(self, running: Begin | Adopt, members: Sequence[str], what: str, now: float) -> list[Effect]:
+        self._running = running
+        self._members = tuple(members)
+        self._began_at = self._moved_at = now
+        self._seconds = running.seconds
+        self._unseen_since.clear()
+        self._silent_since.clear()
+        self._heard.clear()
+        self._complete, self._waiting = {}, {}
+        note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
+        return [note, *(Send(peer, running) for peer in members)]
+
+    def _next_attempt(self) -> Attempt:
+        self._last_number += 1
+        return Attempt(position=self._log.position, number=self._last_number, leader=self._me)
+
+    # Who is lost ----------------------------------------------------------------------------------------------
+    def _lose(self, peers: Iterable[str], reason: str, now: float) -> list[Effect]:
+        """Go on without these peers; what has arrived of theirs counts."""
+        lost = [peer for peer in peers if peer in self._members and peer != self._me]
+        running = self._running
+        if running is None or not lost:
+            return []
+        remaining = [peer for peer in self._members if peer not in lost]
+        if not (self._in_minority or self._enough(remaining)):
+            return self._abort(reason)
+        farewell = self._ends(running.attempt, lost, reason)
+        what = f"goes on ({reason})"
+        if isinstance(running, Adopt):
+            holders = tuple(peer for peer in running.holders if peer in remaining)
+            if not holders:
+                return self._abort(reason)
+            return farewell + self._hand_on(running.held, holders, remaining, what, now)
+        round = running.round.without(lost)
+        if not _reducers(round):
+            return self._abort(reason)
+        return farewell + self._exchange(round, what, now)
+
+    def _watch(self, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
+        """Who has been silent for a heartbeat's time is lost; so are those who hold all others up for too long."""
+        for peer in self._members:
+            if peer in live or peer == self._me:
+                self._unseen_since.pop(peer, None)
+            else:
+                self._unseen_since.setdefault(peer, now)
+        patience = self._settings.timing.heartbeat
+        dead = [peer for peer, since in self._unseen_since.items() if now - since >= patience]
+        if dead:
+            return self._lose(dead, f"{', '.join(dead)} is gone", now)
+        has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
+        if not has_stalled and now - self._began_at <= self._seconds:
+            return []
+        slow = self._culprits()
+        for peer in slow:
+            self._bar(peer, now)
+        why = "nothing moves" if has_stalled else "time is up"
+        reason = f"{why}; held up by {', '.join(slow) or 'nobody in particular'}"
+        return self._lose(slow, reason, now) or self._abort(reason)
+
+    def _culprits(self) -> tuple[str, ...]:
+        """Who holds the attempt up: of an entry that nobody could fetch, those who say that they hold it.
+
+        To do without them is safe. Had it been committed, there would be no majority without one that holds it.
+        """
+        running = self._running
+        if isinstance(running, Adopt) and self._complete.keys() <= set(running.holders):
+            return running.holders
+        return culprits(self._members, self._complete, self._waiting)
+
+    def _ends(self, attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
+        abort = Abort(attempt=attempt, reason=printable(reason))
+        return [Send(peer, abort) for peer in members]
+
+    def _abort(self, reason: str) -> list[Effect]:
+        assert self._running is not None
+        attempt, members = self._running.attempt, self._members
+        self._running, self._members = None, ()
+        self._ready.clear()  # everyone says Ready again, with what it holds by then
+        return [Note("warning", f"attempt {attempt} failed: {reason}"), *self._ends(attempt, members, reason)]
+
+    # What members say -----------------------------------------------------------------------------------------
+    def on_waiting(self, sender: str, waiting: Waiting, now: float) -> list[Effect]:
+        if not self._is_running(waiting.attempt):
+            return self._set_right(sender, waiting.attempt)
+        if sender not in self._members:
+            return []
+        self._heard[sender] = now
+        self._waiting[sender] = waiting.missing
+        if waiting.moved > self._moved.get(sender, 0):
+            self._moved[sender] = waiting.moved
+            self._moved_at = now
+        return self._plan_anew(sender, waiting.unreached, now)
+
+    def _plan_anew(self, sender: str, unreached: Iterable[str], now: float) -> list[Effect]:
+        """A pair that needs each other's data can't talk: begin another round, in which it need not."""
+        if not isinstance(self._running, Begin):
+            return []
+        round = self._running.round
+        others, reducers = set(unreached) & set(self._members) - {sender}, _reducers(round)
+        pairs = self._standing.pairs(self._members)
+        known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
+        broken = (others if sender in reducers else others & reducers) - known
+        broken = {other for other in broken if self._has_lasted(sender, other, now)}
+        if not broken:
+            return []
+        reason = f"{sender} can't exchange data with {', '.join(sorted(broken))}"
+        if sender != self._me and not self._standing.may_replan(sender):
+            self._bar(sender, now)
+            return self._lose([sender], reason, now) or self._abort(reason)
+        self._standing.failed(sender, broken)
+        self._spoiled.add(round.name)
+        return self._abort(reason)
+
+    def _has_lasted(self, sender: str, other: str, now: float) -> bool:
+        """Whether a pair has been unable to talk for as long as it takes to see that one of the two is dead, and the
+        other one has spoken meanwhile. Heartbeats alone do not tell: they count for as long, and a little more."""
+        since = self._silent_since.setdefault((sender, other), now)
+        has_been_heard = self._heard.get(other, 0.0) > since + self._settings.timing.heartbeat
+        return has_been_heard and now - since >= self._settings.timing.heartbeat_expiry
+
+    def on_accuse(self, sender: str, accuse: Accuse, now: float) -> list[Effect]:
+        if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= set(self._members):
+            return []
+        self._bar(accuse.accused, now)
+        return self._lose([accuse.accused], f"{accuse.accused} sent {sender} bad blocks: {accuse.reason}", now)
+
+    def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
+        running = self._running
+        if running is None or running.attempt != complete.attempt or sender not in self._members:
+            return self._set_right(sender, complete.attempt)
+        self._heard[sender] = now
+        if sender not in self._complete:
+            self._moved_at = now
+        self._complete[sender] = complete
+        if len(self._complete) < len(self._members):
+            return []
+        if isinstance(running, Adopt):
+            return self._commit(running.held.header)
+        outcomes = {peer: (said.payload, said.missed) for peer, said in self._complete.items()}
+        (payload, missed), _ = Counter(outcomes.values()).most_common(1)[0]
+        wrong = [peer for peer, outcome in outcomes.items() if outcome != (payload, missed)]
+        try:
+            header = self._log.next_header(running.round.entry_roster(dict(missed)), payload)
+        except LogError as error:
+            return self._abort(f"what its members say can be no entry: {error}")
+        if not wrong:
+            return self._commit(header)
+        self._spoiled.add(running.round.name)  # should it be aborted
+        for peer in wrong:
+            self._bar(peer, now)
+        reason = f"{', '.join(wrong)} hold another payload"
+        return self._lose(wrong, reason, now) or self._abort(reason)
+
+    def _commit(self, header: Header) -> list[Effect]:
+        commit = Commit(header=header)
+        self._standing.entry_made(self._members)
+        return [Send(peer, commit) for peer in self._members]
+
+    def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
+        """The sender speaks of another attempt than the one that runs."""
+        if self._running and sender in self._members:
+            return [Send(sender, self._running)]
+        return self._ends(attempt, [sender], "this attempt is over")
+
+    def _is_running(self, attempt: Attempt) -> bool:
+        return self._running is not None and self._running.attempt == attempt
+
+    def _latest_held(self) -> Held | None:
+        held = [ready.held for ready in self._ready.values() if ready.held and self._follows(ready.held.header)]
+        return max(held, key=lambda item: item.attempt.order, default=None)
+
+    def _follows(self, header: Header) -> bool:
+        try:
+            self._log.append(header)
+        except LogError:
+            return False
+        return True
+
+    def _holds(self, peer: str, held: Held) -> bool:
+        theirs = self._ready[peer].held
+        return theirs is not None and theirs.header == held.header
+
+
+def _reducers(round: Round) -> set[str]:
+    return {share.member.peer for share in round.shares if share.chunks} & set(round.remaining)

@@ -1,0 +1,400 @@
+"""Control messages between peers: what each says, and how bytes become one.
+
+Every message names the position that it is about. An answer about a position that the receiver has left behind is
+`Commit` with the header that followed, so a lost message is repaired by whichever comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal, get_args
+
+import msgpack
+from pydantic import Field
+
+from peers.log.header import MEMBER_LIMIT, Header, Member, Position
+from peers.presence.reachability import SEEN_LIMIT
+from peers.values.leases import PIECE_LIMIT
+from peers.values.wire import (
+    PROTOCOL_VERSION,
+    Count,
+    Digest,
+    PeerId,
+    Reason,
+    Samples,
+    Seconds,
+    Value,
+    WireError,
+    decode,
+    from_plain,
+    to_plain,
+)
+
+CHUNK_SET_BYTES = 1 << 16  # half a million chunks
+
+ChunkSet = Annotated[bytes, Field(strict=True, max_length=CHUNK_SET_BYTES)]
+"""Numbers of chunks as a bit mask, little-endian: chunk n is bit n % 8 of byte n // 8."""
+
+
+Peers = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
+"""Peers, and bytes a second."""
+
+
+def chunk_set(chunks: Iterable[int]) -> bytes:
+    """The mask with these bits."""
+    wanted = sorted(chunks)
+    mask = bytearray(wanted[-1] // 8 + 1 if wanted else 0)
+    for chunk in wanted:
+        mask[chunk // 8] |= 1 << chunk % 8
+    return bytes(mask)
+
+
+def chunks_in(mask: bytes) -> list[int]:
+    """The bits that are set, in order."""
+    return [8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
+
+
+class Attempt(Value):
+    """One leader's attempt to produce the entry at `position`. Later ones have higher numbers; the leader breaks ties.
+
+    A round, the exchange of blocks, is named by the attempt that began it. When somebody dies, the next attempt goes on
+    with the same round.
+    """
+
+    position: Position
+    number: Count
+    leader: PeerId
+
+    @property
+    def order(self) -> tuple[int, str]:
+        return self.number, self.leader
+
+    def __str__(self) -> str:
+        return f"{self.position.index}.{self.number}"
+
+
+class Held(Value):
+    """An entry whose whole payload a peer has, and the last attempt in which it said so."""
+
+    attempt: Attempt
+    header: Header
+
+
+class Share(Value):
+    """A peer's part in a round: what it brings, and how many chunks of the payload it reduces."""
+
+    member: Member
+    chunks: Count
+
+
+class Round(Value):
+    """An exchange of blocks: who takes part, from which chunk on who reduces, and who has been lost on the way.
+
+    Everybody in it sends everybody else the blocks of that one's chunks. The chunks of who is lost fall to the next in
+    line; blocks of its own that had arrived count, the others don't.
+    """
+
+    name: Attempt
+    shares: Annotated[tuple[Share, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+    lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+
+    @property
+    def roster(self) -> tuple[Member, ...]:
+        return tuple(share.member for share in self.shares)
+
+    @cached_property
+    def peers(self) -> tuple[str, ...]:
+        return tuple(share.member.peer for share in self.shares)
+
+    @cached_property
+    def remaining(self) -> tuple[str, ...]:
+        lost = set(self.lost)
+        return tuple(peer for peer in self.peers if peer not in lost)
+
+    @cached_property
+    def chunks(self) -> int:
+        return sum(share.chunks for share in self.shares)
+
+    def entry_roster(self, missed: Mapping[str, int]) -> tuple[Member, ...]:
+        """Who the entry says took part, given in how many chunks whose blocks are missing: not who is in none."""
+        roster = (member.lacking(missed.get(member.peer, 0)) for member in self.roster)
+        return tuple(member for member in roster if member.missed < self.chunks)
+
+    def without(self, lost: Iterable[str]) -> Round:
+        """The same round with more peers lost."""
+        gone = {*self.lost, *lost}
+        return Round(name=self.name, shares=self.shares, lost=tuple(peer for peer in self.peers if peer in gone))
+
+
+class LeaseRequest(Value):
+    """Joiner → leader: I hold the state at `position`; give me samples to train on.
+
+    `relayed` and `unreached` as in Ready: a peer that could take part in no round gets no lease.
+    """
+
+    kind: ClassVar[Literal["lease-request"]] = "lease-request"
+    position: Position
+    state_digest: Digest
+    relayed: Peers
+    unreached: Peers
+
+
+class LeaseGrant(Value):
+    """Leader → joiner: train these samples, in at most `steps` inner steps, to finish together with the others."""
+
+    kind: ClassVar[Literal["lease-grant"]] = "lease-grant"
+    position: Position
+    samples: Annotated[tuple[Samples, ...], Field(min_length=1, max_length=PIECE_LIMIT)]
+    steps: Count
+
+
+class Ready(Value):
+    """Member → leader: my inner steps are done; I take part in your next attempt and in no earlier one.
+
+    An `incumbent` has been in the run since before this position. A peer that started at it may have been here before
+    and forgotten what it held, so it does not count towards the quorum that protects a committed entry. `round`: the
+    exchange it is in the middle of, if its leader was lost. `rate`: bytes a second that its link was seen to carry each
+    way; 0: not measured yet. `wants`: the samples of its next lease; 0: a whole one.
+
+    `relayed` names the peers that it reaches only through a relay, or with other difficulty, `unreached` those with
+    which it can exchange no data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
+    """
+
+    kind: ClassVar[Literal["ready"]] = "ready"
+    position: Position
+    state_digest: Digest
+    tokens: Count
+    samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
+    incumbent: Annotated[bool, Field(strict=True)]
+    last_attempt: Count
+    held: Held | None
+    round: Round | None
+    rate: Count
+    wants: Count
+    relayed: Peers
+    unreached: Peers
+    seen: Rates
+
+
+class Begin(Value):
+    """Leader → remaining members: begin this round, or go on with it now that somebody is lost.
+
+    The leader ends the attempt after `seconds`. If it is `open`, all members tell each other that they are complete,
+    and whoever has heard the same of all knows that the entry is committed. A minority's attempt never is.
+    """
+
+    kind: ClassVar[Literal["begin"]] = "begin"
+    attempt: Attempt
+    round: Round
+    seconds: Seconds
+    open: Annotated[bool, Field(strict=True)]
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Adopt(Value):
+    """Leader → members: an earlier attempt's entry may have been committed; take it over from its holders."""
+
+    kind: ClassVar[Literal["adopt"]] = "adopt"
+    attempt: Attempt
+    held: Held
+    holders: Annotated[tuple[PeerId, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+    seconds: Seconds
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Holding(Value):
+    """Member → whoever a lost member's chunks have fallen to: of those, I have these already."""
+
+    kind: ClassVar[Literal["holding"]] = "holding"
+    attempt: Attempt
+    chunks: ChunkSet
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Want(Value):
+    """Who reduces a lost member's chunks → member: send me these, `reduced` as you hold them, or your own blocks."""
+
+    kind: ClassVar[Literal["want"]] = "want"
+    attempt: Attempt
+    reduced: ChunkSet
+    own: ChunkSet
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Waiting(Value):
+    """Member → leader: chunks of the payload are missing; I need something from these peers.
+
+    `moved` counts the chunks that have come and gone here since the round began. With the `unreached` of its members it
+    can exchange nothing: the round must be planned anew.
+    """
+
+    kind: ClassVar[Literal["waiting"]] = "waiting"
+    attempt: Attempt
+    missing: Peers
+    moved: Count
+    unreached: Peers
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Accuse(Value):
+    """Member → leader: this peer sent me blocks that no encoder makes."""
+
+    kind: ClassVar[Literal["accuse"]] = "accuse"
+    attempt: Attempt
+    accused: PeerId
+    reason: Reason
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Complete(Value):
+    """Member → leader, and in an open attempt → all members: I hold the whole payload. This is its digest, and whose
+    blocks lack in how many chunks."""
+
+    kind: ClassVar[Literal["complete"]] = "complete"
+    attempt: Attempt
+    payload: Digest
+    missed: Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Commit(Value):
+    """The entry that follows `header.previous` is this one."""
+
+    kind: ClassVar[Literal["commit"]] = "commit"
+    header: Header
+
+    @property
+    def position(self) -> Position:
+        return Position(index=self.header.index, head=self.header.previous)
+
+
+class Abort(Value):
+    """Leader → members: this attempt is over; say Ready again."""
+
+    kind: ClassVar[Literal["abort"]] = "abort"
+    attempt: Attempt
+    reason: Reason
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Refuse(Value):
+    """Leader → peer: what you have can't be used at this position; fetch the state from a peer and ask again."""
+
+    kind: ClassVar[Literal["refuse"]] = "refuse"
+    position: Position
+    reason: Reason
+
+
+class Excluded(Value):
+    """Leader → peer: rounds go on without you, for this reason. Nothing that you train would count."""
+
+    kind: ClassVar[Literal["excluded"]] = "excluded"
+    position: Position
+    reason: Reason
+
+
+class Inquire(Value):
+    """What followed `position`? Asked of a peer whose heartbeat is further on."""
+
+    kind: ClassVar[Literal["inquire"]] = "inquire"
+    position: Position
+
+
+class Elsewhere(Value):
+    """The position you spoke of is not in my recent log; mine is `position`."""
+
+    kind: ClassVar[Literal["elsewhere"]] = "elsewhere"
+    position: Position
+
+
+class Leaving(Value):
+    """Deathrattle: do not wait for me any more.
+
+    Who `holds` a payload may be needed to know whether an entry was committed, and goes on counting in the quorum.
+    """
+
+    kind: ClassVar[Literal["leaving"]] = "leaving"
+    position: Position
+    holds: Annotated[bool, Field(strict=True)]
+
+
+Message = (
+    LeaseRequest
+    | LeaseGrant
+    | Ready
+    | Begin
+    | Adopt
+    | Holding
+    | Want
+    | Waiting
+    | Accuse
+    | Complete
+    | Commit
+    | Abort
+    | Refuse
+    | Excluded
+    | Inquire
+    | Elsewhere
+    | Leaving
+)
+KINDS: dict[str, type[Message]] = {kind.kind: kind for kind in get_args(Message)}
+
+
+def pack_message(run: str, message: Message) -> bytes:
+    """Envelope: [protocol version, run id, kind, body]."""
+    packed: bytes = msgpack.packb([PROTOCOL_VERSION, run, message.kind, to_plain(message)], use_bin_type=True)
+    return packed
+
+
+class Packer:
+    """Packs messages of one run, and the same one once: what a leader tells all its members names all of them."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._last: tuple[Message | None, bytes] = (None, b"")
+
+    def pack(self, message: Message) -> bytes:
+        if message is not self._last[0]:
+            self._last = message, pack_message(self._run, message)
+        return self._last[1]
+
+
+def unpack_message(run: str, data: bytes) -> Message:
+    """Raises: WireError when the bytes are no message of this protocol version and this run."""
+    envelope = decode(data)
+    if not isinstance(envelope, list) or len(envelope) != 4:
+        raise WireError("not a message envelope")
+    version, named_run, kind, body = envelope
+    if type(version) is not int or version != PROTOCOL_VERSION:
+        raise WireError(f"protocol version {version!r:.20}; this is version {PROTOCOL_VERSION}")
+    if named_run != run:
+        raise WireError("a message of another run")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise WireError(f"unknown kind of message {str(kind)[:40]!r}")
+    return from_plain(KINDS[kind], body)

@@ -1,0 +1,200 @@
+"""Random lives of simulated swarms, each drawn from a seed: `python -m peers.simulator.schedules --seeds 1000`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields, replace
+from itertools import count
+
+from peers.log.settings import RunSettings, Timing
+from peers.simulator.history import InvariantError
+from peers.simulator.simulation import Faults, Swarm
+from peers.values.wire import digest_of
+
+TRACE_LINES = 60
+HARD = ("kill", "kill", "kill", "leave")  # what only a minority may meet: who comes back has forgotten everything
+SOFT = ("cut off", "deafen", "stop")
+CALM = Faults()
+SPEEDS = (1.0, 0.9, 0.4)  # by name: some peers train shorter leases
+PEACE = 1000.0  # seconds in which everybody must agree again
+TIMINGS = (Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0), Timing())  # the second: as manifests have it
+BATCH = 25  # seeds that one process takes at once
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What befalls a peer at its `effect`-th message or other deed from now on. It is undone after `seconds`."""
+
+    kind: str
+    peer: str
+    effect: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One life of a swarm: who is in it, how bad its network is, and what happens to whom."""
+
+    seed: int
+    peers: int
+    faults: Faults
+    blows: tuple[Blow, ...]
+    timing: Timing = TIMINGS[0]
+
+    def __str__(self) -> str:
+        blows = "".join(f"\n  {blow}" for blow in self.blows)
+        return f"seed {self.seed}, {self.peers} peers, {self.faults}, {self.timing}{blows}"
+
+
+def plan(seed: int) -> Plan:
+    """2 to 12 peers, a bad network, and a few blows."""
+    draw = random.Random(seed)
+    peers = draw.choice((2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 10, 12))
+    names = [f"peer{number}" for number in range(peers)]
+    timing = draw.choice(TIMINGS)
+    slow = draw.choice([(), (), (draw.choice(names),)])
+    # A slow link's chunks take 40 times as long: not as long as a manifest's partition grace.
+    longest_delay = draw.choice([0.05, 0.3, 0.3 if slow and timing == Timing() else 1.5])
+    faults = Faults(
+        loss=draw.choice([0, 0.02, 0.2]),
+        duplication=draw.choice([0, 0.1]),
+        stream_failure=draw.choice([0, 0.02, 0.1]),
+        longest_delay=longest_delay,
+        suspicion=draw.choice([0, 0.01, 0.1]),
+        slow=slow,
+        broken=draw.choice([(), (), _some_pairs(draw, names)]),
+        relayed=draw.choice([(), (), _some_pairs(draw, names)]),
+    )
+    mortal = names[: (peers - 1) // 2]
+    blows = []
+    for _ in range(draw.randint(1, 4)):
+        kind = draw.choice(HARD + SOFT if mortal else SOFT)
+        victim = draw.choice(mortal if kind in HARD else names)
+        blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
+    return Plan(seed, peers, faults, tuple(blows), timing)
+
+
+def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ...]:
+    """One pair, or all that one peer is in."""
+    one, other = draw.sample(names, 2)
+    return draw.choice([((one, other),), tuple((one, third) for third in names if third != one)])
+
+
+def live(life: Plan, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swarm:
+    """Run a plan, and then peace. `watch` gets the swarm before anything happens.
+
+    Raises: InvariantError, also when peace does not bring progress and agreement.
+    """
+    names = [f"peer{number}" for number in range(life.peers)]
+    settings = RunSettings("simulated", digest_of(b"manifest"), 5, 10, 10, life.peers, life.timing)
+    swarm = Swarm(life.seed, settings, life.faults, speeds=SPEEDS)
+    watch(swarm)
+    for name in names:
+        swarm.start(name)
+    swarm.run(200.0, until=lambda: swarm.longest >= 1 and swarm.history.smallest_roster == life.peers)
+    if swarm.history.smallest_roster == life.peers:  # else a minority of the names may be more of those who count
+        for blow in life.blows:
+            _strike(swarm, blow)
+    swarm.faults = CALM
+    swarm.heal()
+    goal = swarm.longest + 2
+    if not swarm.run(PEACE, until=lambda: swarm.longest >= goal and agreed(swarm)):
+        raise InvariantError(f"no progress: longest {swarm.longest}, wanted {goal}")
+    return swarm
+
+
+def _strike(swarm: Swarm, blow: Blow) -> None:
+    """Wait for the victim's n-th effect, hit it between two of them, and undo it later."""
+    strike = {"kill": swarm.kill, "cut off": swarm.cut_off, "deafen": swarm.deafen, "stop": swarm.stop}
+    deeds = count(1)
+    struck = False
+
+    def on_effect(name: str) -> None:
+        nonlocal struck
+        if name == blow.peer and not struck and next(deeds) == blow.effect:
+            struck = True
+            if blow.kind == "leave":
+                swarm.at(0.0, lambda: swarm.leave(name))  # it decides between two events, not amid its deeds
+            else:
+                strike[blow.kind](name)
+
+    swarm.on_effect = on_effect
+    swarm.run(40.0, until=lambda: struck)
+    swarm.on_effect = lambda name: None
+    swarm.run(blow.seconds)
+    if blow.kind in SOFT:
+        swarm.heal()
+    if swarm.peers[blow.peer] not in swarm.living:
+        swarm.start(blow.peer)
+
+
+def agreed(swarm: Swarm) -> bool:
+    """Whether all living peers are at one position and working on the next entry."""
+    heads = {peer.peer.log.position.head for peer in swarm.living}
+    return len(heads) == 1 and swarm.longest > 0
+
+
+def failure(life: Plan) -> tuple[str, Swarm] | None:
+    """What went wrong in a life, if anything did."""
+    swarms: list[Swarm] = []
+    try:
+        live(life, swarms.append)
+    except Exception as error:  # whatever it is: a schedule that crashes has found something
+        return f"{type(error).__name__}: {error}", swarms[0]
+    return None
+
+
+def smallest(life: Plan) -> Plan:
+    """The plan with all left out that its failure does not need."""
+    while True:
+        for easier in _easier(life):
+            if failure(easier):
+                life = easier
+                break
+        else:
+            return life
+
+
+def _easier(life: Plan) -> Iterator[Plan]:
+    for place in range(len(life.blows)):
+        yield replace(life, blows=life.blows[:place] + life.blows[place + 1 :])
+    for name in (field.name for field in fields(Faults)):
+        if getattr(life.faults, name) != getattr(CALM, name):
+            yield replace(life, faults=replace(life.faults, **{name: getattr(CALM, name)}))
+
+
+def report(life: Plan) -> str:
+    """A failing life at its smallest, with the end of its trace."""
+    life = smallest(life)
+    failed = failure(life)
+    assert failed is not None
+    what, swarm = failed
+    trace = "\n".join(" ".join(map(str, line)) for line in swarm.trace[-TRACE_LINES:])
+    return f"{trace}\n{what}\n{life}"
+
+
+def failing_seeds(seeds: range) -> list[int]:
+    return [seed for seed in seeds if failure(plan(seed))]
+
+
+def main() -> None:
+    """Run seeds; one that fails is shown at its smallest, with the end of its trace."""
+    parser = argparse.ArgumentParser(prog="python -m peers.simulator.schedules", description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=100, help="how many")
+    parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
+    options = parser.parse_args()
+    stop = options.first + options.seeds
+    batches = [range(first, min(first + BATCH, stop)) for first in range(options.first, stop, BATCH)]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        failed = [seed for seeds in pool.map(failing_seeds, batches) for seed in seeds]
+    if failed:
+        raise SystemExit(f"{report(plan(failed[0]))}\n{len(failed)} of {options.seeds} seeds failed: {failed[:20]}")
+    print(f"{options.seeds} schedules from seed {options.first} on: no invariant was broken")
+
+
+if __name__ == "__main__":
+    main()

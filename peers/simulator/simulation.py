@@ -1,0 +1,307 @@
+"""A whole swarm on a simulated clock: the peers' real protocol code, a network that misbehaves, and no waiting.
+
+Everything is drawn from one seeded generator, so a schedule that fails is replayed by its seed. After every step the
+invariants are checked: one state per log position, one child per log position, no sample trained twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from peers.log.header import Header
+from peers.log.settings import RunSettings
+from peers.protocol.events import (
+    ChunkSent,
+    ChunksUnsent,
+    Event,
+    HeartbeatsSeen,
+    LeaveRequested,
+    ReachSeen,
+    Received,
+    SendChunk,
+    Tick,
+    TrainingDone,
+    Undelivered,
+)
+from peers.protocol.messages import Message, pack_message, unpack_message
+from peers.protocol.states import State
+from peers.simulator.history import History
+from peers.simulator.simulated_peer import SimulatedPeer
+from peers.simulator.trace import brief
+from peers.values.reach import Reach
+
+TICK = 1.0  # seconds
+SKEW = 0.03  # by which clocks run fast or slow
+Pair = tuple[str, str]
+WIRE_CHECKS = 16  # one message in so many goes through its bytes; all kinds do in their own tests
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How badly the network behaves: chances per message (`suspicion`: per tick), delays in seconds."""
+
+    loss: float = 0.0
+    duplication: float = 0.0
+    stream_failure: float = 0.0
+    longest_delay: float = 0.05
+    suspicion: float = 0.0
+    """That a peer takes another one for dead, until it hears from it again."""
+    slow: tuple[str, ...] = ()
+    """Peers whose chunks take `SLOWNESS` times as long."""
+    broken: tuple[Pair, ...] = ()
+    """Pairs between which nothing passes. Heartbeats do: they come from the DHT."""
+    relayed: tuple[Pair, ...] = ()
+    """Pairs whose chunks take `DETOUR` times as long."""
+
+    def reach(self, one: str, other: str) -> Reach:
+        """How two peers reach each other."""
+        if (one, other) in self.broken or (other, one) in self.broken:
+            return Reach.NONE
+        if (one, other) in self.relayed or (other, one) in self.relayed:
+            return Reach.RELAYED
+        return Reach.OPEN
+
+
+SLOWNESS = 40.0
+DETOUR = 5.0
+REACH_DELAY = 8.0  # seconds until a peer's links know how it reaches another one
+
+
+@dataclass
+class Swarm:
+    """The simulated network and clock, and the peers on it. The hooks see, change or stop what goes on."""
+
+    seed: int
+    settings: RunSettings
+    faults: Faults = field(default_factory=Faults)
+    one_child: bool = True
+    """Whether a second entry at a position is an error, as it is until a partition grace has run out."""
+    block_count: int = 7
+    kept_bytes: int = 200
+    wire_checks: int = WIRE_CHECKS
+    traced: bool = True
+    speeds: tuple[float, ...] = (1.0,)
+    """Of peers, by name; who is slow trains shorter leases."""
+    now: float = 0.0
+    trace: list[tuple[object, ...]] = field(default_factory=list)
+    on_message: Callable[[str, str, Message], Message | None] = field(default=lambda sender, to, message: message)
+    on_chunk: Callable[[str, SendChunk], bool] = field(default=lambda sender, send: True)
+    on_apply: Callable[[str], None] = field(default=lambda name: None)
+    on_effect: Callable[[str], None] = field(default=lambda name: None)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.peers: dict[str, SimulatedPeer] = {}
+        self.side: dict[str, int] = defaultdict(int)  # which side of a partition a peer is on
+        self.deaf: set[str] = set()  # whom nothing reaches, while they are heard
+        self.stopped: set[str] = set()
+        self.history = History(self.one_child)
+        self.messages: Counter[str] = Counter()  # sent, by sender
+        self.chunks: Counter[str] = Counter()
+        self._sequence = 0
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+
+    # Peers and faults -----------------------------------------------------------------------------------------
+    def start(self, name: str) -> None:
+        """A peer starts, or starts again having forgotten everything but its name."""
+        clock = (self.random.uniform(0, 1000), self.random.uniform(1 - SKEW, 1 + SKEW))
+        peer = SimulatedPeer(name, self, self.block_count, self.kept_bytes, clock)
+        peer.sequence = self.peers[name].sequence if name in self.peers else 0
+        self.peers[name] = peer
+        self.note(name, "starts")
+        self._repeat(peer, TICK, lambda: self._tick(peer))
+        self._repeat(peer, self.settings.timing.heartbeat, lambda: self._beat(peer))
+
+    def kill(self, name: str) -> None:
+        self.note(name, "is killed")
+        self.peers[name].alive = False
+
+    def leave(self, name: str) -> None:
+        self.note(name, "leaves")
+        self.handle(self.peers[name], LeaveRequested())
+
+    def cut_off(self, name: str) -> None:
+        self.note(name, "is cut off")
+        self.side[name] = 1
+
+    def deafen(self, name: str) -> None:
+        """A partition of one direction: nothing reaches the peer any more."""
+        self.note(name, "hears nothing")
+        self.deaf.add(name)
+
+    def stop(self, name: str) -> None:
+        """As SIGSTOP does: what reaches the peer waits until it goes on."""
+        self.note(name, "is stopped")
+        self.stopped.add(name)
+
+    def heal(self) -> None:
+        self.note("all healed")
+        self.side.clear()
+        self.deaf.clear()
+        self.stopped.clear()
+
+    def note(self, *what: object) -> None:
+        if self.traced:
+            self.trace.append((round(self.now, 2), *what))
+
+    @property
+    def longest(self) -> int:
+        """Entries in the longest lineage so far."""
+        return self.history.longest
+
+    @property
+    def living(self) -> list[SimulatedPeer]:
+        return [peer for peer in self.peers.values() if peer.alive and peer.peer.state is not State.LEFT]
+
+    # The clock ------------------------------------------------------------------------------------------------
+    def at(self, delay: float, action: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._agenda, (self.now + delay, self._sequence, action))
+
+    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Let time pass. Returns whether `until` came true."""
+        end = self.now + seconds
+        while self._agenda and self._agenda[0][0] <= end:
+            if until():
+                return True
+            self.now, _, action = heapq.heappop(self._agenda)
+            action()
+        self.now = end
+        return until()
+
+    def soon(self, peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None:
+        self.later(peer, event, delays * self._delay())
+
+    def later(self, peer: SimulatedPeer, event: Event, seconds: float) -> None:
+        self.at(seconds, lambda: self.handle(peer, event))
+
+    def training_time(self, steps: int) -> float:
+        return steps * self.random.uniform(0.5, 1.5)
+
+    def _repeat(self, peer: SimulatedPeer, period: float, action: Callable[[], None]) -> None:
+        def again() -> None:
+            if peer.alive and peer.peer.state is not State.LEFT:
+                if peer.name not in self.stopped:
+                    action()
+                self.at(period * self.random.uniform(0.8, 1.2), again)
+
+        self.at(period * self.random.random(), again)
+
+    def _tick(self, peer: SimulatedPeer) -> None:
+        if self.random.random() < self.faults.suspicion:
+            self.handle(peer, Undelivered(self.random.choice(sorted(self.peers))))
+        self.handle(peer, Tick())
+
+    def _beat(self, peer: SimulatedPeer) -> None:
+        """It says how it is, and hears what the others said last: as stale as they are out of step."""
+        peer.beat()
+        if peer.name in self.deaf:
+            return
+        others = [other for other in self.living if self.side[other.name] == self.side[peer.name]]
+        beats = tuple(other.heartbeat for other in others if other.heartbeat)
+        self.soon(peer, HeartbeatsSeen(beats))
+        self._learn_reach(peer, [other.name for other in others])
+
+    def _learn_reach(self, peer: SimulatedPeer, others: list[str]) -> None:
+        """A while after something changed its links know of it. Of peers that nothing stands between they say nothing,
+        but for those of which they said something before."""
+        if not (self.faults.broken or self.faults.relayed or peer.reach):
+            return
+        now = {other: self.faults.reach(peer.name, other) for other in others if other != peer.name}
+        reach = {other: way for other, way in now.items() if way is not Reach.OPEN or other in peer.reach}
+        if reach != peer.reach:
+            peer.reach = reach
+            self.later(peer, ReachSeen(reach, {}), REACH_DELAY)
+
+    # The driver -----------------------------------------------------------------------------------------------
+    def handle(self, peer: SimulatedPeer, event: Event) -> None:
+        """The peer takes in an event, unless it died meanwhile: between any two of its effects, too."""
+        if not peer.alive:
+            return
+        if peer.name in self.stopped:
+            self.at(1.0, lambda: self.handle(peer, event))
+            return
+        if isinstance(event, TrainingDone) and not peer.is_trained(event):
+            return
+        for effect in peer.peer.handle(event, peer.time(self.now)):
+            self.on_effect(peer.name)
+            if not peer.alive:
+                return
+            following = peer.carry_out(effect, self.now)
+            if following is not None:
+                self.handle(peer, following)
+        peer.go_on(event, self.now)
+        if peer.is_settled:
+            self.history.check(peer.name, peer.peer.log.position, peer.workload.state)
+
+    def recorded(self, peer: SimulatedPeer, header: Header) -> None:
+        self.history.record(header)
+        self.on_apply(peer.name)
+
+    # The network ----------------------------------------------------------------------------------------------
+    def _delay(self) -> float:
+        return self.random.uniform(0.001, self.faults.longest_delay)
+
+    def _reaches(self, sender: str, to: str) -> bool:
+        other = self.peers.get(to)
+        is_there = other is not None and other.alive and self.side[sender] == self.side[to] and to not in self.deaf
+        return is_there and self.faults.reach(sender, to) is not Reach.NONE
+
+    def send(self, sender: SimulatedPeer, to: str, message: Message) -> None:
+        self.messages[sender.name] += 1
+        self.note(sender.name, "→", to, _Brief(message))
+        seen = self.on_message(sender.name, to, message)
+        if not self._reaches(sender.name, to):
+            self.soon(sender, Undelivered(to))
+        elif seen is not None:
+            if self._sequence % self.wire_checks == 0:
+                seen = unpack_message(self.settings.run, pack_message(self.settings.run, seen))
+            copies = 0 if self.random.random() < self.faults.loss else 1
+            copies += self.random.random() < self.faults.duplication
+            for _ in range(copies):
+                self.soon(self.peers[to], Received(sender.name, seen))
+
+    def farewell(self, sender: SimulatedPeer) -> None:
+        for other in self.living:
+            self.send(sender, other.name, sender.peer.goodbye)
+
+    def send_chunk(self, sender: SimulatedPeer, send: SendChunk, data: bytes) -> None:
+        if not self.on_chunk(sender.name, send):
+            return
+        self.chunks[sender.name] += 1
+
+        def arrive() -> None:
+            if not sender.alive:
+                return  # it died with the chunk under way
+            is_taken = False
+            if self._reaches(sender.name, send.to) and self.random.random() >= self.faults.stream_failure:
+                receiver = self.peers[send.to]
+                event, is_taken = receiver.accept(sender.name, send, data)
+                if event is not None:
+                    self.handle(receiver, event)
+            if is_taken:
+                self.soon(sender, ChunkSent(send.round, send.to, send.chunk, send.reduced))
+            else:
+                self.soon(sender, ChunksUnsent(send.round, send.to, (send.chunk,), send.reduced))
+
+        slow = sender.name in self.faults.slow or send.to in self.faults.slow
+        is_relayed = self.faults.reach(sender.name, send.to) is Reach.RELAYED
+        self.at(self._delay() * (SLOWNESS if slow else 1.0) * (DETOUR if is_relayed else 1.0), arrive)
+
+    def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]:
+        """The donors that answer."""
+        return [self.peers[donor] for donor in donors if self._reaches(peer.name, donor)]
+
+
+class _Brief:
+    """Put into words only if somebody reads the trace."""
+
+    def __init__(self, message: Message) -> None:
+        self._message = message
+
+    def __str__(self) -> str:
+        return brief(self._message)

@@ -1,0 +1,42 @@
+"""How much is given away at once: in all, and to one peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from peers.streams.channel import RefusalError
+
+WAIT = 20.0  # seconds that a peer may wait for a place
+
+
+class Places:
+    """`count` in all, `each` for one peer: a slow one may hold its place for long."""
+
+    def __init__(self, count: int, each: int) -> None:
+        self._free = asyncio.Semaphore(count)
+        self._each = each
+        self._taken: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def one_for(self, peer: str) -> AsyncIterator[None]:
+        """Raises: RefusalError when there is none for long, or the peer has its share."""
+        if self._taken[peer] >= self._each:
+            raise RefusalError("other parts are on their way to you")
+        self._taken[peer] += 1
+        try:
+            try:
+                async with asyncio.timeout(WAIT):
+                    await self._free.acquire()
+            except TimeoutError:
+                raise RefusalError("too many fetch from here now") from None
+            try:
+                yield
+            finally:
+                self._free.release()
+        finally:
+            self._taken[peer] -= 1
+            if not self._taken[peer]:
+                del self._taken[peer]

@@ -1,0 +1,141 @@
+"""Where payloads lie, while a round makes one and afterwards: memory only, used by every driver.
+
+A round of n members takes three payloads and (n - 1) / n of one: our own blocks, the average, what the others sent of
+our part, and as much again while it is on its way in. On top come the payloads that are kept for who fell behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+from peers.log.payload import KeptPayloads, Payload
+from peers.protocol.messages import Attempt
+from peers.values.chunks import Chunking, PayloadSize
+from peers.values.memory import empty
+from peers.values.wire import digest_of
+from peers.values.workload import Blocked, Blocks
+
+
+@dataclass
+class RoundBuffers:
+    """The blocks of one round."""
+
+    name: Attempt
+    average: memoryview
+    digests: dict[int, bytes] = field(default_factory=dict)  # of the averaged chunks that are here
+    contributions: defaultdict[int, dict[str, bytes | bytearray]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # by chunk and sender
+
+
+class PayloadBuffers:
+    """The present round's blocks, and the payloads that are kept."""
+
+    def __init__(
+        self, blocked: Blocked, budget: int = 0, older: Callable[[bytes], Payload | None] = lambda digest: None
+    ) -> None:
+        """`older` finds payloads that are not in memory any more."""
+        self._byte_range = blocked.byte_range
+        self.chunking = Chunking(blocked.block_count)
+        self.size = PayloadSize(self.chunking.count, blocked.byte_range(0, blocked.block_count)[1])
+        self.kept = KeptPayloads(budget)
+        self._older = older
+        self._found = KeptPayloads(0)  # of the older ones, apart: what others ask for pushes nothing out that we need
+        self._finding = Lock()
+        self.own: Blocks = b""  # what we trained last, for this round or a later one
+        self._round: RoundBuffers | None = None
+        self._spare: memoryview | None = None
+        self._used: list[bytearray] = []
+
+    def find(self, digest: bytes) -> Payload | None:
+        """A payload that is kept here. May read all of it from a disk, so it is called in threads."""
+        if payload := self.kept.get(digest):
+            return payload
+        with self._finding:
+            payload = self._found.get(digest) or self._older(digest)
+            if payload:
+                self._found.keep(payload)
+            return payload
+
+    def prepare(self) -> None:
+        """Take the next round's memory from the system: within a round everything else would wait for that."""
+        if self._spare is None:
+            spare = empty(self.size.bytes)
+            for offset in range(0, self.size.bytes, mmap.PAGESIZE):
+                spare[offset] = 0
+            self._spare = spare
+
+    def open(self, name: Attempt) -> None:
+        spare, self._spare = self._spare, None
+        self._round = RoundBuffers(name, empty(self.size.bytes) if spare is None else spare)
+
+    def close(self) -> None:
+        """No round is under way."""
+        self._round = None
+
+    def round(self, name: Attempt) -> RoundBuffers | None:
+        return self._round if self._round and self._round.name == name else None
+
+    def room(self, length: int) -> bytearray:
+        """Return memory for a chunk: what was used before, since the system takes long to give new memory."""
+        if self._used and len(self._used[-1]) == length:
+            return self._used.pop()
+        return bytearray(length)
+
+    def give_back(self, contributions: Iterable[Blocks]) -> None:
+        """Use the memory of these again: they are averaged, and nobody reads them any more."""
+        size = self.chunk_bytes(0)[1]
+        self._used += [used for used in contributions if isinstance(used, bytearray) and len(used) == size]
+
+    def chunk_bytes(self, chunk: int) -> tuple[int, int]:
+        """Byte offsets [start, stop) of a chunk in a payload."""
+        return self._byte_range(*self.chunking.blocks(chunk))
+
+    def chunks_bytes(self, first: int, last: int) -> tuple[int, int]:
+        """Byte offsets [start, stop) of chunks [first, last) in a payload."""
+        return self.chunk_bytes(first)[0], self.chunk_bytes(last - 1)[1]
+
+    def contribution(self, name: Attempt, chunk: int) -> memoryview:
+        """Our own blocks of a chunk. Raises: KeyError when the round is over."""
+        self._open_round(name)
+        start, stop = self.chunk_bytes(chunk)
+        return memoryview(self.own)[start:stop]
+
+    def contributions(
+        self, name: Attempt, chunk: int, me: str, members: Sequence[tuple[str, int]]
+    ) -> list[tuple[bytes | bytearray | memoryview, int]]:
+        """The blocks of a chunk with their tokens, in the order of `members`. Raises: KeyError."""
+        arrived = self._open_round(name).contributions[chunk]
+        mine = self.contribution(name, chunk)
+        return [(mine if peer == me else arrived[peer], tokens) for peer, tokens in members]
+
+    def store(self, name: Attempt, chunk: int, data: bytes | bytearray | memoryview) -> None:
+        """An averaged chunk is here; what was sent to average it is not needed any more. Raises: KeyError."""
+        current = self._open_round(name)
+        start, stop = self.chunk_bytes(chunk)
+        current.average[start:stop] = data
+        current.digests[chunk] = digest_of(data)
+        current.contributions.pop(chunk, None)
+
+    def averaged(self, name: Attempt, chunk: int) -> memoryview:
+        """An averaged chunk. Raises: KeyError when the round is over."""
+        start, stop = self.chunk_bytes(chunk)
+        return self._open_round(name).average[start:stop]
+
+    def assemble(self, name: Attempt) -> bytes:
+        """All chunks of the round are here: keep the payload. Returns its digest. Raises: KeyError."""
+        current = self._open_round(name)
+        digests = tuple(current.digests[chunk] for chunk in range(self.size.chunks))
+        payload = Payload(current.average, digests)
+        self.kept.keep(payload)
+        return payload.digest
+
+    def _open_round(self, name: Attempt) -> RoundBuffers:
+        current = self.round(name)
+        if current is None:
+            raise KeyError(f"round {name} is over")
+        return current

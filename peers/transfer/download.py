@@ -1,0 +1,242 @@
+"""Something large from several peers at once, chunk by chunk, each held against its digest.
+
+Every donor is asked for a few ranges of chunks at a time, so that fast ones give more. A donor that fails, stalls,
+trickles or gives wrong bytes costs the ranges it was to give, and is asked no more. At the end idle donors are asked
+for what slow ones still owe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from peers.errors import RemoteProtocolError
+from peers.streams.channel import PeerRefusedError, PeerUnreachableError, Serve
+from peers.transfer.donor_pace import MOST, UNKNOWN, Pace, Request
+from peers.transfer.donors import PLACES, ReachingTransport, best_first
+from peers.values.wire import digest_of
+
+logger = logging.getLogger(__name__)
+
+RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
+LOOK = 1.0  # seconds from one look at who is slow to the next
+
+
+class PullTransport(ReachingTransport, Protocol):
+    async def pull(
+        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
+    ) -> tuple[bytes, bytearray]: ...
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None: ...
+
+
+class DownloadError(Exception):
+    """No donor is left, and something is missing. The message says what became of them."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be fetched, and how to ask for it."""
+
+    name: str  # of the pull
+    digests: Sequence[bytes]  # of the chunks
+    bounds: Callable[[int, int], tuple[int, int]]  # chunks [first, last) -> bytes [start, stop)
+    request: Callable[[int, int], bytes]  # chunks [first, last) -> the pull's header
+    range: int  # chunks asked for at once
+
+
+Range: TypeAlias = tuple[int, int]
+"""Chunks [first, last)."""
+Pull: TypeAlias = asyncio.Task[tuple[bytes, bytearray]]
+
+
+class Download:
+    """Fills `data`. `fetched` counts bytes by donor."""
+
+    def __init__(self, transport: PullTransport, wanted: Wanted, data: memoryview) -> None:
+        self._transport = transport
+        self._wanted = wanted
+        self._data = data
+        self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
+        self._asked: dict[Range, dict[Pull, Request]] = {}  # longest ago first
+        self._reasons: dict[str, str] = {}  # why who failed us
+        self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
+        self._began: dict[str, float] = {}  # when who was first asked
+        self._pace = Pace(RANGES)
+        self._changed = asyncio.Event()
+        self._now = asyncio.get_running_loop().time
+
+    @property
+    def fetched(self) -> Counter[str]:
+        return self._pace.given
+
+    async def adopt(self) -> int:
+        """What is in `data` already, from a download that broke off, is not fetched again. Returns its chunks."""
+        missing = await asyncio.to_thread(self._wrong_chunks)
+        self._missing = deque(_ranges(missing, self._wanted.range))
+        return len(self._wanted.digests) - len(missing)
+
+    async def run(self, donors: Sequence[str]) -> None:
+        """Fetch all that is missing, from those that are reached best, in this order.
+
+        Raises: DownloadError when no donor is left; what has arrived stays in `data`.
+        """
+        waiting = deque(best_first(self._transport, donors))
+        try:
+            while not self._is_done:
+                self._forget_those_that_ended()
+                self._give_slow_ones_up()
+                self._ask_more_of(waiting)
+                if not self._workers:
+                    raise DownloadError("; ".join(self._reasons.values()) or "nobody has it")
+                await self._change_or_look()
+        finally:
+            for worker in self._workers:
+                worker.cancel()
+            await asyncio.gather(*self._workers, return_exceptions=True)
+
+    def _ask_more_of(self, waiting: deque[str]) -> None:
+        """Begin with as many donors as there are places for. Each is asked for one range before any is for a second."""
+        begun: list[str] = []
+        while waiting and self._has_place_for(waiting[0], begun):
+            begun.append(waiting.popleft())
+        self._began.update(dict.fromkeys(begun, self._now()))
+        for donor in begun * RANGES:
+            worker = asyncio.create_task(self._work(donor))
+            worker.add_done_callback(lambda _: self._notify())
+            self._workers[worker] = donor
+
+    def _forget_those_that_ended(self) -> None:
+        for worker in [worker for worker in self._workers if worker.done()]:
+            del self._workers[worker]
+            worker.result()  # raises what is no donor's fault
+
+    def _give_slow_ones_up(self) -> None:
+        now = self._now()
+        asked = [item for requests in self._asked.values() for item in requests.items()]
+        slow = {request.donor for _, request in asked if self._pace.is_too_slow(request, now)}
+        self._reasons.update({donor: f"peer {donor} gives far less than others do" for donor in slow})
+        for pull, request in asked:
+            if request.donor in slow:
+                pull.cancel()
+
+    def _has_place_for(self, donor: str, begun: Sequence[str]) -> bool:
+        """Return whether too few donors give. As many again are asked if these keep silent."""
+        places, at_work = PLACES[self._transport.reach_of(donor)], set(self._workers.values())
+        silent = sum(donor not in self.fetched and self._now() - self._began[donor] > UNKNOWN for donor in at_work)
+        return len(at_work) + len(begun) - min(silent, places) < places
+
+    async def _work(self, donor: str) -> None:
+        """Fetch ranges from a donor until all is here, or it fails."""
+        while not self._is_done and donor not in self._reasons:
+            wanted = self._choose(donor)
+            if wanted is None:
+                await self._changed.wait()
+                continue
+            try:
+                await self._fetch(donor, wanted)
+            except (PeerUnreachableError, RemoteProtocolError) as error:
+                logger.debug("%s", error)
+                if isinstance(error, PeerRefusedError) and self._has_other_workers(donor):
+                    return  # it gives fewer at once
+                self._reasons[donor] = str(error)
+            finally:
+                self._notify()
+
+    def _has_other_workers(self, donor: str) -> bool:
+        return sum(other == donor and not worker.done() for worker, other in self._workers.items()) > 1
+
+    def _choose(self, donor: str) -> Range | None:
+        """The next range; when all are asked for, one that this donor will have given before those who were asked."""
+        if self._missing:
+            return self._missing.popleft()
+        now = self._now()
+        for wanted, requests in self._asked.items():
+            ours = self._pace.seconds(donor, self._size(wanted))
+            if all(
+                request.donor != donor and self._pace.seconds_left(request, now) > ours for request in requests.values()
+            ):
+                return wanted
+        return None
+
+    async def _fetch(self, donor: str, wanted: Range) -> None:
+        """Ask for a range, and take it, unless another donor is faster. It is missing again if nobody gives it."""
+        start, stop = self._wanted.bounds(*wanted)
+        message = self._wanted.request(*wanted)
+        request = self._pace.ask(donor, stop - start, self._now())
+        pull = asyncio.create_task(self._transport.pull(donor, self._wanted.name, message, stop - start, MOST))
+        self._asked.setdefault(wanted, {})[pull] = request
+        try:
+            await asyncio.wait([pull])
+            if wanted in self._asked and not pull.cancelled():
+                _, chunks = pull.result()
+                self._check(donor, wanted, chunks)
+                self._pace.answered(request, self._now())
+                self._take(donor, wanted, chunks)
+        finally:
+            pull.cancel()
+            await asyncio.gather(pull, return_exceptions=True)
+            self._withdraw(wanted, pull)
+
+    def _check(self, donor: str, wanted: Range, chunks: bytearray) -> None:
+        """Raises: RemoteProtocolError unless these are the chunks that the digests name."""
+        start, _ = self._wanted.bounds(*wanted)
+        for chunk in range(*wanted):
+            first, last = self._wanted.bounds(chunk, chunk + 1)
+            if digest_of(memoryview(chunks)[first - start : last - start]) != self._wanted.digests[chunk]:
+                raise RemoteProtocolError(donor, f"chunk {chunk} of its {self._wanted.name} is not the run's")
+
+    def _take(self, donor: str, wanted: Range, chunks: bytearray) -> None:
+        start, stop = self._wanted.bounds(*wanted)
+        self._data[start:stop] = chunks
+        self.fetched[donor] += stop - start
+        for pull in self._asked.pop(wanted):
+            pull.cancel()  # who else was asked for it; ours is done
+
+    def _withdraw(self, wanted: Range, pull: Pull) -> None:
+        requests = self._asked.get(wanted, {})
+        if requests.pop(pull, None) and not requests:
+            del self._asked[wanted]
+            self._missing.appendleft(wanted)
+
+    def _wrong_chunks(self) -> list[int]:
+        digests = self._wanted.digests
+        return [
+            chunk
+            for chunk in range(len(digests))
+            if digest_of(self._data[slice(*self._wanted.bounds(chunk, chunk + 1))]) != digests[chunk]
+        ]
+
+    def _size(self, wanted: Range) -> int:
+        start, stop = self._wanted.bounds(*wanted)
+        return stop - start
+
+    @property
+    def _is_done(self) -> bool:
+        return not self._missing and not self._asked
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _change_or_look(self) -> None:
+        """Wait until something happens, or it is time for all to look who is slow."""
+        try:
+            async with asyncio.timeout(LOOK):
+                await self._changed.wait()
+        except TimeoutError:
+            self._notify()
+
+
+def _ranges(chunks: Sequence[int], size: int) -> list[Range]:
+    """Runs of consecutive chunks, at most `size` long."""
+    ranges: list[Range] = []
+    for chunk in chunks:
+        if ranges and ranges[-1][1] == chunk and chunk - ranges[-1][0] < size:
+            ranges[-1] = (ranges[-1][0], chunk + 1)
+        else:
+            ranges.append((chunk, chunk + 1))
+    return ranges

@@ -1,0 +1,136 @@
+"""A peer's own snapshots: frozen at chosen entries, while training goes on.
+
+At every `snapshot_every`-th entry each peer, or in larger swarms a few in turn, copies momentum and theta. Since the
+state at a place in the log is the same everywhere, so are the digests: who joins takes the snapshot on which most peers
+agree, and its chunks from all of them at once. Who has frozen nothing that is new enough does so when it is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Protocol
+
+from peers.log.header import Position
+from peers.log.state import LogState
+from peers.protocol.peer import Peer
+from peers.streams.channel import RefusalError
+from peers.transfer.snapshots import FrozenSnapshot, Snapshot
+from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
+from peers.transfer.storage import Storage
+from peers.values.workload import SnapshotError, Workload
+
+logger = logging.getLogger(__name__)
+
+SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for us to finish an outer step
+HELD = 2  # snapshots, while joiners still fetch the older one; each takes 8 bytes a parameter
+SNAPSHOT_PEERS = 8  # that freeze the same entry, where there are more
+
+
+class Host(Protocol):
+    """The driver that states are frozen for."""
+
+    async def until(self, condition: Callable[[Peer], bool]) -> None: ...
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
+
+
+class Freezer:
+    """Makes and holds one peer's snapshots. `state_lock` is held while theta and momentum change or are read.
+
+    `on_snapshot` is told of every one that is frozen or taken over.
+    """
+
+    def __init__(self, peer: Peer, workload: Workload, storage: Storage, host: Host) -> None:
+        self.state_lock = asyncio.Lock()
+        self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
+        self._peer = peer
+        self._workload = workload
+        self._storage = storage
+        self._host = host
+        self._held: dict[bytes, Snapshot] = {}  # by head of the log, the newest last
+        self._freezing = asyncio.Lock()
+        self._on_demand: asyncio.Task[None] | None = None
+        self._refusal = ""  # why that failed
+
+    @property
+    def lineage(self) -> tuple[bytes, ...]:
+        return self._peer.lineage.heads
+
+    def is_member(self, peer: str) -> bool:
+        return self._peer.is_live(peer)
+
+    def held(self, head: bytes) -> Snapshot | None:
+        return self._held.get(head)
+
+    async def newest(self, least: int) -> Snapshot:
+        """Raises: RefusalError."""
+        if self._peer.log.position.index < least:
+            raise RefusalError(f"outer step {least} is not here yet")
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT):
+                while not (snapshot := self._last) or snapshot.index < least:
+                    if self._on_demand is None or self._on_demand.done():
+                        self._on_demand = self._host.start(self._freeze_on_demand())
+                    await asyncio.wait([self._on_demand])  # it goes on for who asks next
+                    if self._refusal:
+                        raise RefusalError(self._refusal)
+        except TimeoutError:
+            raise RefusalError("the state is not frozen yet; ask again") from None
+        return snapshot
+
+    async def _freeze_on_demand(self) -> None:
+        self._refusal = ""
+        try:
+            await self._host.until(lambda peer: peer.is_settled)
+            async with self._freezing:
+                await self._freeze()
+        except (OSError, SnapshotError) as error:
+            logger.warning("no snapshot for who asks: %s", error)
+            self._refusal = "no snapshot can be made here"
+
+    def hold(self, snapshot: FrozenSnapshot) -> None:
+        """Give this one from now on; older ones only as long as somebody fetches them."""
+        self._held = {head: held for head, held in self._held.items() if held.is_in_use}
+        head = self._peer.log.at(snapshot.last).position.head
+        self._held.pop(head, None)
+        self._held[head] = snapshot
+        self.on_snapshot(snapshot)
+
+    async def freeze_if_chosen(self) -> None:
+        """After an entry: a snapshot, if this is the place and the peer for it. Raises: OSError, SnapshotError."""
+        in_use, log = sum(held.is_in_use for held in self._held.values()), self._peer.settled
+        if is_chosen(self._peer.me, log, self._peer.settings.snapshot_every) and in_use < HELD:
+            async with self._freezing:
+                await self._freeze(log.position)
+
+    async def _freeze(self, place: Position | None = None) -> None:
+        """The present state, if it is at `place`. Raises: OSError, without room; SnapshotError, when it is corrupt."""
+        memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
+        async with self.state_lock:
+            log, state_digest = self._peer.settled, self._peer.state_digest
+            if not self._peer.is_settled or place not in (None, log.position):
+                return
+            if held := self._held.pop(log.position.head, None):
+                self._held[log.position.head] = held  # the newest again
+                return
+            await self._workload.copy_state(memory.data)
+        digests = await asyncio.to_thread(chunk_digests, [memory.data])
+        if digest_of_chunks(digests) != state_digest:
+            raise SnapshotError(f"the state at {log.position} is not the one that its digest names")
+        self.hold(FrozenSnapshot(log.last, state_digest, digests, memory.data, memory=memory))
+
+    @property
+    def _last(self) -> Snapshot | None:
+        return next(reversed(self._held.values()), None)
+
+
+def is_chosen(me: str, log: LogState, every: int) -> bool:
+    """Whether this peer freezes the state here: at every such entry eight peers of the roster, others each time."""
+    if log.position.index % every:
+        return False
+    roster = log.roster
+    if len(roster) <= SNAPSHOT_PEERS:
+        return True
+    turn = log.position.index // every
+    return me in roster and (roster.index(me) - turn * SNAPSHOT_PEERS) % len(roster) < SNAPSHOT_PEERS

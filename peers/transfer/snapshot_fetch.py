@@ -1,0 +1,159 @@
+"""Getting a snapshot: which one most peers agree on, and its chunks from all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peers.errors import RemoteProtocolError
+from peers.log.header import Position
+from peers.log.state import LogState
+from peers.streams.channel import PeerUnreachableError
+from peers.transfer.donors import CHANCE, to_ask
+from peers.transfer.download import Download, DownloadError, PullTransport, Wanted
+from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot, Offer, SnapshotRequest
+from peers.transfer.state_chunks import StateChunking, chunks_of
+from peers.transfer.storage import Storage
+from peers.values.wire import DIGEST_BYTES, pack, unpack_from
+from peers.values.workload import SnapshotError
+
+ASKED = 16  # peers that are asked what they have
+OFFER_TIMEOUT = 60.0  # seconds for that: all wait for the slowest, who may have to finish an outer step first
+RANGES = 64  # at least, if there are as many chunks, so that the last ones are not long
+RANGE = 8  # chunks asked for at once, at most
+DIGESTS_LIMIT = 1 << 26  # bytes; of a state of two TiB
+
+
+@dataclass(frozen=True)
+class Offered:
+    """An offer, and the digests of the chunks that it is made of."""
+
+    offer: Offer
+    position: Position
+    chunk_digests: tuple[bytes, ...]
+
+
+async def fetch_snapshot(
+    transport: PullTransport,
+    donors: Sequence[str],
+    log: LogState,
+    least: int,
+    storage: Storage,
+    size: int,
+    chance: random.Random = CHANCE,
+) -> tuple[FrozenSnapshot, tuple[bytes, ...]]:
+    """The snapshot of `size` bytes, at index `least` or later, that most donors have, on the first donor's lineage.
+
+    Returns that lineage, too, as far as it is known: the digests of its newest entries, oldest first. Which of many
+    donors are asked, `chance` decides, but for the first.
+
+    Raises: SnapshotError when there is none, or no donor is left before all of it is here; OSError when there is no
+    room.
+    """
+    chunking = StateChunking(size)
+    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, least, size)
+    chosen, having = choose(offered, donors, least)
+    head = chosen.position.head
+    wanted = Wanted(
+        name=SNAPSHOT,
+        digests=chosen.chunk_digests,
+        bounds=chunking.bounds,
+        request=lambda first, last: pack(SnapshotRequest(run=log.run, head=head, least=0, first=first, last=last)),
+        range=max(1, min(RANGE, chunking.count // RANGES)),
+    )
+    memory = await asyncio.to_thread(storage.download, chosen.offer.state_digest, size)
+    download = Download(transport, wanted, memory.data)
+    if not memory.is_new:
+        await download.adopt()
+    try:
+        await download.run(having)
+    except DownloadError as error:
+        raise SnapshotError(str(error)) from error
+    storage.downloaded()
+    digests = chosen.chunk_digests
+    snapshot = FrozenSnapshot(chosen.offer.last, chosen.offer.state_digest, digests, memory.data, memory=memory)
+    return snapshot, lineage_of(offered, donors)
+
+
+async def _offers(
+    transport: PullTransport, donors: Sequence[str], log: LogState, least: int, size: int | None = None
+) -> dict[str, Offered]:
+    """What each donor has; who does not say, or has another `size`, is left out.
+
+    Raises: SnapshotError when nobody is left.
+    """
+
+    async def ask(donor: str) -> Offered:
+        limit = DIGESTS_LIMIT if size is None else DIGEST_BYTES * StateChunking(size).count
+        offered = await ask_offer(transport, donor, log, least, limit)
+        if size not in (None, offered.offer.bytes):
+            raise RemoteProtocolError(donor, f"its snapshot has {offered.offer.bytes} bytes, not {size}")
+        return offered
+
+    answers = await asyncio.gather(*map(ask, donors), return_exceptions=True)
+    offered: dict[str, Offered] = {}
+    reasons: list[str] = []
+    for donor, answer in zip(donors, answers, strict=True):
+        if isinstance(answer, Offered):
+            offered[donor] = answer
+        elif isinstance(answer, PeerUnreachableError | RemoteProtocolError):
+            reasons.append(str(answer))
+        else:
+            raise answer
+    if not offered:
+        raise SnapshotError("; ".join(reasons) or "nobody was asked")
+    return offered
+
+
+async def ask_size(
+    transport: PullTransport, donors: Sequence[str], log: LogState, chance: random.Random = CHANCE
+) -> int:
+    """Bytes of the run's state, as most donors say: for who has not built the model.
+
+    Raises: SnapshotError when nobody says.
+    """
+    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, 0)
+    [(size, _)] = Counter(one.offer.bytes for one in offered.values()).most_common(1)
+    return size
+
+
+async def ask_offer(
+    transport: PullTransport, donor: str, log: LogState, least: int = 0, limit: int = DIGESTS_LIMIT
+) -> Offered:
+    """What snapshot a donor has, with digests of `limit` bytes at most.
+
+    Raises: PeerUnreachableError, RemoteProtocolError.
+    """
+    request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
+    packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
+    offer = unpack_from(donor, Offer, packed)
+    chunks = chunks_of(donor, SNAPSHOT, digests, offer.bytes, offer.state_digest)
+    if offer.last is not None and offer.last.run != log.run:
+        raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
+    return Offered(offer, log.at(offer.last).position, chunks)
+
+
+def choose(offered: dict[str, Offered], donors: Sequence[str], least: int) -> tuple[Offered, list[str]]:
+    """The snapshot that most have, the newer one if as many have two; and who has it. Raises: SnapshotError."""
+    lineage = set(lineage_of(offered, donors))
+    if leading := offered.get(donors[0]):
+        lineage.add(leading.position.head)  # which may be older than the entries that it names
+    votes = Counter(
+        (offer.position, offer.offer.state_digest)
+        for offer in offered.values()
+        if offer.position.index >= least and (not lineage or offer.offer.last is None or offer.position.head in lineage)
+    )
+    if not votes:
+        raise SnapshotError(f"nobody has a snapshot of outer step {least} or later")
+    best = max(votes, key=lambda vote: (votes[vote], vote[0].index, vote[1]))
+    having = [donor for donor, offer in offered.items() if (offer.position, offer.offer.state_digest) == best]
+    return offered[having[0]], having
+
+
+def lineage_of(offered: dict[str, Offered], donors: Sequence[str]) -> tuple[bytes, ...]:
+    """What the first donor says of its log; nothing if it did not answer."""
+    leading = offered.get(donors[0])
+    return leading.offer.lineage if leading else ()

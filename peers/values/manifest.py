@@ -1,0 +1,165 @@
+"""What defines a run, signed by its organiser, under a name that certifies itself.
+
+The run id ends in the digest of the whole signed manifest: who has the id can check whatever the network returns.
+An invite is the run id and where to find the swarm, in one string that needs no quoting in a shell:
+
+    diloco:tiny-qz3h…4a@/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW…,/ip4/…
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from peers.errors import ManifestError
+from peers.values.identity import SIGNATURE_BYTES, Identity, verify
+from peers.values.wire import PROTOCOL_VERSION, Count, PeerId, Value, WireError, decode, digest_of, from_plain, pack
+
+SIZE_LIMIT = 64 * 1024  # bytes of a packed manifest
+CONTENT_LIMIT = SIZE_LIMIT - 1024  # bytes; the rest is for name, organiser and signature
+NAME = re.compile(r"[a-z0-9-]{1,40}")
+DIGEST_CHARACTERS = 32  # of lower-case base32: 160 bits
+RUN_ID = re.compile(rf"(?P<name>[a-z0-9-]{{1,40}})-[a-z2-7]{{{DIGEST_CHARACTERS}}}")
+ADDRESS = re.compile(r"(/[A-Za-z0-9.:%_-]+)+/p2p/[A-Za-z0-9]+")
+SIGNING_CONTEXT = b"diloco-peer manifest\0"  # a signature made for anything else is worth nothing here
+INVITE_PREFIX = "diloco:"
+ASK_AGAIN = "Ask the organiser for the invite again."
+
+
+class SignedManifest(Value):
+    """A run's definition: `content` is the checked run.toml as canonical JSON; what it means is the training side's."""
+
+    version: Count
+    name: Annotated[str, Field(strict=True)]
+    organiser: PeerId
+    content: Annotated[bytes, Field(strict=True, max_length=CONTENT_LIMIT)]
+    signature: Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+    @classmethod
+    def create(cls, identity: Identity, name: str, content: Mapping[str, Any]) -> SignedManifest:
+        """Sign `content` (what JSON can say) as the run `name`. Raises: ManifestError."""
+        check_name(name)
+        try:
+            canonical = _canonical(content)
+        except (TypeError, ValueError, RecursionError) as error:
+            message = f"the manifest cannot be written as JSON: {error}."
+            raise ManifestError(message, "Use plain, finite values.") from error
+        if len(canonical) > CONTENT_LIMIT:
+            message = f"the manifest has {len(canonical)} bytes, {CONTENT_LIMIT} are allowed."
+            raise ManifestError(message, "Leave out what peers can find elsewhere.")
+        signed = _signed_bytes(name, identity.peer_id, canonical)
+        manifest = cls(
+            version=PROTOCOL_VERSION,
+            name=name,
+            organiser=identity.peer_id,
+            content=canonical,
+            signature=identity.sign(signed),
+        )
+        return manifest
+
+    @cached_property
+    def digest(self) -> bytes:
+        """BLAKE3 of the packed manifest, 32 bytes."""
+        return digest_of(self.pack())
+
+    @cached_property
+    def run_id(self) -> str:
+        text = base64.b32encode(self.digest).decode().lower()
+        return f"{self.name}-{text[:DIGEST_CHARACTERS]}"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The content, parsed. A fresh copy."""
+        values: dict[str, Any] = json.loads(self.content)
+        return values
+
+    def pack(self) -> bytes:
+        return pack(self)
+
+    @classmethod
+    def unpack(cls, data: bytes, expected_run_id: str | None = None) -> SignedManifest:
+        """A manifest from untrusted bytes, all checks done. Raises: ManifestError saying which one failed."""
+        try:
+            plain = decode(data, SIZE_LIMIT)
+            manifest = from_plain(cls, plain)
+        except WireError as error:
+            raise ManifestError(f"this is not a manifest: {error}.", ASK_AGAIN) from error
+        manifest._check()
+        if expected_run_id is not None and manifest.run_id != expected_run_id:
+            raise ManifestError(
+                f"the manifest does not match the run id {expected_run_id}: its digest makes it {manifest.run_id}.",
+                "It was tampered with, or the run id has a typing mistake. " + ASK_AGAIN,
+            )
+        return manifest
+
+    def _check(self) -> None:
+        if self.version != PROTOCOL_VERSION:
+            raise ManifestError(
+                f"the manifest's version is {self.version}, ours is {PROTOCOL_VERSION}.",
+                "Install the version of diloco-peer that the run's organiser uses.",
+            )
+        check_name(self.name)
+        if not verify(self.organiser, _signed_bytes(self.name, self.organiser, self.content), self.signature):
+            raise ManifestError(f"the manifest's signature is not that of its organiser {self.organiser}.", ASK_AGAIN)
+        try:
+            values = json.loads(self.content)
+            canonical = isinstance(values, dict) and _canonical(values) == self.content
+        except (ValueError, RecursionError):
+            canonical = False
+        if not canonical:
+            raise ManifestError("the manifest's content is not a canonical JSON object.", ASK_AGAIN)
+
+
+@dataclass(frozen=True)
+class Invite:
+    """A run and the addresses of peers through which it can be found."""
+
+    run_id: str
+    addresses: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        addresses = "@" + ",".join(self.addresses) if self.addresses else ""
+        return f"{INVITE_PREFIX}{self.run_id}{addresses}"
+
+    @classmethod
+    def parse(cls, text: str) -> Invite:
+        """An invite, or a run id alone. Raises: ManifestError naming what is wrong."""
+        run_id, at, addresses = text.strip().removeprefix(INVITE_PREFIX).partition("@")
+        if RUN_ID.fullmatch(run_id) is None:
+            raise ManifestError(
+                f"{run_id!r:.120} is not a run id: a name, a hyphen and {DIGEST_CHARACTERS} letters and digits.",
+                "Copy the whole invite or run id that `diloco-peer run create` printed.",
+            )
+        parts = tuple(addresses.split(",")) if at else ()
+        for address in parts:
+            if ADDRESS.fullmatch(address) is None:
+                raise ManifestError(
+                    f"the invite's address {address!r:.120} is not a multiaddress ending in /p2p/<peer id>.",
+                    "Copy the whole invite; an address looks like /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW….",
+                )
+        return cls(run_id, parts)
+
+
+def check_name(name: str) -> None:
+    """Raises: ManifestError when a run cannot be called that."""
+    if NAME.fullmatch(name) is None:
+        raise ManifestError(
+            f"the run's name {name!r:.60} is not allowed.", "Use 1 to 40 lower-case letters, digits and hyphens."
+        )
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(dict(content), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+def _signed_bytes(name: str, organiser: str, content: bytes) -> bytes:
+    lengths = b"".join(len(part).to_bytes(4, "big") for part in (name.encode(), organiser.encode()))
+    return SIGNING_CONTEXT + lengths + name.encode() + organiser.encode() + content

@@ -1,0 +1,130 @@
+"""Bytes to typed values and back. Everything that comes from the network enters through `unpack`.
+
+Values are pydantic models packed as msgpack arrays in field order: canonical (the same value always gives the same
+bytes, so digests can be taken of them), bounded in size, and checked field by field. Never pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgpack
+from blake3 import blake3
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from peers.errors import RemoteProtocolError
+from peers.values.leases import SampleRange
+
+PROTOCOL_VERSION = 2
+DIGEST_BYTES = 32
+REASON_LIMIT = 500  # characters
+LONGEST_WAIT = 30 * 86400.0  # seconds
+MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
+
+
+def _ordered(value: SampleRange) -> SampleRange:
+    if not 0 <= value.start < value.stop < 2**62:
+        raise ValueError("a sample range needs 0 <= start < stop")
+    return value
+
+
+def printable(text: str) -> str:
+    """A peer's words as they may reach a terminal or a log: on one line, without control characters, not too long."""
+    return "".join(character if character.isprintable() else " " for character in text[:REASON_LIMIT])
+
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**62)]
+Digest = Annotated[bytes, Field(strict=True, min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+PeerId = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9]+$")]
+RunId = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[!-~]+$")]
+Samples = Annotated[SampleRange, AfterValidator(_ordered)]
+Seconds = Annotated[float, Field(strict=True, gt=0, le=LONGEST_WAIT, allow_inf_nan=False)]
+Reason = Annotated[str, Field(strict=True, max_length=REASON_LIMIT), AfterValidator(printable)]
+
+
+class Value(BaseModel):
+    """Base of everything that crosses the network: immutable, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, plain: object) -> object:
+        if not isinstance(plain, list):
+            return plain
+        if len(plain) != len(cls.model_fields):
+            raise ValueError(f"needs {len(cls.model_fields)} fields, has {len(plain)}")
+        return dict(zip(cls.model_fields, plain, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        """Compare fields. pydantic's own comparison knows of more than values have, and takes up to ten times as long;
+        each message is compared with where its receiver is."""
+        if self is other:
+            return True
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, theirs = self.__dict__, other.__dict__
+        if mine == theirs:
+            return True
+        fields = type(self).__pydantic_fields__  # cached properties lie beside them
+        return all(mine.get(name) == theirs.get(name) for name in fields)
+
+
+ValueT = TypeVar("ValueT", bound=Value)
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> bytes:
+    """BLAKE3, 32 bytes."""
+    return blake3(data).digest()
+
+
+def to_plain(value: object) -> object:
+    """A model as nested lists in field order."""
+    if isinstance(value, Value):
+        return [to_plain(getattr(value, name)) for name in type(value).model_fields]
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def pack(value: Value) -> bytes:
+    """Canonical bytes of a value."""
+    packed: bytes = msgpack.packb(to_plain(value), use_bin_type=True)
+    return packed
+
+
+class WireError(ValueError):
+    """Bytes that are not a value of the wanted kind."""
+
+
+def decode(data: bytes, limit: int = MESSAGE_LIMIT) -> Any:
+    """msgpack to plain lists, numbers, strings and bytes. Raises: WireError."""
+    if len(data) > limit:
+        raise WireError(f"{len(data)} bytes exceed the limit of {limit}")
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not msgpack: {type(error).__name__}") from error
+
+
+def from_plain(kind: type[ValueT], plain: object) -> ValueT:
+    """Nested lists in field order to a checked model. Raises: WireError naming the field."""
+    try:
+        return kind.model_validate(plain)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in (kind.__name__, *first["loc"]))
+        raise WireError(f"{where}: {first['msg']}") from error
+
+
+def unpack(kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
+    """Bytes from the network to a checked model. Raises: WireError."""
+    return from_plain(kind, decode(data, limit))
+
+
+def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE_LIMIT) -> ValueT:
+    """What `peer` sent as a checked model. Raises: RemoteProtocolError."""
+    try:
+        return unpack(kind, data, limit)
+    except WireError as error:
+        raise RemoteProtocolError(peer, str(error)) from error

@@ -1,0 +1,135 @@
+"""What the swarm asks of the training side. Bytes and counts only: peers never learns what the numbers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from peers.values.leases import SampleRange
+
+Blocks: TypeAlias = bytes | bytearray | memoryview
+"""Whole blocks of a payload."""
+
+
+@dataclass(frozen=True)
+class InnerLoop:
+    """What one peer trains for one outer step: from the theta after `index` entries, at most `steps` inner steps on a
+    lease's samples, in their order. `tokens` is what the log's lineage has trained before that."""
+
+    index: int
+    samples: tuple[SampleRange, ...]
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the worker is within one outer step; published in heartbeats. `loss` is None where it is not known."""
+
+    inner_step: int
+    loss: float | None
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one outer step's inner steps came to: the samples trained (a prefix of the lease) and the tokens in them."""
+
+    samples: tuple[SampleRange, ...]
+    tokens: int
+    loss: float
+
+
+class Blocked(Protocol):
+    """How payloads are cut into blocks."""
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks in a payload."""
+
+    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+        """Byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
+
+
+class ReplicatedState(Blocked, Protocol):
+    """The state machine that the log drives: momentum and theta. It is all that following a run takes.
+
+    Calls are never concurrent.
+    """
+
+    async def apply(self, payload: Blocks, index: int) -> None:
+        """Outer step `index` from the payload's bytes, whole or not at all.
+
+        Raises: BadBlocksError, and changes nothing.
+        """
+
+    async def state_digest(self) -> bytes:
+        """Digest of momentum and theta, 32 bytes (see state_chunks.py): the same on every peer at one log position."""
+
+    @property
+    def state_size(self) -> int:
+        """Bytes of momentum and theta together."""
+
+    async def copy_state(self, out: memoryview) -> None:
+        """Write momentum's bytes, then theta's."""
+
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        """Replace momentum and theta. Raises: SnapshotError, and changes nothing, when these bytes are not the state
+        with that digest."""
+
+
+class Workload(ReplicatedState, Protocol):
+    """The replicated state and the worker that trains from it.
+
+    A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
+    momentum and may run beside anything, `copy_state` and `state_digest` beside `train` and `reduce`, and `apply`
+    beside `train` once it has reported progress; other calls are never concurrent.
+    """
+
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        """Load theta into the worker and train. Cancelling stops the worker within an inner step."""
+
+    async def contribution(self) -> Blocks:
+        """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local. The bytes may
+        lie where those of the call before lay."""
+
+    async def reduce(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> Blocks:
+        """Average checked blocks from `first_block` on: in fp32, in this order, weighted by tokens; quantized once.
+
+        It may lie in `out`, which has as many bytes as each contribution.
+        Raises: BadBlocksError or DilocoPeerError when there is no such average; if so, it does for more of them, too.
+        """
+
+    def check(self, blocks: Blocks, first_block: int) -> None:
+        """Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes."""
+
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+        """See `ReplicatedState.apply`. With `keeps_work`, what is being trained, or has been, goes on counting from the
+        theta that it began with."""
+
+
+class CompanionState(Protocol):
+    """What a worker has besides the run's state, and another who joins may copy. No two peers' are the same, so nothing
+    vouches for it but the peer that gives it. Both calls may run beside `train`."""
+
+    @property
+    def size(self) -> int:
+        """Bytes; the same on every peer of a run."""
+
+    async def copy(self, out: memoryview) -> None:
+        """Write it as it is at one moment. Raises: SnapshotError when there is none yet; OSError without room."""
+
+    async def restore(self, companion: memoryview) -> None:
+        """Replace it. Raises: SnapshotError, and changes nothing, when another peer's is of no use here; OSError
+        without room."""
+
+
+class BadBlocksError(Exception):
+    """Bytes from a peer that are not blocks of a payload."""
+
+
+class SnapshotError(Exception):
+    """Bytes that are not the state that they should be."""

@@ -1,0 +1,459 @@
+"""The driver around one peer, with a transport and a training side that do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from prometheus_client import REGISTRY
+
+from peers.driver import driver as driver_module
+from peers.driver import traffic
+from peers.driver.driver import Driver, Transport
+from peers.driver.traffic import CHUNKS, StreamHeader, Traffic
+from peers.errors import DilocoPeerError, LocalProtocolError
+from peers.log.payload import Payload
+from peers.protocol.events import (
+    Apply,
+    ContributionArrived,
+    OpenRound,
+    Received,
+    ReduceChunk,
+    ReducedArrived,
+    SendChunk,
+    TokensLost,
+    Train,
+)
+from peers.protocol.messages import Abort, Accuse, Attempt, Commit, Complete, Message, unpack_message
+from peers.protocol.states import State
+from peers.streams.channel import Channel
+from peers.transfer.buffers import RoundBuffers
+from peers.transfer.payloads import PAYLOAD, serve_payloads
+from peers.values.identity import Identity
+from peers.values.wire import digest_of, unpack
+from peers.values.workload import Blocks, InnerLoop, Progress, Trained
+from tests.peers.builders import RUN, SETTINGS, SIZE, STATE, Rig, ready
+from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload, at_once
+from tests.peers.protocol.test_peer import at_second
+
+TOKENS = (("a", 100), ("b", 100), ("c", 100))
+
+
+class SlowChannel:
+    """Takes a stream's header, and then nothing more."""
+
+    def __init__(self, streaming: Counter[tuple[str, Attempt]], peer: str) -> None:
+        self.streaming = streaming
+        self.peer = peer
+        self.round: Attempt | None = None
+
+    async def send_prelude(self, header: bytes, length: int) -> None:
+        self.round = unpack(StreamHeader, header).round
+        self.streaming[self.peer, self.round] += 1
+        await asyncio.Event().wait()
+
+    async def read_verdict(self) -> None:
+        """The header is being read."""
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        if self.round:
+            self.streaming[self.peer, self.round] -= 1
+
+
+class SlowTransport(FakeTransport):
+    """Streams never end; messages arrive unless they are said to be too large."""
+
+    addresses = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, Message]] = []
+        self.streaming: Counter[tuple[str, Attempt]] = Counter()
+        self.too_large = False
+
+    def expect_answers_within(self, seconds: float) -> None:
+        pass  # everybody answers at once
+
+    @property
+    def streams(self) -> set[tuple[str, Attempt]]:
+        """To whom streams are open now, and of which rounds."""
+        return {stream for stream, count in self.streaming.items() if count}
+
+    def stream(self, peer_id: str, protocol: str) -> AbstractAsyncContextManager[Channel]:
+        @asynccontextmanager
+        async def stream() -> AsyncIterator[Channel]:
+            assert protocol == CHUNKS
+            channel = SlowChannel(self.streaming, peer_id)
+            try:
+                yield cast(Channel, channel)
+            finally:
+                channel.close()
+
+        return stream()
+
+    async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None:
+        raise NotImplementedError
+
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
+        if self.too_large:
+            raise LocalProtocolError("a message of 2000000 bytes exceeds the limit of 1048576")
+        self.sent.append((peer_id, unpack_message(RUN, payload)))
+        return b""
+
+    def messages(self, kind: type[Any]) -> list[tuple[str, Any]]:
+        return [(to, message) for to, message in self.sent if isinstance(message, kind)]
+
+
+class FussyWorkload(FakeWorkload):
+    """Quantizes at once; cannot average what contains the block of a spoiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied: list[bytes] = []
+        self.may_end_training = asyncio.Event()
+        self.trained = bytes(SIZE.bytes)
+
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        await self.may_end_training.wait()
+        return Trained(work.samples, 100, 1.0)
+
+    async def contribution(self) -> bytes:
+        return self.trained
+
+    async def reduce(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> bytes:
+        if any(bytes(blocks).startswith(b"spoilt") for blocks, _ in contributions):
+            raise DilocoPeerError("the weighted values overflow")
+        return bytes(len(contributions[0][0]))
+
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+        self.applied.append(bytes(payload))
+
+
+class DriverOf(Driver):
+    """Runs the peer of a rig, on the rig's clock."""
+
+    def __init__(self, rig: Rig, transport: SlowTransport) -> None:
+        self.workload = FussyWorkload()
+        super().__init__(Identity.generate(), cast(Transport, transport), self.workload, SETTINGS, STATE)
+        self.peer = rig.peer
+        self._traffic = Traffic(rig.peer, transport, self.workload, self._buffers, self)
+        self._buffers.own = bytes(SIZE.bytes)
+
+    def carry_on(self, rig: Rig) -> None:
+        """Begin what the rig's last event asked for."""
+        for effect in rig.effects:
+            if isinstance(effect, OpenRound | SendChunk):
+                self._carry_out(effect)
+        self._follow_round()
+
+    @property
+    def round(self) -> Attempt:
+        assert self.peer.exchange is not None
+        return self.peer.exchange.name
+
+    @property
+    def current(self) -> RoundBuffers:
+        current = self._buffers.round(self.round)
+        assert current is not None
+        return current
+
+    def receive(self, sender: str, chunk: int, data: bytes) -> None:
+        """Blocks that passed the door."""
+        self.current.contributions[chunk][sender] = data
+        self.handle(ContributionArrived(self.round, sender, chunk))
+
+    def receive_average(self, sender: str, chunk: int, data: bytes) -> None:
+        self._buffers.store(self.round, chunk, data)
+        self.handle(ReducedArrived(self.round, sender, chunk, ()))
+
+
+@asynccontextmanager
+async def driving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DriverOf, SlowTransport]]:
+    monkeypatch.setattr(driver_module, "now", lambda: rig.now)
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    monkeypatch.setattr(traffic, "CLOSING_TIME", 0.0)  # these streams never end properly
+    transport = SlowTransport()
+    driver = DriverOf(rig, transport)
+    async with asyncio.TaskGroup() as driver._tasks:
+        driver.carry_on(rig)
+        yield driver, transport
+        for task in list(driver._running):
+            task.cancel()
+
+
+async def quiet() -> None:
+    """Let everything go on until it waits."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"diloco_peer_{name}_total", labels) or 0.0
+
+
+def test_a_contribution_that_has_no_average_costs_its_sender_the_round(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: blocks with scales that only the sum could not bear ended every peer that reduced them."""
+    before = counted("dropped", what="contribution")
+
+    async def scenario() -> None:
+        rig = at_second().trained().averaging()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            await quiet()
+            driver.receive("a", 2, bytes(BLOCK))
+            driver.receive("c", 2, b"spoilt" + bytes(BLOCK - 6))
+            await quiet()
+            assert [(to, message.accused) for to, message in transport.messages(Accuse)] == [("a", "c")]
+            assert rig.is_in(State.AVERAGING)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert counted("dropped", what="contribution") == before + 1
+    assert "dropped a contribution of c: the weighted values overflow" in caplog.text
+
+
+def test_our_own_unusable_numbers_are_our_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = at_second().trained().averaging()
+        async with driving(rig, monkeypatch) as (driver, _):
+            await quiet()
+            driver._buffers.own = b"spoilt! " * (SIZE.bytes // 8)
+            driver.receive("a", 2, bytes(BLOCK))
+            driver.receive("c", 2, bytes(BLOCK))
+            await quiet()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(scenario())
+    assert "overflow" in str(caught.value.exceptions[0])
+
+
+def test_streams_end_with_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: they went on beside those of the next attempt, for up to an hour."""
+
+    async def scenario() -> None:
+        rig = at_second().trained().averaging()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            await quiet()
+            first = driver.round
+            assert transport.streams == {("a", first), ("c", first)}
+            driver.handle(Received("a", Abort(attempt=first, reason="")))
+            assert rig.is_in(State.READY)
+            await quiet()
+            assert transport.streams == {("a", first), ("c", first)}, "another attempt may go on with the round"
+            driver.handle(Received("a", rig.begin(2)))
+            await quiet()
+            assert driver.round != first
+            assert transport.streams == {("a", driver.round), ("c", driver.round)}
+
+    asyncio.run(scenario())
+
+
+def test_streams_end_with_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig, payload = at_second().trained().averaging(), some_payload()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            await quiet()
+            assert transport.streams
+            driver._buffers.kept.keep(payload)
+            rig.holding(payload.digest)
+            driver.handle(Received("a", Commit(header=rig.next_header(payload.digest))))
+            await quiet()
+            assert transport.streams == set()
+            assert driver.workload.applied == [payload.data]
+
+    asyncio.run(scenario())
+
+
+def test_streams_to_who_is_lost_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = at_second().trained().averaging()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            await quiet()
+            driver.handle(Received("a", rig.begin(2, lost="c", name=driver.round)))
+            await quiet()
+            assert transport.streams == {("a", driver.round)}
+
+    asyncio.run(scenario())
+
+
+def test_a_round_ends_in_a_payload_that_is_kept_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = at_second().trained().averaging()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            await quiet()
+            for chunk in (2, 3):
+                driver.receive("a", chunk, bytes(BLOCK))
+                driver.receive("c", chunk, bytes(BLOCK))
+            for sender, chunk in (("a", 0), ("a", 1), ("c", 4), ("c", 5)):
+                driver.receive_average(sender, chunk, b"%d" % chunk * BLOCK)
+            await quiet()
+            ((to, complete),) = transport.messages(Complete)
+            kept = driver._buffers.kept.get(complete.payload)
+            assert to == "a"
+            assert kept is not None
+            assert kept.data == b"".join(
+                bytes(BLOCK) if chunk in (2, 3) else b"%d" % chunk * BLOCK for chunk in range(6)
+            )
+
+    asyncio.run(scenario())
+
+
+def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All links would be idle meanwhile."""
+
+    async def scenario() -> None:
+        rig, quantized = at_second(), b"trained!" * (SIZE.bytes // 8)
+        async with driving(rig, monkeypatch) as (driver, transport):
+            driver.workload.trained = quantized
+            driver._carry_out(Train(1, rig.lease, 10, 0))
+            await quiet()
+            assert rig.is_in(State.TRAINING)
+            driver.workload.may_end_training.set()
+            await quiet()
+            assert rig.is_in(State.READY)
+            driver.workload.trained = b"another!" * (SIZE.bytes // 8)
+            driver.handle(Received("a", rig.begin()))
+            assert driver._buffers.contribution(driver.round, 0) == quantized[:BLOCK]
+            await quiet()
+            assert transport.streams == {("a", driver.round), ("c", driver.round)}
+
+    asyncio.run(scenario())
+
+
+def test_a_reduction_of_a_round_that_is_over_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = at_second().trained().averaging()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            await quiet()
+            driver._carry_out(ReduceChunk(rig.attempt(9), 2, TOKENS, ()))
+            await quiet()
+            assert transport.messages(Accuse) == []
+            assert rig.is_in(State.AVERAGING)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_in_no_hurry_gives_way_to_a_round_and_not_to_one_that_has_come_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: it did, while those who were left waited for others, who could hardly join."""
+
+    async def scenario() -> None:
+        rig = at_second().trained().averaging()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            assert not transport.no_round.is_set()
+            driver.handle(Received("a", Abort(attempt=driver.round, reason="")))
+            assert rig.is_in(State.READY)
+            assert transport.no_round.is_set()
+            driver.handle(Received("a", rig.begin(2)))
+            assert not transport.no_round.is_set()
+
+    asyncio.run(scenario())
+
+
+# Payloads of entries that were missed ---------------------------------------------------------------------------
+def some_payload() -> Payload:
+    chunks = [b"%d" % chunk * BLOCK for chunk in range(SIZE.chunks)]
+    return Payload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
+
+
+async def donor(payload: Payload) -> SlowTransport:
+    """The way to a peer that keeps this payload."""
+    transport = SlowTransport()
+    kept = DriverOf(at_second(), transport)._buffers
+    kept.kept.keep(payload)
+    await serve_payloads(transport, {RUN: kept})
+    assert PAYLOAD in transport.serve
+    return transport
+
+
+def test_the_payload_of_an_adopted_entry_is_fetched_from_its_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = counted("payloads_fetched")
+
+    async def scenario() -> None:
+        rig, payload = at_second().trained(), some_payload()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            transport.donors["c"] = await donor(payload)
+            held = rig.held(payload=payload.digest)
+            driver.handle(Received("a", rig.adopt(2, held)))
+            await quiet()
+            ((to, complete),) = transport.messages(Complete)
+            assert (to, complete.payload) == ("a", payload.digest)
+            driver.handle(Received("a", Commit(header=held.header)))
+            await quiet()
+            assert driver.workload.applied == [payload.data]
+            assert rig.is_in(State.TRAINING)
+
+    asyncio.run(scenario())
+    assert counted("payloads_fetched") == before + 1
+
+
+def test_holders_that_cannot_be_reached_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        rig = at_second().trained()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            driver.handle(Received("a", rig.adopt(2, rig.held())))
+            await quiet()
+            assert transport.messages(Complete) == []
+            assert rig.is_in(State.AVERAGING)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert "no payload of entry 1: peer c did not answer" in caplog.text
+
+
+def test_an_entry_whose_payload_is_not_here_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = at_second().trained()
+        async with driving(rig, monkeypatch) as (driver, _):
+            driver._carry_out(Apply(rig.next_header()))
+            await quiet()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(scenario())
+    (error,) = caught.value.exceptions
+    assert isinstance(error, LocalProtocolError)
+    assert "payload of entry 1 is to be applied and not here" in str(error)
+
+
+def test_what_is_lost_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    before = counted("tokens_lost", what="entries")
+
+    async def scenario() -> None:
+        async with driving(at_second(), monkeypatch) as (driver, _):
+            driver._carry_out(TokensLost("entries", 300, "our entries from 7 on are not in the lineage of a"))
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert counted("tokens_lost", what="entries") == before + 300
+    assert "300 tokens that we trained are lost: our entries from 7 on are not in the lineage of a" in caplog.messages
+
+
+def test_a_message_too_large_to_be_sent_is_named_and_nothing_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: what others had put into the log could make our messages too large, which ended us."""
+
+    async def scenario() -> None:
+        rig = at_second().trained()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            transport.too_large = True
+            driver.handle(Received("c", ready(rig.peer.log, "c", last_attempt=5)))
+            driver.handle(Received("a", ready(rig.peer.log, "a", last_attempt=6)))
+            await quiet()
+            assert rig.is_in(State.READY)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scenario())
+    assert "cannot tell c: a message of 2000000 bytes exceeds" in caplog.text

@@ -1,0 +1,120 @@
+"""A peer's heartbeats: what they say, how they keep up, what is measured with them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from prometheus_client import REGISTRY
+
+from peers.driver.pulse import REFRESH_BEATS, Pulse
+from peers.presence.heartbeat import Heartbeat
+from peers.protocol.peer import Peer
+from peers.values.identity import Identity
+from peers.values.reach import Reach
+from peers.values.workload import Progress
+from tests.peers.builders import LOG, SETTINGS, SIZE, STATE, beat
+
+ME, OTHER = Identity.generate(), Identity.generate()
+EARLY, LATE = "/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/2"
+
+
+class Network:
+    """Whose addresses change as soon as somebody asks."""
+
+    def __init__(self) -> None:
+        self.addresses: tuple[str, ...] = (EARLY,)
+        self.endpoints: tuple[str, ...] = ()
+        self.relays: tuple[str, ...] = ()
+        self.spreading: list[bytes] = []
+        self.reaches: dict[str, Reach] = {}
+        self.asked = 0
+        self.published: list[Heartbeat] = []
+        self.present: list[Heartbeat] = []
+        self.connected: list[str] = []
+        self.patience = math.inf
+
+    def expect_answers_within(self, seconds: float) -> None:
+        self.patience = seconds
+
+    async def refresh_addresses(self) -> tuple[str, ...]:
+        self.asked += 1
+        self.addresses = (LATE,)
+        return self.addresses
+
+    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
+        self.connected.append(peer_id)
+        return True
+
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
+        self.published.append(Heartbeat.verify(heartbeat, run_id))
+        return True
+
+    def reach(self) -> dict[str, Reach]:
+        return self.reaches
+
+    async def spread(self, heartbeat: bytes) -> None:
+        self.spreading.append(heartbeat)
+
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+        return self.present
+
+
+async def beats(network: Network, peer: Peer, count: int) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        pulse = Pulse(peer, ME, network, tasks.create_task)
+        for _ in range(count):
+            await pulse.beat()
+
+
+def new_peer() -> Peer:
+    return Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0)
+
+
+def test_addresses_are_asked_for_now_and_then() -> None:
+    """Regression: heartbeats kept the addresses of the start; relays and port mappings come later."""
+    network = Network()
+    asyncio.run(beats(network, new_peer(), REFRESH_BEATS + 1))
+    assert network.asked == 2
+    assert {heartbeat.addresses for heartbeat in network.published} == {(LATE,)}
+
+
+def test_a_silent_dht_node_does_not_use_up_a_beat() -> None:
+    """Regression: a beat was cut off while it still waited for one frozen machine, again and again; nobody heard of
+    anybody any more, and the run fell apart."""
+    network = Network()
+    asyncio.run(beats(network, new_peer(), 1))
+    waits = 2 * network.patience  # where to put ours, and where theirs are
+    assert waits + SETTINGS.timing.heartbeat < SETTINGS.timing.heartbeat_expiry
+
+
+def test_peers_that_are_gone_are_forgotten() -> None:
+    network = Network()
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            pulse = Pulse(new_peer(), ME, network, tasks.create_task)
+            for present in ([beat(OTHER.peer_id, LOG)], [beat(OTHER.peer_id, LOG)], [], [beat(OTHER.peer_id, LOG)]):
+                network.present = present
+                await pulse.beat()
+
+    asyncio.run(scenario())
+    assert network.connected == [OTHER.peer_id] * 2
+
+
+def measured(name: str) -> float:
+    value = REGISTRY.get_sample_value(f"diloco_peer_{name}")
+    assert value is not None
+    return value
+
+
+def test_who_does_not_train_has_no_speed_and_no_loss() -> None:
+    """Regression: a peer that had finished reported its last speed and loss for ever."""
+    peer = new_peer()
+    peer.progress = Progress(3, 2.5, 1000.0)
+    asyncio.run(beats(Network(), peer, 1))
+    assert (measured("tokens_per_second"), measured("loss")) == (1000.0, 2.5)
+    peer.progress = None
+    asyncio.run(beats(Network(), peer, 1))
+    assert measured("tokens_per_second") == 0.0
+    assert math.isnan(measured("loss"))

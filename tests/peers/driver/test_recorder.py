@@ -1,0 +1,38 @@
+"""Keeping the log: what was before we came is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from peers.driver import recorder as recorder_module
+from peers.driver.recorder import Recorder
+from peers.log.folder import MemoryLog
+from peers.log.payload import Payload
+from peers.transfer.headers import Past, serve_headers
+from peers.values.wire import digest_of
+from tests.peers.builders import LOG, RUN, STATE
+from tests.peers.fakes import FakeTransport
+from tests.peers.protocol.test_peer import at_second
+
+
+def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a donor that had joined no earlier than we was asked after every entry, and nobody else."""
+
+    async def scenario() -> None:
+        rig, payload = at_second(), Payload(memoryview(b"second"), (digest_of(b"second"),))
+        monkeypatch.setattr(recorder_module, "now", lambda: rig.now)
+        first, second = rig.peer.log.last, rig.next_header(payload.digest)
+        assert first is not None
+        pasts: dict[str, Past] = {"a": lambda start, stop: [], "c": lambda start, stop: [first, second][start:stop]}
+        me, log = FakeTransport(), MemoryLog(LOG, 0)
+        for name, past in pasts.items():
+            me.donors[name] = FakeTransport(name)
+            await serve_headers(me.donors[name], {RUN: past})
+        recorder = Recorder(log, rig.peer, me, asyncio.create_task)
+        recorder.add(second, STATE, payload)
+        await recorder.finish()
+        assert log.headers(0, 2) == [first, second]
+
+    asyncio.run(scenario())

@@ -1,0 +1,839 @@
+"""Chunks of a round: ours go out until they are confirmed, and only what the protocol waits for comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.driver import traffic
+from peers.driver.traffic import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, ChunkHeader, StreamHeader, Traffic
+from peers.errors import RemoteProtocolError
+from peers.protocol.events import (
+    BadBlocks,
+    ChunkSent,
+    ChunksUnsent,
+    ContributionArrived,
+    Event,
+    OpenRound,
+    Received,
+    ReducedArrived,
+    SendChunk,
+    Tick,
+)
+from peers.protocol.messages import Abort, Attempt
+from peers.protocol.peer import Peer
+from peers.streams.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
+from peers.streams.lanes import FEWEST, MOST
+from peers.transfer.buffers import PayloadBuffers
+from peers.values.wire import pack, unpack
+from tests.peers.builders import SIZE, Rig
+from tests.peers.fakes import BLOCK, GARBAGE, FakeWorkload
+from tests.peers.protocol.test_peer import at_second
+from tests.peers.streams.test_channel import BROKEN, rest_of, send_raw
+from tests.peers.streams.test_throttle import now, simulate
+
+DEADLINE = 60.0  # seconds of simulated time
+OWN = b"".join(bytes([chunk]) * BLOCK for chunk in range(SIZE.chunks))
+"""What b brings. In a round of a, b and c, a reduces the chunks 0 and 1, b 2 and 3, and c 4 and 5."""
+
+
+async def stream_of(near: str, far: str) -> tuple[Channel, Channel]:
+    """The end whose peer is `near`, and the other one."""
+    left, right = socket.socketpair()
+    return (
+        Channel(near, *await asyncio.open_unix_connection(sock=left)),
+        Channel(far, *await asyncio.open_unix_connection(sock=right)),
+    )
+
+
+class Member:
+    """Another member at the other end of our streams. `answer` says what it thinks of a chunk; or it breaks off."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.received: list[tuple[Attempt, ChunkHeader, bytes]] = []
+        self.opened: list[Attempt] = []
+        self.ended: list[Attempt] = []
+        self.finished: list[Attempt] = []  # of those, the ones that were ended properly
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.answer: Callable[[ChunkHeader], bool] = lambda header: True
+        self.refusal: str | None = None
+        self._changed = changed
+
+    @property
+    def chunks(self) -> list[tuple[int, bool]]:
+        return [(header.chunk, header.reduced) for _, header, _ in self.received]
+
+    def has_ended(self, round: Attempt) -> Callable[[], bool]:
+        """Whether no stream of this round is open."""
+        return lambda: round in self.opened and self.opened.count(round) == self.ended.count(round)
+
+    async def talk(self, channel: Channel) -> None:
+        header, _ = await channel.read_prelude()
+        round = unpack(StreamHeader, header).round
+        if self.refusal is not None:
+            await channel.refuse(self.refusal)
+            return
+        await channel.accept()
+        self.opened.append(round)
+        with suppress(OSError, EOFError):
+            await self._take(channel, round)
+        self.ended.append(round)
+        self._changed()
+
+    async def _take(self, channel: Channel, round: Attempt) -> None:
+        while announced := await channel.read_frame_header():
+            header = unpack(ChunkHeader, announced[0])
+            data = bytearray(announced[1])
+            await channel.read_frame_data(data)
+            taken = self.answer(header)
+            self.received.append((round, header, bytes(data)))
+            self._changed()
+            await self.may_answer.wait()
+            await channel.answer_frame(taken)
+            self._changed()
+        if channel._reads._has_ended is False:
+            self.finished.append(round)
+
+
+class Wire:
+    """The streams between b and the others."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.members = {name: Member(changed) for name in "ac"}
+        self.serving: Callable[[Channel], Awaitable[None]]
+        self._ends: list[asyncio.Task[None]] = []
+
+    async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None:
+        assert protocol == CHUNKS
+        self.serving = conversation
+
+    @asynccontextmanager
+    async def stream(self, peer_id: str, protocol: str) -> AsyncIterator[Channel]:
+        assert protocol == CHUNKS
+        if peer_id not in self.members:
+            raise PeerUnreachableError(peer_id, "no answer in time")
+        near, far = await stream_of(peer_id, "b")
+        self._ends.append(asyncio.create_task(self._hold(far, self.members[peer_id].talk)))
+        try:
+            yield near
+        except (RemoteProtocolError, TimeoutError, EOFError, OSError) as error:
+            raise PeerUnreachableError(peer_id, str(error)) from error
+        finally:
+            near.close()
+
+    @asynccontextmanager
+    async def from_peer(self, sender: str) -> AsyncIterator[tuple[Channel, asyncio.Task[None]]]:
+        """The sender's end of a stream to b, and what becomes of it at b."""
+        theirs, ours = await stream_of("b", sender)
+        serving = asyncio.create_task(self._hold(ours, self.serving))
+        self._ends.append(serving)
+        try:
+            yield theirs, serving
+        finally:
+            theirs.close()
+            with suppress(RemoteProtocolError, EOFError, OSError, asyncio.CancelledError):
+                await serving
+
+    @staticmethod
+    async def _hold(channel: Channel, conversation: Callable[[Channel], Awaitable[None]]) -> None:
+        try:
+            await conversation(channel)
+        finally:
+            channel.close()
+
+    async def close(self) -> None:
+        for end in self._ends:
+            end.cancel()
+        await asyncio.gather(*self._ends, return_exceptions=True)
+
+
+class Host:
+    """b in its second round, with the data of its rounds on socket pairs."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.events: list[Event] = []
+        self.wire = Wire(self.notify)
+        self.buffers = PayloadBuffers(FakeWorkload())
+        self.traffic = Traffic(rig.peer, self.wire, FakeWorkload(), self.buffers, self)
+        self._waiting: list[asyncio.Future[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._held_back: list[SendChunk] = []
+        self._carry_out()
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, rig: Rig | None = None) -> AsyncIterator[Host]:
+        host = cls(rig or at_second().trained().averaging())
+        await host.traffic.serve()
+        try:
+            async with asyncio.timeout(DEADLINE):
+                yield host
+        finally:
+            for task in host._tasks:
+                task.cancel()
+            for outcome in await asyncio.gather(*host._tasks, return_exceptions=True):
+                assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
+            await host.wire.close()
+
+    @property
+    def round(self) -> Attempt:
+        assert self.rig.peer.exchange is not None
+        return self.rig.peer.exchange.name
+
+    @property
+    def contributions(self) -> dict[tuple[int, str], Buffer]:
+        """What others have sent us to be averaged."""
+        current = self.buffers.round(self.round)
+        assert current is not None
+        return {(chunk, peer): data for chunk, row in current.contributions.items() for peer, data in row.items()}
+
+    def seen(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+        self.rig.do(event)
+        self._carry_out()
+
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.create_task(work))
+        return self._tasks[-1]
+
+    async def until(self, condition: Callable[[Peer], bool]) -> None:
+        await self.when(lambda: condition(self.rig.peer))
+
+    async def when(self, condition: Callable[[], bool]) -> None:
+        """Look again after every event, here or at another member."""
+        while not condition():
+            self._waiting.append(asyncio.get_running_loop().create_future())
+            await self._waiting[-1]
+
+    def notify(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def quantized(self) -> None:
+        """Our own blocks are ready and go out; until the test says so, they are held back."""
+        self.buffers.own = OWN
+        for send in self._held_back:
+            self.traffic.send(send)
+        self._held_back.clear()
+
+    def averaged(self, chunk: int, absent: tuple[str, ...] = ()) -> None:
+        """b has averaged a chunk of its part."""
+        self.buffers.store(self.round, chunk, b"%d" % chunk * BLOCK)
+        self.handle(ReducedArrived(self.round, "b", chunk, absent))
+
+    def _carry_out(self) -> None:
+        """As the driver does it."""
+        for effect in self.rig.effects:
+            if isinstance(effect, OpenRound):
+                self.buffers.open(effect.round.name)
+                self.traffic.begin(effect.round.name, len(effect.round.remaining) - 1)
+            elif isinstance(effect, SendChunk) and not effect.reduced and not self.buffers.own:
+                self._held_back.append(effect)
+            elif isinstance(effect, SendChunk):
+                self.traffic.send(effect)
+        exchange = self.rig.peer.exchange
+        if exchange is None:
+            self.buffers.close()
+        self.traffic.tidy(exchange.name if exchange else None, exchange.round.remaining if exchange else ())
+        self.notify()
+
+
+async def quiet() -> None:
+    """Let everything go on until it waits."""
+    await asyncio.sleep(0.01)
+
+
+# Out ------------------------------------------------------------------------------------------------------------
+def test_our_own_blocks_go_to_who_reduces_them() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            for name, chunks in (("a", (0, 1)), ("c", (4, 5))):
+                received = sorted(host.wire.members[name].received, key=lambda item: item[1].chunk)
+                assert received == [
+                    (host.round, ChunkHeader(chunk=chunk, reduced=False, absent=()), bytes([chunk]) * BLOCK)
+                    for chunk in chunks
+                ]
+            assert set(host.events) == {
+                ChunkSent(host.round, peer, chunk, False) for peer, chunk in (("a", 0), ("a", 1), ("c", 4), ("c", 5))
+            }
+            host.rig.do(Tick(), 1.0)
+            assert not [effect for effect in host.rig.effects if isinstance(effect, SendChunk)], "all is confirmed"
+
+    simulate(scenario())
+
+
+def test_what_we_averaged_goes_to_all_with_the_names_of_the_absent() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            host.averaged(2, absent=("c",))
+            await host.when(lambda: len(host.seen(ChunkSent)) == 2)
+            for member in host.wire.members.values():
+                header = ChunkHeader(chunk=2, reduced=True, absent=("c",))
+                assert member.received == [(host.round, header, b"2" * BLOCK)]
+
+    simulate(scenario())
+
+
+def test_a_few_streams_carry_all_chunks_of_a_round() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            host.quantized()
+            for chunk in (2, 3):
+                host.averaged(chunk)
+                await host.when(lambda: len(host.seen(ChunkSent)) % 2 == 0)
+            await host.when(lambda: len(host.seen(ChunkSent)) == 8)
+            for member in host.wire.members.values():
+                assert len(member.received) == 4
+                assert len(member.opened) <= FEWEST
+
+    simulate(scenario())
+
+
+def test_a_stream_that_breaks_off_is_reported_and_what_it_owed_sent_again() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            c = host.wire.members["c"]
+
+            def break_off(header: ChunkHeader) -> bool:
+                raise EOFError
+
+            c.answer = break_off
+            host.quantized()
+            await host.when(lambda: sum(len(event.chunks) for event in host.seen(ChunksUnsent)) == 2)
+            assert {event.peer for event in host.seen(ChunksUnsent)} == {"c"}
+            assert sorted(chunk for event in host.seen(ChunksUnsent) for chunk in event.chunks) == [4, 5]
+            c.answer = lambda header: True
+            host.rig.now += 1.0
+            host.handle(Tick())
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            assert sorted(c.chunks) == [(4, False), (5, False)]
+
+    simulate(scenario())
+
+
+def test_what_was_confirmed_before_a_stream_broke_off_is_not_sent_again() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            a, kept = host.wire.members["a"], list[ChunkHeader]()
+
+            def take_one(header: ChunkHeader) -> bool:
+                if kept:
+                    raise EOFError
+                kept.append(header)
+                return True
+
+            a.answer = take_one
+            host.quantized()
+            await host.when(lambda: bool(host.seen(ChunksUnsent)))
+            a.answer = lambda header: True
+            host.rig.now += 1.0
+            host.handle(Tick())
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            assert Counter(a.chunks) == {(0, False): 1, (1, False): 1}
+
+    simulate(scenario())
+
+
+def test_a_member_that_refuses_or_cannot_be_reached_is_tried_again() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            host.wire.members["a"].refusal = "not in round 1.1 with you"
+            c = host.wire.members.pop("c")
+            host.quantized()
+            await host.when(lambda: sum(len(event.chunks) for event in host.seen(ChunksUnsent)) == 4)
+            assert host.seen(ChunkSent) == []
+            host.wire.members["a"].refusal, host.wire.members["c"] = None, c
+            host.rig.now += 1.0
+            host.handle(Tick())
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+
+    simulate(scenario())
+
+
+def test_a_chunk_that_a_member_has_no_use_for_yet_is_sent_again() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            c = host.wire.members["c"]
+            c.answer = lambda header: header.chunk != 5
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 3 and bool(host.seen(ChunksUnsent)))
+            assert host.seen(ChunksUnsent) == [ChunksUnsent(host.round, "c", (5,), False)]
+            c.answer = lambda header: True
+            host.rig.now += 1.0
+            host.handle(Tick())
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            assert Counter(c.chunks) == {(4, False): 1, (5, False): 2}
+
+    simulate(scenario())
+
+
+def test_streams_end_with_their_round() -> None:
+    """Regression: they went on beside those of the next attempt, for up to an hour."""
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            round = host.round
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            assert all(not member.ended for member in host.wire.members.values())
+            host.rig.holding()
+            host.rig.applying()
+            host._carry_out()
+            for member in host.wire.members.values():
+                await host.when(member.has_ended(round))
+            host.traffic.send(SendChunk(round, "a", 0, False))
+            await quiet()
+            assert len(host.wire.members["a"].received) == 2, "nothing more goes out"
+
+    simulate(scenario())
+
+
+def test_streams_end_properly_with_their_round_so_that_others_can_follow() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            round = host.round
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            host.rig.holding()
+            host.rig.applying()
+            began = now()
+            host._carry_out()
+            for member in host.wire.members.values():
+                await host.when(member.has_ended(round))
+                assert member.finished == member.ended
+            assert now() - began < CLOSING_TIME
+
+    simulate(scenario())
+
+
+def test_who_does_not_let_a_stream_end_is_cut_off() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            a, c = host.wire.members["a"], host.wire.members["c"]
+            c.may_answer.clear()
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 2 and len(c.received) > 0)
+            host.rig.holding()
+            host.rig.applying()
+            began = now()
+            host._carry_out()
+            await asyncio.wait(host._tasks)
+            assert now() - began == pytest.approx(CLOSING_TIME, abs=0.1)
+            assert a.finished
+            assert not c.finished
+            c.may_answer.set()
+
+    simulate(scenario())
+
+
+def test_one_of_many_streams_that_breaks_leaves_the_others_their_work() -> None:
+    """Regression: all that waited for the member was taken for unsent, and the others had nothing to do."""
+    count = 100
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            a, broken = host.wire.members["a"], list[ChunkHeader]()
+
+            def break_one(header: ChunkHeader) -> bool:
+                if not broken:
+                    broken.append(header)
+                    raise EOFError
+                return True
+
+            a.answer = break_one
+            host.buffers.own = OWN
+            for _ in range(count):
+                host.traffic.send(SendChunk(host.round, "a", 0, False))
+            await host.when(lambda: len(host.seen(ChunkSent)) + unsent(host) >= count)
+            assert 1 <= unsent(host) <= FRAMES_UNDER_WAY + 1
+
+    def unsent(host: Host) -> int:
+        return sum(len(event.chunks) for event in host.seen(ChunksUnsent))
+
+    simulate(scenario())
+
+
+def test_streams_to_all_members_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "STREAMS", 10)
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            host.traffic._lanes.count = MOST
+            host.buffers.own = OWN
+            host.traffic.send(SendChunk(host.round, "a", 0, False))
+            assert len(host.traffic._senders["a"]) == SIZE.chunks, "no more than there are chunks"
+            host.traffic.send(SendChunk(host.round, "c", 4, False))
+            assert len(host.traffic._senders["c"]) == 5
+            monkeypatch.setattr(traffic, "STREAMS", 1)
+            host.traffic._senders["c"].clear()
+            host.traffic.send(SendChunk(host.round, "c", 4, False))
+            assert len(host.traffic._senders["c"]) == FEWEST
+
+    simulate(scenario())
+
+
+def test_streams_of_one_round_carry_nothing_of_the_next() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            first = host.round
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            host.handle(Received("a", Abort(attempt=first, reason="")))
+            host.handle(Received("a", host.rig.begin(2)))
+            assert host.round != first
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 8)
+            for member in host.wire.members.values():
+                assert Counter(round for round, _, _ in member.received) == {first: 2, host.round: 2}
+                await host.when(member.has_ended(first))
+                assert not member.has_ended(host.round)()
+
+    simulate(scenario())
+
+
+def test_streams_to_who_is_lost_end_and_those_to_others_go_on() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            host.handle(Received("a", host.rig.begin(2, lost="c", name=host.round)))
+            a, c = host.wire.members["a"], host.wire.members["c"]
+            await host.when(c.has_ended(host.round))
+            assert not a.ended
+            host.averaged(2, absent=("c",))
+            await host.when(lambda: (2, True) in a.chunks)
+            assert (2, True) not in c.chunks
+
+    simulate(scenario())
+
+
+# In -------------------------------------------------------------------------------------------------------------
+class Sender:
+    """Another member's end of a stream to b."""
+
+    def __init__(self, channel: Channel, round: Attempt) -> None:
+        self.channel = channel
+        self.round = round
+
+    async def open(self) -> None:
+        """Raises: PeerRefusedError."""
+        await self.channel.send_prelude(pack(StreamHeader(round=self.round)), 0)
+        await self.channel.read_verdict()
+
+    async def send(self, chunk: int, data: bytes, reduced: bool = False, absent: tuple[str, ...] = ()) -> bool:
+        """Whether b is done with the chunk."""
+        await self.channel.send_frame(pack(ChunkHeader(chunk=chunk, reduced=reduced, absent=absent)), data)
+        return await self.channel.read_answer()
+
+
+@asynccontextmanager
+async def sending(host: Host, sender: str, round: Attempt | None = None) -> AsyncIterator[Sender]:
+    async with host.wire.from_peer(sender) as (channel, _):
+        one = Sender(channel, round or host.round)
+        await one.open()
+        yield one
+
+
+def test_blocks_that_are_waited_for_come_in_once() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, sending(host, "a") as a:
+            assert await a.send(2, b"A" * BLOCK)
+            assert host.events == [ContributionArrived(host.round, "a", 2)]
+            assert await a.send(2, b"another!" * (BLOCK // 8)), "it needs not come again"
+            assert host.contributions == {(2, "a"): b"A" * BLOCK}
+            assert len(host.events) == 1
+
+    simulate(scenario())
+
+
+def test_averaged_blocks_come_from_who_reduces_them() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, sending(host, "a") as a, sending(host, "c") as c:
+            assert not await a.send(4, b"4" * BLOCK, reduced=True)
+            assert host.events == []
+            assert await c.send(4, b"4" * BLOCK, reduced=True, absent=("a",))
+            assert host.events == [ReducedArrived(host.round, "c", 4, ("a",))]
+            assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
+            assert await c.send(4, b"5" * BLOCK, reduced=True), "it needs not come again"
+            assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
+            assert await a.send(4, b"5" * BLOCK, reduced=True)
+            assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize(
+    ("chunk", "reduced"),
+    [(0, False), (5, False), (2, True), (5, True)],
+    ids=["its own part", "another's part", "averaged by us", "averaged by another"],
+)
+def test_what_nobody_waits_for_is_not_stored(chunk: int, reduced: bool) -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, sending(host, "a") as a:
+            assert not await a.send(chunk, b"x" * BLOCK, reduced=reduced)
+            assert (host.contributions, host.events) == ({}, [])
+            assert host.buffers.averaged(host.round, chunk) == bytes(BLOCK)
+
+    simulate(scenario())
+
+
+def test_a_stream_of_a_stranger_is_refused_at_once() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            began = now()
+            with pytest.raises(PeerRefusedError, match="not in round"):
+                async with sending(host, "z"):
+                    pytest.fail("it was let in")
+            assert now() - began < 1.0
+
+    simulate(scenario())
+
+
+def test_a_stream_of_another_round_is_refused_when_it_does_not_begin_in_time() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            began = now()
+            with pytest.raises(PeerRefusedError, match="not in round"):
+                async with sending(host, "a", host.rig.attempt(7)):
+                    pytest.fail("it was let in")
+            assert ADMISSION_TIMEOUT <= now() - began < ADMISSION_TIMEOUT + 1.0
+
+    simulate(scenario())
+
+
+def test_a_member_may_be_ahead_of_us_in_beginning_a_round() -> None:
+    """Its leader may have told it first; what it sends is neither lost nor stored before."""
+
+    async def scenario() -> None:
+        rig = at_second().trained()
+        async with Host.running(rig) as host:
+
+            async def early() -> bool:
+                async with sending(host, "c", rig.attempt()) as c:
+                    return await c.send(2, b"C" * BLOCK)
+
+            ahead = asyncio.create_task(early())
+            await quiet()
+            assert not ahead.done()
+            host.handle(Received("a", rig.begin()))
+            assert await ahead
+            assert host.contributions == {(2, "c"): b"C" * BLOCK}
+
+    simulate(scenario())
+
+
+def test_a_stream_of_an_earlier_round_is_cut_off_when_it_does_not_end() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host:
+            first = host.round
+            async with host.wire.from_peer("a") as (channel, serving):
+                await Sender(channel, first).open()
+                host.rig.holding()
+                host.rig.applying()
+                began = now()
+                host._carry_out()
+                await asyncio.wait([serving])
+                assert now() - began == pytest.approx(CLOSING_TIME, abs=0.1)
+
+    simulate(scenario())
+
+
+def test_a_connection_that_goes_on_to_the_next_round_is_not_cut_off_with_the_last() -> None:
+    """Regression: the task that served a stream of the last round was cancelled, whatever it served by then."""
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            first = host.round
+            ends = [await stream_of("b", "a") for _ in range(2)]
+
+            async def connection() -> None:
+                for _, ours in ends:
+                    await host.wire.serving(ours)
+
+            serving = asyncio.create_task(connection())
+            one = Sender(ends[0][0], first)
+            await one.open()
+            host.handle(Received("a", Abort(attempt=first, reason="")))
+            await one.channel.send_last_frame()
+            host.handle(Received("a", host.rig.begin(2)))
+            other = Sender(ends[1][0], host.round)
+            await other.open()
+            await asyncio.sleep(2 * CLOSING_TIME)
+            assert not serving.done()
+            assert await other.send(2, b"A" * BLOCK)
+            await other.channel.send_last_frame()
+            await serving
+            for near, far in ends:
+                near.close()
+                far.close()
+
+    simulate(scenario())
+
+
+def test_garbage_is_dropped_and_its_sender_named() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, sending(host, "a") as a, sending(host, "c") as c:
+            assert not await a.send(2, GARBAGE)
+            assert not await c.send(4, GARBAGE, reduced=True)
+            assert host.events == [
+                BadBlocks(host.round, "a", 2, "code -128"),
+                BadBlocks(host.round, "c", 4, "code -128"),
+            ]
+            assert host.contributions == {}
+            assert host.buffers.averaged(host.round, 4) == bytes(BLOCK)
+            assert await a.send(2, b"A" * BLOCK), "a may do better"
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("absent", [("a", "b", "c"), ("z",), ("a", "z")], ids=", ".join)
+def test_an_average_of_nobody_or_without_strangers_is_garbage(absent: tuple[str, ...]) -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, sending(host, "c") as c:
+            assert not await c.send(4, b"4" * BLOCK, reduced=True, absent=absent)
+            ((event),) = host.seen(BadBlocks)
+            assert (event.sender, event.chunk) == ("c", 4)
+            assert host.seen(ReducedArrived) == []
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize(
+    ("chunk", "length", "reason"),
+    [
+        (SIZE.chunks, BLOCK, f"no chunk {SIZE.chunks}"),
+        (2**61, BLOCK, "no chunk"),
+        (2, BLOCK + 1, f"has {BLOCK + 1} bytes, not {BLOCK}"),
+        (2, BLOCK - 1, f"not {BLOCK}"),
+        (2, 0, f"not {BLOCK}"),
+        (2, 2**40, f"not {BLOCK}"),
+    ],
+    ids=["one chunk more", "far away", "one byte more", "one byte less", "nothing", "a terabyte"],
+)
+def test_frames_out_of_bounds_end_the_stream_before_data_is_read(chunk: int, length: int, reason: str) -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, host.wire.from_peer("a") as (channel, serving):
+            await Sender(channel, host.round).open()
+            header = pack(ChunkHeader(chunk=chunk, reduced=False, absent=()))
+            await send_raw(channel, FRAME.pack(len(header), length) + header)
+            with pytest.raises(RemoteProtocolError, match=reason) as caught:
+                await serving
+            assert caught.value.peer == "a"
+            assert (host.contributions, host.events) == ({}, [])
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("at_stream", [True, False], ids=["of the stream", "of a frame"])
+def test_a_header_that_is_none_is_the_senders_mistake(at_stream: bool) -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, host.wire.from_peer("a") as (channel, serving):
+            if at_stream:
+                await channel.send_prelude(b"nonsense", 0)
+            else:
+                await Sender(channel, host.round).open()
+                await send_raw(channel, FRAME.pack(8, BLOCK) + b"nonsense")
+            with pytest.raises(RemoteProtocolError, match="peer a: "):
+                await serving
+
+    simulate(scenario())
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_garbage_stores_nothing(garbage: bytes, is_open: bool) -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, host.wire.from_peer("a") as (channel, serving):
+            if is_open:
+                await Sender(channel, host.round).open()
+            await send_raw(channel, garbage)
+            channel.close()
+            (outcome,) = await asyncio.gather(serving, return_exceptions=True)
+            assert outcome is None or isinstance(outcome, BROKEN)
+            assert (host.contributions, host.events) == ({}, [])
+
+    simulate(scenario())
+
+
+def test_a_member_cannot_take_memory_by_opening_many_streams() -> None:
+    """Regression: a member that pushed one part a thousand times at once took a thousand times its memory."""
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            let_in = list[Channel]()
+            try:
+                for _ in range(2 * MOST):
+                    theirs, ours = await stream_of("b", "a")
+                    host.wire._ends.append(asyncio.create_task(Wire._hold(ours, host.wire.serving)))
+                    await Sender(theirs, host.round).open()
+                    let_in.append(theirs)
+            except PeerUnreachableError:
+                pass
+            finally:
+                for channel in let_in:
+                    channel.close()
+            assert len(let_in) <= MOST
+
+    simulate(scenario())
+
+
+def test_streams_that_come_in_end_with_their_round() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, host.wire.from_peer("a") as (channel, serving):
+            await Sender(channel, host.round).open()
+            host.rig.holding()
+            host.rig.applying()
+            host._carry_out()
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+            assert await rest_of(channel) == b""
+
+    simulate(scenario())
+
+
+def test_streams_from_who_is_lost_end_and_nothing_more_is_taken_from_it() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, sending(host, "a") as a:
+            async with host.wire.from_peer("c") as (channel, serving):
+                c = Sender(channel, host.round)
+                await c.open()
+                assert await c.send(2, b"C" * BLOCK)
+                host.handle(Received("a", host.rig.begin(2, lost="c", name=host.round)))
+                with pytest.raises(asyncio.CancelledError):
+                    await serving
+            assert await a.send(2, b"A" * BLOCK)
+            assert host.contributions == {(2, "c"): b"C" * BLOCK, (2, "a"): b"A" * BLOCK}, "what had arrived counts"
+            with pytest.raises(PeerRefusedError):
+                async with sending(host, "c"):
+                    pytest.fail("it was let in again")
+
+    simulate(scenario())
+
+
+def test_a_link_is_measured_both_ways() -> None:
+    async def scenario() -> None:
+        async with Host.running() as host, sending(host, "a") as a:
+            assert host.traffic.rate == 0
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            assert host.traffic.rate == 0, "nothing has come in yet"
+            assert await a.send(2, b"A" * BLOCK)
+            assert host.traffic.rate > 0
+
+    simulate(scenario())

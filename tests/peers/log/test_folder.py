@@ -1,0 +1,408 @@
+"""A run's log on disk: what was written is read back, and what is damaged is found out, named and left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.log.files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries, write_whole
+from peers.log.folder import LogFolder, LogFolderError, MemoryLog, RunLog
+from peers.log.header import Header, Member
+from peers.log.payload import Payload
+from peers.log.state import LogError, LogState
+from peers.values.leases import SampleRange
+from peers.values.wire import digest_of, pack, unpack
+from tests.peers.builders import LOG
+
+BLOCK = 8  # bytes
+PayloadOf = Callable[[int], Payload]
+
+
+def payload(number: int) -> Payload:
+    """200 blocks, the last of them short, in 67 chunks."""
+    return Payload.cut(memoryview(b"%08d" % number * 199 + b"end"), BLOCK)
+
+
+def lineage(count: int, payload_of: PayloadOf = payload, log: LogState = LOG) -> list[Header]:
+    """Headers of `count` entries of two peers, from the end of `log` on."""
+    headers = []
+    for _ in range(count):
+        index = log.position.index
+        leases = log.leases or {"a": (SampleRange(0, 20),), "b": (SampleRange(20, 40),)}
+        roster = [Member(peer=peer, tokens=100, samples=leases[peer]) for peer in "ab"]
+        headers.append(log.next_header(roster, payload_of(index).digest))
+        log = log.append(headers[-1])
+    return headers
+
+
+HEADERS = lineage(5)
+FORK = lineage(3, lambda index: payload(index + 100), LOG.at(HEADERS[1]))  # entries 2, 3 and 4, otherwise
+
+
+def changed(header: Header, **fields: object) -> Header:
+    return unpack(Header, pack(header.model_copy(update=fields)))
+
+
+def state(index: int) -> bytes:
+    return digest_of(b"state after %d" % index)
+
+
+def fill(log: RunLog, headers: list[Header] = HEADERS, payload_of: PayloadOf = payload) -> None:
+    for header in headers:
+        log.append(header, state(header.index), payload_of(header.index))
+
+
+def opened(path: Path) -> LogFolder:
+    return LogFolder.open(path, LOG, BLOCK)
+
+
+@pytest.fixture(params=["folder", "memory"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunLog]:
+    """One of each kind; what the folder's says at the end is what it says when it is opened again."""
+    if request.param == "memory":
+        yield MemoryLog(LOG)
+    else:
+        folder = opened(tmp_path / "log")
+        yield folder
+        assert listed(opened(tmp_path / "log")) == listed(folder)
+
+
+def listed(log: RunLog) -> list[tuple[Header | None, bytes | None]]:
+    return [(log.header_at(index), log.state_digest_at(index)) for index in range(log.first, log.next_index)]
+
+
+def test_an_empty_log(log: RunLog) -> None:
+    assert (log.first, log.next_index, len(log)) == (0, 0, 0)
+    assert log.headers(0, 10) == []
+    assert log.header_at(0) is None
+    assert log.state_digest_at(0) is None
+    assert log.payload(payload(0).digest) is None
+
+
+def test_what_was_appended_is_there(log: RunLog) -> None:
+    fill(log)
+    assert (log.first, log.next_index, len(log)) == (0, 5, 5)
+    assert listed(log) == [(header, state(index)) for index, header in enumerate(HEADERS)]
+    assert log.headers(1, 3) == HEADERS[1:3]
+    assert log.headers(3, 99) == HEADERS[3:]
+    assert log.header_at(-1) is None
+    for index, header in enumerate(HEADERS):
+        assert log.payload(header.payload) == payload(index)
+
+
+def test_an_entry_that_is_there_is_appended_again(log: RunLog) -> None:
+    log.append(HEADERS[0], None, None)
+    log.append(HEADERS[1], None, None)
+    log.append(HEADERS[0], state(0), payload(0))
+    log.append(HEADERS[0], None, None)
+    assert listed(log) == [(HEADERS[0], state(0)), (HEADERS[1], None)]
+    assert log.payload(HEADERS[0].payload) == payload(0)
+
+
+def test_a_heavier_lineage_takes_the_place_of_what_was_there(log: RunLog) -> None:
+    fill(log)
+    fill(log, FORK[:1], lambda index: payload(index + 100))
+    assert log.headers(0, 9) == [*HEADERS[:2], FORK[0]]
+    fill(log, FORK[1:], lambda index: payload(index + 100))
+    assert log.headers(0, 9) == HEADERS[:2] + FORK
+
+
+def test_another_first_entry(log: RunLog) -> None:
+    fill(log)
+    [other] = lineage(1, lambda index: payload(7))
+    log.append(other, state(0), payload(7))
+    assert log.headers(0, 9) == [other]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_header_from_further_on_begins_the_log_anew_and_what_leads_up_to_it_is_added(
+    log: RunLog, before: int
+) -> None:
+    fill(log, HEADERS[:before])
+    log.append(HEADERS[3], state(3), None)
+    assert (log.first, log.next_index) == (3, 4)
+    log.append(HEADERS[4], state(4), payload(4))
+    assert log.headers(0, 9) == HEADERS[3:]
+    log.prepend(HEADERS[1:3])
+    log.prepend([])
+    assert (log.first, len(log)) == (1, 4)
+    log.prepend(HEADERS[:1])
+    assert log.headers(0, 9) == HEADERS
+    assert [log.state_digest_at(index) for index in range(5)] == [None, None, None, state(3), state(4)]
+
+
+def test_headers_that_lead_elsewhere_are_refused(log: RunLog) -> None:
+    with pytest.raises(LogError):
+        log.prepend(HEADERS[:1])  # up to what?
+    log.append(HEADERS[3], state(3), None)
+    other_tokens = changed(HEADERS[1], lineage_tokens=1)
+    elsewhere = changed(HEADERS[0], previous=digest_of(b"another manifest"))
+    for headers in (HEADERS[1:2], HEADERS[:2], [HEADERS[0], HEADERS[2]], [other_tokens, HEADERS[2]], FORK[:1]):
+        with pytest.raises(LogError, match="lead up to entry 3"):
+            log.prepend(headers)
+    follows = changed(HEADERS[1], previous=elsewhere.digest)
+    other = MemoryLog(LOG)
+    other.append(follows, None, None)
+    with pytest.raises(LogError, match="manifest"):
+        other.prepend([elsewhere])
+    assert log.headers(0, 9) == HEADERS[3:4]
+
+
+def test_a_payload_of_another_entry_is_refused(log: RunLog) -> None:
+    with pytest.raises(LogError, match="payload"):
+        log.append(HEADERS[0], state(0), payload(1))
+    assert len(log) == 0
+
+
+def test_a_log_without_a_disk_keeps_only_some_payloads() -> None:
+    log = MemoryLog(LOG, kept_bytes=0)
+    fill(log)
+    log.prune(3)
+    assert [log.payload(header.payload) is not None for header in HEADERS] == [False, False, True, True, True]
+    assert len(log) == 5
+
+
+def test_payloads_that_a_checkpoint_covers_are_pruned(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    fill(log)
+    (tmp_path / PAYLOADS / "notes.payload").touch()
+    log.prune(3)
+    assert sorted(path.name[:2] for path in (tmp_path / PAYLOADS).iterdir()) == ["3-", "4-", "no"]
+    assert log.payload(HEADERS[2].payload) is None
+    assert log.payload(HEADERS[3].payload) == payload(3)
+    assert len(log) == 5
+
+
+def test_a_payload_can_be_read_after_it_was_pruned(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    fill(log)
+    read = log.payload(HEADERS[0].payload)
+    log.prune(5)
+    assert read == payload(0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(HEADERS + FORK), st.booleans(), st.booleans()), max_size=12))
+def test_whatever_is_appended_is_the_end_of_one_lineage(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Header, bool, bool]]
+) -> None:
+    path = tmp_path_factory.mktemp("log")
+    folder, memory = opened(path), MemoryLog(LOG)
+    for header, has_state, is_restarted in steps:
+        for log in (folder, memory):
+            log.append(header, state(header.index) if has_state else None, None)
+            assert log.header_at(header.index) == header
+            chain = log.headers(log.first, log.next_index)
+            assert all(after.previous == before.digest for before, after in pairwise(chain))
+        assert listed(folder) == listed(memory)
+        folder = opened(path) if is_restarted else folder
+    assert listed(opened(path)) == listed(memory)
+
+
+# Damage -----------------------------------------------------------------------------------------------------------
+def test_a_last_line_that_was_cut_short_anywhere_is_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fill(opened(tmp_path), HEADERS[:3])
+    file = tmp_path / ENTRIES
+    whole = file.read_bytes()
+    start = whole.rindex(b"\n", 0, -1) + 1
+    for stop in range(start, len(whole)):
+        file.write_bytes(whole[:stop])
+        caplog.clear()
+        assert len(opened(tmp_path)) == 2
+        assert file.read_bytes() == whole[:start]
+        assert ("line 3" in caplog.text) == (stop > start)
+    log = opened(tmp_path)
+    fill(log, HEADERS[2:])
+    assert listed(opened(tmp_path)) == listed(log)
+    assert len(log) == 5
+
+
+def test_every_flipped_bit_of_a_line_is_noticed() -> None:
+    """Of the chain alone, one in the last header would not be."""
+    line = Entry.of(HEADERS[2], state(2)).line()
+    assert Entry.from_line(line) == Entry.of(HEADERS[2], state(2))
+    for place in range(len(line)):
+        for bit in range(8):
+            flipped = bytearray(line)
+            flipped[place] ^= 1 << bit
+            with pytest.raises(LogError, match="corrupt"):
+                Entry.from_line(bytes(flipped))
+
+
+EMPTY_DIGEST = Entry.of(HEADERS[2], None).line().replace(b"null", b'""')
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\n",
+        b"[]\n",
+        b"7\n",
+        b"{}\n",
+        b"\0" * 64 + b"\n",
+        b"[" * 9999,
+        b'{"header":1,"state_digest":null}\n',
+        EMPTY_DIGEST,
+    ],
+)
+def test_other_lines_are_no_entries(line: bytes) -> None:
+    with pytest.raises(LogError):
+        Entry.from_line(line)
+
+
+def test_a_damaged_line_in_the_middle_ends_the_log_and_nothing_is_thrown_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(opened(tmp_path))
+    file = tmp_path / ENTRIES
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+    assert opened(tmp_path).headers(0, 9) == HEADERS[:2]
+    assert f"{file}, line 3" in caplog.text
+    assert (tmp_path / "entries.damaged").read_bytes() == damaged
+    assert opened(tmp_path).payload(HEADERS[4].payload) == payload(4)
+
+
+@pytest.mark.parametrize(
+    ("headers", "whole"),
+    [
+        ([HEADERS[0], HEADERS[2]], 1),
+        ([HEADERS[0], HEADERS[1], FORK[1]], 2),
+        ([changed(HEADERS[0], previous=digest_of(b"other"))], 0),
+        ([HEADERS[0], changed(HEADERS[1], lineage_tokens=9)], 1),
+        ([changed(HEADERS[2], run="other")], 0),
+        ([HEADERS[2], HEADERS[3]], 2),
+    ],
+)
+def test_a_line_that_does_not_follow_ends_the_log(tmp_path: Path, headers: list[Header], whole: int) -> None:
+    file = tmp_path / ENTRIES
+    file.write_bytes(b"".join(Entry.of(header, None).line() for header in headers))
+    entries, problem = read_entries(file, LOG)
+    assert [entry.header for entry in entries] == headers[:whole]
+    assert (problem is None) == (whole == len(headers))
+    assert len(read_entries(file)[0]) == len(headers)  # each line by itself is sound
+    assert opened(tmp_path).headers(0, 9) == headers[:whole]
+
+
+@pytest.mark.parametrize("place", range(0, 1595, 29))
+def test_a_damaged_payload_is_named_and_removed(tmp_path: Path, place: int, caplog: pytest.LogCaptureFixture) -> None:
+    log = opened(tmp_path)
+    fill(log, HEADERS[:2])
+    path = payload_path(tmp_path / PAYLOADS, 1, HEADERS[1].payload)
+    damaged = bytearray(path.read_bytes())
+    damaged[place] ^= 4
+    path.write_bytes(damaged)
+    assert log.payload(HEADERS[1].payload) is None
+    assert str(path) in caplog.text
+    assert not path.exists()
+    assert log.payload(HEADERS[0].payload) == payload(0)
+    log.append(HEADERS[1], None, payload(1))
+    assert log.payload(HEADERS[1].payload) == payload(1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 800, 1594, 1600])
+def test_a_payload_of_another_length_is_removed(tmp_path: Path, size: int) -> None:
+    log = opened(tmp_path)
+    fill(log, HEADERS[:1])
+    path = payload_path(tmp_path / PAYLOADS, 0, HEADERS[0].payload)
+    path.write_bytes(path.read_bytes()[:size].ljust(size))
+    assert log.payload(HEADERS[0].payload) is None
+    assert not path.exists()
+
+
+def test_a_payload_is_digested_as_in_a_round() -> None:
+    from tests.peers.transfer.test_buffers import OWN, buffers
+
+    mine = buffers()
+    cut = Payload.cut(memoryview(OWN), BLOCK)
+    assert len(cut.chunk_digests) == mine.size.chunks
+    assert cut.chunk_digests[3] == digest_of(OWN[slice(*mine.chunk_bytes(3))])
+
+
+# Disks ------------------------------------------------------------------------------------------------------------
+def full(*args: object, **kwargs: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LogFolderError, match=r"cannot keep the run's log in .*file/log: Not a directory\. \w"):
+        opened(tmp_path / "file" / "log")
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    opened(tmp_path)
+    left = [tmp_path / "entries.jsonl.partial", tmp_path / PAYLOADS / "3-00000000.payload.partial"]
+    others = [tmp_path / "mine.partial", tmp_path / PAYLOADS / "mine.partial"]
+    for path in (*left, *others):
+        path.write_bytes(b"half")
+    opened(tmp_path)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
+
+
+def test_what_a_full_disk_did_not_take_is_written_with_the_next_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = opened(tmp_path)
+    fill(log, HEADERS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.raises(LogFolderError, match="No space left on device"):
+            log.append(HEADERS[1], state(1), payload(1))
+    with (tmp_path / ENTRIES).open("ab") as file:
+        file.write(Entry.of(HEADERS[1], state(1)).line()[:50])  # as far as it came
+    assert log.next_index == 2
+    log.append(HEADERS[2], state(2), payload(2))
+    again = opened(tmp_path)
+    assert listed(again) == listed(log)
+    assert again.headers(0, 9) == HEADERS[:3]
+    assert [again.payload(header.payload) is not None for header in HEADERS[:3]] == [True, False, True]
+
+
+def test_an_entry_is_kept_when_its_payload_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = opened(tmp_path)
+    fill(log, HEADERS[:1])
+    monkeypatch.setattr("peers.log.folder.write_whole", full)
+    with pytest.raises(LogFolderError):
+        log.append(HEADERS[1], state(1), payload(1))
+    monkeypatch.undo()
+    assert opened(tmp_path).headers(0, 9) == HEADERS[:2]
+
+
+def test_a_disk_that_cannot_be_read_costs_the_payload_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = opened(tmp_path)
+    fill(log, HEADERS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        assert log.payload(HEADERS[0].payload) is None
+    assert "cannot read" in caplog.text
+    assert log.payload(HEADERS[0].payload) == payload(0)
+    monkeypatch.setattr(Path, "unlink", full)
+    with pytest.raises(LogFolderError):
+        log.prune(1)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_whole(path, [b"ol", b"d"])
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, [b"new"])
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"old"
+
+
+def test_a_log_is_a_few_hundred_bytes_an_entry(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    fill(opened(tmp_path))
+    assert (tmp_path / ENTRIES).stat().st_size < 5 * (2 * len(pack(HEADERS[4])) + 200)
+    assert not caplog.records

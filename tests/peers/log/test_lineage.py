@@ -1,0 +1,188 @@
+"""The end of the log as a peer has seen it, and what it says is lost of what it trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from peers.log.header import Header, Member
+from peers.log.lineage import RECENT_ENTRIES, Lineage
+from peers.log.state import LogState
+from peers.protocol.events import (
+    Effect,
+    PayloadFetched,
+    PayloadNotFetched,
+    SnapshotRestored,
+    TokensLost,
+    TrainingProgress,
+    Undelivered,
+)
+from peers.protocol.messages import Commit, Held, Refuse
+from peers.values.wire import digest_of
+from peers.values.workload import Progress
+from tests.peers.builders import LOG, PAYLOAD, TOKENS, Rig, of
+from tests.peers.protocol.test_peer import OTHER, ahead_by, at_second, fetching, told
+
+
+def entries_after(log: LogState, *names: str) -> list[Header]:
+    """One entry for each name, of a round of peers that are called so."""
+    headers = []
+    for name in names:
+        roster = [Member(peer=name, tokens=TOKENS, samples=log.grants[0])]
+        headers.append(log.next_header(roster, digest_of(name.encode())))
+        log = log.append(headers[-1])
+    return headers
+
+
+def digests(headers: Sequence[Header]) -> tuple[bytes, ...]:
+    return tuple(header.digest for header in headers)
+
+
+def lineage_of(headers: Sequence[Header]) -> Lineage:
+    lineage = Lineage()
+    for header in headers:
+        lineage.append(header)
+    return lineage
+
+
+# The lineage ---------------------------------------------------------------------------------------------------
+COMMON = entries_after(LOG, "a", "b", "c")
+OURS = [*COMMON, *entries_after(LOG.at(COMMON[-1]), "d", "e")]
+THEIRS = [*COMMON, *entries_after(LOG.at(COMMON[-1]), "f", "g", "h", "i")]
+
+
+def test_it_names_what_followed_what() -> None:
+    lineage = lineage_of(OURS)
+    assert lineage.entries == tuple(OURS)
+    assert lineage.heads == digests(OURS)
+    assert lineage.after(LOG.position.head) == OURS[0]
+    assert lineage.after(OURS[3].digest) == OURS[4]
+    assert lineage.after(OURS[4].digest) is None
+
+
+def test_it_forgets_what_is_long_past() -> None:
+    headers = entries_after(LOG, *(f"peer{number}" for number in range(RECENT_ENTRIES + 2)))
+    lineage = lineage_of(headers)
+    assert lineage.entries == tuple(headers[2:])
+    assert lineage.heads == digests(headers[2:])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "left"),
+    [
+        (THEIRS, OURS[3:]),
+        (THEIRS[:4], OURS[3:]),
+        (OURS, []),
+        ([*OURS, *entries_after(LOG.at(OURS[-1]), "z")], []),
+        (OURS[:-1], OURS[-1:]),
+        ([], OURS),
+    ],
+    ids=["a longer lineage", "a shorter one", "where we are", "further on", "further back", "before all"],
+)
+def test_what_is_left_is_what_the_other_lineage_lacks(theirs: list[Header], left: list[Header]) -> None:
+    lineage = lineage_of(OURS)
+    last = theirs[-1] if theirs else None
+    assert lineage.move(last, digests(theirs)) == tuple(left)
+    assert lineage.entries == ()
+    assert lineage.heads == digests(theirs)
+    assert lineage.move(last, digests(theirs)) == (), "once"
+
+
+def test_what_lies_further_back_than_the_other_names_may_be_in_both() -> None:
+    assert lineage_of(OURS).move(THEIRS[4], digests(THEIRS[4:])) == (OURS[4],)
+    assert lineage_of(OURS).move(THEIRS[-1], ()) == ()
+
+
+def test_what_follows_the_snapshot_in_the_same_lineage_is_not_left() -> None:
+    """It is older than where we are, and on the way to where they are."""
+    lineage = lineage_of(OURS)
+    assert lineage.move(OURS[1], digests(OURS)) == ()
+    assert lineage.heads == digests(OURS[:2])
+    assert lineage_of(OURS).move(COMMON[0], digests(THEIRS)) == tuple(OURS[3:])
+
+
+# What a peer says is lost --------------------------------------------------------------------------------------
+def lost(effects: list[Effect]) -> list[tuple[str, int]]:
+    return [(loss.what, loss.tokens) for loss in of(effects, TokensLost)]
+
+
+def refused(rig: Rig) -> Rig:
+    """It is about to take over the state of a."""
+    rig.hear("a", Refuse(position=rig.peer.log.position, reason="its state is not ours"))
+    return rig
+
+
+def test_our_tokens_in_the_entries_of_a_lineage_that_we_leave_are_lost() -> None:
+    """The other lineage has another first entry. Of ours the tokens of a and c are theirs to count."""
+    rig = refused(at_second().trained())
+    assert lost(rig.effects) == [("work", TOKENS)]
+    (loss,) = of(rig.do(SnapshotRestored("c", THEIRS[-1], OTHER, digests(THEIRS))), TokensLost)
+    assert (loss.what, loss.tokens) == ("entries", TOKENS)
+    assert loss.reason == "our entries from 0 on are not in the lineage of c"
+
+
+def test_nothing_in_the_log_is_lost_to_who_only_was_far_behind() -> None:
+    rig = refused(at_second().trained())
+    assert rig.peer.log.last is not None
+    entry = rig.peer.log.last
+    last = ahead_by(rig, 1).last
+    assert last is not None
+    assert lost(rig.do(SnapshotRestored("c", last, OTHER, (entry.digest, last.digest)))) == []
+
+
+@pytest.mark.parametrize(("steps", "tokens"), [(1, 200), (3, 600), (99, 2000)])
+def test_what_was_trained_of_a_lease_is_lost_with_it(steps: int, tokens: int) -> None:
+    """Of ten inner steps, each on two samples of a hundred tokens."""
+    rig = at_second()
+    rig.do(TrainingProgress(Progress(steps, 1.0, 1.0)))
+    assert lost(fetching(rig).effects) == [("work", tokens)]
+
+
+def test_nothing_is_lost_before_anything_was_trained() -> None:
+    assert lost(fetching(at_second()).effects) == []
+
+
+def test_what_is_kept_for_a_later_entry_is_not_lost_until_that_is_made_without_it() -> None:
+    rig = at_second().trained()
+    missed = told(rig)
+    assert lost([*rig.effects, *rig.do(PayloadFetched(missed)), *rig.step(missed)]) == []
+    missed = told(rig)
+    assert lost(rig.effects) == [("work", TOKENS)]
+    assert lost(rig.do(PayloadFetched(missed))) == [], "once"
+
+
+def test_what_is_kept_is_lost_if_nobody_has_the_payload_and_nobody_is_left() -> None:
+    rig = at_second().trained()
+    told(rig)
+    for name in "ac":
+        rig.do(Undelivered(name))
+    assert rig.peer._replaying is not None
+    assert lost(rig.do(PayloadNotFetched(rig.peer._replaying, "gone"))) == [("work", TOKENS)]
+
+
+@pytest.mark.parametrize(("missed", "expected"), [(0, []), (1, [("work", TOKENS)])], ids=["whole", "in part"])
+def test_work_in_an_entry_that_was_made_without_us_counts_if_all_of_it_is_there(
+    missed: int, expected: list[tuple[str, int]]
+) -> None:
+    """The others took us for dead when they had our blocks."""
+    rig = at_second().trained().averaging()
+    roster = [one.lacking(missed) if one.peer == "b" else one for one in rig.roster()]
+    header = rig.peer.log.next_header(roster, OTHER)
+    rig.see(rig.peer.log.append(header))
+    assert lost(rig.hear("c", Commit(header=header))) == expected
+
+
+def test_work_in_the_entry_that_we_applied_is_not_lost() -> None:
+    rig = at_second().trained().averaging().holding().applying()
+    assert lost(rig.effects) == []
+    assert rig.peer.log.last is not None
+    assert rig.peer.log.last.tokens_of("b") == TOKENS
+
+
+def test_work_that_an_entry_handed_on_to_us_does_not_have_is_lost() -> None:
+    rig = at_second().trained()
+    header = rig.peer.log.next_header([one for one in rig.roster() if one.peer != "b"], PAYLOAD)
+    rig.hear("a", rig.adopt(2, Held(attempt=rig.attempt(1), header=header)))
+    rig.do(PayloadFetched(header))
+    assert lost(rig.hear("a", Commit(header=header))) == [("work", TOKENS)]

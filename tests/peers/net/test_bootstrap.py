@@ -1,0 +1,48 @@
+"""The bootstrap node's memory for manifests."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from peers.errors import LocalNetworkError
+from peers.net import bootstrap
+from peers.net.bootstrap import QUIET_LIMIT, ManifestStore
+from peers.streams.channel import RefusalError
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
+
+ORGANISER = Identity.generate()
+FIRST, SECOND, THIRD = (SignedManifest.create(ORGANISER, name, {}) for name in ("first", "second", "third"))
+
+
+def kept(store: ManifestStore) -> set[str]:
+    return {manifest.name for manifest in store}
+
+
+def test_runs_that_nobody_uses_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: once somebody had announced a thousand runs, no other could be announced, ever."""
+    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 2)
+    store = ManifestStore(tmp_path)
+    store.add(FIRST)
+    store.add(SECOND)
+    with pytest.raises(RefusalError, match="as many runs as it can"):
+        store.add(THIRD)
+    store.add(FIRST)
+    long_ago = time.time() - QUIET_LIMIT - 1
+    for manifest in (FIRST, SECOND):
+        os.utime(tmp_path / f"{manifest.run_id}.manifest", (long_ago, long_ago))
+    store.touch(FIRST.run_id)
+    store.touch(THIRD.run_id)
+    store.add(THIRD)
+    assert kept(store) == {"first", "third"}
+
+
+def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
+    store = ManifestStore(tmp_path / "manifests")
+    (tmp_path / "manifests").rmdir()
+    with pytest.raises(LocalNetworkError, match="cannot keep manifests in "):
+        store.add(FIRST)

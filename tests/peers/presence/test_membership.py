@@ -1,0 +1,83 @@
+"""Who is there: judged by heartbeats that advance, on our own clock."""
+
+from __future__ import annotations
+
+from peers.presence.heartbeat import PeerState
+from peers.presence.membership import FORGOTTEN, Membership
+from tests.peers.builders import LOG, beat
+
+
+def seen(now: float = 0.0) -> Membership:
+    membership = Membership("me", expiry=10.0)
+    membership.observe([beat("a", LOG), beat("b", LOG), beat("me", LOG)], now)
+    return membership
+
+
+def test_others_are_live_and_we_are_not_among_them() -> None:
+    membership = Membership("me", expiry=10.0)
+    assert not membership.polled
+    assert membership.live(0.0) == {}
+    assert seen().polled
+    assert list(seen().live(0.0)) == ["a", "b"]
+
+
+def test_heartbeats_expire_on_our_clock() -> None:
+    membership = seen(now=100.0)
+    assert list(membership.live(110.0)) == ["a", "b"]
+    assert membership.live(110.1) == {}
+
+
+def test_the_same_heartbeat_again_keeps_nobody_alive() -> None:
+    membership = seen()
+    membership.observe([beat("a", LOG, sequence=1), beat("b", LOG, sequence=2)], 8.0)
+    assert list(membership.live(15.0)) == ["b"]
+
+
+def test_an_older_heartbeat_changes_nothing() -> None:
+    membership = seen()
+    membership.observe([beat("a", LOG, PeerState.READY, sequence=5)], 1.0)
+    membership.observe([beat("a", LOG, PeerState.LEAVING, sequence=4)], 2.0)
+    assert membership.live(2.0)["a"].state is PeerState.READY
+
+
+def test_unreachable_until_the_next_heartbeat() -> None:
+    membership = seen()
+    membership.unreachable("a")
+    membership.unreachable("stranger")
+    membership.observe([beat("a", LOG, sequence=1)], 1.0)
+    assert list(membership.live(1.0)) == ["b"]
+    membership.observe([beat("a", LOG, sequence=2)], 1.0)
+    assert list(membership.live(1.0)) == ["a", "b"]
+
+
+def test_a_message_is_as_good_as_a_heartbeat() -> None:
+    membership = seen()
+    membership.unreachable("a")
+    membership.heard_from("a", 9.0)
+    membership.heard_from("stranger", 9.0)
+    assert list(membership.live(15.0)) == ["a"]
+
+
+def test_leavers_are_not_live_until_they_are_back() -> None:
+    membership = seen()
+    membership.left("a")
+    membership.observe([beat("b", LOG, PeerState.LEAVING, sequence=2)], 1.0)
+    assert membership.live(1.0) == {}
+    assert membership.leavers == {"a", "b"}
+    membership.heard_from("a", 2.0)
+    assert membership.live(2.0) == {}, "what was under way when it said goodbye brings it not back"
+    membership.observe([beat("a", LOG, PeerState.JOINING, sequence=2)], 3.0)
+    assert membership.leavers == {"b"}
+    assert list(membership.live(3.0)) == ["a"]
+
+
+def test_nothing_grows_for_ever() -> None:
+    """Regression: strangers' goodbyes and peers of long ago were kept."""
+    membership = seen()
+    for number in range(100):
+        membership.left(f"stranger{number}")
+    assert membership.leavers == frozenset()
+    membership.left("a")
+    membership.observe([beat("c", LOG)], FORGOTTEN + 1)
+    assert membership.leavers == frozenset()
+    assert list(membership.live(FORGOTTEN + 1)) == ["c"]

@@ -1,0 +1,901 @@
+"""The leader of one position, in a round: how it begins and commits, and how it goes on when somebody is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+
+from peers.log.state import LogState, _grants
+from peers.presence.election import ATTEMPT_LEAP
+from peers.presence.standing import Standing
+from peers.protocol.events import Dropped, Effect
+from peers.protocol.gathering import OVERTAKING_LIMIT
+from peers.protocol.leader import Leader
+from peers.protocol.messages import (
+    Abort,
+    Accuse,
+    Adopt,
+    Begin,
+    Commit,
+    Complete,
+    Held,
+    LeaseGrant,
+    LeaseRequest,
+    Refuse,
+    Waiting,
+)
+from peers.protocol.schedule import MARGIN, Schedule
+from peers.values.leases import SampleRange
+from peers.values.wire import digest_of
+from tests.peers.builders import LOG as EMPTY
+from tests.peers.builders import (
+    PAYLOAD,
+    SETTINGS,
+    SIZE,
+    STATE,
+    TIMING,
+    attempt,
+    beats,
+    first_log,
+    member,
+    of,
+    ready,
+    round_of,
+    sends,
+)
+
+LOG = first_log()
+OTHER = digest_of(b"another payload")
+SCHEDULE = Schedule(TIMING)
+STEP = TIMING.heartbeat
+"""Seconds between two ticks, if nothing else is to be seen."""
+ROSTER = (member("a", 60, 80), member("b", 80, 100), member("c", 100, 120))
+
+
+class Lead:
+    """The leader a at the position after the first entry, and the messages that it sends."""
+
+    def __init__(self, log: LogState = LOG) -> None:
+        self.log = log
+        self.leader = Leader("a", log, STATE, SETTINGS, SIZE, Standing(SCHEDULE.bar))
+        self.now = 0.0
+
+    def ready(self, names: str, **changes: Any) -> list[Effect]:
+        return [
+            effect
+            for name in names
+            for effect in self.leader.on_ready(name, ready(self.log, name, **changes), self.now)
+        ]
+
+    def tick(self, live: str = "bc", after: float = 0.0, left: Collection[str] = ()) -> list[Effect]:
+        """Time passes as on a machine that is awake."""
+        effects: list[Effect] = []
+        while after > STEP:
+            self.now, after = self.now + STEP, after - STEP
+            effects += self.leader.tick(self.now, beats(self.log, live), left)
+        self.now += after
+        return effects + self.leader.tick(self.now, beats(self.log, live), left)
+
+    def begun(self, names: str = "abc", live: str = "bc", **changes: Any) -> Begin:
+        self.ready(names, **changes)
+        begin: Begin = sends(self.tick(live), Begin)[0][1]
+        return begin
+
+    def complete(
+        self, peer: str, running: Begin | Adopt, payload: bytes = PAYLOAD, missed: tuple[tuple[str, int], ...] = ()
+    ) -> list[Effect]:
+        complete = Complete(attempt=running.attempt, payload=payload, missed=missed)
+        return self.leader.on_complete(peer, complete, self.now)
+
+    def all_complete(self, peers: str, running: Begin | Adopt, payload: bytes = PAYLOAD) -> list[Effect]:
+        for peer in peers:
+            effects = self.complete(peer, running, payload)
+        return effects
+
+    def waiting(
+        self, peer: str, running: Begin | Adopt, missing: str, moved: int = 0, unreached: str = ""
+    ) -> list[Effect]:
+        waiting = Waiting(attempt=running.attempt, missing=tuple(missing), moved=moved, unreached=tuple(unreached))
+        return self.leader.on_waiting(peer, waiting, self.now)
+
+    def accuse(self, peer: str, running: Begin | Adopt, accused: str) -> list[Effect]:
+        accuse = Accuse(attempt=running.attempt, accused=accused, reason="code -128")
+        return self.leader.on_accuse(peer, accuse, self.now)
+
+    def gone(self, peer: str) -> list[Effect]:
+        return self.leader.gone(peer, self.now)
+
+    def aborted(self, names: str = "abc", **changes: Any) -> list[Effect]:
+        """A member leaves the running attempt, which ends it; then all say Ready for the next."""
+        number = self.leader._last_number
+        assert sends(self.ready("a", last_attempt=number), Abort)
+        return self.ready(names, last_attempt=number, **changes)
+
+
+def goes_on(effects: list[Effect], names: str, lost: str) -> Begin:
+    """The attempt in which these members go on without the lost ones."""
+    begins = sends(effects, Begin)
+    assert [peer for peer, _ in begins] == list(names)
+    begin: Begin = begins[0][1]
+    assert begin.round.lost == tuple(lost)
+    return begin
+
+
+def test_begins_when_everybody_is_ready() -> None:
+    lead = Lead()
+    lead.ready("ab")
+    assert lead.tick() == []
+    lead.ready("c")
+    begins = sends(lead.tick(), Begin)
+    assert [peer for peer, _ in begins] == ["a", "b", "c"]
+    begin = begins[0][1]
+    assert begin.attempt == attempt(LOG, 1)
+    assert begin.round == round_of(begin.attempt, ROSTER)
+
+
+def test_faster_links_reduce_more() -> None:
+    lead = Lead()
+    for name, rate in (("a", 1000), ("b", 4000), ("c", 1000)):
+        lead.ready(name, rate=rate)
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert [share.chunks for share in begin.round.shares] == [0, 6, 0]
+
+
+def test_only_who_has_trained_reduces() -> None:
+    lead = Lead()
+    lead.ready("ac", rate=1000)
+    lead.ready("b", rate=1000, samples=(), tokens=0)
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert [share.chunks for share in begin.round.shares] == [3, 0, 3]
+
+
+def test_grace_ends_the_wait_for_those_who_still_train() -> None:
+    lead = Lead()
+    lead.ready("ab")
+    assert lead.tick(after=TIMING.grace - 1) == []
+    assert [peer for peer, _ in sends(lead.tick(after=1), Begin)] == ["a", "b"]
+
+
+def test_the_dead_are_not_waited_for() -> None:
+    lead = Lead()
+    lead.ready("ab")
+    assert [peer for peer, _ in sends(lead.tick(live="b"), Begin)] == ["a", "b"]
+
+
+def test_a_minority_waits_for_the_partition_grace() -> None:
+    lead = Lead()
+    lead.ready("a")
+    assert lead.tick(live="", after=TIMING.partition_grace - 1) == []
+    assert [peer for peer, _ in sends(lead.tick(live="", after=1), Begin)] == ["a"]
+
+
+def test_a_majority_that_still_trains_is_no_partition() -> None:
+    """Regression: who was a partition grace faster than the others went on alone."""
+    lead = Lead()
+    lead.ready("a")
+    assert lead.tick(live="bc", after=3 * TIMING.partition_grace) == []
+    assert lead.tick(live="", after=TIMING.partition_grace - 1) == []
+    assert [peer for peer, _ in sends(lead.tick(live="", after=1 + STEP), Begin)] == ["a"]
+
+
+def test_a_leader_that_has_forgotten_does_not_count_itself_as_somebody_to_wait_for() -> None:
+    lead = Lead()
+    lead.ready("a", incumbent=False)
+    lead.ready("b")
+    assert sends(lead.tick(live="b", after=TIMING.partition_grace + STEP), Begin)
+
+
+def test_who_seems_to_train_for_ever_is_not_waited_for() -> None:
+    lead = Lead()
+    lead.ready("a")
+    assert sends(lead.tick(live="bc", after=SCHEDULE.hopeless), Begin)
+
+
+@pytest.mark.parametrize("seconds", [2 * TIMING.partition_grace, 2 * SCHEDULE.hopeless])
+def test_who_was_stopped_for_long_does_not_go_on_alone_at_once(seconds: float) -> None:
+    """Regression: it had heard of nobody for so long, since it had not listened; after an hour all seemed hopeless."""
+    lead = Lead()
+    lead.ready("a")
+    lead.tick()
+    lead.now += seconds
+    assert lead.tick(live="") == []
+    assert sends(lead.tick(live="", after=TIMING.partition_grace), Begin)
+
+
+def test_polite_leavers_do_not_count() -> None:
+    lead = Lead()
+    lead.ready("a")
+    assert lead.tick(live="", left={"b"}) == []
+    assert sends(lead.tick(live="", left={"b", "c"}), Begin)
+
+
+def test_those_who_may_have_forgotten_do_not_count() -> None:
+    lead = Lead()
+    lead.ready("a")
+    lead.ready("bc", incumbent=False)
+    assert lead.tick() == []
+    lead.ready("c")
+    assert sends(lead.tick(), Begin)
+
+
+def test_the_first_entry_needs_the_minimum_of_peers() -> None:
+    lead = Lead(EMPTY)
+    for place, name in enumerate("ab"):
+        lead.ready(name, samples=(SampleRange(20 * place, 20 * place + 20),))
+    assert lead.tick("b") == []
+    lead.ready("c", samples=(SampleRange(40, 60),))
+    assert len(sends(lead.tick(), Begin)) == 3
+
+
+def test_joiners_with_a_lease_are_waited_for() -> None:
+    lead = Lead()
+    request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
+    (_, grant), *_ = sends(lead.leader.on_lease_request("z", request, inner_step=4), LeaseGrant)
+    assert grant.samples == (SampleRange(120, 140),)
+    assert grant.steps == 6
+    again = sends(lead.leader.on_lease_request("z", request, inner_step=30), LeaseGrant)[0][1]
+    assert again.samples == grant.samples, "asked twice, granted once"
+    assert again.steps == 1
+    another = sends(lead.leader.on_lease_request("y", request, inner_step=0), LeaseGrant)[0][1]
+    assert another.samples == (SampleRange(140, 160),)
+    lead.ready("abc")
+    assert lead.tick("bcz") == []
+    lead.ready("z", samples=grant.samples, incumbent=False)
+    assert [peer for peer, _ in sends(lead.tick("bcz"), Begin)] == ["a", "b", "c", "z"]
+
+
+def test_a_peer_with_another_state_is_refused() -> None:
+    lead = Lead()
+    assert sends(lead.ready("b", state_digest=OTHER), Refuse)
+    request = LeaseRequest(position=LOG.position, state_digest=OTHER, relayed=(), unreached=())
+    assert sends(lead.leader.on_lease_request("z", request, 0), Refuse)
+
+
+def test_commits_when_all_are_complete_and_not_before() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    assert lead.complete("a", begin) == []
+    assert lead.complete("a", begin) == []
+    assert lead.complete("b", begin) == []
+    commits = sends(lead.complete("c", begin), Commit)
+    assert [peer for peer, _ in commits] == ["a", "b", "c"]
+    header = commits[0][1].header
+    assert LOG.append(header).position.index == 2
+    assert header.payload == PAYLOAD
+
+
+def test_who_says_ready_again_gets_the_running_attempt() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    assert sends(lead.ready("b"), Begin) == [("b", begin)]
+
+
+def test_a_member_that_left_the_attempt_ends_it() -> None:
+    lead = Lead()
+    lead.begun()
+    assert [peer for peer, _ in sends(lead.ready("b", last_attempt=1), Abort)] == ["a", "b", "c"]
+    assert not lead.leader.running
+
+
+# Somebody is lost ----------------------------------------------------------------------------------------------
+HELD_UP = SCHEDULE.stall + 1
+
+
+def dies(lead: Lead, begin: Begin) -> list[Effect]:
+    assert lead.tick(live="b") == []
+    return lead.tick(live="b", after=TIMING.heartbeat)
+
+
+def leaves(lead: Lead, begin: Begin) -> list[Effect]:
+    return lead.gone("c")
+
+
+def spoils(lead: Lead, begin: Begin) -> list[Effect]:
+    return lead.accuse("b", begin, "c")
+
+
+def lags(lead: Lead, begin: Begin) -> list[Effect]:
+    lead.waiting("a", begin, "c")
+    lead.waiting("b", begin, "c")
+    assert lead.tick(after=SCHEDULE.stall) == []
+    return lead.tick(after=1)
+
+
+def differs(lead: Lead, begin: Begin) -> list[Effect]:
+    lead.complete("a", begin)
+    lead.complete("b", begin)
+    return lead.complete("c", begin, OTHER)
+
+
+WAYS = pytest.mark.parametrize("way", [dies, leaves, spoils, lags, differs])
+
+
+@WAYS
+def test_the_others_go_on_with_the_same_round(way: Callable[[Lead, Begin], list[Effect]]) -> None:
+    lead = Lead()
+    begin = lead.begun()
+    effects = way(lead, begin)
+    second = goes_on(effects, "ab", lost="c")
+    assert second.round == begin.round.without("c")
+    assert second.attempt == attempt(LOG, 2)
+    assert [(peer, abort.attempt) for peer, abort in sends(effects, Abort)] == [("c", begin.attempt)]
+    assert lead.complete("a", second) == []
+    commits = sends(lead.complete("b", second), Commit)
+    assert [peer for peer, _ in commits] == ["a", "b"]
+    assert commits[0][1].header.peers == ("a", "b", "c"), "what had arrived of c counts"
+
+
+def test_one_after_another_may_be_lost_while_enough_remain() -> None:
+    log = LOG.append(LOG.next_header([*ROSTER, member("d", 120, 140), member("e", 140, 160)], PAYLOAD))
+    lead = Lead(log)
+    begin = lead.begun("abcde", live="bcde")
+    goes_on(lead.gone("b"), "acde", lost="b")
+    second = goes_on(lead.gone("e"), "acd", lost="be")
+    assert second.round.name == begin.attempt
+    assert second.attempt.number == 3
+    effects = lead.gone("d")
+    assert [peer for peer, _ in sends(effects, Abort)] == ["a", "c", "d"]
+    assert not lead.leader.running
+
+
+def test_several_who_die_together_are_lost_together() -> None:
+    log = LOG.append(LOG.next_header([*ROSTER, member("d", 120, 140), member("e", 140, 160)], PAYLOAD))
+    lead = Lead(log)
+    lead.begun("abcde", live="bcde")
+    lead.tick(live="be")
+    goes_on(lead.tick(live="be", after=TIMING.heartbeat), "abe", lost="cd")
+
+
+@WAYS
+def test_without_a_quorum_the_attempt_is_over(way: Callable[[Lead, Begin], list[Effect]]) -> None:
+    """Who may have forgotten what it held does not count, so two of three that are left are not enough."""
+    lead = Lead()
+    lead.ready("ac")
+    begin = lead.begun("b", incumbent=False)
+    effects = way(lead, begin)
+    assert [peer for peer, _ in sends(effects, Abort)] == ["a", "b", "c"]
+    assert not sends(effects, Begin)
+    assert not lead.leader.running
+
+
+def test_a_minority_that_was_let_go_on_may_lose_more() -> None:
+    lead = Lead()
+    lead.ready("a")
+    lead.ready("bc", incumbent=False)
+    begin = sends(lead.tick(after=TIMING.partition_grace), Begin)[0][1]
+    goes_on(lead.gone("c"), "ab", lost="c")
+    assert begin.round.lost == ()
+
+
+def test_a_peer_must_be_gone_for_a_heartbeats_time() -> None:
+    """One message that got lost, or one late heartbeat, costs nothing."""
+    lead = Lead()
+    lead.begun()
+    assert lead.tick(live="b") == []
+    assert lead.tick(live="b", after=TIMING.heartbeat - 0.1) == []
+    assert lead.tick(live="bc") == []
+    assert lead.tick(live="b", after=TIMING.heartbeat) == []
+    assert lead.tick(live="b", after=TIMING.heartbeat / 2) == []
+    assert sends(lead.tick(live="b", after=TIMING.heartbeat / 2), Begin)
+
+
+def test_a_round_whose_reducers_are_all_lost_begins_anew() -> None:
+    """Here a and b have trained nothing, and c alone reduces."""
+    lead = Lead()
+    lead.ready("ab", samples=(), tokens=0)
+    lead.begun("c")
+    effects = lead.gone("c")
+    assert [peer for peer, _ in sends(effects, Abort)] == ["a", "b", "c"]
+    lead.ready("ab", last_attempt=1)
+    begin = goes_on(lead.tick(live="b"), "ab", lost="")
+    assert begin.round.name == attempt(LOG, 2)
+
+
+def test_who_lacks_in_how_many_chunks_is_in_the_header() -> None:
+    lead = Lead()
+    lead.begun()
+    second = goes_on(lead.gone("c"), "ab", lost="c")
+    lead.complete("a", second, missed=(("c", 4),))
+    header = sends(lead.complete("b", second, missed=(("c", 4),)), Commit)[0][1].header
+    assert [(one.peer, one.missed) for one in header.roster] == [("a", 0), ("b", 0), ("c", 4)]
+    assert LOG.append(header).last == header
+
+
+def test_who_lacks_in_all_chunks_is_not_in_the_entry() -> None:
+    lead = Lead()
+    lead.begun()
+    second = goes_on(lead.gone("c"), "ab", lost="c")
+    lead.complete("a", second, missed=(("c", SIZE.chunks),))
+    header = sends(lead.complete("b", second, missed=(("c", SIZE.chunks),)), Commit)[0][1].header
+    assert header.peers == ("a", "b")
+
+
+def test_members_must_agree_on_who_lacks() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    lead.complete("a", begin)
+    lead.complete("b", begin)
+    goes_on(lead.complete("c", begin, missed=(("b", 1),)), "ab", lost="c")
+
+
+def test_a_leader_that_holds_another_payload_than_the_others_ends_the_attempt() -> None:
+    """It can't leave itself out, and waiting for the time to be up helps nobody."""
+    lead = Lead()
+    begin = lead.begun()
+    lead.complete("a", begin, OTHER)
+    lead.complete("b", begin)
+    assert len(sends(lead.complete("c", begin), Abort)) == 3
+
+
+def test_what_can_be_no_entry_is_not_committed() -> None:
+    """All chunks without anybody's blocks: nobody can have averaged that."""
+    lead = Lead()
+    begin = lead.begun()
+    for peer in "abc":
+        effects = lead.complete(peer, begin, missed=tuple((name, SIZE.chunks) for name in "abc"))
+    assert not sends(effects, Commit)
+    assert len(sends(effects, Abort)) == 3
+
+
+def test_the_lost_may_come_back_at_the_next_attempt_that_begins_anew() -> None:
+    lead = Lead()
+    lead.begun()
+    lead.gone("c")
+    assert sends(lead.ready("c", last_attempt=1), Abort)[0][1].attempt.number == 2, "its promise is too old"
+    assert lead.ready("c", last_attempt=2) == []
+    lead.aborted("abc")
+    assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b", "c"]
+
+
+def test_a_later_number_from_outside_changes_nothing_for_those_who_are_in_an_attempt() -> None:
+    """They have promised, and go on when one of them dies, whoever else says Ready meanwhile."""
+    lead = Lead()
+    lead.begun()
+    lead.ready("z", samples=(), tokens=0, last_attempt=5)
+    goes_on(lead.gone("c"), "ab", lost="c")
+
+
+def test_the_silent_are_those_who_hold_an_attempt_up() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    lead.complete("a", begin)
+    lead.waiting("b", begin, missing="c")
+    effects = lead.tick(after=HELD_UP)
+    goes_on(effects, "ab", lost="c")
+    assert "held up by c" in sends(effects, Abort)[0][1].reason
+
+
+def test_each_attempt_has_its_time() -> None:
+    lead = Lead()
+    lead.begun()
+    lead.now += SCHEDULE.stall
+    lead.gone("c")
+    assert lead.tick(live="b", after=SCHEDULE.stall) == []
+    assert lead.tick(live="b", after=1) != []
+
+
+@pytest.mark.parametrize(
+    ("rates", "limit"),
+    [
+        ((0, 0, 0), TIMING.round_timeout),
+        ((10**6, 0, 10**6), SCHEDULE.stall),
+        ((500, 0, 500), MARGIN * 2 * SIZE.bytes / 500),
+        ((500, 4000, 1000), MARGIN * 2 * SIZE.bytes / 500),
+        ((1, 10**6, 10**6), SCHEDULE.longest_attempt),
+    ],
+    ids=["not measured", "one not measured", "one not measured, others slow", "the slowest link", "too slow a link"],
+)
+def test_the_time_limit_follows_from_measured_rates(rates: tuple[int, ...], limit: float) -> None:
+    """Chunks move all the time; and members are told how long it may take."""
+    lead = Lead()
+    for name, rate in zip("abc", rates, strict=True):
+        lead.ready(name, rate=rate)
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert begin.seconds == limit
+    until = lead.now + limit
+    for moved in range(1, 1000):
+        lead.waiting("b", begin, "c", moved)
+        if lead.now + STEP > until:
+            break
+        assert lead.tick(after=STEP) == []
+    assert lead.tick(after=until - lead.now) == []
+    assert lead.tick(after=0.1) != []
+
+
+def test_where_nothing_moves_nobody_waits_for_the_time_limit() -> None:
+    """Regression: who stated a slow link and sent nothing held everybody up for ten times the manifest's limit."""
+    lead = Lead()
+    lead.ready("ab", rate=10**6)
+    begin = lead.begun("c", rate=1)
+    assert begin.seconds == SCHEDULE.longest_attempt
+    lead.waiting("a", begin, "c", moved=4)
+    lead.waiting("b", begin, "c", moved=4)
+    assert lead.tick(after=SCHEDULE.stall) == []
+    goes_on(lead.tick(after=1), "ab", lost="c")
+
+
+def test_on_fast_links_a_death_is_noticed_before_the_time_is_up() -> None:
+    """Else a dead member is one of many that wait for each other, and all of them are left out for a while."""
+    lead = Lead()
+    begin = lead.begun(rate=10**9)
+    for peer, missing in (("a", "bc"), ("b", "ac"), ("c", "ab")):
+        lead.waiting(peer, begin, missing)
+    assert lead.tick(after=TIMING.heartbeat_expiry) == [], "c is dead, and its last heartbeat expires now"
+    assert lead.tick(live="b", after=0.1) == []
+    goes_on(lead.tick(live="b", after=TIMING.heartbeat), "ab", lost="c")
+
+
+@pytest.mark.parametrize("way", [spoils, lags, differs])
+def test_the_barred_are_left_out_for_a_while(way: Callable[[Lead, Begin], list[Effect]]) -> None:
+    lead = Lead()
+    way(lead, lead.begun())
+    lead.aborted("abc")
+    assert goes_on(lead.tick(), "ab", lost="").round.name.number == 3
+    lead.now += TIMING.round_timeout
+    lead.aborted("abc")
+    assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b", "c"]
+
+
+def test_strangers_have_no_say_in_an_attempt() -> None:
+    """Regression: anybody could accuse a member, or say what it waited for."""
+    lead = Lead()
+    begin = lead.begun()
+    assert lead.accuse("z", begin, "c") == []
+    assert lead.accuse("b", begin, "z") == []
+    assert lead.waiting("z", begin, missing="b") == []
+    assert sends(lead.complete("z", begin), Abort) == [
+        ("z", Abort(attempt=begin.attempt, reason="this attempt is over"))
+    ]
+    assert lead.gone("z") == []
+    assert len(sends(lead.all_complete("abc", begin), Commit)) == 3
+
+
+def test_messages_about_an_attempt_that_is_over_are_answered_with_abort() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    lead.ready("b", last_attempt=1)
+    assert not lead.leader.running
+    assert sends(lead.complete("b", begin), Abort)
+    assert sends(lead.waiting("b", begin, missing=""), Abort)
+    assert lead.accuse("b", begin, "c") == []
+
+
+def test_a_member_that_has_not_heard_of_the_present_attempt_is_told() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    second = goes_on(lead.gone("c"), "ab", lost="c")
+    assert sends(lead.waiting("b", begin, missing="c"), Begin) == [("b", second)]
+    assert sends(lead.complete("b", begin), Begin) == [("b", second)]
+    assert sends(lead.ready("b", last_attempt=1), Begin) == [("b", second)]
+    assert sends(lead.waiting("c", begin, missing="a"), Abort) == [
+        ("c", Abort(attempt=begin.attempt, reason="this attempt is over"))
+    ]
+    assert lead.accuse("b", begin, "a") == []
+
+
+def test_overlapping_samples_are_refused() -> None:
+    lead = Lead()
+    lead.ready("ab")
+    assert sends(lead.ready("c", samples=LOG.leases["b"]), Refuse)
+    assert sends(lead.ready("z", samples=(SampleRange(100, 101),)), Refuse), "the lease of c, who is not ready yet"
+    assert not sends(lead.ready("c"), Refuse)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"samples": (SampleRange(120, 141),)},
+        {"samples": (SampleRange(120, 121), SampleRange(122, 123))},
+        {"samples": (SampleRange(120, 140),), "tokens": 2001},
+        {"samples": (SampleRange(120, 140),), "tokens": 2**62 - 1},
+        {"samples": (), "tokens": 1},
+    ],
+    ids=["more than a lease", "scattered", "more tokens than samples", "all the tokens", "tokens of nothing"],
+)
+def test_what_no_lease_gives_is_refused_and_its_sender_named(changes: dict[str, Any]) -> None:
+    """Regression: 2^62 - 1 tokens of one Ready made every attempt impossible; scattered samples froze everybody."""
+    lead = Lead()
+    lead.ready("ab")
+    effects = lead.ready("z", **changes)
+    assert [(dropped.peer, dropped.what) for dropped in of(effects, Dropped)] == [("z", "ready")]
+    assert sends(effects, Refuse)
+    lead.ready("c")
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert begin.round.peers == ("a", "b", "c")
+
+
+def test_what_an_earlier_leader_granted_is_good() -> None:
+    lead = Lead()
+    assert not sends(lead.ready("z", samples=(SampleRange(140, 160),)), Refuse)
+    request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
+    grants = [sends(lead.leader.on_lease_request(peer, request, 0), LeaseGrant)[0][1] for peer in "xy"]
+    assert [grant.samples for grant in grants] == [(SampleRange(120, 140),), (SampleRange(160, 180),)]
+    assert sends(lead.ready("w", samples=(SampleRange(160, 180),)), Refuse), "that is y's"
+
+
+def test_nobody_is_ready_with_the_leaders_own_samples() -> None:
+    """Regression: a stranger could name them before the leader did, whose own Ready was refused ever after."""
+    lead = Lead(EMPTY)
+    lead.leader.lease = (SampleRange(0, 20),)
+    assert sends(lead.ready("z", samples=(SampleRange(0, 20),)), Refuse)
+    assert not sends(lead.ready("a", samples=(SampleRange(0, 20),)), Refuse)
+
+
+def test_a_leader_takes_back_what_it_trained_itself() -> None:
+    """It has given samples, and got the same from another leader, which it could not know of yet."""
+    lead = Lead(EMPTY)
+    request = LeaseRequest(position=EMPTY.position, state_digest=STATE, relayed=(), unreached=())
+    lease = sends(lead.leader.on_lease_request("b", request, 0), LeaseGrant)[0][1].samples
+    assert not sends(lead.ready("b", samples=lease), Refuse)
+    assert not sends(lead.ready("a", samples=lease), Refuse)
+    assert sends(lead.ready("b", samples=lease), Refuse)
+    lead.ready("b", samples=(SampleRange(20, 40),))
+    lead.ready("c", samples=(SampleRange(40, 60),))
+    begins = sends(lead.tick(), Begin)
+    assert [peer for peer, _ in begins] == ["a", "b", "c"]
+
+
+def test_no_more_joiners_than_an_entry_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 5
+    for module in ("log.state", "protocol.gathering"):
+        monkeypatch.setattr(f"peers.{module}.MEMBER_LIMIT", limit)
+    _grants.cache_clear()  # as many as an entry took before
+    try:
+        lead = Lead(first_log())
+        request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
+        for number in range(limit):
+            assert lead.leader.on_lease_request(f"joiner{number}", request, 0)
+        assert lead.leader.on_lease_request("late", request, 0) == []
+        for number in range(limit):
+            lead.leader.on_ready(f"joiner{number}", ready(LOG, "z", samples=(), tokens=0), 0.0)
+        assert lead.leader.on_ready("late", ready(LOG, "z", samples=(), tokens=0), 0.0) == []
+        assert len(lead.leader._ready) == limit
+    finally:
+        _grants.cache_clear()
+
+
+def test_an_attempt_needs_somebody_who_has_trained() -> None:
+    """Regression: an attempt of peers that had trained nothing raised LogError when it was complete."""
+    lead = Lead()
+    lead.ready("abc", samples=(), tokens=0)
+    assert lead.tick() == []
+    lead.ready("c")
+    assert sends(lead.tick(), Begin)
+
+
+# What was begun before us, and what is held --------------------------------------------------------------------
+EARLIER = round_of(attempt(LOG, 1, "c"), ROSTER)
+
+
+def test_the_next_leader_goes_on_with_the_round() -> None:
+    """The leader c has died in it."""
+    lead = Lead()
+    lead.ready("ab", last_attempt=1, round=EARLIER)
+    effects = lead.tick(live="b")
+    begin = goes_on(effects, "ab", lost="c")
+    assert begin.round == EARLIER.without("c")
+    assert begin.attempt == attempt(LOG, 2)
+    assert sends(lead.all_complete("ab", begin), Commit)
+
+
+def test_nobody_is_lost_only_because_the_leader_changed() -> None:
+    lead = Lead()
+    lead.ready("abc", last_attempt=1, round=EARLIER)
+    assert goes_on(lead.tick(), "abc", lost="").round == EARLIER
+
+
+def test_whoever_any_of_them_has_lost_is_lost() -> None:
+    log = LOG.append(LOG.next_header([*ROSTER, member("d", 120, 140), member("e", 140, 160)], PAYLOAD))
+    lead = Lead(log)
+    roster = [member(name, lease[0].start, lease[0].stop) for name, lease in log.leases.items()]
+    earlier = round_of(attempt(log, 1, "e"), roster)
+    for name in "abcd":
+        lead.ready(name, last_attempt=2, round=earlier.without("d") if name == "b" else earlier)
+    goes_on(lead.tick(live="bcd"), "abc", lost="de")
+
+
+def new_round(lead: Lead, live: str = "bc") -> bool:
+    begin: Begin = sends(lead.tick(live), Begin)[0][1]
+    return begin.round.name == begin.attempt
+
+
+def test_a_round_that_too_few_are_in_begins_anew() -> None:
+    lead = Lead()
+    lead.ready("a", last_attempt=1, round=EARLIER)
+    lead.ready("bc", last_attempt=1)
+    assert new_round(lead)
+
+
+def test_a_round_that_we_are_not_in_begins_anew() -> None:
+    for mine in (None, EARLIER.without("a")):
+        lead = Lead()
+        lead.ready("a", last_attempt=1, round=mine)
+        lead.ready("bc", last_attempt=1, round=EARLIER)
+        assert new_round(lead)
+
+
+def test_a_round_whose_reducers_are_gone_begins_anew() -> None:
+    lead = Lead()
+    only_c = round_of(EARLIER.name, ROSTER, chunks=[0, 0, 6])
+    lead.ready("ab", last_attempt=1, round=only_c)
+    assert new_round(lead, live="b")
+
+
+def test_who_is_in_another_round_is_lost_to_this_one() -> None:
+    lead = Lead()
+    lead.ready("ab", last_attempt=1, round=EARLIER)
+    lead.ready("c", last_attempt=1, round=round_of(EARLIER.name, ROSTER, chunks=[1, 1, 4]))
+    goes_on(lead.tick(), "ab", lost="c")
+
+
+def test_a_round_that_came_to_two_ends_is_not_gone_on_with() -> None:
+    lead = Lead()
+    lead.ready("ac")
+    begin = lead.begun("b", incumbent=False)
+    lead.complete("a", begin)
+    lead.complete("b", begin)
+    assert len(sends(lead.complete("c", begin, OTHER), Abort)) == 3
+    lead.now += TIMING.round_timeout + 1
+    lead.ready("abc", last_attempt=1, round=begin.round)
+    assert new_round(lead)
+
+
+def test_an_aborted_round_is_gone_on_with() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    lead.aborted("abc", round=begin.round)
+    assert not new_round(lead)
+
+
+def held(number: int, payload: bytes, leader: str = "a") -> Held:
+    return Held(attempt=attempt(LOG, number, leader), header=LOG.next_header(ROSTER[:2], payload))
+
+
+def adopts(effects: list[Effect]) -> tuple[str, Adopt]:
+    found = sends(effects, Adopt)
+    return "".join(peer for peer, _ in found), found[0][1]
+
+
+def handing_on(holders: str = "c", names: str = "abc") -> tuple[Lead, Adopt]:
+    lead = Lead()
+    lead.ready([name for name in names if name not in holders], last_attempt=1)  # type: ignore[arg-type]
+    lead.ready(holders, last_attempt=1, held=held(1, PAYLOAD))
+    return lead, adopts(lead.tick())[1]
+
+
+def test_the_latest_entry_held_is_handed_on() -> None:
+    lead = Lead()
+    lead.ready("a", last_attempt=2)
+    lead.ready("b", last_attempt=2, held=held(1, OTHER))
+    lead.ready("c", last_attempt=2, held=held(2, PAYLOAD))
+    to, adopt = adopts(lead.tick())
+    assert to == "abc"
+    assert (adopt.attempt, adopt.held, adopt.holders) == (attempt(LOG, 3), held(2, PAYLOAD), ("c",))
+    assert adopt.seconds == TIMING.round_timeout
+    assert sends(lead.all_complete("abc", adopt), Commit)[0][1].header == held(2, PAYLOAD).header
+
+
+def test_an_entry_held_goes_before_a_round_that_could_go_on() -> None:
+    lead = Lead()
+    lead.ready("ab", last_attempt=1, round=EARLIER)
+    lead.ready("c", last_attempt=1, round=EARLIER, held=held(1, PAYLOAD, "c"))
+    assert adopts(lead.tick())[0] == "abc"
+
+
+def test_all_who_hold_an_entry_are_named() -> None:
+    lead = Lead()
+    lead.ready("a", last_attempt=2)
+    lead.ready("b", last_attempt=2, held=held(1, PAYLOAD, "b"))
+    lead.ready("c", last_attempt=2, held=held(2, PAYLOAD, "c"))
+    assert adopts(lead.tick())[1].holders == ("b", "c")
+
+
+def test_a_higher_leader_breaks_the_tie_between_attempts() -> None:
+    lead = Lead()
+    lead.ready("a", last_attempt=1)
+    lead.ready("b", last_attempt=1, held=held(1, OTHER, "a"))
+    lead.ready("c", last_attempt=1, held=held(1, PAYLOAD, "b"))
+    assert adopts(lead.tick())[1].held == held(1, PAYLOAD, "b")
+
+
+def test_what_does_not_follow_from_the_log_is_not_handed_on() -> None:
+    lead = Lead()
+    forged = held(1, PAYLOAD).header.model_copy(update={"cursor": 7})
+    lead.ready("ab")
+    lead.ready("c", held=Held(attempt=attempt(LOG), header=forged))
+    effects = lead.tick()
+    assert sends(effects, Begin)
+    assert not sends(effects, Adopt)
+
+
+def test_who_says_complete_when_an_entry_is_handed_on_means_that_entry() -> None:
+    """Each fetched the payload by its digest; what else a message may say is of no weight."""
+    lead, adopt = handing_on()
+    lead.complete("a", adopt)
+    lead.complete("b", adopt, OTHER)
+    commits = sends(lead.complete("c", adopt), Commit)
+    assert [commit.header for _, commit in commits] == 3 * [held(1, PAYLOAD).header]
+
+
+def test_an_entry_is_handed_on_without_who_is_lost() -> None:
+    lead, adopt = handing_on(holders="bc")
+    assert adopt.holders == ("b", "c")
+    effects = lead.gone("c")
+    to, second = adopts(effects)
+    assert (to, second.holders, second.attempt.number) == ("ab", ("b",), 3)
+    assert [peer for peer, _ in sends(effects, Abort)] == ["c"]
+    assert len(sends(lead.all_complete("ab", second), Commit)) == 2
+
+
+def test_without_a_holder_the_attempt_is_over() -> None:
+    lead, _ = handing_on(holders="c")
+    assert [peer for peer, _ in sends(lead.gone("c"), Abort)] == ["a", "b", "c"]
+    assert not lead.leader.running
+
+
+def test_handing_on_has_the_manifests_time() -> None:
+    """How large a part of it is to be fetched by how many is not foreseen."""
+    lead = Lead()
+    lead.ready("ab", last_attempt=1, rate=10**9)
+    lead.ready("c", last_attempt=1, rate=10**9, held=held(1, PAYLOAD))
+    _, adopt = adopts(lead.tick())
+    lead.complete("a", adopt)
+    lead.complete("c", adopt)
+    assert lead.tick(after=TIMING.round_timeout) == []
+    assert adopts(lead.tick(after=1))[0] == "ac"
+
+
+class TestPromises:
+    """Every Ready of an attempt names the number before it; otherwise a member that promised long ago may meanwhile
+    have completed another leader's attempt, which this one would then undo."""
+
+    def test_a_ready_for_an_earlier_attempt_is_asked_for_again(self) -> None:
+        lead = Lead()
+        lead.ready("a", last_attempt=3)
+        effects = lead.ready("b", last_attempt=1)
+        assert [(peer, abort.attempt) for peer, abort in sends(effects, Abort)] == [("b", attempt(LOG, 3))]
+        lead.ready("c", last_attempt=3)
+        assert lead.tick() == []
+        lead.ready("b", last_attempt=3)
+        assert sends(lead.tick(), Begin)[0][1].attempt.number == 4
+
+    def test_the_others_are_asked_again_when_one_is_further(self) -> None:
+        lead = Lead()
+        lead.ready("ab")
+        effects = lead.ready("c", last_attempt=5)
+        assert [(peer, abort.attempt.number) for peer, abort in sends(effects, Abort)] == [("a", 5), ("b", 5)]
+        lead.ready("ab", last_attempt=5)
+        assert {ready.attempt.number for _, ready in sends(lead.tick(), Begin)} == {6}
+
+    def test_nobody_uses_the_numbers_up(self) -> None:
+        """Regression: a Ready with the last possible number raised pydantic's error at the next attempt."""
+        lead = Lead()
+        lead.ready("ab")
+        for beyond in (2**62 - 1, ATTEMPT_LEAP + 1):
+            effects = lead.ready("c", last_attempt=beyond)
+            assert sends(effects, Refuse), "c starts again from our state, and from the number 0"
+            assert of(effects, Dropped)
+        assert lead.tick() == []
+        lead.ready("c")
+        assert sends(lead.tick(), Begin)
+
+    def test_nobody_makes_the_others_say_ready_for_ever(self) -> None:
+        """Regression: a peer whose every Ready named a higher number kept everybody from beginning."""
+        lead = Lead()
+        for number in range(1, OVERTAKING_LIMIT + 2):
+            lead.ready("ab", last_attempt=number - 1)
+            effects = lead.ready("c", last_attempt=number)
+        assert [dropped.peer for dropped in of(effects, Dropped)] == ["c"]
+        assert lead.ready("c", last_attempt=OVERTAKING_LIMIT + 2) == []
+        assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
+
+
+def test_readies_of_peers_without_heartbeat_are_dropped() -> None:
+    lead = Lead()
+    lead.ready("a")
+    lead.ready("xyz", samples=())
+    lead.tick("bc")
+    lead.ready("bc")
+    assert [peer for peer, _ in sends(lead.tick("bc"), Begin)] == ["a", "b", "c"]

@@ -1,0 +1,184 @@
+"""Members that conclude an attempt by themselves, and members whose work can't count."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.presence.heartbeat import PeerState
+from peers.protocol.events import Apply, HeartbeatsSeen, ReachSeen, StopTraining, TrainingProgress, Trouble
+from peers.protocol.messages import Complete, Excluded, LeaseGrant, LeaseRequest, Waiting
+from peers.protocol.states import State
+from peers.protocol.troubles import LOOK_AGAIN, TOLD_AFTER, TRAIN_AGAIN
+from peers.values.reach import Reach
+from peers.values.wire import digest_of
+from peers.values.workload import Progress
+from tests.peers.builders import PAYLOAD, Rig, beat, of, sends
+
+OTHER = digest_of(b"another payload")
+
+
+def at_second() -> Rig:
+    """b has applied the first entry, and trains."""
+    return Rig().joined().trained().averaging().holding().applying().applied()
+
+
+def averaging(is_open: bool = True) -> Rig:
+    rig = at_second().trained()
+    rig.hear("a", rig.begin().model_copy(update={"open": is_open}))
+    assert rig.is_in(State.AVERAGING)
+    return rig
+
+
+def complete(rig: Rig, number: int = 1, payload: bytes = PAYLOAD, missed: tuple[tuple[str, int], ...] = ()) -> Complete:
+    return Complete(attempt=rig.attempt(number), payload=payload, missed=missed)
+
+
+def test_members_of_an_open_attempt_tell_each_other() -> None:
+    rig = averaging().holding()
+    assert sends(rig.effects, Complete) == [("a", complete(rig)), ("c", complete(rig))]
+    assert sends(rig.tick(), Complete) == [("a", complete(rig))], "the leader's commit repairs what gets lost"
+
+
+@pytest.mark.parametrize("first", ["own", "others"])
+def test_who_has_heard_the_same_of_all_applies_the_entry(first: str) -> None:
+    rig = averaging()
+    header = rig.next_header()
+    if first == "own":
+        rig.holding()
+    assert not of(rig.hear("a", complete(rig)), Apply)
+    effects = rig.hear("c", complete(rig))
+    if first == "others":
+        rig.holding()
+        effects = rig.effects
+    assert of(effects, Apply) == [Apply(header)]
+
+
+@pytest.mark.parametrize(
+    "why", ["not open", "one is missing", "another payload", "other chunks lack", "an earlier attempt", "a stranger"]
+)
+def test_otherwise_the_leader_alone_can_commit(why: str) -> None:
+    rig = averaging(is_open=why != "not open").holding()
+    rig.hear("a", complete(rig))
+    match why:
+        case "not open":
+            rig.hear("c", complete(rig))
+        case "another payload":
+            rig.hear("c", complete(rig, payload=OTHER))
+        case "other chunks lack":
+            rig.hear("c", complete(rig, missed=(("a", 1),)))
+        case "an earlier attempt":
+            rig.hear("c", complete(rig, number=0))
+        case "a stranger":
+            rig.hear("z", complete(rig))
+    assert rig.is_in(State.AVERAGING)
+
+
+def test_who_has_left_the_attempt_concludes_nothing() -> None:
+    """It may have promised to follow another leader."""
+    rig = averaging().holding()
+    rig.hear("a", complete(rig))
+    rig.see(others="c", state=PeerState.AVERAGING)
+    rig.peer.membership.unreachable("a")
+    rig.tick()
+    assert rig.is_in(State.READY)
+    assert not of(rig.hear("c", complete(rig)), Apply)
+
+
+def test_those_who_are_lost_need_not_be_complete() -> None:
+    rig = averaging()
+    going_on = rig.begin(2, lost="c", name=rig.attempt()).model_copy(update={"open": True})
+    rig.hear("a", going_on)
+    rig.holding()
+    assert [to for to, _ in sends(rig.effects, Complete)] == ["a"]
+    assert of(rig.hear("a", complete(rig, number=2)), Apply)
+
+
+def test_who_waits_says_with_whom_it_can_exchange_nothing() -> None:
+    rig = averaging()
+    rig.do(ReachSeen({"c": Reach.NONE, "a": Reach.OPEN}, {}))
+    (_, waiting), *_ = sends(rig.tick(), Waiting)
+    assert waiting.unreached == ("c",)
+
+
+# Trouble -------------------------------------------------------------------------------------------------------
+def excluded(rig: Rig) -> Excluded:
+    return Excluded(position=rig.peer.log.position, reason="no data can be exchanged between this peer and c")
+
+
+def test_who_is_left_out_is_told_stops_and_asks_again_later() -> None:
+    rig = at_second().trained()
+    [trouble] = of(rig.hear("a", excluded(rig)), Trouble)
+    assert "no data can be exchanged" in trouble.reason
+    assert rig.peer.trouble == trouble.reason
+    assert rig.is_in(State.JOINING)
+    rig.see()
+    assert not sends(rig.tick(), LeaseRequest)
+    rig.now += LOOK_AGAIN
+    rig.see()
+    assert [to for to, _ in sends(rig.tick(), LeaseRequest)] == ["a"], "though it has a lease in the log"
+    grant = LeaseGrant(position=rig.peer.log.position, samples=rig.lease, steps=10)
+    assert of(rig.hear("a", grant), Trouble) == [Trouble("")]
+    assert rig.is_in(State.TRAINING)
+
+
+def test_it_asks_again_at_once_when_its_links_have_changed() -> None:
+    rig = at_second().trained()
+    rig.do(ReachSeen({"c": Reach.NONE}, {}))
+    rig.hear("a", excluded(rig))
+    rig.do(ReachSeen({"c": Reach.PUNCHED}, {}))
+    assert sends(rig.tick(), LeaseRequest)
+
+
+def test_only_the_leader_is_believed_that_we_are_left_out() -> None:
+    rig = at_second().trained()
+    assert not of(rig.hear("c", excluded(rig)), Trouble)
+    assert rig.is_in(State.READY)
+
+
+def test_who_holds_an_entry_keeps_its_word_and_stays() -> None:
+    rig = averaging().holding()
+    rig.hear("a", excluded(rig))
+    assert rig.is_in(State.AVERAGING)
+
+
+def test_who_stands_aside_has_forgotten_what_it_promised() -> None:
+    rig = at_second().trained()
+    rig.hear("a", excluded(rig))
+    assert rig.peer._joined_at == rig.peer.log.position.head
+
+
+@pytest.mark.parametrize(("kind", "stops"), [("a", True), ("c", False)])
+def test_who_cannot_reach_the_leader_stops(kind: str, stops: bool) -> None:
+    rig = at_second()
+    rig.do(ReachSeen({"a": Reach.NONE, "c": Reach.NONE} if stops else {"c": Reach.NONE}, {}))
+    rig.see()
+    assert rig.is_in(State.TRAINING), "links come and go"
+    rig.now += TOLD_AFTER
+    effects = rig.see()
+    assert bool(of(effects, Trouble)) is bool(of(effects, StopTraining)) is stops
+    assert rig.is_in(State.JOINING if stops else State.TRAINING)
+    if stops:
+        assert of(rig.do(ReachSeen({}, {})), Trouble) == [Trouble("")]
+
+
+def fast_others(rig: Rig) -> HeartbeatsSeen:
+    rig.sequence += 1
+    return HeartbeatsSeen(tuple(beat(name, rig.peer.log, sequence=rig.sequence, speed=1000.0) for name in "ac"))
+
+
+def test_who_is_too_slow_is_told_and_stops_when_a_lease_was_in_vain() -> None:
+    rig = at_second()
+    rig.do(TrainingProgress(Progress(1, loss=1.0, tokens_per_second=10.0)))
+    rig.do(fast_others(rig))
+    rig.now += TOLD_AFTER
+    [trouble] = of(rig.do(fast_others(rig)), Trouble)
+    assert "10 tokens a second" in trouble.reason
+    assert rig.is_in(State.TRAINING), "others may boast of their speed"
+    rig.peer._leases_in_vain = 1
+    assert of(rig.do(fast_others(rig)), StopTraining)
+    assert rig.is_in(State.JOINING)
+    rig.now += TRAIN_AGAIN
+    rig.do(fast_others(rig))
+    rig.do(fast_others(rig))
+    rig.tick()
+    assert rig.is_in(State.TRAINING), "it may have become faster"

@@ -1,0 +1,226 @@
+"""Blocks in memory: a round's chunks are put together to a payload, and payloads are kept within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.log.payload import KEPT_AT_LEAST, KeptPayloads, Payload
+from peers.simulator.simulated_peer import SimulatedWorkload
+from peers.transfer.buffers import PayloadBuffers
+from peers.values.chunks import payload_digest
+from peers.values.memory import empty
+from peers.values.wire import digest_of
+from peers.values.workload import Workload
+from tests.peers.builders import attempt, first_log
+
+LOG = first_log()
+AT, NEXT = attempt(LOG), attempt(LOG, 2)
+BLOCKS = 7  # of eight bytes, each a chunk
+OWN = bytes(range(56))
+
+
+def buffers() -> PayloadBuffers:
+    return PayloadBuffers(cast(Workload, SimulatedWorkload("a", BLOCKS)))
+
+
+def open_round() -> PayloadBuffers:
+    mine = buffers()
+    mine.open(AT)
+    mine.own = OWN
+    return mine
+
+
+def chunk(number: int) -> bytes:
+    return b"average%d" % number
+
+
+def test_a_round() -> None:
+    mine = open_round()
+    assert (mine.size.chunks, mine.size.bytes) == (7, 56)
+    assert mine.chunk_bytes(1) == (8, 16)
+    assert mine.chunks_bytes(1, 4) == (8, 32)
+    assert mine.contribution(AT, 1) == OWN[8:16]
+    for number in (3, 0, 6, 2, 1, 5, 4):
+        mine.store(AT, number, chunk(number))
+        assert mine.averaged(AT, number) == chunk(number)
+    payload = b"".join(map(chunk, range(7)))
+    digest = mine.assemble(AT)
+    assert digest == payload_digest([digest_of(chunk(number)) for number in range(7)])
+    kept = mine.kept.get(digest)
+    assert kept is not None
+    assert (bytes(kept.data), kept.digest) == (payload, digest)
+    assert kept.chunk_digests == tuple(digest_of(chunk(number)) for number in range(7))
+
+
+def test_contributions_come_in_the_order_of_the_roster_whatever_order_they_came_in() -> None:
+    mine = open_round()
+    current = mine.round(AT)
+    assert current is not None
+    current.contributions.update({0: {"c": b"C" * 8, "b": b"B" * 8}, 1: {"b": b"1" * 8}})
+    contributions = mine.contributions(AT, 0, "a", [("b", 2), ("a", 1), ("c", 3)])
+    assert [(bytes(blocks), tokens) for blocks, tokens in contributions] == [
+        (b"BBBBBBBB", 2),
+        (OWN[:8], 1),
+        (b"CCCCCCCC", 3),
+    ]
+    with pytest.raises(KeyError):
+        mine.contributions(AT, 1, "a", [("a", 1), ("c", 3)])
+
+
+def test_what_was_sent_of_a_chunk_goes_when_its_average_is_here() -> None:
+    mine = open_round()
+    current = mine.round(AT)
+    assert current is not None
+    current.contributions.update({0: {"b": b"B" * 8, "c": b"C" * 8}, 1: {"b": b"1" * 8}})
+    mine.store(AT, 0, chunk(0))
+    assert current.contributions == {1: {"b": b"1" * 8}}
+
+
+def test_the_average_can_come_in_while_it_goes_out() -> None:
+    """What is being sent is a view of the payload; storing more of it must not need a copy."""
+    mine = open_round()
+    mine.store(AT, 0, chunk(0))
+    going_out = mine.averaged(AT, 0)
+    mine.store(AT, 1, chunk(1))
+    assert going_out == chunk(0)
+
+
+def test_a_payload_with_holes_is_none() -> None:
+    mine = open_round()
+    for number in range(6):
+        mine.store(AT, number, chunk(number))
+    with pytest.raises(KeyError):
+        mine.assemble(AT)
+
+
+def test_a_round_that_is_over_has_no_blocks() -> None:
+    mine = open_round()
+    ends: tuple[Callable[[], None], ...] = (lambda: mine.open(NEXT), mine.close)
+    for end in ends:
+        end()
+        assert mine.round(AT) is None
+        reads: tuple[Callable[[], object], ...] = (
+            lambda: mine.contribution(AT, 0),
+            lambda: mine.averaged(AT, 0),
+            lambda: mine.assemble(AT),
+            lambda: mine.contributions(AT, 0, "a", [("a", 1)]),
+            lambda: mine.store(AT, 0, bytes(8)),
+        )
+        for read in reads:
+            with pytest.raises(KeyError, match="is over"):
+                read()
+
+
+def test_what_is_kept_outlives_its_round() -> None:
+    mine = open_round()
+    for number in range(7):
+        mine.store(AT, number, chunk(number))
+    digest = mine.assemble(AT)
+    mine.open(NEXT)
+    mine.close()
+    assert mine.kept.get(digest) is not None
+
+
+# Kept payloads --------------------------------------------------------------------------------------------------
+def payload(number: int, size: int = 100) -> Payload:
+    data = bytearray(b"%d" % (number % 10) * size)
+    return Payload(memoryview(data), (digest_of(b"%d %d" % (number, size)),))
+
+
+def keep(budget: int, *payloads: Payload) -> KeptPayloads:
+    kept = KeptPayloads(budget)
+    for one in payloads:
+        kept.keep(one)
+    return kept
+
+
+def is_kept(kept: KeptPayloads, *payloads: Payload) -> list[bool]:
+    return [kept.get(one.digest) is one for one in payloads]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 299, 300])
+def test_however_small_the_budget_some_are_kept(budget: int) -> None:
+    """Regression: the entry that was held could not be applied any more when it was committed."""
+    payloads = [payload(number) for number in range(5)]
+    assert is_kept(keep(budget, *payloads), *payloads) == [False, False, True, True, True]
+
+
+@given(st.integers(0, 2000), st.lists(st.integers(1, 500), max_size=30))
+def test_the_newest_are_kept_within_the_budget(budget: int, sizes: list[int]) -> None:
+    payloads = [payload(number, size) for number, size in enumerate(sizes)]
+    there = is_kept(keep(budget, *payloads), *payloads)
+    assert there == sorted(there), "the oldest go first"
+    if sum(there) > KEPT_AT_LEAST:
+        assert sum(size for size, here in zip(sizes, there, strict=True) if here) <= budget
+    assert sum(there) >= min(KEPT_AT_LEAST, len(sizes))
+
+
+def test_no_more_is_dropped_than_must_be() -> None:
+    payloads = [payload(number) for number in range(10)]
+    assert sum(is_kept(keep(500, *payloads), *payloads)) == 5
+    assert sum(is_kept(keep(599, *payloads), *payloads)) == 5
+    assert all(is_kept(keep(1000, *payloads), *payloads))
+
+
+def test_what_is_kept_again_is_new_again() -> None:
+    first, second, *others = (payload(number) for number in range(4))
+    kept = keep(0, first, second, others[0], first, others[1])
+    assert is_kept(kept, first, second, *others) == [True, False, True, True]
+    assert kept.get(digest_of(b"never seen")) is None
+
+
+def test_a_round_in_which_garbage_came_together_does_not_displace_what_is_held() -> None:
+    """Regression: the entry that was held could then not be applied any more when it was committed."""
+    mine = buffers()
+    mine.open(AT)
+    for number in range(7):
+        mine.store(AT, number, chunk(number))
+    held = mine.assemble(AT)
+    mine.open(NEXT)
+    for number in range(7):
+        mine.store(NEXT, number, b"garbage!")
+    assert mine.assemble(NEXT) != held
+    kept = mine.kept.get(held)
+    assert kept is not None
+    assert kept.data == b"".join(map(chunk, range(7)))
+
+
+def test_what_we_trained_outlives_a_round_that_came_to_nothing() -> None:
+    """The next one may begin at once, and needs it again."""
+    mine = open_round()
+    mine.close()
+    mine.open(NEXT)
+    assert mine.contribution(NEXT, 1) == OWN[8:16]
+
+
+def test_an_empty_payload_can_be_had() -> None:
+    assert bytes(empty(0)) == b""
+    assert bytes(empty(10_000)) == bytes(10_000)
+
+
+def test_what_others_ask_for_from_long_ago_pushes_nothing_out_that_is_needed_now() -> None:
+    """Regression: it did, and who was about to apply an entry ended for lack of its payload."""
+    reads = []
+    long_ago = {one.digest: one for one in (payload_of(b"long ago %d" % number) for number in range(10))}
+
+    def read(digest: bytes) -> Payload | None:
+        reads.append(digest)
+        return long_ago.get(digest)
+
+    mine = PayloadBuffers(cast(Workload, SimulatedWorkload("a", BLOCKS)), 0, read)
+    held = payload_of(b"held")
+    mine.kept.keep(held)
+    for digest, payload in long_ago.items():
+        assert mine.find(digest) is mine.find(digest) is payload
+    assert reads == list(long_ago), "the last few are not read again"
+    assert mine.kept.get(held.digest) is mine.find(held.digest) is held
+    assert mine.find(digest_of(b"nobody's")) is None
+
+
+def payload_of(data: bytes) -> Payload:
+    return Payload(memoryview(data), (digest_of(data),))

@@ -1,0 +1,291 @@
+"""Following a run's log: a snapshot first, then what came since, from whoever has it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from peers.errors import SwarmUnreachableError
+from peers.log.header import Header
+from peers.log.payload import Payload
+from peers.log.state import LogState
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.streams.channel import RefusalError
+from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.following import CannotFollowError, Following
+from peers.transfer.headers import serve_headers
+from peers.transfer.payloads import PAYLOAD, serve_payloads
+from peers.transfer.snapshots import Snapshot, serve_snapshots
+from peers.transfer.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
+from peers.transfer.storage import MemoryStorage
+from peers.values.leases import SampleRange
+from peers.values.wire import digest_of
+from peers.values.workload import Blocks
+from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, beat, member
+from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload
+
+GENESIS = bytes(32)
+
+
+def payload(index: int, lineage: bytes) -> Payload:
+    chunks = [(b"%d %s %d;" % (index, lineage, chunk)).ljust(BLOCK) for chunk in range(SIZE.chunks)]
+    return Payload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
+
+
+def after(state: bytes, payload: Payload) -> bytes:
+    return digest_of(state + payload.digest)
+
+
+class Run:
+    """Some entries, with the logs, payloads and states that they make."""
+
+    def __init__(self, entries: int, lineage: bytes = b"", tokens: int = 100) -> None:
+        self.logs, self.states, self.payloads = [LOG], [GENESIS], list[Payload]()
+        for index in range(entries):
+            log, made = self.logs[-1], payload(index, lineage)
+            roster = [member("a", *self._samples(log), tokens)]
+            self.payloads.append(made)
+            self.logs.append(log.append(log.next_header(roster, made.digest)))
+            self.states.append(after(self.states[-1], made))
+
+    @staticmethod
+    def _samples(log: LogState) -> tuple[int, int]:
+        (samples,) = log.leases.get("a", (SampleRange(0, 20),))
+        return samples.start, samples.stop
+
+    @property
+    def headers(self) -> list[Header]:
+        return [log.last for log in self.logs if log.last is not None]
+
+    def snapshot(self, index: int) -> Snapshot:
+        digests = chunk_digests([self.states[index]])
+        return Snapshot(self.logs[index].last, digest_of_chunks(digests), digests, memoryview(self.states[index]))
+
+
+class Donor:
+    """Is at the end of a run, froze its state at one entry, and keeps the payloads of the last few."""
+
+    def __init__(self, run: Run, frozen: int, kept: int = 1000) -> None:
+        self.run = run
+        self.frozen = run.snapshot(frozen)
+        self.lineage = tuple(header.digest for header in run.headers)
+        self.transport = FakeTransport()
+        self.buffers = PayloadBuffers(FakeWorkload(), 1 << 30)
+        for one in run.payloads[len(run.payloads) - min(kept, len(run.payloads)) :]:
+            self.buffers.kept.keep(one)
+
+    def is_member(self, peer: str) -> bool:
+        return False
+
+    async def newest(self, least: int) -> Snapshot:
+        if least > self.frozen.index:
+            if least >= len(self.run.logs):
+                raise RefusalError(f"outer step {least} is not here yet")
+            self.frozen = self.run.snapshot(len(self.run.logs) - 1)
+        return self.frozen
+
+    def held(self, head: bytes) -> Snapshot | None:
+        return self.frozen if head == LOG.at(self.frozen.last).position.head else None
+
+    async def serve(self) -> FakeTransport:
+        await serve_snapshots(self.transport, {RUN: self})
+        await serve_headers(self.transport, {RUN: lambda first, last: self.run.headers[first:last]})
+        await serve_payloads(self.transport, {RUN: self.buffers})
+        return self.transport
+
+
+class FollowedWorkload(FakeWorkload):
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+        chunks = [digest_of(payload[start : start + BLOCK]) for start in range(0, len(payload), BLOCK)]
+        self.state = after(self.state, Payload(memoryview(payload), tuple(chunks)))
+
+
+class Swarm(FakeTransport):
+    """What a follower sees of the swarm."""
+
+    def __init__(self) -> None:
+        super().__init__("follower")
+        self.beats: dict[str, Heartbeat] = {}
+        self.connected: list[str] = []
+        self.workload = FollowedWorkload(GENESIS)
+        self.following = Following(self, self.workload, SETTINGS, MemoryStorage())
+
+    async def add(self, name: str, donor: Donor, state: PeerState = PeerState.TRAINING) -> Donor:
+        self.donors[name] = await donor.serve()
+        self.beats[name] = beat(name, donor.run.logs[-1], state)
+        return donor
+
+    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
+        self.connected.append(peer_id)
+        return True
+
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+        assert run_id == RUN
+        return list(self.beats.values())
+
+    def assert_is_at(self, run: Run, index: int) -> None:
+        assert self.following.log == run.logs[index]
+        assert self.workload.state == run.states[index]
+
+
+def test_a_snapshot_and_then_entry_after_entry() -> None:
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(6)
+        for name in "ab":
+            await swarm.add(name, Donor(run, frozen=4))
+        await swarm.following.begin()
+        swarm.assert_is_at(run, 4)
+        assert swarm.following.state_digest == digest_of_state([run.states[4]])
+        for index in (5, 6):
+            assert await swarm.following.advance() == (run.logs[index].last, digest_of_state([run.states[index]]))
+            swarm.assert_is_at(run, index)
+        assert await swarm.following.advance() is None
+        assert sorted(swarm.connected) == ["a", "b"], "once each"
+
+    asyncio.run(scenario())
+
+
+def test_who_joins_or_leaves_has_nothing_to_give() -> None:
+    async def scenario() -> None:
+        swarm = Swarm()
+        for state in (PeerState.JOINING, PeerState.LEAVING):
+            await swarm.add(state, Donor(Run(2), frozen=2), state)
+        with pytest.raises(SwarmUnreachableError, match="nobody trains in the run tiny now"):
+            await swarm.following.begin()
+        run = Run(3)
+        await swarm.add("archive", Donor(run, frozen=2), PeerState.ARCHIVING)
+        await swarm.following.begin()
+        swarm.assert_is_at(run, 2)
+
+    asyncio.run(scenario())
+
+
+def test_the_heaviest_lineage_is_followed() -> None:
+    async def scenario() -> None:
+        swarm, light, heavy = Swarm(), Run(5, b"light", 10), Run(4, b"heavy", 100)
+        for name in "abc":
+            await swarm.add(name, Donor(light, frozen=4))
+        await swarm.add("d", Donor(heavy, frozen=3))
+        await swarm.following.begin()
+        swarm.assert_is_at(heavy, 3)
+        await swarm.following.advance()
+        swarm.assert_is_at(heavy, 4)
+        assert await swarm.following.advance() is None, "the longer lineage is the lighter one"
+
+    asyncio.run(scenario())
+
+
+def test_who_does_not_answer_or_lies_is_passed_over() -> None:
+    async def lies(name: str, header: bytes, data: bytearray) -> bytearray:
+        data[0] ^= 1
+        return data
+
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(4)
+        (await swarm.add("z", Donor(run, frozen=3))).transport.meddle = lies
+        swarm.beats["gone"] = beat("gone", run.logs[-1])
+        await swarm.add("a", Donor(run, frozen=3))
+        await swarm.following.begin()
+        await swarm.following.advance()
+        swarm.assert_is_at(run, 4)
+
+    asyncio.run(scenario())
+
+
+def test_nobody_gives_a_state() -> None:
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(4)
+        swarm.beats["gone"] = beat("gone", run.logs[-1])
+        with pytest.raises(SwarmUnreachableError, match="no peer gave its state: gone: peer gone did not answer"):
+            await swarm.following.begin()
+
+    asyncio.run(scenario())
+
+
+def test_payloads_that_nobody_keeps_end_it_where_it_is() -> None:
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(6)
+        await swarm.add("a", Donor(run, frozen=1, kept=2))
+        await swarm.following.begin()
+        with pytest.raises(SwarmUnreachableError, match=r"what follows outer step 1: a: peer a refused.*not kept here"):
+            await swarm.following.advance()
+        swarm.assert_is_at(run, 1)
+        await swarm.following.begin(least=2)
+        swarm.assert_is_at(run, 6)
+
+    asyncio.run(scenario())
+
+
+def test_a_lineage_that_was_left_ends_it_too() -> None:
+    async def scenario() -> None:
+        swarm, light, heavy = Swarm(), Run(3, b"light", 10), Run(5, b"heavy", 100)
+        await swarm.add("a", Donor(light, frozen=3))
+        await swarm.following.begin()
+        swarm.beats.clear()
+        await swarm.add("b", Donor(heavy, frozen=5))
+        with pytest.raises(CannotFollowError, match="b: entry 3: its previous does not follow") as caught:
+            await swarm.following.advance()
+        assert caught.value.least == 0
+        swarm.assert_is_at(light, 3)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("heaviest", ["ours", "theirs"])
+def test_the_heaviest_says_from_where_on_a_snapshot_leads_further(heaviest: str) -> None:
+    """Were the others to say so, it might be one that is older than what is here, again and again."""
+
+    async def scenario() -> None:
+        swarm, first = Swarm(), Run(2, b"ours")
+        await swarm.add("a", Donor(first, frozen=2))
+        await swarm.following.begin()
+        ours, theirs = Run(5, b"ours"), Run(5, b"theirs", 150)
+        await swarm.add("a", Donor(ours, frozen=2, kept=0))
+        await swarm.add("b", Donor(theirs, frozen=2))
+        swarm.beats["a"] = beat("a", ours.logs[5], lineage_tokens=10**6 * (heaviest == "ours") + 300)
+        with pytest.raises(CannotFollowError, match="what follows outer step 2") as caught:
+            await swarm.following.advance()
+        assert caught.value.least == (3 if heaviest == "ours" else 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_lineage_that_is_heavier_though_not_longer() -> None:
+    async def scenario() -> None:
+        swarm, light, heavy = Swarm(), Run(3, b"light", 10), Run(3, b"heavy", 100)
+        await swarm.add("a", Donor(light, frozen=3))
+        await swarm.following.begin()
+        await swarm.add("b", Donor(heavy, frozen=2))
+        with pytest.raises(CannotFollowError, match="took no more outer steps") as caught:
+            await swarm.following.advance()
+        await swarm.following.begin(caught.value.least)
+        swarm.assert_is_at(heavy, 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_payload_that_nobody_keeps_is_asked_for_once_of_each() -> None:
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(3)
+        for name in "abc":
+            await swarm.add(name, Donor(run, frozen=2, kept=0))
+        await swarm.following.begin()
+        swarm.pulls.clear()
+        with pytest.raises(CannotFollowError):
+            await swarm.following.advance()
+        assert sorted(donor for donor, name, _ in swarm.pulls if name == PAYLOAD) == ["a", "b", "c"]
+
+    asyncio.run(scenario())
+
+
+def test_who_comes_back_from_elsewhere_is_connected_to_again() -> None:
+    async def scenario() -> None:
+        swarm, run = Swarm(), Run(3)
+        await swarm.add("a", Donor(run, frozen=3))
+        for addresses in (("/ip4/192.0.2.2/tcp/1",), ("/ip4/192.0.2.2/tcp/2",), ("/ip4/192.0.2.2/tcp/2",)):
+            swarm.beats["a"] = beat("a", run.logs[3], addresses=addresses)
+            await swarm.following.donors.live()
+        assert swarm.connected == ["a", "a"]
+
+    asyncio.run(scenario())

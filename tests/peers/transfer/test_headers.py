@@ -1,0 +1,125 @@
+"""Headers of past entries, as they are served and fetched."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from peers.errors import RemoteProtocolError
+from peers.log.header import Header
+from peers.log.state import LogState
+from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.transfer import headers as headers_module
+from peers.transfer.headers import HEADERS, HEADERS_AT_ONCE, HeadersRequest, fetch_headers, serve_headers
+from peers.values.wire import pack
+from tests.peers.builders import LOG, PAYLOAD, RUN, member
+from tests.peers.fakes import FakeTransport
+from tests.peers.streams.test_throttle import now, simulate
+
+
+def entries(count: int) -> list[Header]:
+    log: LogState = LOG
+    headers = []
+    for index in range(count):
+        headers.append(log.next_header([member("a", 20 * index, 20 * index + 20)], PAYLOAD))
+        log = log.append(headers[-1])
+    return headers
+
+
+ENTRIES = entries(5)
+
+
+async def joined_to(past: list[Header]) -> FakeTransport:
+    """The way to a donor with these headers."""
+    me, donor = FakeTransport("me"), FakeTransport("a")
+    await serve_headers(donor, {RUN: lambda first, last: past[first:last]})
+    assert donor.giving_way == {HEADERS}
+    me.donors["a"] = donor
+    return me
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 5), (2, 3), (4, 100), (5, 6), (3, 2), (2**61, 2**61 + 1)])
+def test_as_many_as_the_donor_has(first: int, last: int) -> None:
+    async def scenario() -> None:
+        me = await joined_to(ENTRIES)
+        assert await fetch_headers(me, "a", RUN, first, last) == tuple(ENTRIES[first:last])
+
+    asyncio.run(scenario())
+
+
+def test_of_many_the_first_few() -> None:
+    async def scenario() -> None:
+        me, asked = await joined_to([]), []
+        await serve_headers(me.donors["a"], {RUN: lambda first, last: asked.append((first, last)) or []})  # type: ignore[func-returns-value]
+        await fetch_headers(me, "a", RUN, 3, 10**6)
+        assert asked == [(3, 3 + HEADERS_AT_ONCE)]
+
+    asyncio.run(scenario())
+
+
+def test_another_run_is_refused() -> None:
+    async def scenario() -> None:
+        me = await joined_to(ENTRIES)
+        with pytest.raises(PeerRefusedError, match="run another is not here"):
+            await fetch_headers(me, "a", "another", 0, 1)
+        with pytest.raises(PeerUnreachableError):
+            await fetch_headers(me, "nobody", RUN, 0, 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("answer", [b"", b"nonsense", pack(ENTRIES[0])])
+def test_what_are_no_headers_is_the_donors_mistake(answer: bytes) -> None:
+    async def other(name: str, header: bytes, data: bytearray) -> bytearray:
+        return bytearray(answer)
+
+    async def scenario() -> None:
+        me = await joined_to(ENTRIES)
+        me.donors["a"].meddle = other
+        with pytest.raises(RemoteProtocolError, match="peer a: "):
+            await fetch_headers(me, "a", RUN, 0, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_donor_that_stalls_costs_a_minute_and_not_an_hour() -> None:
+    async def stall(name: str, header: bytes, data: bytearray) -> bytearray:
+        await asyncio.Event().wait()
+        return data
+
+    async def scenario() -> None:
+        me = await joined_to(ENTRIES)
+        me.donors["a"].meddle = stall
+        with pytest.raises(PeerUnreachableError, match="no answer in time"):
+            await fetch_headers(me, "a", RUN, 0, 1)
+        assert now() < 60.0
+
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("packed", [b"", b"nonsense", pack(HeadersRequest(run=RUN, first=0, last=1))[:-1]])
+def test_what_is_no_request_is_the_senders_mistake(packed: bytes) -> None:
+    async def scenario() -> None:
+        me = await joined_to(ENTRIES)
+        with pytest.raises(RemoteProtocolError, match="peer z: "):
+            async with me.donors["a"].serve[HEADERS]("z", packed):
+                pytest.fail("it was served")
+
+    asyncio.run(scenario())
+
+
+def test_one_peer_is_served_one_at_a_time() -> None:
+    assert headers_module.PULLS == 1
+
+    async def scenario() -> None:
+        serve = (await joined_to(ENTRIES)).donors["a"].serve[HEADERS]
+        packed = pack(HeadersRequest(run=RUN, first=0, last=1))
+        async with serve("greedy", packed):
+            with pytest.raises(RefusalError):
+                async with serve("greedy", packed):
+                    pytest.fail("it was served")
+            async with serve("another", packed):
+                pass
+
+    asyncio.run(scenario())

@@ -1,0 +1,361 @@
+"""Which snapshot is taken over, and what becomes of its download."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from peers.log.header import Header
+from peers.log.state import LogState
+from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.transfer import state_chunks
+from peers.transfer.download import Download
+from peers.transfer.snapshot_fetch import ASKED, OFFER_TIMEOUT, Offered, choose, fetch_snapshot
+from peers.transfer.snapshots import Offer, Snapshot, SnapshotRequest, serve_snapshots
+from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
+from peers.transfer.storage import FolderStorage, MemoryStorage, Storage
+from peers.values.reach import Reach
+from peers.values.wire import digest_of, unpack
+from peers.values.workload import SnapshotError
+from tests.peers.builders import LOG, RUN
+from tests.peers.fakes import FakeTransport, NoChance, at_once
+from tests.peers.streams.test_throttle import simulate
+from tests.peers.transfer.test_freezing import log_at
+
+CHUNK = 16
+SIZE = 200 * CHUNK - 5
+ROUND = (log_at(4), log_at(8))  # two places of one lineage
+FORK = log_at(8, "ab")
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_chunks, "STATE_CHUNK", CHUNK)
+
+
+def state_at(log: LogState) -> bytes:
+    return random.Random(log.position.head).randbytes(SIZE)
+
+
+def heads_up_to(log: LogState, names: str = "abc") -> tuple[bytes, ...]:
+    return tuple(log_at(index, names).position.head for index in range(1, log.position.index + 1))
+
+
+class Source:
+    """A donor's one snapshot."""
+
+    def __init__(self, snapshot: Snapshot, lineage: tuple[bytes, ...]) -> None:
+        self.snapshot = snapshot
+        self.lineage = lineage
+
+    def is_member(self, peer: str) -> bool:
+        return True
+
+    async def newest(self, least: int) -> Snapshot:
+        if self.snapshot.index < least:
+            raise RefusalError(f"outer step {least} is not here yet")
+        return self.snapshot
+
+    def held(self, head: bytes) -> Snapshot | None:
+        return self.snapshot if head == LOG.at(self.snapshot.last).position.head else None
+
+
+class Donors:
+    """Peers with a snapshot each, and the way to them."""
+
+    def __init__(self) -> None:
+        self.me = FakeTransport("me")
+
+    async def add(
+        self, name: str, log: LogState, lineage: tuple[bytes, ...] | None = None, state: bytes | None = None
+    ) -> FakeTransport:
+        state = state_at(log) if state is None else state
+        digests = chunk_digests([state])
+        snapshot = Snapshot(log.last, digest_of_chunks(digests), digests, memoryview(state))
+        donor = FakeTransport(name)
+        await serve_snapshots(donor, {RUN: Source(snapshot, heads_up_to(ROUND[1]) if lineage is None else lineage)})
+        self.me.donors[name] = donor
+        return donor
+
+    async def fetch(
+        self, least: int = 0, storage: Storage | None = None, log: LogState = LOG, chance: random.Random | None = None
+    ) -> Snapshot:
+        names, storage = list(self.me.donors), storage or MemoryStorage()
+        snapshot, _ = await fetch_snapshot(self.me, names, log, least, storage, SIZE, chance or NoChance())
+        assert bytes(snapshot.data) == state_at(LOG.at(snapshot.last))
+        return snapshot
+
+    def chunks_asked_of(self, name: str) -> list[int]:
+        requests = [unpack(SnapshotRequest, header) for donor, _, header in self.me.pulls if donor == name]
+        return [chunk for request in requests for chunk in range(request.first, request.last)]
+
+
+# Which one ------------------------------------------------------------------------------------------------------
+def offered(log: LogState, state: bytes = b"", lineage: tuple[bytes, ...] | None = None) -> Offered:
+    digest = digest_of(log.position.head + state)
+    heads = heads_up_to(ROUND[1]) if lineage is None else lineage
+    return Offered(Offer(last=log.last, bytes=SIZE, state_digest=digest, lineage=heads), log.position, ())
+
+
+def chosen(offers: dict[str, Offered], least: int = 0, first: str = "a") -> tuple[int, list[str]]:
+    one, having = choose(offers, [first, *offers], least)
+    return one.position.index, having
+
+
+def test_the_one_that_most_have_is_taken() -> None:
+    old, new = map(offered, ROUND)
+    assert chosen({"a": new, "b": old, "c": old}) == (4, ["b", "c"])
+
+
+def test_of_two_that_as_many_have_the_newer_is_taken() -> None:
+    old, new = map(offered, ROUND)
+    assert chosen({"a": old, "b": new, "c": old, "d": new}) == (8, ["b", "d"])
+
+
+def test_none_that_is_too_old_is_taken() -> None:
+    old, new = map(offered, ROUND)
+    assert chosen({"a": new, "b": old, "c": old}, least=5) == (8, ["a"])
+    with pytest.raises(SnapshotError, match="outer step 9 or later"):
+        chosen({"a": new, "b": old}, least=9)
+
+
+def test_only_the_first_donors_lineage_counts() -> None:
+    fork = offered(FORK, lineage=heads_up_to(FORK, "ab"))
+    ours = offered(ROUND[0])
+    assert chosen({"a": ours, "b": fork, "c": fork}) == (4, ["a"])
+    assert chosen({"a": ours, "b": fork, "c": fork}, first="b") == (8, ["b", "c"])
+
+
+def test_without_the_first_donors_word_most_votes_count() -> None:
+    fork = offered(FORK, lineage=heads_up_to(FORK, "ab"))
+    assert chosen({"b": fork, "c": fork, "d": offered(ROUND[0])}, first="silent") == (8, ["b", "c"])
+
+
+def test_a_state_with_another_digest_is_another_state() -> None:
+    wrong, right = offered(ROUND[1], b"corrupt"), offered(ROUND[1])
+    assert chosen({"a": wrong, "b": right, "c": right}) == (8, ["b", "c"])
+
+
+def test_the_state_before_the_first_entry_is_of_every_lineage() -> None:
+    genesis = offered(LOG)
+    assert chosen({"a": genesis, "b": genesis}) == (0, ["a", "b"])
+
+
+def test_a_donor_whose_snapshot_is_older_than_the_lineage_that_it_names_is_believed() -> None:
+    """Lineages are cut to the last places; a run may freeze its state less often than that."""
+    late = offered(ROUND[0], lineage=heads_up_to(ROUND[1])[6:])
+    assert chosen({"a": late, "b": late}) == (4, ["a", "b"])
+
+
+# Asking ---------------------------------------------------------------------------------------------------------
+def test_all_who_have_it_give_it() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        for name in "abc":
+            await donors.add(name, ROUND[1])
+        snapshot = await donors.fetch()
+        assert snapshot.last == ROUND[1].last
+        assert all(donors.chunks_asked_of(name) for name in "abc")
+
+    asyncio.run(scenario())
+
+
+def test_only_so_many_are_asked_what_they_have() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        for number in range(ASKED + 3):
+            await donors.add(f"donor{number}", ROUND[1])
+        await donors.fetch()
+        assert len({donor for donor, _, _ in donors.me.pulls}) == ASKED
+
+    asyncio.run(scenario())
+
+
+def test_not_everybody_asks_the_same_donors() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        for number in range(2 * ASKED):
+            await donors.add(f"donor{number}", ROUND[1])
+        asked = []
+        for seed in range(5):
+            donors.me.pulls.clear()
+            await donors.fetch(chance=random.Random(seed))
+            asked.append({donor for donor, _, _ in donors.me.pulls})
+        assert all("donor0" in names for names in asked), "it leads"
+        assert len(set.union(*asked)) > 1.5 * ASKED
+
+    asyncio.run(scenario())
+
+
+def test_those_that_are_reached_badly_are_not_asked_for_chunks_while_there_are_others() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        for name in ("relayed", "none", "open", "punched"):
+            await donors.add(name, ROUND[1])
+            donors.me.reach[name] = Reach(name)
+        await donors.fetch()
+        assert "none" not in {donor for donor, _, _ in donors.me.pulls}
+        assert {name for name in donors.me.donors if donors.chunks_asked_of(name)} == {"open", "punched"}
+
+    asyncio.run(scenario())
+
+
+def test_who_has_another_snapshot_or_none_or_is_gone_is_not_asked_for_chunks() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("a", ROUND[1])
+        await donors.add("old", ROUND[0])
+        await donors.add("b", ROUND[1])
+        donors.me.donors["gone"] = FakeTransport("gone")
+        assert (await donors.fetch(least=5)).index == 8
+        assert donors.chunks_asked_of("old") == donors.chunks_asked_of("gone") == []
+
+    asyncio.run(scenario())
+
+
+def test_who_takes_too_long_to_say_what_it_has_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a byte every half minute was enough to keep a joiner waiting for an hour."""
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+
+    async def dawdles(name: str, header: bytes, data: bytearray) -> bytearray:
+        await asyncio.Event().wait()
+        return data
+
+    async def scenario() -> None:
+        donors = Donors()
+        (await donors.add("slow", ROUND[1])).meddle = dawdles
+        await donors.add("a", ROUND[1])
+        async with asyncio.timeout(2 * OFFER_TIMEOUT):
+            await donors.fetch()
+
+    simulate(scenario())
+
+
+def test_nobody_has_one() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("a", ROUND[0])
+        donors.me.donors["gone"] = FakeTransport("gone")
+        with pytest.raises(SnapshotError) as caught:
+            await donors.fetch(least=5)
+        assert "peer a refused: outer step 5 is not here yet" in str(caught.value)
+        assert "peer gone did not answer" in str(caught.value)
+
+    asyncio.run(scenario())
+
+
+# Lies -----------------------------------------------------------------------------------------------------------
+def of_another_run() -> Header:
+    last = ROUND[1].last
+    assert last is not None
+    return last.model_copy(update={"run": "another"})
+
+
+def test_digests_that_are_not_those_of_the_state_are_refused() -> None:
+    async def other_digests(name: str, header: bytes, data: bytearray) -> bytearray:
+        if unpack(SnapshotRequest, header).head is None:
+            data[0] ^= 1
+        return data
+
+    async def too_few(name: str, header: bytes, data: bytearray) -> bytearray:
+        return data[:-1]
+
+    async def scenario() -> None:
+        for lie in (other_digests, too_few):
+            donors = Donors()
+            (await donors.add("liar", ROUND[1])).meddle = lie
+            with pytest.raises(SnapshotError, match="peer liar: its snapshot has other chunks than its digest says"):
+                await donors.fetch()
+            await donors.add("a", ROUND[1])
+            await donors.fetch()
+            assert donors.chunks_asked_of("liar") == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"), [(SIZE - CHUNK, "bytes, not"), (SIZE + 1, "bytes, not"), (SIZE + CHUNK, "exceeds the limit")]
+)
+def test_a_state_of_another_size_is_refused(size: int, reason: str) -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("another", ROUND[1], state=bytes(size))
+        with pytest.raises(SnapshotError, match=f"peer another.*{reason}"):
+            await donors.fetch()
+
+    asyncio.run(scenario())
+
+
+def test_another_runs_snapshot_is_refused() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("a", LOG.at(of_another_run()))
+        with pytest.raises(SnapshotError, match="peer a: its snapshot is of run another"):
+            await donors.fetch()
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_that_is_not_the_states_is_fetched_from_another() -> None:
+    async def corrupt(name: str, header: bytes, data: bytearray) -> bytearray:
+        if unpack(SnapshotRequest, header).head is not None:
+            data[0] ^= 1
+        return data
+
+    async def scenario() -> None:
+        donors = Donors()
+        (await donors.add("liar", ROUND[1])).meddle = corrupt
+        with pytest.raises(SnapshotError, match=r"peer liar: chunk \d+ of its snapshot is not the run's"):
+            await donors.fetch()
+        await donors.add("a", ROUND[1])
+        await donors.fetch()
+
+    asyncio.run(scenario())
+
+
+# Going on -------------------------------------------------------------------------------------------------------
+def test_new_memory_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of as many zeros as the state has bytes, while all links are idle."""
+
+    async def search(download: Download) -> int:
+        raise AssertionError("what was fetched before?")
+
+    monkeypatch.setattr(Download, "adopt", search)
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("ann", ROUND[1])
+        await donors.fetch()
+
+    asyncio.run(scenario())
+
+
+def test_a_download_that_broke_off_goes_on_from_its_folder(tmp_path: Path) -> None:
+    def storage() -> FolderStorage:
+        return FolderStorage(tmp_path, lambda: 1 << 40)
+
+    async def scenario() -> None:
+        donors, given = Donors(), set[int]()
+
+        async def dies_half_way(name: str, header: bytes, data: bytearray) -> bytearray:
+            request = unpack(SnapshotRequest, header)
+            if len(given) > 100:
+                raise PeerUnreachableError("mortal", "no answer in time")
+            given.update(range(request.first, request.last))
+            return data
+
+        (await donors.add("mortal", ROUND[1])).meddle = dies_half_way
+        with pytest.raises(SnapshotError, match="peer mortal did not answer"):
+            await donors.fetch(storage=storage())
+        again = Donors()
+        await again.add("a", ROUND[1])
+        await again.fetch(storage=storage())
+        asked = set(again.chunks_asked_of("a"))
+        assert asked.isdisjoint(given)
+        assert asked | given == set(range(200))
+        assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+    asyncio.run(scenario())
