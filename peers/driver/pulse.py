@@ -81,7 +81,7 @@ class Pulse:
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now. Never the same twice: the sequence grows."""
         self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
-        peer, progress, log = self._peer, self._peer.progress, self._peer.settled
+        peer, progress, log = self._peer, self._peer.trainer.progress, self._peer.settled
         return Heartbeat(
             run=peer.settings.run,
             peer=peer.me,
@@ -95,15 +95,15 @@ class Pulse:
             inner_step=progress.inner_step if progress else 0,
             tokens_per_second=progress.tokens_per_second if progress else 0.0,
             loss=progress.loss if progress else None,
-            speed=peer.speed,
+            speed=peer.trainer.speed,
             addresses=self._transport.addresses,
             roster_size=len(log.roster),
             held_out=self.held_out,
             endpoints=self._transport.endpoints,
             relays=self._transport.relays,
-            relayed=name_peers(peer.reachability.relayed),
-            unreached=name_peers(peer.unreached),
-            trouble=printable(peer.trouble),
+            relayed=name_peers(peer.presence.reachability.relayed),
+            unreached=name_peers(peer.presence.unreached),
+            trouble=printable(peer.troubles.told),
         )
 
     def signed_heartbeat(self) -> bytes:
@@ -116,6 +116,6 @@ class Pulse:
     def _measure(self) -> None:
         metrics.OUTER_STEP.set(self._peer.log.position.index)
         metrics.LIVE_PEERS.set(len(self._peer.membership.live(now())))
-        progress = self._peer.progress
+        progress = self._peer.trainer.progress
         metrics.TOKENS_PER_SECOND.set(progress.tokens_per_second if progress else 0)
         metrics.LOSS.set(math.nan if progress is None or progress.loss is None else progress.loss)

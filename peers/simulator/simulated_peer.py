@@ -140,8 +140,8 @@ class SimulatedPeer:
                 "head": peer.settled.position.head,
                 "state_digest": peer.state_digest,
                 "lineage_tokens": peer.settled.lineage_tokens,
-                "unreached": name_peers(peer.unreached),
-                "trouble": peer.trouble,
+                "unreached": name_peers(peer.presence.unreached),
+                "trouble": peer.troubles.told,
             }
         )
         return self.heartbeat

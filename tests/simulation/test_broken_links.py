@@ -142,7 +142,7 @@ def test_all_elect_the_same_leader_where_heartbeats_can_not_name_all_pairs() -> 
     broken = tuple((one, other) for one in names[:20] for other in names[20:])
     swarm = swarm_of(40, Faults(broken=broken), replace(SETTINGS, minimum_peers=41))
     swarm.run(REACH_DELAY + 5 * TIMING.heartbeat)
-    assert len({peer.peer._elect() for peer in swarm.living}) == 1
+    assert len({peer.peer.slot.leadership.elect() for peer in swarm.living}) == 1
 
 
 # Who can't take part is told, and stops -------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
     names = [name for name in swarm.peers if name != "peer2"]
     swarm.faults = Faults(broken=tuple(("peer2", name) for name in names))
     broke = swarm.now
-    assert swarm.run(MINUTE, until=lambda: bool(swarm.peers["peer2"].peer.trouble)), "told within a minute"
+    assert swarm.run(MINUTE, until=lambda: bool(swarm.peers["peer2"].peer.troubles.told)), "told within a minute"
     assert "reached" in troubles(swarm)[-1][2]
     swarm.run(5.0)
     assert not trains(swarm, "peer2")
@@ -166,7 +166,7 @@ def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
     assert swarm.now > broke
     swarm.faults = Faults()
     assert swarm.run(
-        MINUTE, until=lambda: len(swarm.peers["peer0"].peer.log.roster) == 4 and not swarm.peers["peer2"].peer.trouble
+        MINUTE, until=lambda: len(swarm.peers["peer0"].peer.log.roster) == 4 and not swarm.peers["peer2"].peer.troubles.told
     )
 
 
@@ -175,7 +175,7 @@ def test_two_who_cant_talk_are_told_and_one_waits() -> None:
     swarm = swarm_of(2)
     swarm.run(MINUTE)
     swarm.faults = Faults(broken=(("peer0", "peer1"),))
-    assert swarm.run(MINUTE, until=lambda: all(one.peer.trouble for one in swarm.living))
+    assert swarm.run(MINUTE, until=lambda: all(one.peer.troubles.told for one in swarm.living))
     swarm.run(5 * MINUTE)
     assert sorted(trains(swarm, name) or swarm.peers[name].peer.state is not State.JOINING for name in swarm.peers) == [
         False,
@@ -196,7 +196,7 @@ def test_as_few_as_possible_are_left_out_and_told() -> None:
     swarm.run(3 * MINUTE)
     last = list(tally.headers.values())[-10:]
     assert len({member.peer for header in last for member in header.roster}) == 3
-    stopped = [name for name in swarm.peers if swarm.peers[name].peer.trouble]
+    stopped = [name for name in swarm.peers if swarm.peers[name].peer.troubles.told]
     assert len(stopped) == 1
     assert not trains(swarm, stopped[0])
     assert tally.lineages() == 0
@@ -212,7 +212,7 @@ def test_who_is_too_slow_is_told_and_stops(speed: float, counts: bool) -> None:
     slow.speed = speed
     tally = Tally(swarm)
     swarm.run(MINUTE)
-    assert bool(slow.peer.trouble) is not counts, "told within a minute"
+    assert bool(slow.peer.troubles.told) is not counts, "told within a minute"
     trained = 0
     for _ in range(80):
         swarm.run(100.0)

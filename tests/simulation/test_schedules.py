@@ -16,7 +16,6 @@ import pytest
 
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.protocol.averaging import Averaging
 from peers.protocol.events import (
     Dropped,
     Effect,
@@ -32,6 +31,7 @@ from peers.protocol.events import (
 from peers.protocol.exchange import Exchange
 from peers.protocol.leader import Leader
 from peers.protocol.messages import Adopt, Attempt, Begin, Commit, Complete, Message, Ready
+from peers.protocol.slot import Slot
 from peers.protocol.states import State
 from peers.simulator.history import InvariantError
 from peers.simulator.schedules import CALM, Blow, Plan, agreed, failure, live, plan, report, smallest
@@ -549,16 +549,16 @@ def commit_at_once(self: Leader, sender: str, complete: Complete, now: float) ->
     return [Send(peer, Commit(header=header)) for peer in self._members]
 
 
-def forget_what_is_held(self: Averaging) -> None:
+def forget_what_is_held(self: Slot) -> None:
     """A member that goes back on its word when the leader dies."""
-    self._held = self.exchange = None
+    self.acceptor.held = self.exchange = None
     pristine_back_to_ready(self)
 
 
-def apply_at_once(self: Averaging, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
+def apply_at_once(self: Slot, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
     """A member that takes its step as soon as it has the payload."""
     pristine_hold(self, header, missed)
-    self._commit(self.me, header)
+    self._make(header)
 
 
 def inherit_at_once(self: Exchange) -> list[Effect]:
@@ -567,8 +567,8 @@ def inherit_at_once(self: Exchange) -> list[Effect]:
     return pristine_resolve(self)
 
 
-pristine_back_to_ready = Averaging._back_to_ready
-pristine_hold = Averaging._hold
+pristine_back_to_ready = Slot._back_to_ready
+pristine_hold = Slot._hold
 pristine_resolve = Exchange._resolve
 
 
@@ -601,8 +601,8 @@ def test_what_one_member_alone_has_of_the_dead_is_what_all_get() -> None:
     ("owner", "name", "fault", "life", "noticed"),
     [
         (Leader, "on_complete", commit_at_once, mute_leader, "two entries at index"),
-        (Averaging, "_hold", apply_at_once, mute_leader, "two entries at index"),
-        (Averaging, "_back_to_ready", forget_what_is_held, first_to_apply_dies, "two entries at index"),
+        (Slot, "_hold", apply_at_once, mute_leader, "two entries at index"),
+        (Slot, "_back_to_ready", forget_what_is_held, first_to_apply_dies, "two entries at index"),
         (Exchange, "_resolve", inherit_at_once, dies_when_one_has_its_average, "two payloads in attempt"),
     ],
     ids=["commit at once", "apply at once", "forget what is held", "inherit at once"],

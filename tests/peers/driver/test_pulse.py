@@ -111,10 +111,10 @@ def measured(name: str) -> float:
 def test_who_does_not_train_has_no_speed_and_no_loss() -> None:
     """Regression: a peer that had finished reported its last speed and loss for ever."""
     peer = new_peer()
-    peer.progress = Progress(3, 2.5, 1000.0)
+    peer.trainer.progress = Progress(3, 2.5, 1000.0)
     asyncio.run(beats(Network(), peer, 1))
     assert (measured("tokens_per_second"), measured("loss")) == (1000.0, 2.5)
-    peer.progress = None
+    peer.trainer.progress = None
     asyncio.run(beats(Network(), peer, 1))
     assert measured("tokens_per_second") == 0.0
     assert math.isnan(measured("loss"))

@@ -157,8 +157,8 @@ def test_what_is_kept_is_lost_if_nobody_has_the_payload_and_nobody_is_left() -> 
     told(rig)
     for name in "ac":
         rig.do(Undelivered(name))
-    assert rig.peer._replaying is not None
-    assert lost(rig.do(PayloadNotFetched(rig.peer._replaying, "gone"))) == [("work", TOKENS)]
+    assert rig.peer.replica.replaying is not None
+    assert lost(rig.do(PayloadNotFetched(rig.peer.replica.replaying, "gone"))) == [("work", TOKENS)]
 
 
 @pytest.mark.parametrize(("missed", "expected"), [(0, []), (1, [("work", TOKENS)])], ids=["whole", "in part"])

@@ -109,7 +109,7 @@ def test_who_is_left_out_is_told_stops_and_asks_again_later() -> None:
     rig = at_second().trained()
     [trouble] = of(rig.hear("a", excluded(rig)), Trouble)
     assert "no data can be exchanged" in trouble.reason
-    assert rig.peer.trouble == trouble.reason
+    assert rig.peer.troubles.told == trouble.reason
     assert rig.is_in(State.JOINING)
     rig.see()
     assert not sends(rig.tick(), LeaseRequest)
@@ -144,7 +144,7 @@ def test_who_holds_an_entry_keeps_its_word_and_stays() -> None:
 def test_who_stands_aside_has_forgotten_what_it_promised() -> None:
     rig = at_second().trained()
     rig.hear("a", excluded(rig))
-    assert rig.peer._joined_at == rig.peer.log.position.head
+    assert rig.peer.replica.joined_at == rig.peer.log.position.head
 
 
 @pytest.mark.parametrize(("kind", "stops"), [("a", True), ("c", False)])
@@ -174,7 +174,7 @@ def test_who_is_too_slow_is_told_and_stops_when_a_lease_was_in_vain() -> None:
     [trouble] = of(rig.do(fast_others(rig)), Trouble)
     assert "10 tokens a second" in trouble.reason
     assert rig.is_in(State.TRAINING), "others may boast of their speed"
-    rig.peer._leases_in_vain = 1
+    rig.peer.trainer.in_vain = 1
     assert of(rig.do(fast_others(rig)), StopTraining)
     assert rig.is_in(State.JOINING)
     rig.now += TRAIN_AGAIN

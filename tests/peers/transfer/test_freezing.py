@@ -58,13 +58,14 @@ class Frozen:
     def settle(self) -> None:
         self.workload.state = b"state %d" % self.rig.peer.log.position.index
         if self.rig.peer.state is not State.APPLYING:
-            self.rig.peer._settle(self.rig.peer.log, digest_of_state([self.workload.state]))
+            replica = self.rig.peer.replica
+            replica.settled, replica.state_digest = replica.log, digest_of_state([self.workload.state])
 
     def step(self, log: LogState | None = None) -> None:
         """The next entry is applied; or that of a log far off."""
         if log is None:
             log = self.rig.peer.log.append(self.rig.next_header())
-        self.rig.peer.log = log
+        self.rig.peer.replica.log = log
         self.settle()
 
     @property

@@ -1,0 +1,127 @@
+"""Who is there, as one peer knows: who lives, whom it reaches, whom it believes, and whom it takes for the leader."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from peers.log.header import MEMBER_LIMIT
+from peers.log.state import LogState
+from peers.presence.election import broken_pairs, elect
+from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
+from peers.presence.membership import DONATING, PARTICIPATING, Membership
+from peers.presence.reachability import Reachability
+from peers.presence.standing import Standing
+
+LINKS_PATIENCE = 20.0
+"""Seconds after its start for which a peer looks for ways to all others before it takes part; a relay's takes ten."""
+
+
+class Presence:
+    """Outlives positions of the log. `now` is the time of the event that is being handled."""
+
+    def __init__(self, me: str, expiry: float, distrust: float, bar: float, now: float) -> None:
+        """Args:
+        expiry: seconds without a word after which a peer is dead to us.
+        distrust: seconds for which who failed us as leader or donor is not asked again.
+        bar: seconds for which a leader leaves out who held up an attempt, the first time.
+        """
+        self.now = self._started_at = now
+        self.membership = Membership(me, expiry)
+        self.reachability = Reachability(expiry)
+        self.standing = Standing(bar)
+        self.rate = 0
+        """Bytes a second that our link was seen to carry each way; 0: not measured yet."""
+        self._me = me
+        self._distrust = distrust
+        self._distrusted_until: dict[str, float] = {}
+
+    # Who lives ------------------------------------------------------------------------------------------------
+    def live(self) -> dict[str, Heartbeat]:
+        """The last heartbeats of the other peers that are alive and not leaving, by peer."""
+        return self.membership.live(self.now)
+
+    def is_live(self, peer: str) -> bool:
+        return self.membership.is_live(peer, self.now)
+
+    def at_work(self) -> list[Heartbeat]:
+        """Of the others that work on the next entry."""
+        return [beat for beat in self.live().values() if beat.state in PARTICIPATING]
+
+    @property
+    def fastest(self) -> float:
+        """The most tokens a second that another peer says it trains; 0: nobody says."""
+        return max((beat.speed for beat in self.at_work()), default=0.0)
+
+    # Whom we reach, and believe -------------------------------------------------------------------------------
+    @property
+    def unreached(self) -> frozenset[str]:
+        """Peers with which we can exchange no data."""
+        return self.reachability.unreached
+
+    @property
+    def seeks_links(self) -> bool:
+        """Whether it is too early to be counted on: a newcomer first finds out whom it reaches, and how."""
+        is_new = self.now - self._started_at < LINKS_PATIENCE
+        return is_new and not self.reachability.sought.isdisjoint(self.live())
+
+    def named(self, peers: frozenset[str]) -> tuple[str, ...]:
+        """Those of them that live, as a message may name them."""
+        return tuple(sorted(peers & self.live().keys()))[:MEMBER_LIMIT] if peers else ()
+
+    @property
+    def distrusted(self) -> frozenset[str]:
+        """Peers that failed us as leader or donor a short while ago."""
+        return frozenset(peer for peer, until in self._distrusted_until.items() if self.now < until)
+
+    def distrust(self, peer: str) -> None:
+        still = {other: until for other, until in self._distrusted_until.items() if self.now < until}
+        self._distrusted_until = still | {peer: self.now + self._distrust}
+
+    def trust(self, peer: str) -> None:
+        """Ask it again: to have nobody to ask is worse."""
+        self._distrusted_until.pop(peer, None)
+
+    # Who is further on ----------------------------------------------------------------------------------------
+    def donors(self) -> set[str]:
+        """Peers that have a state to give, and are believed."""
+        return {peer for peer, beat in self.live().items() if beat.state in DONATING} - self.distrusted
+
+    def furthest(self, log: LogState) -> str | None:
+        """The live peer with the heaviest lineage of those that we reach, if it is heavier than this log; equal weight
+        is decided by digest."""
+        out_of_reach = self.distrusted | self.unreached
+        tokens, head = log.lineage_tokens, log.position.head
+        heavier = {
+            peer: (beat.lineage_tokens, _inverted(beat.head), peer)
+            for peer, beat in self.live().items()
+            if (beat.lineage_tokens > tokens or (beat.lineage_tokens == tokens and beat.head < head))
+            and beat.lineage_tokens > 0
+            and beat.state in DONATING
+            and peer not in out_of_reach
+        }
+        return max(heavier, key=lambda peer: heavier[peer], default=None)
+
+    # Who leads ------------------------------------------------------------------------------------------------
+    def elect(self, log: LogState, at_work: Collection[str]) -> str | None:
+        """The leader of the log's next entry. `at_work` are peers that work on it, whatever heartbeats say: ourselves,
+        perhaps, and who gave us our work."""
+        live, index = self.live(), log.position.index
+        able = {peer for peer, beat in live.items() if beat.state in PARTICIPATING and beat.index + 1 >= index}
+        joining = {peer for peer, beat in live.items() if beat.index == index and beat.state is not PeerState.ARCHIVING}
+        able |= {peer for peer in at_work if peer == self._me or peer in live}
+        candidates = joining | {self._me}
+        return elect(log.roster, able - self.distrusted, candidates - self.distrusted, self._broken_pairs(live))
+
+    def _broken_pairs(self, live: Mapping[str, Heartbeat]) -> Mapping[str, int]:
+        """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since
+        whoever knew more than the others would elect another leader."""
+        others = {peer: beat.unreached for peer, beat in live.items() if beat.state is not PeerState.ARCHIVING}
+        unreached = {peer: tails for peer, tails in others.items() if tails}
+        if self.unreached:
+            unreached[self._me] = name_peers(self.unreached)
+        return broken_pairs(unreached, {*others, self._me}, TAIL) if unreached else {}
+
+
+def _inverted(digest: bytes) -> int:
+    """Orders digests the other way round, so that the smaller one wins a tie in `max`."""
+    return -int.from_bytes(digest, "big")

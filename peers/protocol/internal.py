@@ -1,0 +1,64 @@
+"""What one part of a peer tells another. `Peer` carries it there; nothing of this leaves the peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peers.log.header import Header, Position
+from peers.log.state import LogState
+from peers.values.leases import Lease
+
+
+# To the trainer -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Leased:
+    """Train this lease, in at most `steps` inner steps, from the theta at the end of `log`."""
+
+    log: LogState
+    lease: Lease
+    steps: int
+
+
+@dataclass(frozen=True)
+class WorkEnds:
+    """What we have trained is in this entry, if it names us; else it is void."""
+
+    position: Position
+    entry: Header | None = None
+
+
+# To the replica -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class EntryMade:
+    """The payload of the log's next entry is here, and nothing else can follow."""
+
+    header: Header
+    keeps_work: bool
+
+
+@dataclass(frozen=True)
+class Behind:
+    """The others have this entry, with which our log would be `log`; the donors have its payload."""
+
+    header: Header
+    log: LogState
+    donors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FarBehind:
+    """Only the state of a donor leads to where the others are: one at index `least` or later."""
+
+    donor: str
+    least: int = 0
+
+
+@dataclass(frozen=True)
+class NobodyAhead:
+    """What we were catching up with is gone."""
+
+
+# To the slot ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class WorkDone:
+    """We have trained something for the slot's entry."""

@@ -1,0 +1,66 @@
+"""How a peer without a lease gets one: when it may ask, whom, and what it takes for an answer."""
+
+from __future__ import annotations
+
+from peers.log.state import LogError
+from peers.presence.heartbeat import PeerState
+from peers.presence.membership import PARTICIPATING
+from peers.presence.presence import Presence
+from peers.protocol.desk import Desk, Repetition
+from peers.protocol.events import Dropped, Send
+from peers.protocol.messages import LeaseGrant, LeaseRequest
+from peers.protocol.replica import Replica
+from peers.protocol.troubles import Troubles
+
+
+class Joiner:
+    """`question` is whatever a joiner asks: for a lease, or for what followed its last entry."""
+
+    def __init__(self, desk: Desk, presence: Presence, replica: Replica, troubles: Troubles) -> None:
+        self.question = Repetition(desk)
+        self._desk = desk
+        self._presence = presence
+        self._replica = replica
+        self._troubles = troubles
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether we know who is there, and how we reach them, and our work could count."""
+        return self._presence.membership.polled and self._troubles.may_ask and not self._presence.seeks_links
+
+    def may_start(self) -> bool:
+        """Before the first entry: wait until peers can have seen each other and enough of them are there."""
+        live = self._presence.live()
+        if self._replica.log.position.index > 0 or any(beat.state in PARTICIPATING for beat in live.values()):
+            return True
+        settings = self._desk.settings
+        settled = self._desk.now - self._desk.started_at >= 2 * settings.timing.heartbeat
+        trainers = [beat for beat in live.values() if beat.state is not PeerState.ARCHIVING]
+        return settled and len(trainers) + 1 >= settings.minimum_peers
+
+    def ask(self, leader: str | None) -> None:
+        """Ask the leader for a lease, again and again."""
+        if not (self._replica.is_settled and self.may_start() and self.question.is_due):
+            return
+        self.question.said()
+        if leader is not None:
+            request = LeaseRequest(
+                position=self._replica.log.position,
+                state_digest=self._replica.state_digest,
+                relayed=self._presence.named(self._presence.reachability.detours(self._desk.now)),
+                unreached=self._presence.named(self._presence.unreached),
+            )
+            self._desk.emit(Send(leader, request))
+
+    def accepts(self, leader: str, grant: LeaseGrant) -> bool:
+        """Whether others will accept the leader's lease from us."""
+        whole = self._desk.settings.inner_steps
+        try:
+            self._replica.log.lease_of(self._desk.me, grant.samples)
+            if grant.steps > whole:
+                raise LogError(f"{grant.steps} inner steps are too many")
+        except LogError as error:
+            self._desk.emit(Dropped(leader, "lease", str(error)))
+            self._presence.distrust(leader)
+            return False
+        return True

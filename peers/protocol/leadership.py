@@ -1,0 +1,92 @@
+"""Who leads a slot, as this peer sees it; and its own lead, when others take it for their leader."""
+
+from __future__ import annotations
+
+from peers.presence.presence import Presence
+from peers.protocol.desk import Desk
+from peers.protocol.leader import Leader
+from peers.protocol.messages import Accuse, Complete, LeaseRequest, Ready, Waiting
+from peers.protocol.replica import Replica, ReplicaState
+from peers.protocol.trainer import Trainer, TrainerState
+
+
+class Leadership:
+    """Of one slot. Safety does not depend on there being one leader; that a round comes about does."""
+
+    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica) -> None:
+        self.granted_by: str | None = None
+        """Who gave us our lease: it leads, though its heartbeats may not say yet that it is at work, too."""
+        self._desk = desk
+        self._presence = presence
+        self._trainer = trainer
+        self._replica = replica
+        self._leader: Leader | None = None
+
+    def elect(self) -> str | None:
+        return self._presence.elect(self._replica.log, self._at_work())
+
+    def _at_work(self) -> set[str]:
+        """Who works on the entry without saying so in heartbeats."""
+        is_training = self._replica.state is ReplicaState.LEVEL and self._trainer.state is not TrainerState.IDLE
+        has_given = self._leader is not None and self._leader.has_given
+        if not (is_training or has_given or self._replica.state is ReplicaState.APPLYING):
+            return set()
+        is_new = self._trainer.has_lasted <= self._desk.settings.timing.heartbeat_expiry
+        return {self._desk.me} | ({self.granted_by} if self.granted_by and is_new else set())
+
+    def gives_lease(self, joiner: str) -> bool:
+        """Return whether we lead, as far as we know: two leaders of one position may give two joiners the same samples.
+
+        A peer that gave us our lease does not lead if it asks us for one.
+        """
+        return self.elect() == self._desk.me or joiner == self.granted_by
+
+    # Our own lead ---------------------------------------------------------------------------------------------
+    def tick(self) -> None:
+        if self._leader is not None:
+            self._leader.grace = self._trainer.grace()
+            self._leader.unreached = self._presence.unreached
+            leavers = self._presence.membership.leavers
+            self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), leavers))
+
+    def lease_requested(self, request: LeaseRequest, sender: str) -> None:
+        step = self._trainer.inner_step()
+        if self._trainer.state is TrainerState.TRAINED:
+            step = self._desk.settings.inner_steps
+        self._desk.emit(*self._lead().on_lease_request(sender, request, step))
+
+    def is_ready(self, ready: Ready, sender: str) -> None:
+        leader = self._lead()
+        self._desk.emit(*leader.on_ready(sender, ready, self._desk.now))
+        if leader.is_full and not leader.running:
+            self.tick()  # at once: a round does not wait for the clock
+
+    def waits(self, waiting: Waiting, sender: str) -> None:
+        if self._leader is not None:
+            self._desk.emit(*self._leader.on_waiting(sender, waiting, self._desk.now))
+
+    def accuses(self, accuse: Accuse, sender: str) -> None:
+        if self._leader is not None:
+            self._desk.emit(*self._leader.on_accuse(sender, accuse, self._desk.now))
+
+    def is_complete(self, complete: Complete, sender: str) -> None:
+        if self._leader is not None and complete.attempt.leader == self._desk.me:
+            self._desk.emit(*self._leader.on_complete(sender, complete, self._desk.now))
+
+    def left(self, peer: str) -> None:
+        if self._leader is not None:
+            self._leader.left = self._presence.membership.leavers
+            self._desk.emit(*self._leader.gone(peer, self._desk.now))
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether somebody asked us for something as its leader."""
+        return self._leader is not None
+
+    def _lead(self) -> Leader:
+        if self._leader is None:
+            log, digest = self._replica.log, self._replica.state_digest
+            settings, payload = self._desk.settings, self._desk.payload
+            self._leader = Leader(self._desk.me, log, digest, settings, payload, self._presence.standing)
+        self._leader.lease = self._trainer.lease
+        return self._leader

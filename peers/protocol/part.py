@@ -1,0 +1,70 @@
+"""What the parts of a peer have in common: a table that says which event is legal in which state, and where it leads.
+
+What the table does not have is out of turn. Of our own driver and our other parts that is a mistake of ours, and
+raises. Another peer's message is late or early, which is no mistake of anybody's: it is dropped, and whoever still
+needs an answer asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, TypeAlias
+
+from peers.errors import LocalProtocolError
+
+
+@dataclass(frozen=True)
+class Row:
+    """The method that takes an event, and the states in which the part may be after it, with the reasons."""
+
+    method: str
+    leads_to: Mapping[StrEnum, str] = field(default_factory=dict)
+
+
+Table: TypeAlias = Mapping[StrEnum, Mapping[type, Row]]
+
+
+class Part:
+    """A state machine of one peer without input or output."""
+
+    TABLE: ClassVar[Table]
+    EXACT: ClassVar[frozenset[type]] = frozenset()
+    """Events that come only where the table has them; all others may be late or early."""
+
+    def __init__(self, state: StrEnum) -> None:
+        self.state = state
+        self._leads_to: Mapping[StrEnum, str] = {}
+
+    def take(self, event: object, *context: Any) -> None:
+        """Let the method take the event that the table names. Raises: LocalProtocolError for a mistake of ours."""
+        row = self.TABLE[self.state].get(type(event))
+        if row is None:
+            if type(event) in self.EXACT:
+                name = type(self).__name__.lower()
+                raise LocalProtocolError(f"{type(event).__name__} for a {name} that is {self.state}")
+            return
+        before, self._leads_to = self._leads_to, row.leads_to
+        try:
+            getattr(self, row.method)(event, *context)
+        finally:
+            self._leads_to = before
+
+    def _enter(self, state: StrEnum) -> None:
+        if state not in self._leads_to:
+            raise LocalProtocolError(f"a {type(self).__name__.lower()} that is {self.state} can't become {state} now")
+        self.state = state
+
+
+def diagram(part: type[Part], first: StrEnum) -> str:
+    """A part's table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {first}"]
+    for state, rows in part.TABLE.items():
+        ways: dict[StrEnum, list[str]] = {}
+        for row in rows.values():
+            for other, why in row.leads_to.items():
+                if why not in ways.setdefault(other, []):
+                    ways[other].append(why)
+        lines += [f"    {state} --> {other}: {'; '.join(whys)}" for other, whys in ways.items()]
+    return "\n".join(lines)

@@ -1,0 +1,39 @@
+"""For how long a member that is ready waits for its leader to begin."""
+
+from __future__ import annotations
+
+from peers.log.state import LogState
+from peers.presence.election import quorum
+from peers.presence.heartbeat import PeerState
+from peers.presence.presence import Presence
+from peers.protocol.desk import Desk
+
+
+class Patience:
+    """Of one slot. A leader may wait for those at work, but not for ever; when most are ready, it has to begin."""
+
+    def __init__(self, desk: Desk, presence: Presence, log: LogState) -> None:
+        self._desk = desk
+        self._presence = presence
+        self._log = log
+        self._since = self._gathered_at = desk.now
+
+    def begin(self) -> None:
+        """Somebody is asked, or another one, to begin."""
+        self._since = self._gathered_at = self._desk.now
+
+    def is_over(self) -> bool:
+        """Whether the leader could have begun long ago, or has waited for those at work for longer than it may."""
+        now, schedule = self._desk.now, self._desk.schedule
+        if not self._are_most_ready():
+            self._gathered_at = now
+        since_gathered = now - max(self._gathered_at, self._since)
+        overdue = since_gathered > schedule.begin(everyone_is_ready=True)
+        return overdue or now - self._since > schedule.begin(everyone_is_ready=False)
+
+    def _are_most_ready(self) -> bool:
+        live = self._presence.live()
+        ready = {self._desk.me} | {peer for peer, beat in live.items() if beat.state is PeerState.READY}
+        if not self._log.roster:
+            return len(ready) >= self._desk.settings.minimum_peers
+        return quorum(self._log.roster, self._presence.membership.leavers, ready)

@@ -1,0 +1,212 @@
+"""This peer's copy of the run's state: where in the log it is, how it takes the next entry, and how it catches up."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+from peers.errors import LocalProtocolError
+from peers.log.header import Header
+from peers.log.lineage import RECENT_ENTRIES, Lineage
+from peers.log.state import LogError, LogState
+from peers.presence.heartbeat import PeerState
+from peers.presence.presence import Presence
+from peers.protocol.desk import Desk
+from peers.protocol.events import (
+    Applied,
+    Apply,
+    Digested,
+    Dropped,
+    FetchPayload,
+    FetchSnapshot,
+    Note,
+    Send,
+    SnapshotFailed,
+    SnapshotRestored,
+    TokensLost,
+)
+from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
+from peers.protocol.messages import Inquire
+from peers.protocol.part import Part, Row, Table
+
+
+class ReplicaState(StrEnum):
+    LEVEL = "level"
+    FETCHING = "fetching"
+    REPLAYING = "replaying"
+    APPLYING = "applying"
+
+
+LEVEL, FETCHING, REPLAYING, APPLYING = ReplicaState
+DIGESTED: dict[type, Row] = {Digested: Row("_digested")}
+"""The digest of a state is taken while the peer goes on: it may come at any time after the entry was applied."""
+
+
+class Replica(Part):
+    """Applies entries whole, in the log's order.
+
+    `log` is where theta and momentum are, or will be once the entry at its end is applied. `settled` is where they are
+    and have a digest, which is what heartbeats name.
+    """
+
+    TABLE: ClassVar[Table] = {
+        LEVEL: {
+            EntryMade: Row("_apply", {APPLYING: "our slot's entry is made"}),
+            Behind: Row("_replay", {REPLAYING: "an entry was made without us"}),
+            FarBehind: Row("_fetch", {FETCHING: "refused, or others are far ahead"}),
+        }
+        | DIGESTED,
+        FETCHING: {
+            SnapshotRestored: Row("_restored", {LEVEL: "has the donor's state"}),
+            SnapshotFailed: Row("_not_restored", {LEVEL: "nobody gave one"}),
+        }
+        | DIGESTED,
+        REPLAYING: {
+            EntryMade: Row("_apply", {APPLYING: "has the entry's payload"}),
+            FarBehind: Row("_fetch", {FETCHING: "nobody has the payload any more"}),
+            NobodyAhead: Row("_give_up", {LEVEL: "nobody is ahead any more"}),
+        }
+        | DIGESTED,
+        APPLYING: DIGESTED | {Applied: Row("_applied", {LEVEL: "has taken the step"})},
+    }
+    EXACT = frozenset({EntryMade, Behind, FarBehind, NobodyAhead, Applied, SnapshotRestored, SnapshotFailed})
+    state: ReplicaState
+
+    def __init__(self, desk: Desk, presence: Presence, log: LogState, state_digest: bytes) -> None:
+        super().__init__(LEVEL)
+        self.log = self.settled = log
+        self.state_digest = state_digest
+        self.lineage = Lineage()
+        self.undigested: LogState | None = None
+        self.replaying: Header | None = None
+        self.joined_at = log.position.head
+        """What we held at this position or before is forgotten: there we count in no quorum."""
+        self._desk = desk
+        self._presence = presence
+        self._has_snapshot = False  # or got none: the way from here to where the others are is replayed
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether theta and momentum are where the log is, and their digest is known. Training needs no digest; what
+        others are told of our state does."""
+        return self.settled.position == self.log.position and self.state is not FETCHING
+
+    @property
+    def is_incumbent(self) -> bool:
+        """Whether we have been in the run since before this position."""
+        return self.log.position.head != self.joined_at
+
+    def forgets(self) -> None:
+        """What we held at this position is forgotten from now on."""
+        self.joined_at = self.log.position.head
+
+    # Entries --------------------------------------------------------------------------------------------------
+    def _apply(self, made: EntryMade) -> None:
+        self.log = self.log.append(made.header)
+        self.lineage.append(made.header)
+        self.replaying = None
+        self._enter(APPLYING)
+        self._desk.emit(Apply(made.header, made.keeps_work))
+
+    def _applied(self, applied: Applied) -> None:
+        """Theta is new. The digest of the state is taken meanwhile."""
+        header = applied.header
+        self.undigested = self.log
+        self._desk.emit(Note("info", f"outer step {header.index + 1} applied, {len(header.roster)} peers"))
+        self._enter(LEVEL)
+
+    def _digested(self, digested: Digested) -> None:
+        """Now others can be told where we are."""
+        log, self.undigested = self.undigested, None
+        if log is None or log.last != digested.header:
+            raise LocalProtocolError(f"the digest after entry {digested.header.index}, which was not applied last")
+        self.settled, self.state_digest = log, digested.state_digest
+
+    # Behind ---------------------------------------------------------------------------------------------------
+    def furthest(self) -> str | None:
+        """Whose state is further on, or on a heavier lineage."""
+        return self._presence.furthest(self.log)
+
+    def has_caught_up(self) -> None:
+        """Nobody is ahead: whoever is again may be far ahead."""
+        self._has_snapshot = False
+
+    def catch_up(self) -> FarBehind | None:
+        """Learn the next entry from who is further on, or on a heavier lineage; what is returned says that it takes
+        their state."""
+        ahead = self.furthest()
+        if ahead is None:
+            return None
+        entries = self._presence.live()[ahead].index - self.log.position.index
+        if entries > 0 and (entries <= self._desk.settings.snapshot_every or self._has_snapshot):
+            self._desk.emit(Send(ahead, Inquire(position=self.log.position)))
+            return None
+        self._desk.emit(Note("warning", f"{ahead} is at {self._presence.live()[ahead].index}: fetching a snapshot"))
+        return self.far_behind(ahead)
+
+    def far_behind(self, donor: str) -> FarBehind:
+        """A snapshot brings us further from some index on, and others still know what followed it.
+
+        Of who is not further on, but heavier, one brings us further at any index. Archives know everything.
+        """
+        index, beat = self.log.position.index, self._presence.live()[donor]
+        known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
+        return FarBehind(donor, max(index + 1 if beat.index > index else 0, known_from))
+
+    def follow(self, sender: str, header: Header, was_asked: bool) -> Behind | None:
+        """What there is to replay, if the sender can be believed to have this entry: its heartbeats say that it is
+        further on, or we asked it. Which peers are donors follows from that, too."""
+        donors = {peer for peer, beat in self._presence.live().items() if beat.index > header.index}
+        if was_asked and self._presence.is_live(sender):
+            donors.add(sender)
+        if sender not in donors:
+            return None
+        try:
+            return Behind(header, self.log.append(header), tuple(sorted(donors)))
+        except LogError as error:
+            self._desk.emit(Dropped(sender, "commit", str(error)))
+            return None
+
+    def _replay(self, behind: Behind) -> None:
+        if not self.is_incumbent:  # we may have been there before, and forgotten what we held
+            self.joined_at = behind.header.digest
+        self._enter(REPLAYING)
+        self.replaying = behind.header
+        self._desk.emit(FetchPayload(behind.header, behind.donors))
+
+    def _give_up(self, _: NobodyAhead) -> None:
+        self.forgets()
+        self.replaying = None
+        self._enter(LEVEL)
+
+    def _fetch(self, far: FarBehind) -> None:
+        self.forgets()  # also when the fetch fails
+        self.replaying = None
+        self._enter(FETCHING)
+        others = tuple(sorted(self._presence.donors() - {far.donor}))
+        self._desk.emit(FetchSnapshot(far.donor, others, far.least))
+
+    def _restored(self, restored: SnapshotRestored) -> None:
+        self.log = self.settled = self.log.at(restored.header)
+        self.state_digest = restored.state_digest
+        self.forgets()
+        self._leave_lineage(restored)
+        self._has_snapshot = True
+        self._desk.emit(Note("info", f"state at {self.log.position} fetched from {restored.donor}"))
+        self._enter(LEVEL)
+
+    def _leave_lineage(self, restored: SnapshotRestored) -> None:
+        """Our tokens in entries that the donor's lineage does not have are lost. Everybody says so of its own alone."""
+        left = self.lineage.move(restored.header, restored.lineage)
+        tokens = sum(entry.tokens_of(self._desk.me) for entry in left)
+        if tokens:
+            reason = f"our entries from {left[0].index} on are not in the lineage of {restored.donor}"
+            self._desk.emit(TokensLost("entries", tokens, reason))
+
+    def _not_restored(self, failed: SnapshotFailed) -> None:
+        self._presence.distrust(failed.donor)
+        if self.furthest() is None:  # nobody else is ahead: to go on alone would be worse than to ask again
+            self._presence.trust(failed.donor)
+        self._has_snapshot = True  # as good as: whoever knows what followed may have all of it
+        self._desk.emit(Note("warning", f"no state from {failed.donor}: {failed.reason}"))
+        self._enter(LEVEL)

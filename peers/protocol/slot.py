@@ -1,0 +1,382 @@
+"""This peer's part in making the entry at one position: ready, pledged to a leader, exchanging, complete, concluded.
+
+There is one slot for each cycle and fragment. It lives as long as the peer is at that position, also while the peer
+still trains: others may take it for their leader before it is ready itself.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar, Protocol
+
+from peers.log.header import Header, Member
+from peers.log.state import LogError
+from peers.presence.presence import Presence
+from peers.protocol.acceptor import Acceptor
+from peers.protocol.desk import Desk, Repetition
+from peers.protocol.events import (
+    BadBlocks,
+    ChunkSent,
+    ChunksUnsent,
+    Dropped,
+    FetchPayload,
+    Note,
+    PayloadAssembled,
+    PayloadFetched,
+    PayloadNotFetched,
+    Send,
+    Tick,
+)
+from peers.protocol.exchange import Exchange, ExchangeEvent
+from peers.protocol.internal import WorkDone
+from peers.protocol.leadership import Leadership
+from peers.protocol.messages import (
+    Abort,
+    Accuse,
+    Adopt,
+    Attempt,
+    Begin,
+    Commit,
+    Complete,
+    Holding,
+    Ready,
+    Round,
+    Waiting,
+    Want,
+)
+from peers.protocol.part import Part, Row, Table
+from peers.protocol.patience import Patience
+from peers.protocol.replica import Replica
+from peers.protocol.trainer import Trainer
+from peers.values.wire import printable
+
+
+class SlotState(StrEnum):
+    OPEN = "open"
+    READY = "ready"
+    AVERAGING = "averaging"
+    CONCLUDED = "concluded"
+
+
+OPEN, READY, AVERAGING, CONCLUDED = SlotState
+COMMITTED: dict[StrEnum, str] = {CONCLUDED: "what we hold is committed"}
+
+
+class Host(Protocol):
+    """The peer whose slot it is."""
+
+    def entry_made(self, header: Header) -> None:
+        """The slot's entry is committed, and its payload is here."""
+
+    def attempt_over(self) -> None:
+        """Nothing is under way in the slot: whoever wants to leave may do so."""
+
+
+class Slot(Part):
+    """One position, one entry. What it knows of the position goes with it when the peer moves on."""
+
+    TABLE: ClassVar[Table] = {
+        OPEN: {
+            WorkDone: Row("_be_ready", {READY: "inner steps are done"}),
+            Complete: Row("_heard_complete"),
+        },
+        READY: {
+            Tick: Row("say_ready"),
+            Begin: Row("_begin", COMMITTED | {AVERAGING: "the leader begins"}),
+            Adopt: Row("_adopt", COMMITTED | {AVERAGING: "the leader hands on an entry"}),
+            Commit: Row("_committed", COMMITTED),
+            Abort: Row("_told_to_wait"),
+            Complete: Row("_heard_complete"),
+            Holding: Row("_talk"),
+            Want: Row("_talk"),
+            PayloadNotFetched: Row("_not_fetched"),
+        }
+        | {event: Row("_exchanged") for event in ExchangeEvent.__args__},
+        AVERAGING: {
+            Tick: Row("_keep_averaging", COMMITTED | {READY: "the leader is gone, or does not conclude"}),
+            Begin: Row("_begin", COMMITTED),
+            Adopt: Row("_adopt", COMMITTED),
+            Commit: Row("_committed", COMMITTED),
+            Abort: Row("_aborted", {READY: "the attempt is over"}),
+            Complete: Row("_heard_complete", COMMITTED),
+            Holding: Row("_talk"),
+            Want: Row("_talk"),
+            PayloadFetched: Row("_fetched", COMMITTED),
+            PayloadNotFetched: Row("_not_fetched"),
+        }
+        | {event: Row("_exchanged", COMMITTED) for event in ExchangeEvent.__args__},
+        CONCLUDED: {},
+    }
+    EXACT = frozenset({WorkDone})
+    state: SlotState
+
+    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, host: Host) -> None:
+        super().__init__(OPEN)
+        self.acceptor = Acceptor(desk.me)
+        self.exchange: Exchange | None = None
+        self.leadership = Leadership(desk, presence, trainer, replica)
+        self.attempt: Attempt | None = None
+        self.adopting: Adopt | None = None
+        self._desk = desk
+        self._presence = presence
+        self._trainer = trainer
+        self._replica = replica
+        self._host = host
+        self._log = replica.log
+        self._open_to: tuple[str, ...] = ()  # the members of the attempt, if all tell all that they are complete
+        self._wants = 0  # samples of the next lease; 0: a whole one
+        self._attempt_ends = desk.now
+        self._patience = Patience(desk, presence, replica.log)
+        self._word = Repetition(desk)
+
+    # Ready ----------------------------------------------------------------------------------------------------
+    def _be_ready(self, _: WorkDone) -> None:
+        self._patience.begin()
+        self._wants = self._trainer.wants(self._presence.fastest)
+        self._enter_fresh(READY)
+        self.say_ready()
+
+    def say_ready(self, _: Tick | None = None) -> None:
+        """Tell the leader what we have trained and hold, until something comes of it."""
+        if not self._replica.is_settled:
+            return
+        if self._patience.is_over():
+            self._give_up_on_leader()
+        leader = self.leadership.elect()
+        if self.acceptor.pledge(leader):
+            self._word.at_once()
+        if leader is None or not self._word.is_due:
+            return
+        self._word.said()
+        self._desk.emit(Send(leader, self._ready()))
+        if self.exchange:
+            self._desk.emit(*self.exchange.repeat())
+
+    def _ready(self) -> Ready:
+        trained, presence = self._trainer.trained, self._presence
+        assert trained is not None
+        return Ready(
+            position=self._log.position,
+            state_digest=self._replica.state_digest,
+            tokens=trained.tokens,
+            samples=trained.samples,
+            incumbent=self._replica.is_incumbent,
+            last_attempt=self.acceptor.last_attempt,
+            held=self.acceptor.held,
+            round=self.exchange.round if self.exchange else None,
+            rate=presence.rate,
+            wants=self._wants,
+            relayed=presence.named(presence.reachability.detours(self._desk.now)),
+            unreached=presence.named(presence.unreached),
+            seen=presence.reachability.seen(self._desk.me),
+        )
+
+    def _give_up_on_leader(self) -> None:
+        self._patience.begin()
+        leader = self.acceptor.pledged_to
+        if leader is not None and leader != self._desk.me:
+            self._presence.distrust(leader)
+
+    # Attempts -------------------------------------------------------------------------------------------------
+    def _begin(self, begin: Begin, sender: str) -> None:
+        """Join an attempt of the leader we are pledged to, or go on with a round of which somebody was lost."""
+        if not self.acceptor.may_join(sender, begin.attempt):
+            return
+        going_on = self.exchange is not None and self.exchange.name == begin.round.name
+        unbroken = going_on and self.state is AVERAGING  # it is the only one who may have committed what we hold
+        if (self.acceptor.held and not unbroken) or not self._offered(begin.round):
+            return
+        if not self._possible(begin.round):
+            self._desk.emit(Dropped(sender, "begin", "its attempt can lead to no entry"))
+            return
+        self._enter_attempt(begin.attempt, begin.seconds)
+        self._open_to = begin.round.remaining if begin.open else ()
+        if self.exchange is not None and going_on:
+            self._desk.emit(*self.exchange.go_on(begin.attempt, begin.round))
+            if self.exchange.payload is not None:
+                self._hold_round(self.exchange)
+        else:
+            self._presence.reachability.round_begins()
+            self.exchange = Exchange(self._desk.me, begin.attempt, begin.round)
+            self._desk.emit(*self.exchange.open())
+
+    def _adopt(self, adopt: Adopt, sender: str) -> None:
+        """Take over an entry that may have been committed, unless what we hold is from a later attempt."""
+        held = self.acceptor.held
+        if not self.acceptor.may_join(sender, adopt.attempt):
+            return
+        if held and adopt.held.attempt.order < held.attempt.order:
+            return
+        try:
+            self._log.append(adopt.held.header)
+        except LogError as error:
+            self._desk.emit(Dropped(sender, "adopt", str(error)))
+            return
+        self._enter_attempt(adopt.attempt, adopt.seconds)
+        self.adopting = adopt
+        self._adopt_held(adopt)
+
+    def _adopt_held(self, adopt: Adopt) -> None:
+        header, held = adopt.held.header, self.acceptor.held
+        if held and held.header == header:
+            self._hold(header)
+        else:
+            donors = tuple(peer for peer in adopt.holders if peer != self._desk.me)
+            self._desk.emit(FetchPayload(header, donors))
+
+    def _enter_attempt(self, attempt: Attempt, seconds: float) -> None:
+        self.attempt = attempt
+        self.adopting = None
+        self._open_to = ()
+        self.acceptor.last_attempt = attempt.number
+        self._attempt_ends = self._desk.now + self._desk.schedule.given_up(seconds)
+        if self.state is READY:
+            self._enter_fresh(AVERAGING)
+
+    def _enter_fresh(self, state: SlotState) -> None:
+        self._enter(state)
+        self._word.at_once()
+
+    def _offered(self, round: Round) -> bool:
+        trained = self._trainer.trained
+        assert trained is not None
+        me = self._desk.me
+        mine = [member for member in round.roster if member.peer == me]
+        offer = Member(peer=me, tokens=trained.tokens, samples=trained.samples, wants=self._wants)
+        return mine == [offer] and me not in round.lost
+
+    def _possible(self, round: Round) -> bool:
+        """Whether the round can lead to an entry: its roster follows from the log, and its parts are the payload."""
+        try:
+            self._log.next_header(round.roster, self._log.position.head)  # any digest will do
+        except LogError:
+            return False
+        reduces = {share.member.peer for share in round.shares if share.chunks}
+        trained = {member.peer for member in round.roster if member.tokens}
+        return round.chunks == self._desk.payload.chunks and reduces <= trained and not reduces <= set(round.lost)
+
+    def _keep_averaging(self, _: Tick) -> None:
+        """Say where we are, repeat what failed, and give up on a leader that is gone or does not conclude."""
+        leader, attempt, now = self.acceptor.pledged_to, self.attempt, self._desk.now
+        if leader is None or attempt is None or (leader != self._desk.me and not self._presence.is_live(leader)):
+            self._back_to_ready()
+        elif now > self._attempt_ends:
+            self._give_up_on_leader()
+            self._back_to_ready()
+        elif self._word.is_due:
+            self._word.said()
+            self._repeat(leader, attempt)
+
+    def _repeat(self, leader: str, attempt: Attempt) -> None:
+        exchange = self.exchange
+        if self.adopting:
+            self._adopt_held(self.adopting)
+        elif exchange:
+            self._desk.emit(*exchange.repeat())
+            if exchange.payload is not None:
+                self._hold_round(exchange)
+                return
+            doubted = self._presence.reachability.doubted(self._desk.now)
+            unreached = tuple(sorted(exchange.partners() & (self._presence.unreached | doubted)))
+            waiting = Waiting(attempt=attempt, missing=exchange.missing(), moved=exchange.moved, unreached=unreached)
+            self._desk.emit(Send(leader, waiting))
+
+    def _aborted(self, abort: Abort, sender: str) -> None:
+        """The leader has ended our attempt."""
+        if sender == abort.attempt.leader and abort.attempt == self.attempt:
+            self._back_to_ready()
+
+    def _told_to_wait(self, abort: Abort, sender: str) -> None:
+        """We said Ready for an attempt that is too early for the leader."""
+        attempt = abort.attempt
+        if sender == attempt.leader == self.acceptor.pledged_to and self.acceptor.is_later(attempt):
+            self.acceptor.last_attempt = attempt.number
+            self._word.at_once()
+            self.say_ready()
+
+    def _back_to_ready(self) -> None:
+        """The attempt is over. What has been exchanged stays: the next leader may go on with the round."""
+        self.attempt = self.adopting = None
+        self._open_to = ()
+        self._enter_fresh(READY)
+        self._host.attempt_over()
+
+    # The exchange ---------------------------------------------------------------------------------------------
+    def _exchanged(self, event: ExchangeEvent) -> None:
+        """Something of the round's data has moved."""
+        if not self.exchange or event.round != self.exchange.name:
+            return
+        if isinstance(event, ChunksUnsent) and self._presence.is_live(event.peer):
+            self._presence.reachability.failed(event.peer, self._desk.now)
+        elif isinstance(event, ChunkSent):
+            self._presence.reachability.passed(event.peer)
+        self._desk.emit(*self.exchange.handle(event))
+        if isinstance(event, PayloadAssembled) and self.attempt and not self.adopting:
+            self._hold_round(self.exchange)
+        elif isinstance(event, BadBlocks):
+            self._accuse(event)
+
+    def _accuse(self, bad: BadBlocks) -> None:
+        self._desk.emit(Dropped(bad.sender, "contribution", bad.reason))
+        if self.attempt:
+            accuse = Accuse(attempt=self.attempt, accused=bad.sender, reason=printable(bad.reason))
+            self._desk.emit(Send(self.attempt.leader, accuse))
+
+    def _talk(self, message: Holding | Want, sender: str) -> None:
+        """Members settle between them what becomes of a lost member's chunks."""
+        if self.exchange and isinstance(message, Holding):
+            self._desk.emit(*self.exchange.on_holding(sender, message))
+        elif self.exchange and isinstance(message, Want):
+            self._desk.emit(*self.exchange.on_want(sender, message))
+
+    def _fetched(self, fetched: PayloadFetched) -> None:
+        """The payload of an entry that we take over is here."""
+        if self.adopting and fetched.header == self.adopting.held.header:
+            self._hold(fetched.header)
+
+    def _not_fetched(self, failed: PayloadNotFetched) -> None:
+        self._desk.emit(Note("warning", f"no payload of entry {failed.header.index}: {failed.reason}"))
+
+    # The entry ------------------------------------------------------------------------------------------------
+    def _hold_round(self, exchange: Exchange) -> None:
+        """All chunks are here: what entry do they make?"""
+        assert exchange.payload is not None
+        missed = exchange.missed()
+        header = self._log.next_header(exchange.round.entry_roster(missed), exchange.payload)
+        self._hold(header, tuple(missed.items()))
+
+    def _hold(self, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
+        attempt = self.attempt
+        assert attempt is not None
+        complete, is_new = self.acceptor.hold(attempt, header, missed)
+        self._desk.emit(Send(attempt.leader, complete))
+        if is_new:  # later only to the leader: its Commit repairs what gets lost
+            others = set(self._open_to) - {self._desk.me, attempt.leader} - self._presence.unreached
+            self._desk.emit(*(Send(peer, complete) for peer in self._open_to if peer in others))
+        self._conclude()
+
+    def _heard_complete(self, complete: Complete, sender: str) -> None:
+        """A member of an open attempt, which we may not have heard of yet, holds the whole payload."""
+        is_other = sender != self._desk.me and self._presence.is_live(sender)
+        if is_other and self.acceptor.heard(sender, complete):
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Apply the entry if all members of our attempt hold it."""
+        attempt = self.attempt
+        if attempt is not None and attempt.leader == self._desk.me and self.leadership.is_leading:
+            return  # as its leader we hear the same, and commit: so that it is known here, too, who took part
+        header = self.acceptor.concluded(attempt, self._open_to)
+        if header is not None and self.state is AVERAGING:
+            self._make(header)
+
+    def holds(self, header: Header) -> bool:
+        return self.acceptor.held is not None and self.acceptor.held.header == header
+
+    def _committed(self, commit: Commit, _: str) -> None:
+        if self.holds(commit.header):
+            self._make(commit.header)
+
+    def _make(self, header: Header) -> None:
+        self._enter(CONCLUDED)
+        self._host.entry_made(header)

@@ -1,0 +1,156 @@
+"""What this peer trains for the next entry: its lease, how far it is, how fast, and what becomes of the work."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import ClassVar
+
+from peers.log.state import LogState
+from peers.protocol.desk import Desk
+from peers.protocol.events import StopTraining, TokensLost, Train, TrainingDone, TrainingProgress
+from peers.protocol.internal import Leased, WorkEnds
+from peers.protocol.part import Part, Row, Table
+from peers.values.leases import Lease, sample_count
+from peers.values.workload import Progress, Trained
+
+GRACE_SHARE = 0.5
+EQUALLY_FAST = 0.8
+"""Of the fastest peer's speed: who comes close trains as much as it."""
+
+
+class TrainerState(StrEnum):
+    IDLE = "idle"
+    TRAINING = "training"
+    TRAINED = "trained"
+
+
+IDLE, TRAINING, TRAINED = TrainerState
+
+
+class Trainer(Part):
+    """One lease after another. What a worker reports of work that is void by now changes nothing but the speed."""
+
+    TABLE: ClassVar[Table] = {
+        IDLE: {
+            Leased: Row("_begin", {TRAINING: "has a lease"}),
+            TrainingProgress: Row("_measure"),
+            WorkEnds: Row("_end"),
+        },
+        TRAINING: {
+            TrainingProgress: Row("_progressed"),
+            TrainingDone: Row("_done", {TRAINED: "inner steps are done"}),
+            WorkEnds: Row("_end", {IDLE: "an entry was made, or the work could not count"}),
+        },
+        TRAINED: {
+            TrainingProgress: Row("_measure"),
+            WorkEnds: Row("_end", {IDLE: "the work is in an entry, or void"}),
+        },
+    }
+    EXACT = frozenset({Leased, WorkEnds})
+    state: TrainerState
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(IDLE)
+        self.lease: Lease | None = None
+        self.trained: Trained | None = None
+        self.progress: Progress | None = None
+        self.speed = 0.0  # tokens a second, when we last trained
+        self.in_vain = 0  # leases in a row of which nothing came into an entry
+        self._desk = desk
+        self._began_at = desk.now
+        self._seconds: float | None = None
+
+    # What happens ---------------------------------------------------------------------------------------------
+    def _begin(self, leased: Leased) -> None:
+        self.lease, self._began_at = leased.lease, self._desk.now
+        self._enter(TRAINING)
+        self._desk.emit(Train(leased.log.position.index, leased.lease, leased.steps, leased.log.lineage_tokens))
+
+    def _progressed(self, event: TrainingProgress) -> None:
+        self.progress = event.progress
+        self._measure(event)
+
+    def _measure(self, event: TrainingProgress) -> None:
+        self.speed = event.progress.tokens_per_second
+
+    def _done(self, event: TrainingDone) -> None:
+        self.trained = event.trained
+        self._seconds = self._desk.now - self._began_at
+        self._enter(TRAINED)
+
+    def _end(self, ends: WorkEnds) -> None:
+        """What we have trained is in an entry, or void."""
+        self.stop()
+        if ends.entry is not None and ends.entry.tokens_of(self._desk.me):
+            self.in_vain = 0
+        else:
+            self.in_vain += self.work > 0
+            if self.work:
+                reason = f"no entry after {ends.position} takes what we have trained"
+                self._desk.emit(TokensLost("work", self.work, reason))
+        self.lease = self.trained = self.progress = None
+        if self.state is not IDLE:
+            self._enter(IDLE)
+
+    def stop(self) -> None:
+        if self.state is TRAINING:
+            self._desk.emit(StopTraining())
+
+    # What others want to know ---------------------------------------------------------------------------------
+    @property
+    def has_lasted(self) -> float:
+        """Seconds since the last lease was taken up."""
+        return self._desk.now - self._began_at
+
+    @property
+    def work(self) -> int:
+        """The tokens that we have trained and that are in no entry yet."""
+        if self.trained is not None:
+            return self.trained.tokens
+        if self.progress is None or self.lease is None:
+            return 0
+        settings = self._desk.settings
+        samples = self.progress.inner_step * settings.samples_per_lease // settings.inner_steps
+        return min(samples, sample_count(self.lease)) * settings.tokens_per_sample
+
+    def outlives(self, log: LogState) -> bool:
+        """Whether what we are training, or have trained, can go into an entry after this log, which lacks it.
+
+        The worker must have loaded theta, which is about to change.
+        """
+        is_loaded = self.progress is not None or self.trained is not None
+        return self.lease is not None and is_loaded and self.lease == log.leases.get(self._desk.me)
+
+    def steps_at_our_speed(self, fastest: float) -> int:
+        """Inner steps that we make while the fastest peer makes all, as heartbeats tell. A newcomer finds out: all.
+
+        The manifest's smallest share bounds what one peer's claims can do to the others.
+        """
+        settings = self._desk.settings
+        if not self.speed or self.speed >= EQUALLY_FAST * fastest:
+            return settings.inner_steps
+        share = max(self.speed / fastest, settings.smallest_share)
+        return min(settings.inner_steps, math.ceil(share * settings.inner_steps))
+
+    def wants(self, fastest: float) -> int:
+        """The samples of the next lease that we finish together with the others; 0: a whole one."""
+        settings, steps = self._desk.settings, self.steps_at_our_speed(fastest)
+        return 0 if steps == settings.inner_steps else steps * settings.samples_per_lease // settings.inner_steps
+
+    def is_too_slow(self, fastest: float) -> bool:
+        """Whether the smallest lease takes us longer than a lease stays ours while the fastest peers go on."""
+        settings = self._desk.settings
+        least = math.ceil(settings.smallest_share * settings.inner_steps) / settings.inner_steps
+        return 0 < self.speed * (1 + settings.staleness) < least * fastest
+
+    def grace(self) -> float:
+        """How long to wait for who still trains: a part of what training took us, as it is not lost to be late."""
+        timing = self._desk.settings.timing
+        if self._seconds is None:
+            return timing.grace
+        return min(timing.grace, max(GRACE_SHARE * self._seconds, 3 * timing.heartbeat))
+
+    def inner_step(self) -> int:
+        """How far we are with the lease."""
+        return self.progress.inner_step if self.progress else 0

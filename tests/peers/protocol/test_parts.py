@@ -1,0 +1,115 @@
+"""The tables of a peer's parts: what is legal in which state, where it leads, and that all of it happens."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import pytest
+
+from peers.errors import LocalProtocolError
+from peers.protocol.events import PayloadFetched
+from peers.protocol.messages import Adopt, Complete
+from peers.protocol.part import Part, Row, Table, diagram
+from peers.protocol.replica import Replica
+from peers.protocol.slot import Slot
+from peers.protocol.states import State
+from peers.protocol.trainer import Trainer
+from tests.peers.builders import Rig, attempt
+from tests.peers.protocol.test_peer import IN_STATE, MOVES, at_second
+
+PARTS: list[type[Part]] = [Trainer, Replica, Slot]
+EVENTS = {event for part in PARTS for rows in part.TABLE.values() for event in rows}
+PAIRS = [(part, state, event) for part in PARTS for state in part.TABLE for event in sorted(EVENTS, key=str)]
+
+
+def part_of(rig: Rig, kind: type[Part]) -> Part:
+    return next(part for part in (rig.peer.trainer, rig.peer.replica, rig.peer.slot) if isinstance(part, kind))
+
+
+def named(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else str(value)
+
+
+@pytest.mark.parametrize(("part", "state", "event"), PAIRS, ids=named)
+def test_what_is_not_in_the_table_is_ours_to_mend_or_late(part: type[Part], state: StrEnum, event: type) -> None:
+    """All pairs of state and event: each has a row, or raises, or changes nothing."""
+    row = part.TABLE[state].get(event)
+    if row is not None:
+        assert callable(getattr(part, row.method))
+        assert set(row.leads_to) <= set(part.TABLE)
+        return
+    rig = Rig()
+    one = part_of(rig, part)
+    one.state = state
+    bare = object.__new__(event)  # nobody looks at what is in it
+    if event in part.EXACT:
+        with pytest.raises(LocalProtocolError, match=f"that is {state}"):
+            one.take(bare)
+    else:
+        one.take(bare, "a")
+    assert one.state is state
+    assert not rig.peer.handle(PayloadFetched(rig.next_header()), rig.now), "and nothing was said"
+
+
+@pytest.mark.parametrize("part", PARTS, ids=named)
+def test_every_state_is_in_the_table(part: type[Part]) -> None:
+    states = {state for rows in part.TABLE.values() for row in rows.values() for state in row.leads_to}
+    assert states <= set(part.TABLE)
+    assert set(type(next(iter(part.TABLE)))) == set(part.TABLE)
+
+
+def test_no_part_goes_where_its_table_does_not_lead() -> None:
+    class Lamp(Part):
+        TABLE: ClassVar[Table] = {
+            State.JOINING: {int: Row("_on", {State.READY: "switched on"}), str: Row("_on")},
+            State.READY: {},
+        }
+
+        def _on(self, event: object) -> None:
+            self._enter(State.READY)
+
+    lamp = Lamp(State.JOINING)
+    with pytest.raises(LocalProtocolError, match="a lamp that is joining can't become ready now"):
+        lamp.take("by a way that its row does not name")
+    lamp.take(1)
+    assert lamp.state is State.READY
+    assert diagram(Lamp, State.JOINING).endswith("joining --> ready: switched on")
+
+
+def hands_an_entry_on(rig: Rig) -> None:
+    """Of its own round, which another leader begins anew."""
+    rig.averaging().holding()
+    rig.hear("a", Adopt(attempt=rig.attempt(2), held=rig.held(1), holders=("b",), seconds=10.0))
+
+
+def is_told_by_all(rig: Rig) -> None:
+    """In an open attempt, whose leader dies before it commits."""
+    begin = rig.begin().model_copy(update={"open": True})
+    rig.hear("a", begin)
+    rig.holding()
+    for name in "ac":
+        rig.hear(name, Complete(attempt=begin.attempt, payload=rig.next_header().payload, missed=()))
+
+
+def test_every_way_in_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = set[tuple[type[Part], StrEnum, StrEnum]]()
+    enter = Part._enter
+
+    def watched(self: Part, state: StrEnum) -> None:
+        taken.add((type(self), self.state, state))
+        enter(self, state)
+
+    monkeypatch.setattr(Part, "_enter", watched)
+    for first, way in [(first, way) for (first, _), way in MOVES.items()]:
+        way(IN_STATE[first]())
+    is_told_by_all(at_second().trained())
+    hands_an_entry_on(at_second().trained())
+    ways: set[Any] = {
+        (part, state, after)
+        for part in PARTS
+        for state, rows in part.TABLE.items()
+        for row in rows.values()
+        for after in row.leads_to
+    }
+    assert not ways - taken
