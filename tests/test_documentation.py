@@ -18,8 +18,9 @@ import yaml  # type: ignore[import-untyped]
 from opendiloco.cli import main
 from opendiloco.cli.exit_codes import EXIT_CODES
 from opendiloco.config.run_config import RunConfig
+from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.messages import KINDS
-from peers.protocol.states import diagram
+from peers.protocol.part import Part
 
 ROOT = Path(__file__).parent.parent
 README, COMMANDS, RUNS, ARCHITECTURE, PROTOCOL = (
@@ -225,5 +226,6 @@ def test_bootstrap_image_has_all_that_a_bootstrap_node_imports() -> None:
     assert imported <= pins(ROOT / "docker" / "bootstrap-requirements.txt").keys()
 
 
-def test_diagram_is_that_of_the_table() -> None:
-    assert f"```mermaid\n{diagram()}\n```" in PROTOCOL
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_diagrams_are_those_of_the_tables(part: type[Part]) -> None:
+    assert f"```mermaid\n{diagram(part)}\n```" in PROTOCOL

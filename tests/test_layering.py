@@ -78,7 +78,7 @@ def test_hivemind_is_behind_the_transport() -> None:
 IMPORTS: dict[str, set[str]] = {
     "values": set(),
     "log": {"values"},
-    "presence": {"values"},
+    "presence": {"values", "log"},
     "protocol": {"values", "log", "presence"},
     "streams": {"values"},
     "routers": set(),

@@ -55,16 +55,3 @@ class Part:
         if state not in self._leads_to:
             raise LocalProtocolError(f"a {type(self).__name__.lower()} that is {self.state} can't become {state} now")
         self.state = state
-
-
-def diagram(part: type[Part], first: StrEnum) -> str:
-    """A part's table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {first}"]
-    for state, rows in part.TABLE.items():
-        ways: dict[StrEnum, list[str]] = {}
-        for row in rows.values():
-            for other, why in row.leads_to.items():
-                if why not in ways.setdefault(other, []):
-                    ways[other].append(why)
-        lines += [f"    {state} --> {other}: {'; '.join(whys)}" for other, whys in ways.items()]
-    return "\n".join(lines)

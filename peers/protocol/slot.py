@@ -129,6 +129,11 @@ class Slot(Part):
         self._patience = Patience(desk, presence, replica.log)
         self._word = Repetition(desk)
 
+    @property
+    def led_by(self) -> str | None:
+        """The leader that we are pledged to, or would be."""
+        return self.acceptor.pledged_to or self.leadership.elect()
+
     # Ready ----------------------------------------------------------------------------------------------------
     def _be_ready(self, _: WorkDone) -> None:
         self._patience.begin()

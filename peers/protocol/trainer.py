@@ -114,6 +114,11 @@ class Trainer(Part):
         samples = self.progress.inner_step * settings.samples_per_lease // settings.inner_steps
         return min(samples, sample_count(self.lease)) * settings.tokens_per_sample
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the worker is at work; also while an entry that was missed is applied beside it."""
+        return self.state is TRAINING
+
     def outlives(self, log: LogState) -> bool:
         """Whether what we are training, or have trained, can go into an entry after this log, which lacks it.
 

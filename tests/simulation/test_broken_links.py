@@ -147,7 +147,7 @@ def test_all_elect_the_same_leader_where_heartbeats_can_not_name_all_pairs() -> 
 
 # Who can't take part is told, and stops -------------------------------------------------------------------------
 def trains(swarm: Swarm, name: str) -> bool:
-    return swarm.peers[name].peer.is_training
+    return swarm.peers[name].peer.trainer.is_training
 
 
 def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
@@ -166,7 +166,8 @@ def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
     assert swarm.now > broke
     swarm.faults = Faults()
     assert swarm.run(
-        MINUTE, until=lambda: len(swarm.peers["peer0"].peer.log.roster) == 4 and not swarm.peers["peer2"].peer.troubles.told
+        MINUTE,
+        until=lambda: len(swarm.peers["peer0"].peer.log.roster) == 4 and not swarm.peers["peer2"].peer.troubles.told,
     )
 
 

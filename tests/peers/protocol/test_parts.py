@@ -8,17 +8,14 @@ from typing import Any, ClassVar
 import pytest
 
 from peers.errors import LocalProtocolError
+from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.events import PayloadFetched
 from peers.protocol.messages import Adopt, Complete
-from peers.protocol.part import Part, Row, Table, diagram
-from peers.protocol.replica import Replica
-from peers.protocol.slot import Slot
+from peers.protocol.part import Part, Row, Table
 from peers.protocol.states import State
-from peers.protocol.trainer import Trainer
-from tests.peers.builders import Rig, attempt
+from tests.peers.builders import Rig
 from tests.peers.protocol.test_peer import IN_STATE, MOVES, at_second
 
-PARTS: list[type[Part]] = [Trainer, Replica, Slot]
 EVENTS = {event for part in PARTS for rows in part.TABLE.values() for event in rows}
 PAIRS = [(part, state, event) for part in PARTS for state in part.TABLE for event in sorted(EVENTS, key=str)]
 
@@ -42,7 +39,7 @@ def test_what_is_not_in_the_table_is_ours_to_mend_or_late(part: type[Part], stat
     rig = Rig()
     one = part_of(rig, part)
     one.state = state
-    bare = object.__new__(event)  # nobody looks at what is in it
+    bare: object = object.__new__(event)  # nobody looks at what is in it
     if event in part.EXACT:
         with pytest.raises(LocalProtocolError, match=f"that is {state}"):
             one.take(bare)
@@ -74,7 +71,7 @@ def test_no_part_goes_where_its_table_does_not_lead() -> None:
         lamp.take("by a way that its row does not name")
     lamp.take(1)
     assert lamp.state is State.READY
-    assert diagram(Lamp, State.JOINING).endswith("joining --> ready: switched on")
+    assert diagram(Lamp).endswith("joining --> ready: switched on")
 
 
 def hands_an_entry_on(rig: Rig) -> None:

@@ -303,7 +303,7 @@ def test_a_donor_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_state_that_is_not_what_its_digest_says_is_not_given(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
-        frozen.rig.peer.state_digest = digest_of(b"another")
+        frozen.rig.peer.replica.state_digest = digest_of(b"another")
         with pytest.raises(RefusalError, match="no snapshot can be made"):
             await frozen.freezer.newest(0)
         assert frozen.told == []

@@ -1,0 +1,28 @@
+"""The tables of a peer's parts as diagrams: `python -m peers.protocol.diagrams`."""
+
+from __future__ import annotations
+
+from peers.protocol.part import Part
+from peers.protocol.replica import Replica
+from peers.protocol.slot import Slot
+from peers.protocol.trainer import Trainer
+
+PARTS: tuple[type[Part], ...] = (Trainer, Replica, Slot)
+
+
+def diagram(part: type[Part]) -> str:
+    """A part's table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {next(iter(part.TABLE))}"]
+    for state, rows in part.TABLE.items():
+        ways: dict[str, list[str]] = {}
+        for row in rows.values():
+            for other, why in row.leads_to.items():
+                reasons = ways.setdefault(other, [])
+                if why not in reasons:
+                    reasons.append(why)
+        lines += [f"    {state} --> {other}: {', or '.join(reasons)}" for other, reasons in ways.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print("\n\n".join(diagram(part) for part in PARTS))
