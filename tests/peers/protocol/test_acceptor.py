@@ -1,0 +1,78 @@
+"""What a peer promises and holds at one position, alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.presence.election import ATTEMPT_LEAP
+from peers.protocol.acceptor import Acceptor
+from peers.protocol.messages import Complete
+from tests.peers.builders import LOG, PAYLOAD, attempt, member
+
+HEADER = LOG.next_header([member("a", 0, 20)], PAYLOAD)
+
+
+def pledged() -> Acceptor:
+    acceptor = Acceptor("b")
+    assert acceptor.pledge("a")
+    return acceptor
+
+
+def complete(number: int = 1, payload: bytes = PAYLOAD) -> Complete:
+    return Complete(attempt=attempt(LOG, number), payload=payload, missed=())
+
+
+def test_a_pledge_to_another_leader_leaves_room_for_what_the_first_may_still_begin() -> None:
+    acceptor = pledged()
+    assert acceptor.last_attempt == 0
+    assert not acceptor.pledge("a")
+    assert acceptor.pledge("c")
+    assert acceptor.last_attempt == 1
+
+
+@pytest.mark.parametrize(
+    ("sender", "number", "leader", "joins"),
+    [
+        ("a", 3, "a", True),
+        ("a", 2, "a", False),
+        ("c", 3, "c", False),
+        ("c", 3, "a", False),
+        ("a", 3, "c", False),
+        ("a", 2 + ATTEMPT_LEAP, "a", True),
+        ("a", 3 + ATTEMPT_LEAP, "a", False),
+    ],
+)
+def test_only_a_later_attempt_of_our_leader_is_joined(sender: str, number: int, leader: str, joins: bool) -> None:
+    acceptor = pledged()
+    acceptor.last_attempt = 2
+    assert acceptor.may_join(sender, attempt(LOG, number, leader)) is joins
+
+
+def test_what_is_held_is_said_once_to_all_in_each_attempt() -> None:
+    acceptor = pledged()
+    said, is_new = acceptor.hold(attempt(LOG), HEADER, ())
+    assert (said, is_new) == (complete(), True)
+    assert acceptor.hold(attempt(LOG), HEADER, ()) == (complete(), False)
+    assert acceptor.hold(attempt(LOG, 2), HEADER, ())[1]
+    assert acceptor.held is not None
+    assert acceptor.held.attempt == attempt(LOG, 2)
+
+
+def test_an_entry_is_concluded_once_all_members_say_the_same_of_the_attempt() -> None:
+    acceptor, members = pledged(), ("a", "b", "c")
+    assert acceptor.heard("c", complete()), "before we hold it"
+    acceptor.hold(attempt(LOG), HEADER, ())
+    assert acceptor.concluded(attempt(LOG), members) is None
+    acceptor.heard("a", complete())
+    assert acceptor.concluded(attempt(LOG), members) == HEADER
+    assert acceptor.concluded(attempt(LOG), ()) is None, "an attempt that is not open"
+    assert acceptor.concluded(attempt(LOG, 2), members) is None, "a later attempt"
+
+
+def test_one_that_says_something_else_concludes_nothing() -> None:
+    acceptor = pledged()
+    acceptor.hold(attempt(LOG), HEADER, ())
+    acceptor.heard("a", complete(payload=HEADER.digest))
+    assert acceptor.concluded(attempt(LOG), ("a", "b")) is None
+    assert not acceptor.heard("a", complete()), "nobody takes back what it said of an attempt"
+    assert acceptor.heard("a", complete(2))

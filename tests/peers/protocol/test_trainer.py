@@ -1,0 +1,119 @@
+"""The trainer alone: leases in, work out, and what is lost of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peers.log.settings import RunSettings
+from peers.protocol.desk import Desk
+from peers.protocol.events import StopTraining, TokensLost, Train, TrainingDone, TrainingProgress
+from peers.protocol.internal import Leased, WorkEnds
+from peers.protocol.trainer import Trainer, TrainerState
+from peers.values.leases import SampleRange
+from peers.values.workload import Progress, Trained
+from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, TIMING, first_log, member
+
+LEASE = (SampleRange(20, 40),)
+FASTEST = 1000.0
+
+
+class Bench:
+    """b's trainer."""
+
+    def __init__(self, settings: RunSettings = SETTINGS) -> None:
+        self.desk = Desk("b", settings, SIZE, 0.0)
+        self.trainer = Trainer(self.desk)
+
+    def training(self, steps: int = 10) -> Bench:
+        self.trainer.take(Leased(LOG, LEASE, steps))
+        return self
+
+    def at_step(self, inner_step: int, speed: float = FASTEST) -> Bench:
+        self.trainer.take(TrainingProgress(Progress(inner_step, 2.0, speed)))
+        return self
+
+    def trained(self, after: float = 8.0) -> Bench:
+        self.desk.now += after
+        self.trainer.take(TrainingDone(Trained(LEASE, 2000, 2.0)))
+        return self
+
+
+def test_a_lease_is_trained_from_where_the_log_is() -> None:
+    bench = Bench()
+    log = first_log()
+    bench.trainer.take(Leased(log, log.leases["b"], 7))
+    assert bench.desk.take_effects() == [Train(1, log.leases["b"], 7, log.lineage_tokens)]
+    assert bench.trainer.state is TrainerState.TRAINING
+
+
+def test_work_counts_as_it_is_done() -> None:
+    bench = Bench().training()
+    assert bench.trainer.work == 0
+    assert bench.at_step(5).trainer.work == 10 * SETTINGS.tokens_per_sample, "half of the lease"
+    assert bench.trained().trainer.work == 2000
+
+
+def test_what_is_in_an_entry_is_not_lost() -> None:
+    bench = Bench().training().trained()
+    bench.trainer.in_vain = 3
+    bench.desk.take_effects()
+    bench.trainer.take(WorkEnds(LOG.position, LOG.next_header([member("b", 20, 40)], PAYLOAD)))
+    assert bench.desk.take_effects() == []
+    assert (bench.trainer.state, bench.trainer.in_vain, bench.trainer.lease) == (TrainerState.IDLE, 0, None)
+
+
+def test_work_that_ends_in_the_middle_is_stopped_and_lost() -> None:
+    bench = Bench().training().at_step(5)
+    bench.desk.take_effects()
+    bench.trainer.take(WorkEnds(LOG.position, LOG.next_header([member("a", 0, 20)], PAYLOAD)))
+    stop, lost = bench.desk.take_effects()
+    assert isinstance(stop, StopTraining)
+    assert isinstance(lost, TokensLost)
+    assert (lost.what, lost.tokens, bench.trainer.in_vain) == ("work", 1000, 1)
+
+
+def test_what_a_stopped_worker_still_reports_is_void_but_for_its_speed() -> None:
+    bench = Bench().training()
+    bench.trainer.take(WorkEnds(LOG.position))
+    bench.at_step(9, speed=77.0).trained()
+    assert (bench.trainer.state, bench.trainer.trained, bench.trainer.work) == (TrainerState.IDLE, None, 0)
+    assert bench.trainer.speed == 77.0
+
+
+@pytest.mark.parametrize(("speed", "wanted"), [(0.0, 0), (1000.0, 0), (800.0, 0), (500.0, 10), (1.0, 2)])
+def test_who_is_slower_wants_less(speed: float, wanted: int) -> None:
+    """Of twenty samples; a newcomer, whose speed is not known, wants all."""
+    bench = Bench(replace(SETTINGS, smallest_share=0.1)).training()
+    bench.at_step(1, speed)
+    assert bench.trainer.wants(FASTEST) == wanted
+
+
+def test_who_is_so_slow_that_no_lease_is_done_in_time_knows_it() -> None:
+    bench = Bench(replace(SETTINGS, smallest_share=0.1, staleness=1)).training()
+    assert not bench.at_step(1, speed=60.0).trainer.is_too_slow(FASTEST), "in two entries' time"
+    assert bench.at_step(1, speed=40.0).trainer.is_too_slow(FASTEST)
+    assert not bench.at_step(1, speed=0.0).trainer.is_too_slow(FASTEST), "nobody knows yet"
+
+
+def test_the_grace_is_a_part_of_what_training_took() -> None:
+    bench = Bench()
+    assert bench.trainer.grace() == TIMING.grace
+    assert bench.training().trained(after=20.0).trainer.grace() == 10.0
+    bench.trainer.take(WorkEnds(LOG.position))
+    assert bench.training().trained(after=1.0).trainer.grace() == 3 * TIMING.heartbeat
+    bench.trainer.take(WorkEnds(LOG.position))
+    assert bench.training().trained(after=1000.0).trainer.grace() == TIMING.grace
+
+
+def test_work_outlives_an_entry_that_leaves_us_our_lease() -> None:
+    log = first_log()
+    bench = Bench()
+    bench.trainer.take(Leased(log, log.leases["b"], 10))
+    kept, returned = (replace(SETTINGS, staleness=entries).empty_log.at(log.last) for entries in (1, 0))
+    later = kept.append(kept.next_header([member("a", 60, 80)], PAYLOAD))
+    assert not bench.trainer.outlives(later), "the worker has not loaded theta yet, and it changes"
+    assert bench.at_step(1).trainer.outlives(later)
+    without = returned.append(returned.next_header([member("a", 60, 80)], PAYLOAD))
+    assert not bench.trainer.outlives(without), "the lease went back into the pool"
