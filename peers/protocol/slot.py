@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from peers.log.header import Header, Member
+from peers.log.header import Header
 from peers.log.state import LogError
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
@@ -39,11 +39,10 @@ from peers.protocol.messages import (
     Commit,
     Complete,
     Holding,
-    Ready,
-    Round,
     Waiting,
     Want,
 )
+from peers.protocol.offer import Offer
 from peers.protocol.part import Part, Row, Table
 from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
@@ -119,12 +118,11 @@ class Slot(Part):
         self.adopting: Adopt | None = None
         self._desk = desk
         self._presence = presence
-        self._trainer = trainer
         self._replica = replica
         self._host = host
         self._log = replica.log
         self._open_to: tuple[str, ...] = ()  # the members of the attempt, if all tell all that they are complete
-        self._wants = 0  # samples of the next lease; 0: a whole one
+        self._offer = Offer(desk, presence, trainer, replica)
         self._attempt_ends = desk.now
         self._patience = Patience(desk, presence, replica.log)
         self._word = Repetition(desk)
@@ -137,7 +135,7 @@ class Slot(Part):
     # Ready ----------------------------------------------------------------------------------------------------
     def _be_ready(self, _: WorkDone) -> None:
         self._patience.begin()
-        self._wants = self._trainer.wants(self._presence.fastest)
+        self._offer.make()
         self._enter_fresh(READY)
         self.say_ready()
 
@@ -153,28 +151,10 @@ class Slot(Part):
         if leader is None or not self._word.is_due:
             return
         self._word.said()
-        self._desk.emit(Send(leader, self._ready()))
+        round = self.exchange.round if self.exchange else None
+        self._desk.emit(Send(leader, self._offer.ready(self.acceptor, round)))
         if self.exchange:
             self._desk.emit(*self.exchange.repeat())
-
-    def _ready(self) -> Ready:
-        trained, presence = self._trainer.trained, self._presence
-        assert trained is not None
-        return Ready(
-            position=self._log.position,
-            state_digest=self._replica.state_digest,
-            tokens=trained.tokens,
-            samples=trained.samples,
-            incumbent=self._replica.is_incumbent,
-            last_attempt=self.acceptor.last_attempt,
-            held=self.acceptor.held,
-            round=self.exchange.round if self.exchange else None,
-            rate=presence.rate,
-            wants=self._wants,
-            relayed=presence.named(presence.reachability.detours(self._desk.now)),
-            unreached=presence.named(presence.unreached),
-            seen=presence.reachability.seen(self._desk.me),
-        )
 
     def _give_up_on_leader(self) -> None:
         self._patience.begin()
@@ -189,9 +169,9 @@ class Slot(Part):
             return
         going_on = self.exchange is not None and self.exchange.name == begin.round.name
         unbroken = going_on and self.state is AVERAGING  # it is the only one who may have committed what we hold
-        if (self.acceptor.held and not unbroken) or not self._offered(begin.round):
+        if (self.acceptor.held and not unbroken) or not self._offer.is_in(begin.round):
             return
-        if not self._possible(begin.round):
+        if not self._offer.can_lead_to_an_entry(begin.round):
             self._desk.emit(Dropped(sender, "begin", "its attempt can lead to no entry"))
             return
         self._enter_attempt(begin.attempt, begin.seconds)
@@ -241,24 +221,6 @@ class Slot(Part):
     def _enter_fresh(self, state: SlotState) -> None:
         self._enter(state)
         self._word.at_once()
-
-    def _offered(self, round: Round) -> bool:
-        trained = self._trainer.trained
-        assert trained is not None
-        me = self._desk.me
-        mine = [member for member in round.roster if member.peer == me]
-        offer = Member(peer=me, tokens=trained.tokens, samples=trained.samples, wants=self._wants)
-        return mine == [offer] and me not in round.lost
-
-    def _possible(self, round: Round) -> bool:
-        """Whether the round can lead to an entry: its roster follows from the log, and its parts are the payload."""
-        try:
-            self._log.next_header(round.roster, self._log.position.head)  # any digest will do
-        except LogError:
-            return False
-        reduces = {share.member.peer for share in round.shares if share.chunks}
-        trained = {member.peer for member in round.roster if member.tokens}
-        return round.chunks == self._desk.payload.chunks and reduces <= trained and not reduces <= set(round.lost)
 
     def _keep_averaging(self, _: Tick) -> None:
         """Say where we are, repeat what failed, and give up on a leader that is gone or does not conclude."""

@@ -1,0 +1,65 @@
+"""What this peer brings into an entry: what it says of it when it is ready, and whether a round takes it as it is."""
+
+from __future__ import annotations
+
+from peers.log.header import Member
+from peers.log.state import LogError
+from peers.presence.presence import Presence
+from peers.protocol.acceptor import Acceptor
+from peers.protocol.desk import Desk
+from peers.protocol.messages import Ready, Round
+from peers.protocol.replica import Replica
+from peers.protocol.trainer import Trainer
+
+
+class Offer:
+    """Of one slot, once the trainer is done."""
+
+    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica) -> None:
+        self._desk = desk
+        self._presence = presence
+        self._trainer = trainer
+        self._replica = replica
+        self._log = replica.log
+        self._wants = 0  # samples of the next lease; 0: a whole one
+
+    def make(self) -> None:
+        """Decide how much to ask for next, once: a round must take all of the offer as it was made."""
+        self._wants = self._trainer.wants(self._presence.fastest)
+
+    def ready(self, acceptor: Acceptor, round: Round | None) -> Ready:
+        """What the leader is told. `round` is the one that we are in the middle of."""
+        trained, presence = self._trainer.trained, self._presence
+        assert trained is not None
+        return Ready(
+            position=self._log.position,
+            state_digest=self._replica.state_digest,
+            tokens=trained.tokens,
+            samples=trained.samples,
+            incumbent=self._replica.is_incumbent,
+            last_attempt=acceptor.last_attempt,
+            held=acceptor.held,
+            round=round,
+            rate=presence.rate,
+            wants=self._wants,
+            relayed=presence.named(presence.reachability.detours(self._desk.now)),
+            unreached=presence.named(presence.unreached),
+            seen=presence.reachability.seen(self._desk.me),
+        )
+
+    def is_in(self, round: Round) -> bool:
+        trained, me = self._trainer.trained, self._desk.me
+        assert trained is not None
+        mine = [member for member in round.roster if member.peer == me]
+        offer = Member(peer=me, tokens=trained.tokens, samples=trained.samples, wants=self._wants)
+        return mine == [offer] and me not in round.lost
+
+    def can_lead_to_an_entry(self, round: Round) -> bool:
+        """Whether the round's roster follows from the log, and its parts are the payload."""
+        try:
+            self._log.next_header(round.roster, self._log.position.head)  # any digest will do
+        except LogError:
+            return False
+        reduces = {share.member.peer for share in round.shares if share.chunks}
+        trained = {member.peer for member in round.roster if member.tokens}
+        return round.chunks == self._desk.payload.chunks and reduces <= trained and not reduces <= set(round.lost)
