@@ -7,6 +7,7 @@ go on; and it says nothing about how the round went, so that whoever finishes a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated
 
@@ -79,10 +80,22 @@ class Header(Value):
 
 
 class Position(Value):
-    """A place in the log: `index` entries applied, the last of them `head` (before any: the manifest's digest)."""
+    """A place in the log: `index` cycles are over, and the log up to there is named by `head` (before any: the
+    manifest's digest). What is to be made there is the entry of one `fragment`."""
 
     index: Count
     head: Digest
+    fragment: Count = 0
 
     def __str__(self) -> str:
-        return f"{self.index}:{self.head.hex()[:8]}"
+        fragment = f"/{self.fragment}" if self.fragment else ""
+        return f"{self.index}{fragment}:{self.head.hex()[:8]}"
+
+    def is_in_cycle_of(self, other: Position) -> bool:
+        """Whether both are about entries of one cycle of one lineage."""
+        return (self.index, self.head) == (other.index, other.head)
+
+
+def cycle_head(entries: Sequence[bytes]) -> bytes:
+    """What names a lineage after a cycle with these entries, one for each fragment, in order."""
+    return entries[0] if len(entries) == 1 else digest_of(b"".join(entries))

@@ -5,28 +5,33 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from peers.log.header import Header
+from peers.log.header import Header, Position
+from peers.log.state import LogState
 
 RECENT_ENTRIES = 64
 """How many of the last headers a peer can name to one that fell behind."""
 
 
 class Lineage:
-    """The last entries of a peer's log. Of those before the snapshot that it began with it knows the digests alone."""
+    """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone."""
 
     def __init__(self) -> None:
-        self._followers: OrderedDict[bytes, Header] = OrderedDict()  # by the head that they follow
+        self._followers: OrderedDict[tuple[bytes, int], Header] = OrderedDict()  # by the place that they are for
         self._heads: deque[bytes] = deque(maxlen=RECENT_ENTRIES)
+        self._end = 0  # cycles in the log, up to the last of these
 
-    def append(self, header: Header) -> None:
-        self._followers[header.previous] = header
-        if len(self._followers) > RECENT_ENTRIES:
+    def append(self, header: Header, log: LogState) -> None:
+        """The entry is made; `log` is where that leads."""
+        self._followers[header.previous, header.fragment] = header
+        if len(self._followers) > RECENT_ENTRIES * log.fragments:
             self._followers.popitem(last=False)
-        self._heads.append(header.digest)
+        if log.position.index > header.index:
+            self._heads.append(log.position.head)
+            self._end = log.position.index
 
-    def after(self, head: bytes) -> Header | None:
-        """The entry that followed, if it is a recent one of this lineage."""
-        return self._followers.get(head)
+    def after(self, position: Position) -> Header | None:
+        """The entry that was made there, if it is a recent one of this lineage."""
+        return self._followers.get((position.head, position.fragment))
 
     @property
     def entries(self) -> tuple[Header, ...]:
@@ -34,22 +39,26 @@ class Lineage:
 
     @property
     def heads(self) -> tuple[bytes, ...]:
-        """Digests of the entries, oldest first, the last one included."""
+        """What names the lineage after each cycle, oldest first, the last one included."""
         return tuple(self._heads)
 
-    def move(self, last: Header | None, theirs: Sequence[bytes]) -> tuple[Header, ...]:
-        """Go on where a snapshot stands: after `last`, which is in the lineage whose newest entries are `theirs`.
+    def move(self, log: LogState, theirs: Sequence[bytes]) -> tuple[Header, ...]:
+        """Go on where a snapshot stands: at the end of `log`, which is in the lineage whose newest heads are `theirs`.
 
-        Returns the entries that we leave: ours that are not among those. What lies further back than they reach may be
-        in both lineages.
+        Returns the entries that we leave: ours of cycles that are not among those. What lies further back than they
+        reach may be in both lineages.
         """
-        heads, place = list(theirs), -1
-        if last is not None:
-            if last.digest not in heads:
-                heads = [last.digest]
-            place = heads.index(last.digest)
-        oldest = last.index - place if last else 0
-        left = tuple(header for header in self.entries if header.index >= oldest and header.digest not in heads)
+        heads, place, end = list(theirs), -1, log.position
+        if log.last is not None:
+            if end.head not in heads:
+                heads = [end.head]
+            place = heads.index(end.head)
+        oldest = end.index - 1 - place if log.last else 0
+        ours = dict(enumerate(self._heads, self._end - len(self._heads)))
+        left = tuple(
+            header for header in self.entries if header.index >= oldest and ours.get(header.index) not in heads
+        )
         self._followers.clear()
         self._heads = deque(heads[: place + 1], maxlen=RECENT_ENTRIES)
+        self._end = end.index
         return left

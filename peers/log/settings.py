@@ -44,9 +44,17 @@ class RunSettings:
     smallest_share: float = 0.125
     """Of a whole lease, that the slowest peers train; 1: all train whole ones."""
     snapshot_every: int = 8
-    """Entries from one snapshot to the next."""
+    """Cycles from one snapshot to the next."""
+    fragments: int = 1
 
     @property
     def empty_log(self) -> LogState:
         """The log before its first entry."""
-        return LogState(self.run, self.manifest_digest, self.samples_per_lease, self.tokens_per_sample, self.staleness)
+        return LogState(
+            self.run,
+            self.manifest_digest,
+            self.samples_per_lease,
+            self.tokens_per_sample,
+            self.staleness,
+            self.fragments,
+        )

@@ -1,19 +1,31 @@
-"""The run's log: hash-chained headers, one per outer step, and what follows from them."""
+"""The run's log: hash-chained headers, one for each fragment in each cycle, and what follows from them.
+
+A cycle is one outer step: each fragment is synchronised once. Roster, leases and quorum of a cycle are fixed before it
+begins, so that its entries can be made side by side, in any order: they follow from the cycle before, namely from the
+entry of its last fragment, the *closing* entry, whose pseudo-gradient is taken when the lease is trained. So there is
+no header of a cycle to agree on: `head`, which all its entries name, stands for all the entries of the cycle before.
+Plain DiLoCo has one fragment, whose entry closes the cycle.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from pydantic import ValidationError
 
-from peers.log.header import MEMBER_LIMIT, Assignment, Header, Member, Position
+from peers.log.header import MEMBER_LIMIT, Assignment, Header, Member, Position, cycle_head
 from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
 
 
 class LogError(ValueError):
     """A header that does not follow from the log. The message says which rule it breaks."""
+
+
+OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0}
+"""What entries that close no cycle say of leases and tokens: nothing."""
 
 
 @lru_cache(maxsize=16)
@@ -23,20 +35,47 @@ def _grants(pool: SamplePool, samples_per_lease: int) -> tuple[Lease, ...]:
 
 @dataclass(frozen=True)
 class LogState:
-    """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state."""
+    """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state.
+
+    `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
+    present cycle. The next entry is that of `fragment`; see `of`.
+    """
 
     run: str
     manifest_digest: bytes
     samples_per_lease: int
     tokens_per_sample: int
     staleness: int = 0
+    fragments: int = 1
     last: Header | None = None
+    ends: tuple[bytes, ...] = ()
+    made: tuple[Header, ...] = ()
+    fragment: int = 0
 
     @cached_property
     def position(self) -> Position:
         if self.last is None:
-            return Position(index=0, head=self.manifest_digest)
-        return Position(index=self.last.index + 1, head=self.last.digest)
+            return Position(index=0, head=self.manifest_digest, fragment=self.fragment)
+        return Position(index=self.last.index + 1, head=cycle_head(self.ends), fragment=self.fragment)
+
+    def of(self, fragment: int) -> LogState:
+        """The log as seen from the place of this fragment's next entry."""
+        return self if fragment == self.fragment else replace(self, fragment=fragment)
+
+    @property
+    def closes(self) -> bool:
+        """Whether the next entry closes the cycle: it alone says which samples were trained, and gives leases."""
+        return self.fragment == self.fragments - 1
+
+    def is_closing(self, header: Header) -> bool:
+        """Whether it is the entry that closes its cycle."""
+        return header.fragment == self.fragments - 1
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The fragments whose entries are still to be made in the present cycle."""
+        made = {header.fragment for header in self.made}
+        return tuple(fragment for fragment in range(self.fragments) if fragment not in made)
 
     @property
     def roster(self) -> tuple[str, ...]:
@@ -79,7 +118,10 @@ class LogState:
     def check_member(self, member: Member) -> None:
         """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""
         self.lease_of(member.peer, member.samples)
-        tokens = sample_count(member.samples) * self.tokens_per_sample
+        if member.samples and not self.closes:
+            raise LogError(f"{member.peer}: only the entry that closes a cycle says which samples were trained")
+        samples = sample_count(member.samples) if self.closes else self.samples_per_lease
+        tokens = samples * self.tokens_per_sample
         if member.tokens > tokens:
             raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
         if member.wants > self.samples_per_lease:
@@ -121,37 +163,50 @@ class LogState:
         peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
-        leases, pool = self.pool_after(roster).deal(member.wants or self.samples_per_lease for member in roster)
-        index = self.position.index
-        dealt = zip(peers, leases, strict=True)
         try:
-            fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
             return Header(
                 run=self.run,
-                index=index,
-                fragment=0,
+                index=self.position.index,
+                fragment=self.fragment,
                 previous=self.position.head,
                 roster=tuple(roster),
-                leases=(*fresh, *self.carried(roster)),
-                cursor=pool.cursor,
-                free=pool.free,
-                lineage_tokens=self.lineage_tokens + sum(member.tokens for member in roster if not member.missed),
                 payload=payload,
+                **(self._closing(roster) if self.closes else OPEN_CYCLE),
             )
         except ValidationError as error:
             raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
 
+    def _closing(self, roster: Sequence[Member]) -> dict[str, Any]:
+        """What the entry that closes a cycle says besides: the next leases, the pool, and the tokens so far."""
+        index = self.position.index
+        leases, pool = self.pool_after(roster).deal(member.wants or self.samples_per_lease for member in roster)
+        dealt = zip((member.peer for member in roster), leases, strict=True)
+        fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
+        tokens = sum(member.tokens for member in roster if not member.missed)
+        return {
+            "leases": (*fresh, *self.carried(roster)),
+            "cursor": pool.cursor,
+            "free": pool.free,
+            "lineage_tokens": self.lineage_tokens + tokens,
+        }
+
     def append(self, header: Header) -> LogState:
         """Raises: LogError naming the first field that does not follow from the log."""
-        expected = self.next_header(header.roster, header.payload)
+        if header.fragment not in self.pending:
+            raise LogError(f"entry {header.index}: its fragment does not follow from the log")
+        expected = self.of(header.fragment).next_header(header.roster, header.payload)
         for field in Header.model_fields:
             if getattr(header, field) != getattr(expected, field):
                 raise LogError(f"entry {header.index}: its {field} does not follow from the log")
-        return self.at(header)
+        made = sorted((*self.made, header), key=lambda entry: entry.fragment)
+        if len(made) < self.fragments:
+            return replace(self, made=tuple(made))
+        return self.at(made[-1], tuple(entry.digest for entry in made))
 
-    def at(self, header: Header | None) -> LogState:
-        """The state after `header`, taken on trust (from a snapshot whose digest peers vouch for)."""
-        return replace(self, last=header)
+    def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
+        """The state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers vouch
+        for). `ends` are the digests of its entries, where it has more than one."""
+        return replace(self, last=header, ends=ends or ((header.digest,) if header else ()), made=())
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,7 @@ from peers.log.header import Header
 from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
-from peers.protocol.events import Note, Send, SnapshotFailed, SnapshotRestored, Stop, Tick, TrainingDone
+from peers.protocol.events import Captured, Note, Send, SnapshotFailed, SnapshotRestored, Stop, Tick, TrainingDone
 from peers.protocol.internal import EntryMade, FarBehind, Leased, NobodyAhead, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
 from peers.protocol.messages import Commit, Elsewhere, Inquire, LeaseGrant, Leaving, Message
@@ -35,8 +35,9 @@ class Course:
         self._desk = desk
         self._me = desk.me
         self._whole = desk.settings.inner_steps
-        self._open_slot()
-        self._keeps_work = False  # what is trained goes into a later entry than the one that is replayed
+        self.slots: dict[int, Slot] = {}
+        self._open_slots()
+        self._keeps_work = False  # what is trained goes into a later cycle than the one that is replayed
         self._leave_by: float | None = None
         self.has_left = False
 
@@ -47,9 +48,12 @@ class Course:
             return State.LEFT
         if self.replica.state is not ReplicaState.LEVEL:
             return State(self.replica.state.value)
-        if self.slot.state in (SlotState.READY, SlotState.AVERAGING):
-            return State(self.slot.state.value)
-        return State.TRAINING if self.trainer.is_training else State.JOINING
+        if self.trainer.is_training:
+            return State.TRAINING
+        states = {slot.state for slot in self.slots.values()}
+        if SlotState.AVERAGING in states:
+            return State.AVERAGING
+        return State.READY if SlotState.READY in states else State.JOINING
 
     def tick(self) -> None:
         if self._leave_by is not None and self._desk.now >= self._leave_by:
@@ -57,34 +61,56 @@ class Course:
             return
         if self.state is State.JOINING:
             self.join()
-        self.slot.take(Tick())
-        self.slot.leadership.tick()
+        for slot in list(self.slots.values()):
+            slot.take(Tick())
+            slot.leadership.tick()
 
     # One outer step -------------------------------------------------------------------------------------------
     def _train(self, lease: Lease, steps: int) -> None:
         self.trainer.take(Leased(self.replica.log, lease, steps))
 
+    def captured(self, event: Captured) -> None:
+        """In the midst of training a fragment's turn has come."""
+        slot = self.slots.get(event.fragment)
+        is_for_this_cycle = self.trainer.is_training and not self._keeps_work
+        if slot is not None and is_for_this_cycle and slot.state is SlotState.OPEN:
+            slot.take(WorkDone(event.trained))
+
     def trained(self, done: TrainingDone) -> None:
         was_training = self.trainer.is_training
         self.trainer.take(done)
-        if was_training and self.replica.state is ReplicaState.LEVEL:
-            self.slot.take(WorkDone())
+        if was_training and not self._keeps_work:
+            self._offer_work()
+
+    def _offer_work(self) -> None:
+        if self.slot.log.closes and self.trainer.trained is not None:
+            self.slot.take(WorkDone(self.trainer.trained))
 
     def entry_made(self, header: Header) -> None:
-        """The next entry is committed, and its payload is here: take the outer step."""
-        if not self._keeps_work:
+        """An entry is committed, and its payload is here: take the outer step for its fragment."""
+        keeps = self._keeps_work or not self.replica.log.is_closing(header)
+        if not keeps:
             self.trainer.take(WorkEnds(self.replica.log.position, header))
-        self.replica.take(EntryMade(header, self._keeps_work))
-        self._open_slot()
+        self.replica.take(EntryMade(header, keeps))
+        self._turn()
+
+    def _turn(self) -> None:
+        """Slots whose entries are made are over; in the next cycle there are new ones."""
+        log, here = self.replica.log, self.slot.log.position
+        if log.position.is_in_cycle_of(here):
+            self.slots = {fragment: self.slots[fragment] for fragment in log.pending}
+        else:
+            self._open_slots()
 
     def go_on(self) -> None:
         """Go on training from the new theta at once, or with what an entry without us has left us."""
+        self._turn()
+        if self.replica.log.made or self._leave_by is not None:
+            return  # other fragments' entries come first; or we leave, as soon as the digest is there
         kept, self._keeps_work = self._keeps_work, False
         lease = self.replica.log.leases.get(self._me)
-        if self._leave_by is not None:
-            return  # as soon as the digest is there
         if kept and self.trainer.state is TrainerState.TRAINED:
-            self.slot.take(WorkDone())
+            self._offer_work()
         elif kept:
             pass
         elif lease is not None and self.replica.furthest() is None:
@@ -97,19 +123,28 @@ class Course:
         """The digest of our state is known."""
         if self._leave_by is not None:
             self._leave_if_possible()
-        elif self.state is State.READY:
-            self.slot.say_ready()
         elif self.state is State.JOINING:
             self.join()
+        for slot in self.slots.values():
+            if slot.state is SlotState.READY and not self.has_left:
+                slot.say_ready()
 
-    def _open_slot(self) -> None:
-        """Nothing of the present position's round matters any more."""
-        self.slot = Slot(self._desk, self.presence, self.trainer, self.replica, self)
+    @property
+    def slot(self) -> Slot:
+        """The one whose entry closes the cycle, while it is open; else another that is."""
+        return self.slots[max(self.slots)]
+
+    def _open_slots(self) -> None:
+        """Nothing of the present cycle's rounds matters any more."""
+        self.slots = {fragment: self._open_slot(fragment) for fragment in self.replica.log.pending}
+
+    def _open_slot(self, fragment: int) -> Slot:
+        return Slot(self._desk, self.presence, self.trainer, self.replica, fragment, self)
 
     # Into the run ---------------------------------------------------------------------------------------------
     def join(self) -> None:
         """Get the state of those who are further on, then a lease from the leader."""
-        if not self.joiner.may_ask or self._leave_by is not None:
+        if not self.joiner.may_ask or self._leave_by is not None or not self.slot.log.closes:
             return
         if self.replica.furthest() is not None:
             if self.joiner.question.is_due:
@@ -147,26 +182,24 @@ class Course:
             if far is not None:
                 self._fetch(far)
 
-    def commit(self, sender: str, commit: Commit) -> None:
+    def commit(self, sender: str, commit: Commit, slot: Slot) -> None:
         """Apply the entry if we hold its payload; else somebody went on without us."""
-        header = commit.header
-        if self.slot.state in (SlotState.READY, SlotState.AVERAGING) and self.slot.holds(header):
-            self.slot.take(commit, sender)
+        if slot.state in (SlotState.READY, SlotState.AVERAGING) and slot.holds(commit.header):
+            slot.take(commit, sender)
         elif self._can_catch_up:
-            self._replay(sender, header)
+            self._replay(sender, commit.header, slot)
 
-    def _replay(self, sender: str, header: Header) -> None:
-        """Others went on without us. Whom we asked for a lease, or to lead us, knows better than its last heartbeat how
-        far it is."""
-        is_our_leader = self.state is State.READY and sender == self.slot.acceptor.pledged_to
-        behind = self.replica.follow(sender, header, self.state is State.JOINING or is_our_leader)
+    def _replay(self, sender: str, header: Header, slot: Slot) -> None:
+        """Others went on without us."""
+        was_asked = self.state is State.JOINING or slot.was_asked(sender)
+        behind = self.replica.follow(sender, header, was_asked)
         if behind is None:
             return
-        self._keeps_work = self.trainer.outlives(behind.log)
-        if self._keeps_work:
-            self._open_slot()
-        else:
-            self._drop_work(header)
+        if self.replica.log.is_closing(header):
+            self._keeps_work = self.trainer.outlives(header)
+            if not self._keeps_work:
+                self.trainer.take(WorkEnds(self.replica.log.position, header))
+        self.slots[header.fragment] = self._open_slot(header.fragment)
         self.replica.take(behind)
 
     def not_replayed(self, header: Header, reason: str) -> None:
@@ -183,35 +216,36 @@ class Course:
         self._drop_work()
         self.replica.take(far)
 
-    def _drop_work(self, entry: Header | None = None) -> None:
-        """We go on without the work in hand, which may be in this entry."""
-        self.trainer.take(WorkEnds(self.replica.log.position, entry))
+    def _drop_work(self) -> None:
+        """We go on without the work in hand, and forget what we promised in this cycle."""
+        self.trainer.take(WorkEnds(self.replica.log.position))
         self._keeps_work = False
-        self._open_slot()
+        self._open_slots()
 
     def elsewhere(self, sender: str) -> None:
         """Our inquiry led nowhere: what we hold is on another lineage than the heavier one."""
         if self._can_catch_up and self.replica.furthest() == sender:
             self._fetch(self.replica.far_behind(sender))
 
-    def refused(self, leader: str, reason: str) -> None:
+    def refused(self, leader: str, reason: str, slot: Slot) -> None:
         """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again."""
-        if self.state in (State.JOINING, State.READY, State.AVERAGING) and leader != self._me:
+        is_waiting = self.state is State.JOINING or slot.state in (SlotState.READY, SlotState.AVERAGING)
+        if is_waiting and self.replica.state is ReplicaState.LEVEL and leader != self._me:
             self._desk.emit(Note("warning", f"refused by {leader}: {reason}"))
             self._fetch(FarBehind(leader))
 
     def left_out(self, reason: str) -> None:
         """The leader goes on without us."""
-        if self.state in (State.JOINING, State.READY) and self.slot.acceptor.held is None:
+        if self.state in (State.JOINING, State.READY) and not self._holds:
             self.troubles.left_out(reason)
             self.look_for_trouble()
 
     def look_for_trouble(self) -> None:
         """Stop training, and wait without a lease, where it would be in vain. What we promised here is forgotten."""
         self.troubles.look(self.slot.leadership.elect())
-        can_stop = self.state in (State.TRAINING, State.READY) and self.slot.acceptor.held is None
+        can_stop = self.state in (State.TRAINING, State.READY) and not self._holds
         if self.troubles.is_aside and can_stop:
-            if self.state is State.READY:
+            if any(slot.state is not SlotState.OPEN for slot in self.slots.values()):
                 self.replica.forgets()
             self._drop_work()
             self._await_lease()
@@ -229,25 +263,25 @@ class Course:
     def answers(self, sender: str) -> bool:
         """Whether a member's wish can be granted: we are where it is, and it is one of us. If a stranger is, too, its
         heartbeat comes before it asks again."""
-        is_here = self.replica.state is ReplicaState.LEVEL and self.replica.is_settled
+        is_here = self.replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING) and self.replica.is_settled
         return is_here and (sender == self._me or self.presence.is_live(sender))
 
-    def gives_lease(self, joiner: str) -> bool:
-        return self.joiner.may_start() and self.slot.leadership.gives_lease(joiner)
+    def gives_lease(self, joiner: str, slot: Slot) -> bool:
+        return slot.log.closes and self.joiner.may_start() and slot.leadership.gives_lease(joiner)
 
     def answer_elsewhere(self, sender: str, message: Message) -> None:
         """The sender is at a place that we have left, or have not reached."""
-        followed = self.replica.lineage.after(message.position.head)
+        followed = self.replica.lineage.after(message.position)
         if followed is not None:
             self._desk.emit(Send(sender, Commit(header=followed)))
         elif isinstance(message, Inquire):
             self._desk.emit(Send(sender, Elsewhere(position=self.replica.log.position)))
 
     # Out of the run -------------------------------------------------------------------------------------------
-    def attempt_over(self) -> None:
+    def attempt_over(self, slot: Slot) -> None:
         self._leave_if_possible()
         if not self.has_left:
-            self.slot.say_ready()
+            slot.say_ready()
 
     def leave_soon(self, at_once: bool) -> None:
         leave_by = self._desk.now + (0 if at_once else self._desk.settings.timing.leave)
@@ -258,7 +292,9 @@ class Course:
         """A round under way is finished first, and its entry noted down, within `leave_by`; all else is dropped."""
         if self._leave_by is None:
             return
-        is_busy = self.state in (State.AVERAGING, State.APPLYING) or self.replica.undigested is not None
+        is_averaging = any(slot.state is SlotState.AVERAGING for slot in self.slots.values())
+        is_applying = self.replica.state is ReplicaState.APPLYING or self.replica.undigested is not None
+        is_busy = is_averaging or is_applying
         if not is_busy or self._desk.now >= self._leave_by:
             self._leave()
 
@@ -270,4 +306,9 @@ class Course:
     @property
     def goodbye(self) -> Leaving:
         """What to tell the others in the end."""
-        return Leaving(position=self.replica.log.position, holds=self.slot.acceptor.held is not None)
+        return Leaving(position=self.replica.log.position, holds=self._holds)
+
+    @property
+    def _holds(self) -> bool:
+        """Whether we hold an entry that may have been committed."""
+        return any(slot.acceptor.held for slot in self.slots.values())

@@ -54,6 +54,15 @@ class TrainingProgress:
 
 
 @dataclass(frozen=True)
+class Captured:
+    """In the midst of training, what it came to for one fragment, which is quantized, too. `trained` names no samples:
+    that is for the entry that closes the cycle."""
+
+    fragment: int
+    trained: Trained
+
+
+@dataclass(frozen=True)
 class TrainingDone:
     """What we trained is quantized, too: no round waits for it."""
 
@@ -160,13 +169,15 @@ class Digested:
 class SnapshotRestored:
     """theta and momentum are the donor's, at the position after `header` (None: before the first entry).
 
-    `lineage`: digests of the donor's newest entries, oldest first, those after that one included.
+    `lineage`: what names the donor's lineage after its newest cycles, oldest first, those after that one included.
+    `ends`: digests of all entries of the cycle that the header closes, where it has more than one.
     """
 
     donor: str
     header: Header | None
     state_digest: bytes
     lineage: tuple[bytes, ...] = ()
+    ends: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,6 +199,7 @@ Event = (
     | Received
     | Undelivered
     | TrainingProgress
+    | Captured
     | TrainingDone
     | ContributionArrived
     | BadBlocks

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from peers.log.header import Header, Position
 from peers.log.state import LogState
 from peers.values.leases import Lease
+from peers.values.workload import Trained
 
 
 # To the trainer -------------------------------------------------------------------------------------------------
@@ -61,4 +62,6 @@ class NobodyAhead:
 # To the slot ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WorkDone:
-    """We have trained something for the slot's entry."""
+    """We have trained this for the slot's entry."""
+
+    trained: Trained

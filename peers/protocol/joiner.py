@@ -45,7 +45,7 @@ class Joiner:
         self.question.said()
         if leader is not None:
             request = LeaseRequest(
-                position=self._replica.log.position,
+                position=self._replica.log.of(self._replica.log.fragments - 1).position,
                 state_digest=self._replica.state_digest,
                 relayed=self._presence.named(self._presence.reachability.detours(self._desk.now)),
                 unreached=self._presence.named(self._presence.unreached),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.leader import Leader
@@ -13,17 +14,18 @@ from peers.protocol.trainer import Trainer, TrainerState
 class Leadership:
     """Of one slot. Safety does not depend on there being one leader; that a round comes about does."""
 
-    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica) -> None:
+    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, log: LogState) -> None:
         self.granted_by: str | None = None
         """Who gave us our lease: it leads, though its heartbeats may not say yet that it is at work, too."""
         self._desk = desk
         self._presence = presence
         self._trainer = trainer
         self._replica = replica
+        self._log = log
         self._leader: Leader | None = None
 
     def elect(self) -> str | None:
-        return self._presence.elect(self._replica.log, self._at_work())
+        return self._presence.elect(self._log, self._at_work())
 
     def _at_work(self) -> set[str]:
         """Who works on the entry without saying so in heartbeats."""
@@ -85,8 +87,7 @@ class Leadership:
 
     def _lead(self) -> Leader:
         if self._leader is None:
-            log, digest = self._replica.log, self._replica.state_digest
-            settings, payload = self._desk.settings, self._desk.payload
-            self._leader = Leader(self._desk.me, log, digest, settings, payload, self._presence.standing)
+            settings, payload, digest = self._desk.settings, self._desk.payload, self._replica.state_digest
+            self._leader = Leader(self._desk.me, self._log, digest, settings, payload, self._presence.standing)
         self._leader.lease = self._trainer.lease
         return self._leader

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from peers.log.header import Member
-from peers.log.state import LogError
+from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
 from peers.protocol.desk import Desk
 from peers.protocol.messages import Ready, Round
 from peers.protocol.replica import Replica
 from peers.protocol.trainer import Trainer
+from peers.values.workload import Trained
 
 
 class Offer:
     """Of one slot, once the trainer is done."""
 
-    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica) -> None:
+    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, log: LogState) -> None:
         self._desk = desk
         self._presence = presence
         self._trainer = trainer
         self._replica = replica
-        self._log = replica.log
+        self._log = log
+        self._trained: Trained | None = None
         self._wants = 0  # samples of the next lease; 0: a whole one
 
-    def make(self) -> None:
-        """Decide how much to ask for next, once: a round must take all of the offer as it was made."""
+    def make(self, trained: Trained) -> None:
+        """Offer this, and decide how much to ask for next: a round must take all of the offer as it was made."""
+        self._trained = trained
         self._wants = self._trainer.wants(self._presence.fastest)
 
     def ready(self, acceptor: Acceptor, round: Round | None) -> Ready:
         """What the leader is told. `round` is the one that we are in the middle of."""
-        trained, presence = self._trainer.trained, self._presence
+        trained, presence = self._trained, self._presence
         assert trained is not None
         return Ready(
             position=self._log.position,
@@ -48,7 +51,7 @@ class Offer:
         )
 
     def is_in(self, round: Round) -> bool:
-        trained, me = self._trainer.trained, self._desk.me
+        trained, me = self._trained, self._desk.me
         assert trained is not None
         mine = [member for member in round.roster if member.peer == me]
         offer = Member(peer=me, tokens=trained.tokens, samples=trained.samples, wants=self._wants)

@@ -14,6 +14,7 @@ What the news of one part means for the others is in course.py.
 from __future__ import annotations
 
 from peers.errors import LocalProtocolError
+from peers.log.header import Position
 from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
@@ -23,6 +24,7 @@ from peers.protocol.course import Course
 from peers.protocol.desk import Desk
 from peers.protocol.events import (
     Applied,
+    Captured,
     Digested,
     Effect,
     Event,
@@ -45,6 +47,7 @@ from peers.protocol.messages import (
     Abort,
     Accuse,
     Adopt,
+    Attempt,
     Begin,
     Commit,
     Complete,
@@ -122,6 +125,8 @@ class Peer:
                 self.membership.unreachable(peer)
             case TrainingProgress():
                 self.trainer.take(event)
+            case Captured():
+                course.captured(event)
             case TrainingDone():
                 course.trained(event)
             case Applied():
@@ -139,10 +144,18 @@ class Peer:
                 course.not_replayed(header, reason)
             case LeaveRequested(at_once):
                 course.leave_soon(at_once)
-            case _ if isinstance(event, PayloadFetched | PayloadNotFetched | ExchangeEvent):
-                self.slot.take(event)
+            case PayloadFetched(header) | PayloadNotFetched(header, _):
+                self._take(header.fragment, event)
+            case _ if isinstance(event, ExchangeEvent):
+                self._take(event.round.position.fragment, event)
             case _:
                 raise LocalProtocolError(f"no such event: {event!r}")
+
+    def _take(self, fragment: int, event: Event) -> None:
+        """Tell the slot of this fragment, if it is still open."""
+        slot = self._course.slots.get(fragment)
+        if slot is not None:
+            slot.take(event)
 
     # Messages -------------------------------------------------------------------------------------------------
     def _receive(self, sender: str, message: Message) -> None:
@@ -150,29 +163,35 @@ class Peer:
             if not message.holds:
                 self.membership.left(sender)
             self.membership.unreachable(sender)
-            self.slot.leadership.left(sender)
-        elif message.position == self.log.position:
-            self._receive_here(sender, message)
+            for each in self._course.slots.values():
+                each.leadership.left(sender)
+        elif slot := self._slot_at(message.position):
+            self._receive_here(sender, message, slot)
         elif not isinstance(message, Commit | Elsewhere | Refuse | Excluded | Abort | LeaseGrant):
             self._course.answer_elsewhere(sender, message)
         elif isinstance(message, Elsewhere):
             self._course.elsewhere(sender)
 
-    def _receive_here(self, sender: str, message: Message) -> None:
-        """A message about the position we are at. What does not fit our state is late or early, and is dropped."""
-        course, slot, leadership = self._course, self.slot, self.slot.leadership
+    def _slot_at(self, position: Position) -> Slot | None:
+        """The slot that a message is about, if we are where it is."""
+        is_here = position.is_in_cycle_of(self.log.position)
+        return self._course.slots.get(position.fragment) if is_here else None
+
+    def _receive_here(self, sender: str, message: Message, slot: Slot) -> None:
+        """A message about a position where we are. What does not fit our state is late or early, and is dropped."""
+        course, leadership = self._course, slot.leadership
         match message:
             case Begin() | Adopt() | Abort() | Holding() | Want():
                 slot.take(message, sender)
             case Commit():
-                course.commit(sender, message)
+                course.commit(sender, message, slot)
             case Refuse(reason=reason) if sender == slot.led_by:
-                course.refused(sender, reason)
+                course.refused(sender, reason, slot)
             case Excluded(reason=reason) if sender == slot.led_by:
                 course.left_out(reason)
-            case LeaseGrant() if self.state is State.JOINING and sender == leadership.elect():
+            case LeaseGrant() if self.state is State.JOINING and slot.log.closes and sender == leadership.elect():
                 course.granted(sender, message)
-            case LeaseRequest() if course.answers(sender) and course.gives_lease(sender):
+            case LeaseRequest() if course.answers(sender) and course.gives_lease(sender, slot):
                 leadership.lease_requested(message, sender)
             case Ready() if course.answers(sender):
                 leadership.is_ready(message, sender)
@@ -191,7 +210,7 @@ class Peer:
 
     @property
     def slot(self) -> Slot:
-        """Of the present position."""
+        """The one whose entry closes the cycle, while it is open."""
         return self._course.slot
 
     @property
@@ -225,8 +244,14 @@ class Peer:
 
     @property
     def exchange(self) -> Exchange | None:
-        """Of the round under way."""
+        """Of the round under way, where there is one fragment."""
         return self.slot.exchange
+
+    def exchange_of(self, round: Attempt) -> Exchange | None:
+        """Of this round, if it is under way."""
+        slot = self._course.slots.get(round.position.fragment)
+        exchange = slot.exchange if slot else None
+        return exchange if exchange and exchange.name == round else None
 
     @property
     def goodbye(self) -> Leaving:

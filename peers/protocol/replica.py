@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from enum import StrEnum
 from typing import ClassVar
 
@@ -62,12 +63,16 @@ class Replica(Part):
         }
         | DIGESTED,
         REPLAYING: {
-            EntryMade: Row("_apply", {APPLYING: "has the entry's payload"}),
+            EntryMade: Row("_apply_or_wait", {APPLYING: "has the entry's payload"}),
             FarBehind: Row("_fetch", {FETCHING: "nobody has the payload any more"}),
             NobodyAhead: Row("_give_up", {LEVEL: "nobody is ahead any more"}),
         }
         | DIGESTED,
-        APPLYING: DIGESTED | {Applied: Row("_applied", {LEVEL: "has taken the step"})},
+        APPLYING: DIGESTED
+        | {
+            EntryMade: Row("_wait"),
+            Applied: Row("_applied", {LEVEL: "has taken the step", APPLYING: "another fragment's entry is made"}),
+        },
     }
     EXACT = frozenset({EntryMade, Behind, FarBehind, NobodyAhead, Applied, SnapshotRestored, SnapshotFailed})
     state: ReplicaState
@@ -83,6 +88,7 @@ class Replica(Part):
         """What we held at this position or before is forgotten: there we count in no quorum."""
         self._desk = desk
         self._presence = presence
+        self._waiting: deque[EntryMade] = deque()  # of other fragments
         self._has_snapshot = False  # or got none: the way from here to where the others are is replayed
 
     @property
@@ -98,22 +104,36 @@ class Replica(Part):
 
     def forgets(self) -> None:
         """What we held at this position is forgotten from now on."""
+        self._waiting.clear()
         self.joined_at = self.log.position.head
 
     # Entries --------------------------------------------------------------------------------------------------
     def _apply(self, made: EntryMade) -> None:
         self.log = self.log.append(made.header)
-        self.lineage.append(made.header)
+        self.lineage.append(made.header, self.log)
         self.replaying = None
         self._enter(APPLYING)
         self._desk.emit(Apply(made.header, made.keeps_work))
 
-    def _applied(self, applied: Applied) -> None:
-        """Theta is new. The digest of the state is taken meanwhile."""
-        header = applied.header
-        self.undigested = self.log
-        self._desk.emit(Note("info", f"outer step {header.index + 1} applied, {len(header.roster)} peers"))
-        self._enter(LEVEL)
+    def _apply_or_wait(self, made: EntryMade) -> None:
+        if made.header == self.replaying:
+            self._apply(made)
+        else:
+            self._wait(made)
+
+    def _wait(self, made: EntryMade) -> None:
+        self._waiting.append(made)
+
+    def _applied(self, _: Applied) -> None:
+        """A fragment of theta is new. After the last one of a cycle the digest of the state is taken meanwhile."""
+        if not self.log.made:
+            index, roster = self.log.position.index, self.log.roster
+            self.undigested = self.log
+            self._desk.emit(Note("info", f"outer step {index} applied, {len(roster)} peers"))
+        if self._waiting:
+            self._apply(self._waiting.popleft())
+        else:
+            self._enter(LEVEL)
 
     def _digested(self, digested: Digested) -> None:
         """Now others can be told where we are."""
@@ -139,7 +159,8 @@ class Replica(Part):
             return None
         entries = self._presence.live()[ahead].index - self.log.position.index
         if entries > 0 and (entries <= self._desk.settings.snapshot_every or self._has_snapshot):
-            self._desk.emit(Send(ahead, Inquire(position=self.log.position)))
+            asked = (Inquire(position=self.log.of(fragment).position) for fragment in self.log.pending)
+            self._desk.emit(*(Send(ahead, inquire) for inquire in asked))
             return None
         self._desk.emit(Note("warning", f"{ahead} is at {self._presence.live()[ahead].index}: fetching a snapshot"))
         return self.far_behind(ahead)
@@ -169,7 +190,7 @@ class Replica(Part):
 
     def _replay(self, behind: Behind) -> None:
         if not self.is_incumbent:  # we may have been there before, and forgotten what we held
-            self.joined_at = behind.header.digest
+            self.joined_at = behind.log.position.head
         self._enter(REPLAYING)
         self.replaying = behind.header
         self._desk.emit(FetchPayload(behind.header, behind.donors))
@@ -187,7 +208,7 @@ class Replica(Part):
         self._desk.emit(FetchSnapshot(far.donor, others, far.least))
 
     def _restored(self, restored: SnapshotRestored) -> None:
-        self.log = self.settled = self.log.at(restored.header)
+        self.log = self.settled = self.log.at(restored.header, restored.ends)
         self.state_digest = restored.state_digest
         self.forgets()
         self._leave_lineage(restored)
@@ -197,8 +218,8 @@ class Replica(Part):
 
     def _leave_lineage(self, restored: SnapshotRestored) -> None:
         """Our tokens in entries that the donor's lineage does not have are lost. Everybody says so of its own alone."""
-        left = self.lineage.move(restored.header, restored.lineage)
-        tokens = sum(entry.tokens_of(self._desk.me) for entry in left)
+        left = self.lineage.move(self.log, restored.lineage)
+        tokens = sum(entry.tokens_of(self._desk.me) for entry in left if self.log.is_closing(entry))
         if tokens:
             reason = f"our entries from {left[0].index} on are not in the lineage of {restored.donor}"
             self._desk.emit(TokensLost("entries", tokens, reason))

@@ -39,6 +39,7 @@ from peers.protocol.messages import (
     Commit,
     Complete,
     Holding,
+    Inquire,
     Waiting,
     Want,
 )
@@ -67,7 +68,7 @@ class Host(Protocol):
     def entry_made(self, header: Header) -> None:
         """The slot's entry is committed, and its payload is here."""
 
-    def attempt_over(self) -> None:
+    def attempt_over(self, slot: Slot) -> None:
         """Nothing is under way in the slot: whoever wants to leave may do so."""
 
 
@@ -77,6 +78,7 @@ class Slot(Part):
     TABLE: ClassVar[Table] = {
         OPEN: {
             WorkDone: Row("_be_ready", {READY: "inner steps are done"}),
+            Tick: Row("_ask_what_followed"),
             Complete: Row("_heard_complete"),
         },
         READY: {
@@ -109,23 +111,39 @@ class Slot(Part):
     EXACT = frozenset({WorkDone})
     state: SlotState
 
-    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, host: Host) -> None:
+    def __init__(
+        self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, fragment: int, host: Host
+    ) -> None:
         super().__init__(OPEN)
         self.acceptor = Acceptor(desk.me)
         self.exchange: Exchange | None = None
-        self.leadership = Leadership(desk, presence, trainer, replica)
+        self.log = replica.log.of(fragment)
+        self.leadership = Leadership(desk, presence, trainer, replica, self.log)
         self.attempt: Attempt | None = None
         self.adopting: Adopt | None = None
         self._desk = desk
         self._presence = presence
         self._replica = replica
+        self._trainer = trainer
         self._host = host
-        self._log = replica.log
         self._open_to: tuple[str, ...] = ()  # the members of the attempt, if all tell all that they are complete
-        self._offer = Offer(desk, presence, trainer, replica)
+        self._offer = Offer(desk, presence, trainer, replica, self.log)
         self._attempt_ends = desk.now
-        self._patience = Patience(desk, presence, replica.log)
+        self._patience = Patience(desk, presence, self.log)
         self._word = Repetition(desk)
+
+    def _ask_what_followed(self, _: Tick) -> None:
+        """Of a cycle in which other fragments' entries are made, this one may be, too, without us."""
+        leader = self.leadership.elect()
+        if self._replica.log.made and not self._trainer.is_training and leader is not None and self._word.is_due:
+            self._word.said()
+            self._desk.emit(Send(leader, Inquire(position=self.log.position)))
+
+    def was_asked(self, peer: str) -> bool:
+        """Whether we asked the peer to lead us, or what followed: it knows better than its last heartbeat."""
+        if self.state is OPEN:
+            return bool(self._replica.log.made) and peer == self.leadership.elect()
+        return self.state is READY and peer == self.acceptor.pledged_to
 
     @property
     def led_by(self) -> str | None:
@@ -133,9 +151,9 @@ class Slot(Part):
         return self.acceptor.pledged_to or self.leadership.elect()
 
     # Ready ----------------------------------------------------------------------------------------------------
-    def _be_ready(self, _: WorkDone) -> None:
+    def _be_ready(self, done: WorkDone) -> None:
         self._patience.begin()
-        self._offer.make()
+        self._offer.make(done.trained)
         self._enter_fresh(READY)
         self.say_ready()
 
@@ -193,7 +211,7 @@ class Slot(Part):
         if held and adopt.held.attempt.order < held.attempt.order:
             return
         try:
-            self._log.append(adopt.held.header)
+            self.log.append(adopt.held.header)
         except LogError as error:
             self._desk.emit(Dropped(sender, "adopt", str(error)))
             return
@@ -266,7 +284,7 @@ class Slot(Part):
         self.attempt = self.adopting = None
         self._open_to = ()
         self._enter_fresh(READY)
-        self._host.attempt_over()
+        self._host.attempt_over(self)
 
     # The exchange ---------------------------------------------------------------------------------------------
     def _exchanged(self, event: ExchangeEvent) -> None:
@@ -309,7 +327,7 @@ class Slot(Part):
         """All chunks are here: what entry do they make?"""
         assert exchange.payload is not None
         missed = exchange.missed()
-        header = self._log.next_header(exchange.round.entry_roster(missed), exchange.payload)
+        header = self.log.next_header(exchange.round.entry_roster(missed), exchange.payload)
         self._hold(header, tuple(missed.items()))
 
     def _hold(self, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:

@@ -6,7 +6,7 @@ import math
 from enum import StrEnum
 from typing import ClassVar
 
-from peers.log.state import LogState
+from peers.log.header import Header
 from peers.protocol.desk import Desk
 from peers.protocol.events import StopTraining, TokensLost, Train, TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
@@ -119,13 +119,15 @@ class Trainer(Part):
         """Whether the worker is at work; also while an entry that was missed is applied beside it."""
         return self.state is TRAINING
 
-    def outlives(self, log: LogState) -> bool:
-        """Whether what we are training, or have trained, can go into an entry after this log, which lacks it.
+    def outlives(self, entry: Header) -> bool:
+        """Whether what we are training, or have trained, can go into a cycle after the one that this entry closes
+        without it.
 
         The worker must have loaded theta, which is about to change.
         """
         is_loaded = self.progress is not None or self.trained is not None
-        return self.lease is not None and is_loaded and self.lease == log.leases.get(self._desk.me)
+        lease = next((one.samples for one in entry.leases if one.peer == self._desk.me), None)
+        return self.lease is not None and is_loaded and self.lease == lease
 
     def steps_at_our_speed(self, fastest: float) -> int:
         """Inner steps that we make while the fastest peer makes all, as heartbeats tell. A newcomer finds out: all.

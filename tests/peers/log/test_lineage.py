@@ -41,8 +41,10 @@ def digests(headers: Sequence[Header]) -> tuple[bytes, ...]:
 
 def lineage_of(headers: Sequence[Header]) -> Lineage:
     lineage = Lineage()
+    log = LOG
     for header in headers:
-        lineage.append(header)
+        log = log.append(header)
+        lineage.append(header, log)
     return lineage
 
 
@@ -56,9 +58,9 @@ def test_it_names_what_followed_what() -> None:
     lineage = lineage_of(OURS)
     assert lineage.entries == tuple(OURS)
     assert lineage.heads == digests(OURS)
-    assert lineage.after(LOG.position.head) == OURS[0]
-    assert lineage.after(OURS[3].digest) == OURS[4]
-    assert lineage.after(OURS[4].digest) is None
+    assert lineage.after(LOG.position) == OURS[0]
+    assert lineage.after(LOG.at(OURS[3]).position) == OURS[4]
+    assert lineage.after(LOG.at(OURS[4]).position) is None
 
 
 def test_it_forgets_what_is_long_past() -> None:
@@ -83,23 +85,23 @@ def test_it_forgets_what_is_long_past() -> None:
 def test_what_is_left_is_what_the_other_lineage_lacks(theirs: list[Header], left: list[Header]) -> None:
     lineage = lineage_of(OURS)
     last = theirs[-1] if theirs else None
-    assert lineage.move(last, digests(theirs)) == tuple(left)
+    assert lineage.move(LOG.at(last), digests(theirs)) == tuple(left)
     assert lineage.entries == ()
     assert lineage.heads == digests(theirs)
-    assert lineage.move(last, digests(theirs)) == (), "once"
+    assert lineage.move(LOG.at(last), digests(theirs)) == (), "once"
 
 
 def test_what_lies_further_back_than_the_other_names_may_be_in_both() -> None:
-    assert lineage_of(OURS).move(THEIRS[4], digests(THEIRS[4:])) == (OURS[4],)
-    assert lineage_of(OURS).move(THEIRS[-1], ()) == ()
+    assert lineage_of(OURS).move(LOG.at(THEIRS[4]), digests(THEIRS[4:])) == (OURS[4],)
+    assert lineage_of(OURS).move(LOG.at(THEIRS[-1]), ()) == ()
 
 
 def test_what_follows_the_snapshot_in_the_same_lineage_is_not_left() -> None:
     """It is older than where we are, and on the way to where they are."""
     lineage = lineage_of(OURS)
-    assert lineage.move(OURS[1], digests(OURS)) == ()
+    assert lineage.move(LOG.at(OURS[1]), digests(OURS)) == ()
     assert lineage.heads == digests(OURS[:2])
-    assert lineage_of(OURS).move(COMMON[0], digests(THEIRS)) == tuple(OURS[3:])
+    assert lineage_of(OURS).move(LOG.at(COMMON[0]), digests(THEIRS)) == tuple(OURS[3:])
 
 
 # What a peer says is lost --------------------------------------------------------------------------------------

@@ -111,9 +111,10 @@ def test_work_outlives_an_entry_that_leaves_us_our_lease() -> None:
     log = first_log()
     bench = Bench()
     bench.trainer.take(Leased(log, log.leases["b"], 10))
-    kept, returned = (replace(SETTINGS, staleness=entries).empty_log.at(log.last) for entries in (1, 0))
-    later = kept.append(kept.next_header([member("a", 60, 80)], PAYLOAD))
-    assert not bench.trainer.outlives(later), "the worker has not loaded theta yet, and it changes"
-    assert bench.at_step(1).trainer.outlives(later)
-    without = returned.append(returned.next_header([member("a", 60, 80)], PAYLOAD))
-    assert not bench.trainer.outlives(without), "the lease went back into the pool"
+    kept, returned = (
+        replace(SETTINGS, staleness=entries).empty_log.at(log.last).next_header([member("a", 60, 80)], PAYLOAD)
+        for entries in (1, 0)
+    )
+    assert not bench.trainer.outlives(kept), "the worker has not loaded theta yet, and it changes"
+    assert bench.at_step(1).trainer.outlives(kept)
+    assert not bench.trainer.outlives(returned), "the lease went back into the pool"
