@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from peers.driver.spoiler import find_spoiler
 from peers.errors import DilocoPeerError
+from peers.transfer.chunk_average import find_spoiler
 from peers.values.workload import BadBlocksError, Workload
 
 GOOD, BAD = (b"good", 10), (b"bad", 10)
