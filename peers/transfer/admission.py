@@ -68,7 +68,7 @@ class Admission:
         """Store a chunk of the announced size, if the round waits for it. Own blocks are stored as they are, and must
         not change; averaged ones are copied."""
         exchange, current = self._peer.exchange, self._buffers.round(round)
-        if exchange is None or current is None or exchange.name != round:
+        if exchange is None or current is None or not self.is_shared(round, sender):
             return NOT_NOW
         chunk = header.chunk
         is_wanted = exchange.wants_reduced if header.reduced else exchange.wants_contribution

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from peers.errors import DilocoPeerError
 from peers.protocol.events import BadBlocks, ReduceChunk, ReducedArrived
 from peers.transfer.buffers import PayloadBuffers
-from peers.values.workload import BadBlocksError, Blocks, Workload
+from peers.values.workload import BadBlocksError, Blocks
+
+
+class Reducing(Protocol):
+    """What averaging needs of the training side."""
+
+    async def reduce(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> Blocks:
+        """See `Workload.reduce`."""
 
 
 async def average_chunk(
-    workload: Workload, buffers: PayloadBuffers, me: str, reduce: ReduceChunk
+    codec: Reducing, buffers: PayloadBuffers, me: str, reduce: ReduceChunk
 ) -> ReducedArrived | BadBlocks | None:
     """Average the blocks of a chunk, and store the result. Return what to tell the protocol; None: the round is over.
 
@@ -25,9 +35,9 @@ async def average_chunk(
     first_block = buffers.chunking.blocks(chunk)[0]
     room = buffers.room(len(contributions[0][0]))
     try:
-        average = await workload.reduce(contributions, first_block, memoryview(room))
+        average = await codec.reduce(contributions, first_block, memoryview(room))
     except (BadBlocksError, DilocoPeerError) as error:
-        spoiler, _ = reduce.members[await find_spoiler(workload, contributions, first_block)]
+        spoiler, _ = reduce.members[await find_spoiler(codec, contributions, first_block)]
         if spoiler == me:
             raise
         return BadBlocks(round, spoiler, chunk, str(error))
@@ -38,7 +48,7 @@ async def average_chunk(
     return ReducedArrived(round, me, chunk, reduce.absent)
 
 
-async def find_spoiler(workload: Workload, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> int:
+async def find_spoiler(codec: Reducing, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> int:
     """Return the place of the contribution with which averaging begins to fail, given that it fails for all of them.
 
     Sums only grow from honest contributions by what rounding ignores beside one that makes them overflow.
@@ -49,7 +59,7 @@ async def find_spoiler(workload: Workload, contributions: Sequence[tuple[Blocks,
         tried = contributions[:middle]
         try:
             if any(tokens for _, tokens in tried):  # there is no average of nothing
-                await workload.reduce(tried, first_block)
+                await codec.reduce(tried, first_block)
             good = middle
         except (BadBlocksError, DilocoPeerError):
             bad = middle
