@@ -21,8 +21,8 @@ from tests.child_processes import child_processes
 from tests.swarm.networks import NetworkError, network
 
 MEGABITS = 20
-"""What a link of `two_namespaces` carries in a second. A round should take much longer than the thread that reads the counters
-may be kept waiting for a processor: without a limit 2 MB pass within one of its periods, and are seen too late."""
+"""What a link of `two_namespaces` carries in a second. A round should take much longer than the thread that reads the
+counters may wait for a processor: without a limit 2 MB pass within one of its periods, and are seen too late."""
 
 
 @pytest.fixture
