@@ -63,11 +63,9 @@ class Driver:
     ) -> None:
         """With a `companion` state, a peer that joins in the middle of the run copies another peer's."""
         stores = keeping.stores(workload, settings.empty_log)
-        begun = stores.buffers.size, keeping.state_digest, now(), keeping.position
-        self.peer = Peer(identity.peer_id, settings, *begun)
+        self.peer = Peer(identity.peer_id, settings, stores.buffers.size, keeping.state_digest, now(), keeping.position)
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
         self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
-        self._transport = transport
         self._tasks: asyncio.TaskGroup
         self._running: set[asyncio.Task[None]] = set()
         self._waiting: list[asyncio.Future[None]] = []

@@ -10,20 +10,20 @@ from peers.protocol.events import Dropped, Note, TokensLost, Trouble
 logger = logging.getLogger(__name__)
 
 
-def note(note: Note) -> None:
-    logger.log(logging.getLevelNamesMapping()[note.level.upper()], note.text)
+def note(effect: Note) -> None:
+    logger.log(logging.getLevelNamesMapping()[effect.level.upper()], effect.text)
 
 
-def dropped(dropped: Dropped) -> None:
+def dropped(effect: Dropped) -> None:
     """Name what broke the rules, and who sent it."""
-    metrics.DROPPED.labels(dropped.what).inc()
-    logger.warning("dropped a %s of %s: %s", dropped.what, dropped.peer, dropped.reason)
+    metrics.DROPPED.labels(effect.what).inc()
+    logger.warning("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
 
 
-def tokens_lost(lost: TokensLost) -> None:
-    metrics.TOKENS_LOST.labels(lost.what).inc(lost.tokens)
-    logger.warning("%d tokens that we trained are lost: %s", lost.tokens, lost.reason)
+def tokens_lost(effect: TokensLost) -> None:
+    metrics.TOKENS_LOST.labels(effect.what).inc(effect.tokens)
+    logger.warning("%d tokens that we trained are lost: %s", effect.tokens, effect.reason)
 
 
-def trouble(trouble: Trouble) -> None:
-    logger.warning("%s", trouble.reason or "what this peer trains counts again")
+def trouble(effect: Trouble) -> None:
+    logger.warning("%s", effect.reason or "what this peer trains counts again")

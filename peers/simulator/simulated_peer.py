@@ -189,7 +189,7 @@ class SimulatedPeer:
         return self._admission.take(sender, send.round, header, data)
 
     def _average(self, reduce: ReduceChunk) -> None:
-        event = at_once(average_chunk(self.workload, self.buffers, self.name, reduce))
+        event = run_now(average_chunk(self.workload, self.buffers, self.name, reduce))
         if event is not None:
             self.world.soon(self, event)
 
@@ -278,7 +278,7 @@ class SimulatedPeer:
         self.world.soon(self, restored, delays=5.0)
 
 
-def at_once(work: Coroutine[None, None, T]) -> T:
+def run_now(work: Coroutine[None, None, T]) -> T:
     """Run what is asynchronous for the real driver's sake, and here waits for nothing."""
     try:
         work.send(None)
