@@ -16,6 +16,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.net.transport import HivemindTransport
 from peers.protocol.events import ChunkSent, Effect, Event, OpenRound, SendChunk
 from peers.protocol.messages import Attempt
+from peers.values.chunks import Chunking
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from tests.swarm.vector_workload import VectorWorkload
@@ -228,7 +229,7 @@ def test_a_death_in_the_middle_of_a_round_costs_no_restart(place: int) -> None:
             assert entries[0][index + 1] == entries[1][index + 1]
             header, _ = entries[0][index]
             missed = {member.peer: member.missed for member in header.roster}
-            assert missed.pop(victim_id) == victim.driver._buffers.size.chunks - 1, "one chunk of its had arrived"
+            assert missed.pop(victim_id) == Chunking(victim.workload.block_count).count - 1, "one chunk of its had arrived"
             assert missed == {one.driver.peer.me: 0 for one in others}
 
     asyncio.run(scenario())
