@@ -53,7 +53,7 @@ from benchmarks.groups import (
 from benchmarks.namespaces import IPERF_STREAMS
 from benchmarks.reporting import Bar, report
 from opendiloco.kernels import INT8
-from peers.driver.driver import KEPT_BYTES
+from peers.driver.keeping import KEPT_BYTES
 from peers.log.payload import KEPT_AT_LEAST
 
 

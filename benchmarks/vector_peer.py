@@ -26,6 +26,7 @@ from opendiloco.local_workload import LocalWorkload
 from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.workers.group import WorkerGroup
 from peers.driver.driver import Driver
+from peers.driver.keeping import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.net.transport import HivemindTransport
@@ -171,7 +172,7 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
     vectors = await asyncio.to_thread(create_vectors, part.values)
     worker = VectorWorker(vectors, part.pause, lines)
     workload = VectorWorkload(worker, RunConfig.from_toml(Path(opendiloco.__file__).with_name("demo.toml")))
-    driver = Driver(identity, transport, workload, part.settings, await workload.state_digest())
+    driver = Driver(identity, transport, workload, part.settings, Keeping(await workload.state_digest()))
 
     def tell(header: Header, state_digest: bytes) -> None:
         say(

@@ -41,6 +41,7 @@ from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.volunteer import Volunteer, connected
 from peers.driver.driver import Driver
+from peers.driver.keeping import Keeping
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange, prefix, sample_count
@@ -190,7 +191,8 @@ class DiLoCo:
             run = await find_run(transport, self._invite.run_id)
             worker = LoopWorker(await asyncio.to_thread(initial_vectors, run.config, self._layout))
             workload = LoopWorkload(worker, run)
-            driver = Driver(self._identity, transport, workload, run.settings, await workload.state_digest())
+            keeping = Keeping(await workload.state_digest())
+            driver = Driver(self._identity, transport, workload, run.settings, keeping)
             volunteer = Volunteer(run, driver, transport, workload)
             loop = asyncio.get_running_loop()
             self._joining.set_result(_Joined(run, worker, lambda: _call(loop, volunteer.leave)))

@@ -27,6 +27,7 @@ from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
 from peers.driver.driver import Driver
+from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError
 from peers.links.settings import LinkSettings
 from peers.log.folder import LogFolder
@@ -212,10 +213,8 @@ async def volunteer_with(
         log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
         storage = FolderStorage(folder.download, available_memory)
         position = await resume_from(folder, workload, log)
-    digest = await workload.state_digest()
-    driver = Driver(
-        identity, transport, workload, run.settings, digest, log, position, storage, companion=workload.companion
-    )
+    keeping = Keeping(await workload.state_digest(), position, log, storage)
+    driver = Driver(identity, transport, workload, run.settings, keeping, workload.companion)
     workload.is_our_turn = lambda: is_our_turn(identity.peer_id, driver.peer.log, run.config.evaluation)
     workload.on_evaluated = driver.evaluated
     return Volunteer(run, driver, transport, workload, folder, log)

@@ -20,7 +20,7 @@ from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
-from peers.driver.driver import CALL, CALL_TIMEOUT
+from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder
 from peers.log.lineage import RECENT_ENTRIES

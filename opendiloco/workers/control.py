@@ -1,8 +1,8 @@
 """What the peer process and each of its workers say to each other: one JSON object a line over a socket pair.
 
-Commands are carried out one after the other; only `stop_training` and those about moments are heard while training.
-Each command is answered by exactly one reply of its kind, or by `failed`; `train` also sends `progress` in between, if
-the worker is the first.
+Commands are carried out one after the other; only `EndInnerLoop` and those about moments are heard while training.
+Each command is answered by exactly one reply of its kind, or by `Failed`; to `RunInnerLoop` the first worker also sends
+`InnerStepDone` in between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peers.values.leases import SampleRange
 LINE_LIMIT = 16 * 2**20
 
 
-class Message(BaseModel):
+class ControlMessage(BaseModel):
     """One line of the control channel."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -27,13 +27,13 @@ class Message(BaseModel):
         return self.model_dump_json().encode() + b"\n"
 
 
-class CountDevices(Message):
+class CountDevices(ControlMessage):
     """Say how many GPUs torch sees. Answered by `DevicesCounted`."""
 
     kind: Literal["count_devices"] = "count_devices"
 
 
-class Configure(Message):
+class Configure(ControlMessage):
     """Build model, data and optimizer as worker `rank` of `workers`. Answered by `Configured` when all have.
 
     They meet on `port`. With `fresh`, the first puts the initial weights into shared memory; else they are left there.
@@ -49,14 +49,14 @@ class Configure(Message):
     fresh: bool
 
 
-class Train(Message):
-    """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `TrainingDone`.
+class RunInnerLoop(ControlMessage):
+    """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `InnerLoopDone`.
 
     `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. They begin
     from theta, or from what lies in `local`.
     """
 
-    kind: Literal["train"] = "train"
+    kind: Literal["run_inner_loop"] = "run_inner_loop"
     number: int
     index: int
     samples: tuple[SampleRange, ...]
@@ -65,24 +65,24 @@ class Train(Message):
     from_local: bool = False
 
 
-class StopTraining(Message):
+class EndInnerLoop(ControlMessage):
     """End training `number` after its present inner step, or after its first if it has not begun. Has no reply.
 
     All workers end after the same inner step, as soon as one of them has heard it.
     """
 
-    kind: Literal["stop_training"] = "stop_training"
+    kind: Literal["end_inner_loop"] = "end_inner_loop"
     number: int
 
 
-class Evaluate(Message):
+class Evaluate(ControlMessage):
     """Held-out loss of theta over at most `windows` windows. Answered by `Evaluated`."""
 
     kind: Literal["evaluate"] = "evaluate"
     windows: int
 
 
-class Generate(Message):
+class Generate(ControlMessage):
     """Continue `prompt` by at most `tokens` tokens with theta. Answered by `Generated`."""
 
     kind: Literal["generate"] = "generate"
@@ -91,7 +91,7 @@ class Generate(Message):
     seed: int
 
 
-class Export(Message):
+class Export(ControlMessage):
     """Write theta as a transformers model folder. Answered by `Exported`."""
 
     kind: Literal["export"] = "export"
@@ -99,27 +99,27 @@ class Export(Message):
     facts: RunFacts
 
 
-class StoreMoments(Message):
+class StoreMoments(ControlMessage):
     """Write the inner optimizer's state into the memory for it: each worker its part. Alone on its machine, a worker
     does it between two inner steps. Answered by `MomentsMoved`."""
 
     kind: Literal["store_moments"] = "store_moments"
 
 
-class LoadMoments(Message):
+class LoadMoments(ControlMessage):
     """Take the inner optimizer's state from there, just so. Answered by `MomentsMoved`."""
 
     kind: Literal["load_moments"] = "load_moments"
 
 
-class DevicesCounted(Message):
+class DevicesCounted(ControlMessage):
     """How many GPUs torch sees."""
 
     kind: Literal["devices_counted"] = "devices_counted"
     gpus: int
 
 
-class Configured(Message):
+class Configured(ControlMessage):
     """The worker is ready. `parameters` is the number of trainable values, the length of theta.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
@@ -135,18 +135,18 @@ class Configured(Message):
     micro_batch: int
 
 
-class TrainingProgress(Message):
+class InnerStepDone(ControlMessage):
     """After an inner step. `loss` in nats per token; `gradient_norm` before clipping; `tokens_per_second` over this
     training so far."""
 
-    kind: Literal["progress"] = "progress"
+    kind: Literal["inner_step_done"] = "inner_step_done"
     inner_step: int
     loss: float
     gradient_norm: float
     tokens_per_second: float
 
 
-class TrainingDone(Message):
+class InnerLoopDone(ControlMessage):
     """`samples` (the lease, or a prefix of it) are trained, and the weights that came out are in `local`.
 
     Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite. `loss` and `gradient_norm` are
@@ -154,7 +154,7 @@ class TrainingDone(Message):
     what tensors took at most in this training; on the CPU, the process since it started.
     """
 
-    kind: Literal["trained"] = "trained"
+    kind: Literal["inner_loop_done"] = "inner_loop_done"
     samples: tuple[SampleRange, ...]
     tokens: int
     inner_steps: int
@@ -166,7 +166,7 @@ class TrainingDone(Message):
     peak_memory_bytes: int
 
 
-class Evaluated(Message):
+class Evaluated(ControlMessage):
     """Mean loss in nats per token over `tokens` predicted tokens."""
 
     kind: Literal["evaluated"] = "evaluated"
@@ -174,27 +174,27 @@ class Evaluated(Message):
     tokens: int
 
 
-class Generated(Message):
+class Generated(ControlMessage):
     """The continuation, without the prompt."""
 
     kind: Literal["generated"] = "generated"
     text: str
 
 
-class Exported(Message):
+class Exported(ControlMessage):
     """The folder is complete."""
 
     kind: Literal["exported"] = "exported"
 
 
-class MomentsMoved(Message):
+class MomentsMoved(ControlMessage):
     """The moments are there, or `problem` says why not. Training goes on in any case."""
 
     kind: Literal["moments_moved"] = "moments_moved"
     problem: str | None = None
 
 
-class Failed(Message):
+class Failed(ControlMessage):
     """A command failed. `error` is a class of `opendiloco.errors` if the error is expected, else anything."""
 
     kind: Literal["failed"] = "failed"
@@ -204,12 +204,14 @@ class Failed(Message):
     traceback: str
 
 
-Command = CountDevices | Configure | Train | StopTraining | Evaluate | Generate | Export | StoreMoments | LoadMoments
+Command = (
+    CountDevices | Configure | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | StoreMoments | LoadMoments
+)
 Reply = (
     DevicesCounted
     | Configured
-    | TrainingProgress
-    | TrainingDone
+    | InnerStepDone
+    | InnerLoopDone
     | Evaluated
     | Generated
     | Exported

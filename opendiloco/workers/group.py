@@ -23,21 +23,21 @@ from opendiloco.shared_memory import SharedVectors, copy_bytes, create_memory_fi
 from opendiloco.workers.control import (
     Configure,
     Configured,
+    ControlMessage,
     CountDevices,
     DevicesCounted,
+    EndInnerLoop,
     Evaluate,
     Evaluated,
     Export,
     Exported,
     Generate,
     Generated,
+    InnerLoopDone,
+    InnerStepDone,
     LoadMoments,
-    Message,
-    StopTraining,
+    RunInnerLoop,
     StoreMoments,
-    Train,
-    TrainingDone,
-    TrainingProgress,
 )
 from opendiloco.workers.options import WorkerOptions, choose_devices, needs_gpu_count
 from opendiloco.workers.process import Answer, Descriptors, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
@@ -116,21 +116,21 @@ class WorkerGroup:
         """
         wanted = True
 
-        def report(message: TrainingProgress) -> None:
+        def report(message: InnerStepDone) -> None:
             if wanted:
                 self.telemetry.progressed(work.index, message)
                 on_progress(Progress(message.inner_step, message.loss, message.tokens_per_second))
 
         self._trainings += 1
         number = self._trainings
-        command = Train(number=number, from_local=from_local, **vars(work))
+        command = RunInnerLoop(number=number, from_local=from_local, **vars(work))
         request = self._requests.add(lambda: self._together(self._train(command, report)))
         try:
             done = await asyncio.shield(request)
         except asyncio.CancelledError:
             wanted = False
             for worker in self._workers:
-                worker.write(StopTraining(number=number))
+                worker.write(EndInnerLoop(number=number))
             await asyncio.wait([request])
             raise
         self.telemetry.trained(work.index, done)
@@ -285,10 +285,10 @@ class WorkerGroup:
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     # Requests --------------------------------------------------------------------------------------------------------
-    async def _train(self, command: Train, on_progress: Callable[[TrainingProgress], None]) -> TrainingDone:
+    async def _train(self, command: RunInnerLoop, on_progress: Callable[[InnerStepDone], None]) -> InnerLoopDone:
         await self._revive()
         try:
-            done = await self._ask_all(command, TrainingDone, on_progress)
+            done = await self._ask_all(command, InnerLoopDone, on_progress)
         except DeviceMemoryError as error:
             await self._restart_with_half(error)
             raise WorkersRestartedError from error
@@ -334,15 +334,15 @@ class WorkerGroup:
                 os.truncate(memory.descriptor, 0)
 
     async def _ask_all(
-        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None] | None = None
+        self, command: ControlMessage, answer: type[Answer], on_progress: Callable[[InnerStepDone], None] | None = None
     ) -> Answer:
         return await self._exchange([command] * len(self._workers), answer, on_progress)
 
     async def _exchange(
         self,
-        commands: Sequence[Message],
+        commands: Sequence[ControlMessage],
         answer: type[Answer],
-        on_progress: Callable[[TrainingProgress], None] | None = None,
+        on_progress: Callable[[InnerStepDone], None] | None = None,
     ) -> Answer:
         """Give each of the first workers its command; the first one's answer, when all have answered.
 
@@ -366,5 +366,5 @@ def _is_unexpected(error: BaseException) -> bool:
     return isinstance(error, UnexpectedWorkerError)
 
 
-def _ignore(progress: TrainingProgress) -> None:
+def _ignore(progress: InnerStepDone) -> None:
     pass

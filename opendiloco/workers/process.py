@@ -20,13 +20,13 @@ from pydantic import ValidationError
 from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
 from opendiloco.workers.control import (
     LINE_LIMIT,
+    ControlMessage,
     Failed,
+    InnerStepDone,
     LoadMoments,
-    Message,
     MomentsMoved,
     Reply,
     StoreMoments,
-    TrainingProgress,
     parse_reply,
 )
 from peers.errors import DilocoPeerError, ManifestError
@@ -36,7 +36,7 @@ from peers.values.workload import SnapshotError
 OUTPUT_LINES_KEPT = 20
 CLOSE_SECONDS = 2.0
 
-Answer = TypeVar("Answer", bound=Message)
+Answer = TypeVar("Answer", bound=ControlMessage)
 
 EXPECTED_ERRORS: dict[str, type[DilocoPeerError]] = {
     error.__name__: error for error in (DataError, DeviceMemoryError, MachineError, ManifestError, WorkerError)
@@ -85,7 +85,7 @@ class WorkerProcess:
         return worker
 
     async def exchange(
-        self, command: Message, answer: type[Answer], on_progress: Callable[[TrainingProgress], None]
+        self, command: ControlMessage, answer: type[Answer], on_progress: Callable[[InnerStepDone], None]
     ) -> Answer:
         """Send a command and wait for its answer. Must not be cancelled, or the next command gets this one's answer.
 
@@ -94,7 +94,7 @@ class WorkerProcess:
         self.write(command)
         while True:
             reply = await self._next_reply()
-            if isinstance(reply, TrainingProgress):
+            if isinstance(reply, InnerStepDone):
                 on_progress(reply)
             elif isinstance(reply, Failed):
                 raise _rebuild(reply)
@@ -116,7 +116,7 @@ class WorkerProcess:
         if reply.problem is not None:
             raise SnapshotError(reply.problem)
 
-    def write(self, message: Message) -> None:
+    def write(self, message: ControlMessage) -> None:
         """What is written to a dead worker is lost without an error; its death is what the caller then waits for."""
         if not self._writer.is_closing():
             self._writer.write(message.line())

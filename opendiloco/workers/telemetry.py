@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Gauge
 
-from opendiloco.workers.control import TrainingDone, TrainingProgress
+from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.trackers import Tracker
 from peers.presence.heartbeat import HeldOut
 
@@ -37,7 +37,7 @@ for _gauge in GAUGES.values():
     _gauge.set(math.nan)  # until something has been trained
 
 
-def values_of(done: TrainingDone, peak_tokens_per_second: float | None) -> dict[str, float]:
+def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict[str, float]:
     """One training's `VALUES`; NaN where one is not known."""
     seconds = max(done.seconds, 1e-9)
     speed = done.tokens / seconds
@@ -61,12 +61,12 @@ class Telemetry:
         self._inner_steps = inner_steps
         self._peak_tokens_per_second = peak_tokens_per_second
 
-    def progressed(self, index: int, progress: TrainingProgress) -> None:
+    def progressed(self, index: int, progress: InnerStepDone) -> None:
         """One inner step of outer step `index` is done."""
         values = {"inner_step/loss": progress.loss, "inner_step/gradient_norm": progress.gradient_norm}
         self._track(index * self._inner_steps + progress.inner_step, values)
 
-    def trained(self, index: int, done: TrainingDone) -> None:
+    def trained(self, index: int, done: InnerLoopDone) -> None:
         """This machine's training for outer step `index` is done."""
         values = values_of(done, self._peak_tokens_per_second)
         if done.skipped:

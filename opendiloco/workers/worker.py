@@ -26,8 +26,10 @@ from opendiloco.workers.control import (
     Command,
     Configure,
     Configured,
+    ControlMessage,
     CountDevices,
     DevicesCounted,
+    EndInnerLoop,
     Evaluate,
     Evaluated,
     Export,
@@ -35,14 +37,12 @@ from opendiloco.workers.control import (
     Failed,
     Generate,
     Generated,
+    InnerLoopDone,
+    InnerStepDone,
     LoadMoments,
-    Message,
     MomentsMoved,
-    StopTraining,
+    RunInnerLoop,
     StoreMoments,
-    Train,
-    TrainingDone,
-    TrainingProgress,
     parse_command,
 )
 from peers.errors import DilocoPeerError
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from opendiloco.inner.replica import Replica
 
 
-class Channel:
+class ControlChannel:
     """The worker's end of the control channel, read by a thread of its own so that its closing is noticed at once."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -64,7 +64,7 @@ class Channel:
     def start(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         self._connection.sendall(message.line())
 
     def _read(self) -> None:
@@ -72,7 +72,7 @@ class Channel:
         try:
             for line in self._connection.makefile("rb"):
                 command = parse_command(line)
-                if isinstance(command, StopTraining):
+                if isinstance(command, EndInnerLoop):
                     self.stopped_number = command.number
                 else:
                     self.commands.put(command)
@@ -96,7 +96,7 @@ class Descriptors(NamedTuple):
 class Worker:
     """A configured worker: model, data and shared vectors."""
 
-    def __init__(self, command: Configure, descriptors: Descriptors, channel: Channel) -> None:
+    def __init__(self, command: Configure, descriptors: Descriptors, channel: ControlChannel) -> None:
         # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
         # it comes when it is known that there is a device to train on, and data.
         import torch
@@ -149,10 +149,10 @@ class Worker:
             return min(self._options.micro_batch or piece, piece)
         return fitting_micro_batch(self._replica, piece, self._team)
 
-    def carry_out(self, command: Command) -> Message:
+    def carry_out(self, command: Command) -> ControlMessage:
         """The reply to one command."""
         match command:
-            case Train():
+            case RunInnerLoop():
                 return self._train(command)
             case Evaluate():
                 return self._evaluate(command)
@@ -165,7 +165,7 @@ class Worker:
             case _:
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
 
-    def _train(self, command: Train) -> TrainingDone:
+    def _train(self, command: RunInnerLoop) -> InnerLoopDone:
         from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
 
         started = time.monotonic()
@@ -175,9 +175,7 @@ class Worker:
         def report(inner_step: int, loss: float, norm: float, samples: int) -> None:
             if self._team.rank == 0:
                 speed = samples * length / (time.monotonic() - started)
-                progress = TrainingProgress(
-                    inner_step=inner_step, loss=loss, gradient_norm=norm, tokens_per_second=speed
-                )
+                progress = InnerStepDone(inner_step=inner_step, loss=loss, gradient_norm=norm, tokens_per_second=speed)
                 self._channel.send(progress)
             if self._team.size == 1:
                 self._carry_out_asides()
@@ -190,7 +188,7 @@ class Worker:
             start, command.index, command.samples, command.steps, report, stop_wanted, command.tokens
         )
         self._replica.store(self._vectors.local)
-        return TrainingDone(
+        return InnerLoopDone(
             samples=trained.samples,
             tokens=trained.tokens,
             inner_steps=trained.inner_steps,
@@ -256,7 +254,7 @@ class Worker:
         return model
 
 
-def serve(channel: Channel, descriptors: Descriptors) -> None:
+def serve(channel: ControlChannel, descriptors: Descriptors) -> None:
     """Carry out commands for as long as the process lives."""
     worker: Worker | None = None
     while True:
@@ -264,7 +262,7 @@ def serve(channel: Channel, descriptors: Descriptors) -> None:
         try:
             if isinstance(command, Configure):
                 worker = Worker(command, descriptors, channel)
-                reply: Message = worker.description
+                reply: ControlMessage = worker.description
             elif isinstance(command, CountDevices):
                 reply = count_devices()
             elif worker is None:
@@ -301,7 +299,7 @@ def main() -> None:
     parser.add_argument("--moments", type=int, required=True, help="descriptor of the one for moments")
     parser.add_argument("--listener", type=int, help="descriptor of the socket where the workers meet; the first's")
     arguments = parser.parse_args()
-    channel = Channel(socket.socket(fileno=arguments.control))
+    channel = ControlChannel(socket.socket(fileno=arguments.control))
     channel.start()
     serve(channel, Descriptors(arguments.memory, arguments.moments, arguments.listener))
 

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from peers.driver.traffic import Host, Traffic
+from peers.driver.host import Host
+from peers.driver.traffic import Traffic
 from peers.links.rating import RATING, Rater, ask_rating
 from peers.protocol.events import RateMeasured, ReachSeen
 from peers.streams.channel import Channel, PeerUnreachableError

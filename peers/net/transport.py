@@ -269,6 +269,7 @@ class HivemindTransport(HivemindNode):
         except RefusalError:
             raise
         except RemoteProtocolError as error:
+            metrics.DROPPED.labels("message").inc()
             logger.warning("dropped a %s message: %s", name, error)
             raise RefusalError(error.message) from error
         except DilocoPeerError as error:

@@ -35,7 +35,7 @@ class Blow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Life:
     """One life of a swarm: who is in it, how bad its network is, and what happens to whom."""
 
     seed: int
@@ -49,7 +49,7 @@ class Plan:
         return f"seed {self.seed}, {self.peers} peers, {self.faults}, {self.timing}{blows}"
 
 
-def plan(seed: int) -> Plan:
+def draw_life(seed: int) -> Life:
     """2 to 12 peers, a bad network, and a few blows."""
     draw = random.Random(seed)
     peers = draw.choice((2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 10, 12))
@@ -74,7 +74,7 @@ def plan(seed: int) -> Plan:
         kind = draw.choice(HARD + SOFT if mortal else SOFT)
         victim = draw.choice(mortal if kind in HARD else names)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
-    return Plan(seed, peers, faults, tuple(blows), timing)
+    return Life(seed, peers, faults, tuple(blows), timing)
 
 
 def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ...]:
@@ -83,8 +83,8 @@ def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str],
     return draw.choice([((one, other),), tuple((one, third) for third in names if third != one)])
 
 
-def live(life: Plan, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swarm:
-    """Run a plan, and then peace. `watch` gets the swarm before anything happens.
+def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swarm:
+    """Run a life, and then peace. `watch` gets the swarm before anything happens.
 
     Raises: InvariantError, also when peace does not bring progress and agreement.
     """
@@ -137,7 +137,7 @@ def agreed(swarm: Swarm) -> bool:
     return len(heads) == 1 and swarm.longest > 0
 
 
-def failure(life: Plan) -> tuple[str, Swarm] | None:
+def failure(life: Life) -> tuple[str, Swarm] | None:
     """What went wrong in a life, if anything did."""
     swarms: list[Swarm] = []
     try:
@@ -147,8 +147,8 @@ def failure(life: Plan) -> tuple[str, Swarm] | None:
     return None
 
 
-def smallest(life: Plan) -> Plan:
-    """The plan with all left out that its failure does not need."""
+def smallest(life: Life) -> Life:
+    """The life with all left out that its failure does not need."""
     while True:
         for easier in _easier(life):
             if failure(easier):
@@ -158,7 +158,7 @@ def smallest(life: Plan) -> Plan:
             return life
 
 
-def _easier(life: Plan) -> Iterator[Plan]:
+def _easier(life: Life) -> Iterator[Life]:
     for place in range(len(life.blows)):
         yield replace(life, blows=life.blows[:place] + life.blows[place + 1 :])
     for name in (field.name for field in fields(Faults)):
@@ -166,7 +166,7 @@ def _easier(life: Plan) -> Iterator[Plan]:
             yield replace(life, faults=replace(life.faults, **{name: getattr(CALM, name)}))
 
 
-def report(life: Plan) -> str:
+def report(life: Life) -> str:
     """A failing life at its smallest, with the end of its trace."""
     life = smallest(life)
     failed = failure(life)
@@ -177,7 +177,7 @@ def report(life: Plan) -> str:
 
 
 def failing_seeds(seeds: range) -> list[int]:
-    return [seed for seed in seeds if failure(plan(seed))]
+    return [seed for seed in seeds if failure(draw_life(seed))]
 
 
 def main() -> None:
@@ -192,7 +192,9 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs) as pool:
         failed = [seed for seeds in pool.map(failing_seeds, batches) for seed in seeds]
     if failed:
-        raise SystemExit(f"{report(plan(failed[0]))}\n{len(failed)} of {options.seeds} seeds failed: {failed[:20]}")
+        raise SystemExit(
+            f"{report(draw_life(failed[0]))}\n{len(failed)} of {options.seeds} seeds failed: {failed[:20]}"
+        )
     print(f"{options.seeds} schedules from seed {options.first} on: no invariant was broken")
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Protocol, TypeVar
 
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, name_peers
+from peers.protocol import events
+from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.events import (
     Applied,
     Apply,
     AssemblePayload,
     ChunkSent,
-    ContributionArrived,
     Digested,
     Effect,
     Event,
@@ -24,12 +26,9 @@ from peers.protocol.events import (
     PayloadNotFetched,
     RateMeasured,
     ReduceChunk,
-    ReducedArrived,
-    Send,
     SendChunk,
     SnapshotFailed,
     SnapshotRestored,
-    Stop,
     StopTraining,
     Train,
     TrainingDone,
@@ -39,40 +38,18 @@ from peers.protocol.messages import Message
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
+from peers.simulator.simulated_workload import SimulatedWorkload
 from peers.streams.throttle import RateMeter
+from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.chunk_average import average_chunk
 from peers.transfer.snapshot_fetch import Offered, choose, lineage_of
 from peers.transfer.snapshots import Offer
 from peers.values.leases import sample_count
 from peers.values.reach import Reach
-from peers.values.wire import digest_of
 from peers.values.workload import Progress, SnapshotError, Trained
 
-BLOCK_BYTES = 8
-
-
-class SimulatedWorkload:
-    """Contributions and states are digests of what they depend on."""
-
-    def __init__(self, me: str, block_count: int) -> None:
-        self.me = me
-        self.block_count = block_count
-        self.state = digest_of(b"genesis")
-
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
-        return first_block * BLOCK_BYTES, last_block * BLOCK_BYTES
-
-    def contribution(self, trained: Trained) -> bytes:
-        seed = digest_of(repr((self.me, self.state, trained.samples)).encode())
-        size = self.block_count * BLOCK_BYTES
-        return (seed * (size // len(seed) + 1))[:size]
-
-    def reduce(self, contributions: list[tuple[bytes, int]]) -> bytes:
-        return digest_of(repr(contributions).encode())[: len(contributions[0][0])]
-
-    def apply(self, payload: bytes) -> bytes:
-        self.state = digest_of(self.state + payload)
-        return self.state
+T = TypeVar("T")
 
 
 class World(Protocol):
@@ -83,6 +60,7 @@ class World(Protocol):
     now: float
 
     def note(self, *what: object) -> None: ...
+    def handle(self, peer: SimulatedPeer, event: Event) -> None: ...
     def soon(self, peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None: ...
     def later(self, peer: SimulatedPeer, event: Event, seconds: float) -> None: ...
     def send(self, sender: SimulatedPeer, to: str, message: Message) -> None: ...
@@ -115,6 +93,8 @@ class SimulatedPeer:
         self._sent, self._received = RateMeter(lambda: world.now), RateMeter(lambda: world.now)
         self._is_digesting = False
         self._postponed: Apply | FetchSnapshot | None = None
+        self._admission = Admission(self.peer, self.buffers, self.workload.check)
+        self._effects = self._table()
 
     def time(self, now: float) -> float:
         zero, rate = self.clock
@@ -146,50 +126,76 @@ class SimulatedPeer:
         )
         return self.heartbeat
 
+    def _table(self) -> EffectTable:
+        """What carries out which effect, in the order of the real driver's table."""
+        return EffectTable(
+            row(events.Send, lambda send: self.world.send(self, send.to, send.message)),
+            row(events.Train, self._train),
+            row(events.StopTraining, self._stop_training),
+            row(events.OpenRound, self._open_round),
+            row(events.SendChunk, self._send_chunk),
+            row(events.ReduceChunk, self._average),
+            row(events.AssemblePayload, self._assemble),
+            row(events.Apply, self._apply),
+            row(events.FetchPayload, self._fetch_payload),
+            row(events.FetchSnapshot, self._fetch_snapshot),
+            row(events.Note, self._note),
+            row(events.Dropped, self._note),
+            row(events.TokensLost, self._note),
+            row(events.Trouble, self._note),
+            row(events.Stop, lambda stop: self.world.farewell(self)),
+        )
+
+    def carry_out(self, effect: Effect) -> None:
+        """Do what the protocol wants."""
+        self._effects.carry_out(effect)
+
+    def _note(self, effect: Effect) -> None:
+        self.world.note(self.name, effect)
+
+    # The training side ----------------------------------------------------------------------------------------
+    def _train(self, train: Train) -> None:
+        settings = self.world.settings
+        count = sample_count(train.samples)
+        self._trained = Trained(train.samples, settings.tokens_per_sample * count, 1.0)
+        self.buffers.own = self.workload.contribution(self._trained)
+        self.world.soon(self, TrainingProgress(Progress(1, loss=1.0, tokens_per_second=self.speed)))
+        steps = min(train.steps, count * settings.inner_steps // settings.samples_per_lease)
+        self.world.later(self, TrainingDone(self._trained), self.world.training_time(steps) / self.speed)
+
+    def _stop_training(self, stop: StopTraining) -> None:
+        self._trained = None
+
     def is_trained(self, done: TrainingDone) -> bool:
         """Whether this is the end of the training under way, and not of one that was stopped."""
         return done.trained is self._trained
 
-    def carry_out(self, effect: Effect, now: float) -> Event | None:
-        """Do what the protocol wants; returns the event that follows at once, if one does."""
-        world, buffers = self.world, self.buffers
-        match effect:
-            case Send(to, message):
-                world.send(self, to, message)
-            case Train(samples=lease, steps=steps):
-                tokens = world.settings.tokens_per_sample * sample_count(lease)
-                self._trained = Trained(lease, tokens, 1.0)
-                buffers.own = self.workload.contribution(self._trained)
-                world.soon(self, TrainingProgress(Progress(1, loss=1.0, tokens_per_second=self.speed)))
-                steps = min(steps, sample_count(lease) * world.settings.inner_steps // world.settings.samples_per_lease)
-                world.later(self, TrainingDone(self._trained), world.training_time(steps) / self.speed)
-            case StopTraining():
-                self._trained = None
-            case Stop():
-                world.farewell(self)
-            case OpenRound(round):
-                self._sent.begin_round()
-                self._received.begin_round()
-                buffers.open(round.name)
-            case SendChunk():
-                if buffers.round(effect.round):
-                    read = buffers.averaged if effect.reduced else buffers.contribution
-                    world.send_chunk(self, effect, bytes(read(effect.round, effect.chunk)))
-            case ReduceChunk():
-                self._reduce(effect)
-            case AssemblePayload(round) if buffers.round(round):
-                return PayloadAssembled(round, buffers.assemble(round))
-            case FetchPayload(header, donors):
-                self._fetch_payload(header, donors)
-            case Apply() | FetchSnapshot() if self._is_digesting:
-                self._postponed = effect
-            case Apply(header):
-                self._apply(header)
-            case FetchSnapshot():
-                self._fetch_snapshot(effect)
-            case _:
-                world.note(self.name, effect)
-        return None
+    # The data of rounds ---------------------------------------------------------------------------------------
+    def _open_round(self, opening: OpenRound) -> None:
+        self._sent.begin_round()
+        self._received.begin_round()
+        self.buffers.open(opening.round.name)
+
+    def _send_chunk(self, send: SendChunk) -> None:
+        if self.buffers.round(send.round):
+            read = self.buffers.averaged if send.reduced else self.buffers.contribution
+            self.world.send_chunk(self, send, bytes(read(send.round, send.chunk)))
+
+    def accept(self, sender: str, send: SendChunk, data: bytes) -> Admitted:
+        """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""
+        header = ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent)
+        self._admission.check_size(sender, header, len(data))
+        self._received.passed(len(data))
+        return self._admission.take(sender, send.round, header, data)
+
+    def _average(self, reduce: ReduceChunk) -> None:
+        event = run_now(average_chunk(self.workload, self.buffers, self.name, reduce))
+        if event is not None:
+            self.world.soon(self, event)
+
+    def _assemble(self, assemble: AssemblePayload) -> None:
+        if self.buffers.round(assemble.round):
+            self.world.handle(self, PayloadAssembled(assemble.round, self.buffers.assemble(assemble.round)))
 
     def _report_rate(self) -> None:
         """What the link carried, in rounds that did not come to an end, too."""
@@ -197,29 +203,12 @@ class SimulatedPeer:
         if rate:
             self.world.soon(self, RateMeasured(rate))
 
-    def accept(self, sender: str, send: SendChunk, data: bytes) -> tuple[Event | None, bool]:
-        """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""
-        exchange, current = self.peer.exchange, self.buffers.round(send.round)
-        if exchange is None or current is None or exchange.name != send.round:
-            return None, False
-        self._received.passed(len(data))
-        if send.reduced and exchange.wants_reduced(sender, send.chunk):
-            self.buffers.store(send.round, send.chunk, data)
-            return ReducedArrived(send.round, sender, send.chunk, send.absent), True
-        if not send.reduced and exchange.wants_contribution(sender, send.chunk):
-            current.contributions[send.chunk][sender] = data
-            return ContributionArrived(send.round, sender, send.chunk), True
-        return None, exchange.is_done_with(sender, send.chunk, send.reduced)
-
-    def _reduce(self, reduce: ReduceChunk) -> None:
-        round, chunk = reduce.round, reduce.chunk
-        if self.buffers.round(round):
-            blocks = self.buffers.contributions(round, chunk, self.name, reduce.members)
-            average = self.workload.reduce([(bytes(data), tokens) for data, tokens in blocks])
-            self.buffers.store(round, chunk, average)
-            self.world.soon(self, ReducedArrived(round, self.name, chunk, reduce.absent))
-
-    def _apply(self, header: Header) -> None:
+    # The run's state ------------------------------------------------------------------------------------------
+    def _apply(self, apply: Apply) -> None:
+        if self._is_digesting:
+            self._postponed = apply
+            return
+        header = apply.header
         kept = self.buffers.kept.get(header.payload)
         if kept is None:
             raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
@@ -230,7 +219,7 @@ class SimulatedPeer:
             self._frozen = (header, state)
         self.world.soon(self, Applied(header))
 
-    def go_on(self, event: Event, now: float) -> None:
+    def go_on(self, event: Event) -> None:
         """What comes after an outer step: the digest of the state, and then what else is to be done with it. And what
         is measured of the link."""
         is_averaging = self.peer.state is State.AVERAGING
@@ -247,10 +236,11 @@ class SimulatedPeer:
                 self._is_digesting = False
                 postponed, self._postponed = self._postponed, None
                 if postponed is not None:
-                    self.carry_out(postponed, now)
+                    self.carry_out(postponed)
 
-    def _fetch_payload(self, header: Header, donors: tuple[str, ...]) -> None:
-        for donor in self.world.fetch_from(self, donors):
+    def _fetch_payload(self, fetch: FetchPayload) -> None:
+        header = fetch.header
+        for donor in self.world.fetch_from(self, fetch.donors):
             payload = donor.buffers.kept.get(header.payload)
             if payload is not None:
                 self.buffers.kept.keep(payload)
@@ -267,6 +257,9 @@ class SimulatedPeer:
         return Offered(offer, self.peer.log.at(last).position, ())
 
     def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:
+        if self._is_digesting:
+            self._postponed = fetch
+            return
         self.world.note(self.name, "fetches a state of", fetch.donor)
         donors = (fetch.donor, *fetch.others)
         offered = {
@@ -283,3 +276,13 @@ class SimulatedPeer:
         self._frozen = (chosen.offer.last, chosen.offer.state_digest)
         restored = SnapshotRestored(fetch.donor, *self._frozen, lineage_of(offered, donors))
         self.world.soon(self, restored, delays=5.0)
+
+
+def run_now(work: Coroutine[None, None, T]) -> T:
+    """Run what is asynchronous for the real driver's sake, and here waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        returned: T = done.value
+        return returned
+    raise RuntimeError("it waits for something")

@@ -231,10 +231,8 @@ class Swarm:
             self.on_effect(peer.name)
             if not peer.alive:
                 return
-            following = peer.carry_out(effect, self.now)
-            if following is not None:
-                self.handle(peer, following)
-        peer.go_on(event, self.now)
+            peer.carry_out(effect)
+        peer.go_on(event)
         if peer.is_settled:
             self.history.check(peer.name, peer.peer.log.position, peer.workload.state)
 

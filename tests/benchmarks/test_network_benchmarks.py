@@ -20,6 +20,10 @@ from benchmarks.wire import Course, Wire
 from tests.child_processes import child_processes
 from tests.swarm.networks import NetworkError, network
 
+MEGABITS = 20
+"""What a link of `two_namespaces` carries in a second. A round should take much longer than the thread that reads the
+counters may wait for a processor: without a limit 2 MB pass within one of its periods, and are seen too late."""
+
 
 @pytest.fixture
 def two_namespaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -30,6 +34,8 @@ def two_namespaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(namespaces, "IPERF_WARM_UP", 0)
     try:
         with network(2) as made:
+            for place in made.places:
+                made.slow_down(place, MEGABITS)
             yield ",".join(place.prefix[-1] for place in made.places)
     except NetworkError as error:
         pytest.skip(f"no network namespaces: {error}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client import REGISTRY
 
-from opendiloco.workers.control import TrainingProgress
+from opendiloco.workers.control import InnerStepDone
 from opendiloco.workers.telemetry import VALUES, Telemetry, values_of
 from peers.presence.heartbeat import HeldOut
 from tests.opendiloco.trainings import NotingTracker, training_done
@@ -60,7 +60,7 @@ def test_trackers_count_the_inner_steps_of_the_run() -> None:
     telemetry, tracker = Telemetry(inner_steps=10), NotingTracker()
     telemetry.trackers.append(tracker)
     telemetry.evaluated(HeldOut(index=3, loss=2.5))
-    telemetry.progressed(3, TrainingProgress(inner_step=1, loss=2.0, gradient_norm=0.1, tokens_per_second=5.0))
+    telemetry.progressed(3, InnerStepDone(inner_step=1, loss=2.0, gradient_norm=0.1, tokens_per_second=5.0))
     assert tracker.records == [
         (30, {"held_out/loss": 2.5}),
         (31, {"inner_step/loss": 2.0, "inner_step/gradient_norm": 0.1}),

@@ -27,7 +27,7 @@ from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.export import RunFacts
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.workers.control import StopTraining
+from opendiloco.workers.control import EndInnerLoop
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
@@ -161,7 +161,7 @@ def test_when_one_worker_is_told_to_stop_all_stop_after_the_same_inner_step(grou
         def tell_the_last(progress: Progress) -> None:
             seen.append(progress)
             if progress.inner_step == 3:
-                group._workers[-1].write(StopTraining(number=group._trainings))
+                group._workers[-1].write(EndInnerLoop(number=group._trainings))
 
         trained = await group.train(InnerLoop(0, ENDLESS, 10**6, 0), tell_the_last)
         assert trained.samples == (SampleRange(0, 5 * len(seen)),)

@@ -12,7 +12,7 @@ import pytest
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.shared_memory import reserve
-from opendiloco.workers.control import Configure, Configured, Message, Train, TrainingProgress
+from opendiloco.workers.control import Configure, Configured, ControlMessage, InnerStepDone, RunInnerLoop
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.process import Descriptors, WorkerDeathError, WorkerProcess
@@ -42,7 +42,7 @@ class Played(WorkerProcess):
         return cls.all[-1]
 
     async def exchange(
-        self, command: Message, answer: type[Any], on_progress: Callable[[TrainingProgress], None]
+        self, command: ControlMessage, answer: type[Any], on_progress: Callable[[InnerStepDone], None]
     ) -> Any:
         if isinstance(command, Configure):
             self.configured = command
@@ -55,7 +55,7 @@ class Played(WorkerProcess):
                 flops_per_token=100.0,
                 micro_batch=min(command.options.micro_batch or 8, 8),
             )
-        assert isinstance(command, Train)
+        assert isinstance(command, RunInnerLoop)
         if command.number in self.deaths:
             if self.deaths[command.number] == self.configured.rank:
                 self.ended.set()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opendiloco.workers.control import TrainingDone
+from opendiloco.workers.control import InnerLoopDone
 from peers.values.leases import SampleRange
 
 
-def training_done(**changes: Any) -> TrainingDone:
+def training_done(**changes: Any) -> InnerLoopDone:
     """64 tokens in 4 inner steps and 2 seconds, unless told otherwise."""
     values = {
         "samples": (SampleRange(0, 4),),
@@ -22,7 +22,7 @@ def training_done(**changes: Any) -> TrainingDone:
         "waited_seconds": 0.5,
         "peak_memory_bytes": 3 * 2**30,
     }
-    return TrainingDone.model_validate(values | changes)
+    return InnerLoopDone.model_validate(values | changes)
 
 
 class NotingTracker:

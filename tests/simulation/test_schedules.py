@@ -19,7 +19,6 @@ from peers.log.settings import RunSettings, Timing
 from peers.protocol.events import (
     Dropped,
     Effect,
-    Event,
     FetchPayload,
     FetchSnapshot,
     Note,
@@ -34,7 +33,7 @@ from peers.protocol.messages import Adopt, Attempt, Begin, Commit, Complete, Mes
 from peers.protocol.slot import Slot
 from peers.protocol.states import State
 from peers.simulator.history import InvariantError
-from peers.simulator.schedules import CALM, Blow, Plan, agreed, failure, live, plan, report, smallest
+from peers.simulator.schedules import CALM, Blow, Life, agreed, draw_life, failure, live, report, smallest
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Faults, Swarm
 from peers.values.leases import SampleRange, sample_count
@@ -77,15 +76,15 @@ def test_random_lives(first: int) -> None:
             watched(swarm)
 
         try:
-            live(plan(seed), watch)
+            live(draw_life(seed), watch)
         except Exception as error:
             trace = "\n".join(" ".join(map(str, line)) for line in swarms[0].trace[-60:])
-            pytest.fail(f"{trace}\n{type(error).__name__}: {error}\n{plan(seed)}")
+            pytest.fail(f"{trace}\n{type(error).__name__}: {error}\n{draw_life(seed)}")
 
 
 def test_the_same_seed_gives_the_same_life() -> None:
     def trace(seed: int) -> list[str]:
-        return [" ".join(map(str, line)) for line in live(plan(seed)).trace]
+        return [" ".join(map(str, line)) for line in live(draw_life(seed)).trace]
 
     first, second = trace(7), trace(7)
     assert len(first) > 100
@@ -93,12 +92,12 @@ def test_the_same_seed_gives_the_same_life() -> None:
     assert trace(8) != first
 
 
-def test_plans_are_drawn_from_all_there_is() -> None:
-    plans = [plan(seed) for seed in range(SEEDS)]
-    assert plan(3) == plans[3]
-    assert {blow.kind for life in plans for blow in life.blows} == {"kill", "leave", "cut off", "deafen", "stop"}
-    assert {life.peers for life in plans} >= {2, 3, 12}
-    for life in plans:
+def test_lives_are_drawn_from_all_there_is() -> None:
+    lives = [draw_life(seed) for seed in range(SEEDS)]
+    assert draw_life(3) == lives[3]
+    assert {blow.kind for life in lives for blow in life.blows} == {"kill", "leave", "cut off", "deafen", "stop"}
+    assert {life.peers for life in lives} >= {2, 3, 12}
+    for life in lives:
         mortal = {blow.peer for blow in life.blows if blow.kind in ("kill", "leave")}
         assert 2 * len(mortal) < life.peers, "who comes back has forgotten everything: only a minority may"
 
@@ -347,10 +346,10 @@ class Fetches:
         self._carry_out = one.carry_out
         one.carry_out = self.see  # type: ignore[method-assign]
 
-    def see(self, effect: Effect, now: float) -> Event | None:
+    def see(self, effect: Effect) -> None:
         self.payloads += isinstance(effect, FetchPayload)
         self.snapshots += isinstance(effect, FetchSnapshot)
-        return self._carry_out(effect, now)
+        self._carry_out(effect)
 
 
 @pytest.mark.parametrize("missed", [1, 3, SETTINGS.snapshot_every, SETTINGS.snapshot_every + 2])
@@ -620,7 +619,7 @@ def test_planted_faults_are_noticed(
         life(1)
 
 
-def with_more(life: Plan) -> Plan:
+def with_more(life: Life) -> Life:
     """The same life, with more that befalls it."""
     more = tuple(Blow("stop", name, 10 + 7 * number, 3.0) for number, name in enumerate(("peer1", "peer2")))
     return replace(life, blows=more + life.blows, faults=Faults(loss=0.02, duplication=0.1, suspicion=0.01))
@@ -634,7 +633,7 @@ def dies_of_a_kill(self: Swarm, name: str) -> None:
 def test_a_failing_life_is_shown_at_its_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Swarm, "kill", dies_of_a_kill)
     blow = Blow("kill", "peer0", 5, 1.0)
-    life = with_more(Plan(4, 3, CALM, (blow,)))
+    life = with_more(Life(4, 3, CALM, (blow,)))
     assert failure(life)
     least = smallest(life)
     assert least.blows == (blow,), "the others are not needed for it"
@@ -647,9 +646,9 @@ def test_a_failing_life_is_shown_at_its_smallest(monkeypatch: pytest.MonkeyPatch
 
 def test_a_life_that_fails_for_any_of_two_reasons_keeps_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Swarm, "kill", dies_of_a_kill)
-    life = Plan(4, 3, CALM, (Blow("kill", "peer0", 5, 1.0), Blow("kill", "peer0", 9, 1.0)))
+    life = Life(4, 3, CALM, (Blow("kill", "peer0", 5, 1.0), Blow("kill", "peer0", 9, 1.0)))
     assert len(smallest(life).blows) == 1
 
 
 def test_a_life_without_fault_has_no_failure() -> None:
-    assert failure(Plan(4, 3, CALM, (Blow("stop", "peer1", 10, 3.0),))) is None
+    assert failure(Life(4, 3, CALM, (Blow("stop", "peer1", 10, 3.0),))) is None

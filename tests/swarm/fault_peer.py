@@ -20,7 +20,9 @@ from typing import Any
 import click
 
 from benchmarks.processes import say
-from peers.driver.driver import CALL, Driver
+from peers.driver.driver import Driver
+from peers.driver.keeping import Keeping
+from peers.driver.messenger import CALL
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.net import foothold
@@ -108,7 +110,7 @@ class FaultyTransport(HivemindTransport):
 
 class FaultyDriver(Driver):
     def __init__(self, identity: Identity, transport: FaultyTransport, workload: VectorWorkload) -> None:
-        super().__init__(identity, transport, workload, SETTINGS, workload.state.digest())
+        super().__init__(identity, transport, workload, SETTINGS, Keeping(workload.state.digest()))
         self._fault = transport.fault
 
     def handle(self, event: Event) -> None:

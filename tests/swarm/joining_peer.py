@@ -21,6 +21,7 @@ import click
 
 from benchmarks.processes import say
 from peers.driver.driver import Driver
+from peers.driver.keeping import Keeping
 from peers.log.settings import RunSettings, Timing
 from peers.net.daemon import Daemon
 from peers.net.transport import HivemindTransport
@@ -90,8 +91,8 @@ def still_driver(
     companion: CompanionState | None = None,
 ) -> Driver:
     workload = StillWorkload()
-    digest = workload.state.digest()
-    driver = Driver(identity, transport, workload, SETTINGS, digest, storage=storage, companion=companion)
+    keeping = Keeping(workload.state.digest(), storage=storage)
+    driver = Driver(identity, transport, workload, SETTINGS, keeping, companion)
     driver.on_snapshot = lambda snapshot: workload.frozen.set()
     return driver
 

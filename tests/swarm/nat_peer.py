@@ -14,6 +14,7 @@ import click
 
 from benchmarks.processes import say
 from peers.driver.driver import Driver
+from peers.driver.keeping import Keeping
 from peers.links.settings import LinkSettings
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
@@ -35,7 +36,7 @@ class TellingDriver(Driver):
     def __init__(
         self, identity: Identity, transport: HivemindTransport, settings: RunSettings, workload: UnhurriedWorkload
     ) -> None:
-        super().__init__(identity, transport, workload, settings, workload.state.digest())
+        super().__init__(identity, transport, workload, settings, Keeping(workload.state.digest()))
         self._reaching = transport.reach
         self._averaged = 0
         self.on_entry = self._tell

@@ -70,6 +70,11 @@ class Network:
     def mend(self, place: Place) -> None:
         self._ip("link", "set", place.port, "up")
 
+    def slow_down(self, place: Place, megabits: int) -> None:
+        """No more than so many megabits a second arrive there from now on."""
+        limit = ("rate", f"{megabits}mbit", "burst", "32kb", "latency", "200ms")
+        run("tc", "-n", self._switch, "qdisc", "add", "dev", place.port, "root", "tbf", *limit)
+
     def _ip(self, *arguments: str) -> None:
         """In the namespace of the switch."""
         run("ip", "-n", self._switch, *arguments)

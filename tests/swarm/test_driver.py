@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import pytest
 
 from peers.driver.driver import Driver
+from peers.driver.keeping import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.net.transport import HivemindTransport
-from peers.protocol.events import ChunkSent, Event, OpenRound, SendChunk
+from peers.protocol.events import ChunkSent, Effect, Event, OpenRound, SendChunk
 from peers.protocol.messages import Attempt
+from peers.values.chunks import Chunking
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from tests.swarm.vector_workload import VectorWorkload
@@ -60,7 +62,7 @@ class Swarm:
         identity = Identity.generate()
         transport = await HivemindTransport.create(identity, self.bootstrap.addresses, LOCAL)
         workload = VectorWorkload()
-        driver = Driver(identity, transport, workload, SETTINGS, workload.state.digest())
+        driver = Driver(identity, transport, workload, SETTINGS, Keeping(workload.state.digest()))
         volunteer = Volunteer(driver, transport, workload, asyncio.create_task(driver.run()))
         self.volunteers.append(volunteer)
         return volunteer
@@ -145,21 +147,20 @@ class DiesAfterItsFirstChunk:
         self.round: Attempt | None = None
         self.confirmed = asyncio.Event()
         driver = volunteer.driver
-        self._open, self._send, self._handle = driver._open_round, driver._traffic.send, driver.handle
+        self._carry_out, self._handle = driver._effects.carry_out, driver.handle
         self._chosen: SendChunk | None = None
-        driver._open_round, driver._traffic.send = self.open_round, self.send  # type: ignore[method-assign]
+        driver._effects.carry_out = self.carry_out  # type: ignore[method-assign]
         driver.handle = self.handle  # type: ignore[method-assign]
 
-    def open_round(self, opened: OpenRound) -> None:
-        self.round = self.round or opened.round.name
-        self._open(opened)
-
-    def send(self, send: SendChunk) -> None:
-        if self.round is None:
-            self._send(send)
-        elif self._chosen is None:
-            self._chosen = send
-            self._send(send)
+    def carry_out(self, effect: Effect) -> None:
+        match effect:
+            case OpenRound(round):
+                self.round = self.round or round.name
+            case SendChunk() if self.round is not None:
+                if self._chosen is not None:
+                    return
+                self._chosen = effect
+        self._carry_out(effect)
 
     def handle(self, event: Event) -> None:
         if self._chosen and isinstance(event, ChunkSent) and event.round == self.round:
@@ -179,14 +180,15 @@ class DiesAfterItsFirstChunk:
 def rounds_opened_by(volunteer: Volunteer) -> list[Attempt]:
     """The rounds that it takes part in from now on."""
     names = list[Attempt]()
-    driver = volunteer.driver
-    open_round = driver._open_round
+    effects = volunteer.driver._effects
+    carry_out = effects.carry_out
 
-    def remember(opening: OpenRound) -> None:
-        names.append(opening.round.name)
-        open_round(opening)
+    def remember(effect: Effect) -> None:
+        if isinstance(effect, OpenRound):
+            names.append(effect.round.name)
+        carry_out(effect)
 
-    driver._open_round = remember  # type: ignore[method-assign, assignment]
+    effects.carry_out = remember  # type: ignore[method-assign]
     return names
 
 
@@ -227,7 +229,7 @@ def test_a_death_in_the_middle_of_a_round_costs_no_restart(place: int) -> None:
             assert entries[0][index + 1] == entries[1][index + 1]
             header, _ = entries[0][index]
             missed = {member.peer: member.missed for member in header.roster}
-            assert missed.pop(victim_id) == victim.driver._buffers.size.chunks - 1, "one chunk of its had arrived"
+            assert missed.pop(victim_id) == Chunking(victim.workload.block_count).count - 1, "one chunk of its had arrived"
             assert missed == {one.driver.peer.me: 0 for one in others}
 
     asyncio.run(scenario())

@@ -19,7 +19,14 @@ from typing import TypeVar
 import pytest
 from prometheus_client import REGISTRY
 
-from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, SwarmUnreachableError
+from peers.errors import (
+    DilocoPeerError,
+    LocalNetworkError,
+    LocalProtocolError,
+    ManifestError,
+    RemoteProtocolError,
+    SwarmUnreachableError,
+)
 from peers.links import arranging
 from peers.links.contacts import Contact
 from peers.links.settings import LinkSettings
@@ -210,6 +217,7 @@ def test_nodes_refuse_records_that_do_not_prove_themselves() -> None:
 
 def test_calls(caplog: pytest.LogCaptureFixture) -> None:
     senders: list[str] = []
+    before = REGISTRY.get_sample_value("diloco_peer_dropped_total", {"what": "message"}) or 0.0
 
     async def echo(sender: str, payload: bytes) -> bytes:
         senders.append(sender)
@@ -217,6 +225,9 @@ def test_calls(caplog: pytest.LogCaptureFixture) -> None:
 
     async def refuse(sender: str, payload: bytes) -> bytes:
         raise RefusalError("not today")
+
+    async def drop(sender: str, payload: bytes) -> bytes:
+        raise RemoteProtocolError(sender, "a message of another run")
 
     async def crash(sender: str, payload: bytes) -> bytes:
         raise ZeroDivisionError
@@ -228,7 +239,8 @@ def test_calls(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         # Neither peer was told the other's address: the bootstrap node is all they have in common.
         async with swarm(3) as (_, caller, callee):
-            for name, handler in (("echo", echo), ("refuse", refuse), ("crash", crash), ("hang", hang)):
+            handlers = (("echo", echo), ("refuse", refuse), ("drop", drop), ("crash", crash), ("hang", hang))
+            for name, handler in handlers:
                 await callee.on_call(name, handler)
             there = callee.peer_id
             assert await caller.call(there, "echo", b"abc", TIMEOUT) == b"cba"
@@ -238,6 +250,8 @@ def test_calls(caplog: pytest.LogCaptureFixture) -> None:
                 await caller.call(there, "echo", bytes(MESSAGE_LIMIT + 1), TIMEOUT)
             with pytest.raises(PeerRefusedError, match="not today"):
                 await caller.call(there, "refuse", b"", TIMEOUT)
+            with pytest.raises(PeerRefusedError, match="another run"):
+                await caller.call(there, "drop", b"", TIMEOUT)
             with pytest.raises(PeerRefusedError, match="internal error"):
                 await caller.call(there, "crash", b"", TIMEOUT)
             with pytest.raises(PeerUnreachableError, match="no answer in time") as caught:
@@ -248,7 +262,11 @@ def test_calls(caplog: pytest.LogCaptureFixture) -> None:
                     await caller.call(peer_id, name, b"", TIMEOUT)
 
     asyncio.run(main())
-    assert [record.levelname for record in caplog.records if record.name.startswith("peers.")] == ["ERROR"]
+    dropped, failed = (record for record in caplog.records if record.name.startswith("peers."))
+    assert dropped.levelname == "WARNING"
+    assert dropped.getMessage() == f"dropped a drop message: peer {senders[0]}: a message of another run"
+    assert failed.levelname == "ERROR"
+    assert REGISTRY.get_sample_value("diloco_peer_dropped_total", {"what": "message"}) == before + 1
 
 
 async def send_chunks(sender: HivemindTransport, peer_id: str, outbox: Outbox, protocol: str = "chunks") -> Outbox:

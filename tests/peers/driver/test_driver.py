@@ -13,9 +13,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver import driver as driver_module
-from peers.driver import traffic
+from peers.driver import incoming, outgoing
 from peers.driver.driver import Driver, Transport
-from peers.driver.traffic import CHUNKS, StreamHeader, Traffic
+from peers.driver.incoming import CHUNKS, StreamHeader
+from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
 from peers.log.payload import Payload
 from peers.protocol.events import (
@@ -32,7 +33,7 @@ from peers.protocol.events import (
 from peers.protocol.messages import Abort, Accuse, Attempt, Commit, Complete, Message, unpack_message
 from peers.protocol.states import State
 from peers.streams.channel import Channel
-from peers.transfer.buffers import RoundBuffers
+from peers.transfer.buffers import PayloadBuffers, RoundBuffers
 from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, unpack
@@ -140,19 +141,18 @@ class FussyWorkload(FakeWorkload):
 class DriverOf(Driver):
     """Runs the peer of a rig, on the rig's clock."""
 
-    def __init__(self, rig: Rig, transport: SlowTransport) -> None:
+    def __init__(self, transport: SlowTransport) -> None:
         self.workload = FussyWorkload()
-        super().__init__(Identity.generate(), cast(Transport, transport), self.workload, SETTINGS, STATE)
-        self.peer = rig.peer
-        self._traffic = Traffic(rig.peer, transport, self.workload, self._buffers, self)
-        self._buffers.own = bytes(SIZE.bytes)
+        super().__init__(Identity.generate(), cast(Transport, transport), self.workload, SETTINGS, Keeping(STATE))
+        self.buffers = self._rounds._buffers
+        self.buffers.own = bytes(SIZE.bytes)
 
     def carry_on(self, rig: Rig) -> None:
         """Begin what the rig's last event asked for."""
         for effect in rig.effects:
             if isinstance(effect, OpenRound | SendChunk):
-                self._carry_out(effect)
-        self._follow_round()
+                self._effects.carry_out(effect)
+        self._rounds.follow()
 
     @property
     def round(self) -> Attempt:
@@ -161,7 +161,7 @@ class DriverOf(Driver):
 
     @property
     def current(self) -> RoundBuffers:
-        current = self._buffers.round(self.round)
+        current = self.buffers.round(self.round)
         assert current is not None
         return current
 
@@ -171,17 +171,19 @@ class DriverOf(Driver):
         self.handle(ContributionArrived(self.round, sender, chunk))
 
     def receive_average(self, sender: str, chunk: int, data: bytes) -> None:
-        self._buffers.store(self.round, chunk, data)
+        self.buffers.store(self.round, chunk, data)
         self.handle(ReducedArrived(self.round, sender, chunk, ()))
 
 
 @asynccontextmanager
 async def driving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DriverOf, SlowTransport]]:
     monkeypatch.setattr(driver_module, "now", lambda: rig.now)
+    monkeypatch.setattr(driver_module, "Peer", lambda *settings: rig.peer)
     monkeypatch.setattr(asyncio, "to_thread", at_once)
-    monkeypatch.setattr(traffic, "CLOSING_TIME", 0.0)  # these streams never end properly
+    for module in (outgoing, incoming):
+        monkeypatch.setattr(module, "CLOSING_TIME", 0.0)  # these streams never end properly
     transport = SlowTransport()
-    driver = DriverOf(rig, transport)
+    driver = DriverOf(transport)
     async with asyncio.TaskGroup() as driver._tasks:
         driver.carry_on(rig)
         yield driver, transport
@@ -226,7 +228,7 @@ def test_our_own_unusable_numbers_are_our_own_error(monkeypatch: pytest.MonkeyPa
         rig = at_second().trained().averaging()
         async with driving(rig, monkeypatch) as (driver, _):
             await quiet()
-            driver._buffers.own = b"spoilt! " * (SIZE.bytes // 8)
+            driver.buffers.own = b"spoilt! " * (SIZE.bytes // 8)
             driver.receive("a", 2, bytes(BLOCK))
             driver.receive("c", 2, bytes(BLOCK))
             await quiet()
@@ -263,7 +265,7 @@ def test_streams_end_with_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         async with driving(rig, monkeypatch) as (driver, transport):
             await quiet()
             assert transport.streams
-            driver._buffers.kept.keep(payload)
+            driver.buffers.kept.keep(payload)
             rig.holding(payload.digest)
             driver.handle(Received("a", Commit(header=rig.next_header(payload.digest))))
             await quiet()
@@ -297,7 +299,7 @@ def test_a_round_ends_in_a_payload_that_is_kept_and_named(monkeypatch: pytest.Mo
                 driver.receive_average(sender, chunk, b"%d" % chunk * BLOCK)
             await quiet()
             ((to, complete),) = transport.messages(Complete)
-            kept = driver._buffers.kept.get(complete.payload)
+            kept = driver.buffers.kept.get(complete.payload)
             assert to == "a"
             assert kept is not None
             assert kept.data == b"".join(
@@ -314,7 +316,7 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
         rig, quantized = at_second(), b"trained!" * (SIZE.bytes // 8)
         async with driving(rig, monkeypatch) as (driver, transport):
             driver.workload.trained = quantized
-            driver._carry_out(Train(1, rig.lease, 10, 0))
+            driver._effects.carry_out(Train(1, rig.lease, 10, 0))
             await quiet()
             assert rig.is_in(State.TRAINING)
             driver.workload.may_end_training.set()
@@ -322,7 +324,7 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
             assert rig.is_in(State.READY)
             driver.workload.trained = b"another!" * (SIZE.bytes // 8)
             driver.handle(Received("a", rig.begin()))
-            assert driver._buffers.contribution(driver.round, 0) == quantized[:BLOCK]
+            assert driver.buffers.contribution(driver.round, 0) == quantized[:BLOCK]
             await quiet()
             assert transport.streams == {("a", driver.round), ("c", driver.round)}
 
@@ -334,7 +336,7 @@ def test_a_reduction_of_a_round_that_is_over_is_dropped(monkeypatch: pytest.Monk
         rig = at_second().trained().averaging()
         async with driving(rig, monkeypatch) as (driver, transport):
             await quiet()
-            driver._carry_out(ReduceChunk(rig.attempt(9), 2, TOKENS, ()))
+            driver._effects.carry_out(ReduceChunk(rig.attempt(9), 2, TOKENS, ()))
             await quiet()
             assert transport.messages(Accuse) == []
             assert rig.is_in(State.AVERAGING)
@@ -369,9 +371,9 @@ def some_payload() -> Payload:
 async def donor(payload: Payload) -> SlowTransport:
     """The way to a peer that keeps this payload."""
     transport = SlowTransport()
-    kept = DriverOf(at_second(), transport)._buffers
-    kept.kept.keep(payload)
-    await serve_payloads(transport, {RUN: kept})
+    buffers = PayloadBuffers(FakeWorkload())
+    buffers.kept.keep(payload)
+    await serve_payloads(transport, {RUN: buffers})
     assert PAYLOAD in transport.serve
     return transport
 
@@ -417,7 +419,7 @@ def test_an_entry_whose_payload_is_not_here_is_not_applied(monkeypatch: pytest.M
     async def scenario() -> None:
         rig = at_second().trained()
         async with driving(rig, monkeypatch) as (driver, _):
-            driver._carry_out(Apply(rig.next_header()))
+            driver._effects.carry_out(Apply(rig.next_header()))
             await quiet()
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -432,7 +434,7 @@ def test_what_is_lost_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, capl
 
     async def scenario() -> None:
         async with driving(at_second(), monkeypatch) as (driver, _):
-            driver._carry_out(TokensLost("entries", 300, "our entries from 7 on are not in the lineage of a"))
+            driver._effects.carry_out(TokensLost("entries", 300, "our entries from 7 on are not in the lineage of a"))
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.driver import traffic
-from peers.driver.traffic import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, ChunkHeader, StreamHeader, Traffic
+from peers.driver import outgoing
+from peers.driver.incoming import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, StreamHeader
+from peers.driver.traffic import Traffic
 from peers.errors import RemoteProtocolError
 from peers.protocol.events import (
     BadBlocks,
@@ -32,6 +33,7 @@ from peers.protocol.messages import Abort, Attempt
 from peers.protocol.peer import Peer
 from peers.streams.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
 from peers.streams.lanes import FEWEST, MOST
+from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import pack, unpack
 from tests.peers.builders import SIZE, Rig
@@ -161,10 +163,11 @@ class Host:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
+        self.peer = rig.peer
         self.events: list[Event] = []
         self.wire = Wire(self.notify)
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.traffic = Traffic(rig.peer, self.wire, FakeWorkload(), self.buffers, self)
+        self.traffic = Traffic(self.wire, FakeWorkload(), self.buffers, self)
         self._waiting: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._held_back: list[SendChunk] = []
@@ -471,20 +474,20 @@ def test_one_of_many_streams_that_breaks_leaves_the_others_their_work() -> None:
 
 
 def test_streams_to_all_members_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic, "STREAMS", 10)
+    monkeypatch.setattr(outgoing, "STREAMS", 10)
 
     async def scenario() -> None:
         async with Host.running() as host:
-            host.traffic._lanes.count = MOST
+            host.traffic._outgoing._lanes.count = MOST
             host.buffers.own = OWN
             host.traffic.send(SendChunk(host.round, "a", 0, False))
-            assert len(host.traffic._senders["a"]) == SIZE.chunks, "no more than there are chunks"
+            assert len(host.traffic._outgoing._senders["a"]) == SIZE.chunks, "no more than there are chunks"
             host.traffic.send(SendChunk(host.round, "c", 4, False))
-            assert len(host.traffic._senders["c"]) == 5
-            monkeypatch.setattr(traffic, "STREAMS", 1)
-            host.traffic._senders["c"].clear()
+            assert len(host.traffic._outgoing._senders["c"]) == 5
+            monkeypatch.setattr(outgoing, "STREAMS", 1)
+            host.traffic._outgoing._senders["c"].clear()
             host.traffic.send(SendChunk(host.round, "c", 4, False))
-            assert len(host.traffic._senders["c"]) == FEWEST
+            assert len(host.traffic._outgoing._senders["c"]) == FEWEST
 
     simulate(scenario())
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.log.payload import KEPT_AT_LEAST, KeptPayloads, Payload
-from peers.simulator.simulated_peer import SimulatedWorkload
+from peers.simulator.simulated_workload import SimulatedWorkload
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.chunks import payload_digest
 from peers.values.memory import empty

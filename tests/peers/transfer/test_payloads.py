@@ -13,7 +13,7 @@ import pytest
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
 from peers.log.payload import Payload
-from peers.simulator.simulated_peer import BLOCK_BYTES, SimulatedWorkload
+from peers.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
 from peers.streams import places as places_module
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer.buffers import PayloadBuffers

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import cast
 
 import pytest
 
-from peers.driver.spoiler import find_spoiler
 from peers.errors import DilocoPeerError
-from peers.values.workload import BadBlocksError, Workload
+from peers.transfer.chunk_average import find_spoiler
+from peers.values.workload import BadBlocksError, Blocks
 
 GOOD, BAD = (b"good", 10), (b"bad", 10)
 IDLE = (b"good", 0)
@@ -24,7 +23,7 @@ class Fussy:
         self.calls = 0
 
     async def reduce(
-        self, contributions: Sequence[tuple[bytes, int]], first_block: int, out: memoryview | None = None
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
     ) -> bytes:
         self.calls += 1
         assert any(tokens for _, tokens in contributions)
@@ -49,5 +48,5 @@ def test_the_first_that_spoils_the_average(
     contributions: list[tuple[bytes, int]], place: int, error: Exception
 ) -> None:
     workload = Fussy(error)
-    assert asyncio.run(find_spoiler(cast(Workload, workload), contributions, 0)) == place
+    assert asyncio.run(find_spoiler(workload, contributions, 0)) == place
     assert workload.calls <= 10

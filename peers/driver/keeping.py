@@ -1,0 +1,43 @@
+"""What a peer has of its run when it begins, and where it keeps what comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peers.log.folder import MemoryLog, RunLog
+from peers.log.state import LogState
+from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.storage import MemoryStorage, Storage
+from peers.values.workload import Blocked
+
+KEPT_BYTES = 1 << 30  # payloads kept for peers that fell behind
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Where a peer keeps payloads, headers and snapshots."""
+
+    buffers: PayloadBuffers
+    log: RunLog
+    storage: Storage
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where a peer's state is when it begins, and where the peer keeps what comes.
+
+    `position` is where in the log the workload's state is (None: before the first entry), with `state_digest`. `log`
+    keeps what is applied from there, `storage` has room for snapshots (None: both in memory). `payload_bytes` of past
+    payloads stay in memory in any case.
+    """
+
+    state_digest: bytes
+    position: LogState | None = None
+    log: RunLog | None = None
+    storage: Storage | None = None
+    payload_bytes: int = KEPT_BYTES
+
+    def stores(self, blocked: Blocked, empty_log: LogState) -> Stores:
+        """Return the stores of a run with payloads of so many blocks."""
+        log = MemoryLog(empty_log, 0) if self.log is None else self.log
+        return Stores(PayloadBuffers(blocked, self.payload_bytes, log.payload), log, self.storage or MemoryStorage())

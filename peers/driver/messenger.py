@@ -1,0 +1,69 @@
+"""The protocol's messages, to and from the network."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Protocol
+
+from peers.driver.host import Host
+from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.protocol.events import Received, Send, Undelivered
+from peers.protocol.messages import Message, Packer, unpack_message
+from peers.streams.channel import PeerRefusedError, PeerUnreachableError
+from peers.values.wire import WireError
+
+logger = logging.getLogger(__name__)
+
+CALL = "message"
+CALL_TIMEOUT = 10.0  # seconds
+
+
+class MessageTransport(Protocol):
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
+    async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
+
+
+class Messenger:
+    """Sends one peer's messages, and takes in those of others."""
+
+    def __init__(self, transport: MessageTransport, host: Host) -> None:
+        self._run = host.peer.settings.run
+        self._transport = transport
+        self._host = host
+        self._packer = Packer(self._run)
+
+    async def serve(self) -> None:
+        await self._transport.on_call(CALL, self._receive)
+
+    def send(self, send: Send) -> None:
+        self._host.start(self._send(send.to, send.message))
+
+    def last_words(self, message: Message, to: Iterable[str], timeout: float) -> list[Awaitable[object]]:
+        """Return what tells this to each of these peers. Failures are of no consequence."""
+        packed = self._packer.pack(message)
+        return [self._transport.call(peer, CALL, packed, timeout) for peer in to]
+
+    async def _send(self, to: str, message: Message) -> None:
+        try:
+            await self._transport.call(to, CALL, self._packer.pack(message), CALL_TIMEOUT)
+        except PeerRefusedError as error:
+            logger.warning("%s", error)
+        except PeerUnreachableError as error:
+            logger.debug("%s", error)
+            self._host.handle(Undelivered(to))
+        except LocalProtocolError as error:  # too large: what others sent us may have made it so
+            logger.error("cannot tell %s: %s", to, error)
+
+    async def _receive(self, sender: str, data: bytes) -> bytes:
+        """Take in a message. The transport drops and counts what is none: not of this run or this version, of no known
+        kind, or with a field out of bounds.
+
+        Raises: RemoteProtocolError.
+        """
+        try:
+            message = unpack_message(self._run, data)
+        except WireError as error:
+            raise RemoteProtocolError(sender, str(error)) from error
+        self._host.handle(Received(sender, message))
+        return b""

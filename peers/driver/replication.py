@@ -1,0 +1,126 @@
+"""The run's state on this machine: stepped on by entries, fetched where it is behind, and given to others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from peers import metrics
+from peers.driver.host import Host
+from peers.driver.keeping import Stores
+from peers.driver.recorder import Recorder
+from peers.errors import LocalProtocolError
+from peers.log.header import Header
+from peers.protocol.events import (
+    Applied,
+    Apply,
+    Digested,
+    FetchPayload,
+    FetchSnapshot,
+    PayloadFetched,
+    PayloadNotFetched,
+    SnapshotFailed,
+    SnapshotRestored,
+)
+from peers.transfer.download import PullTransport
+from peers.transfer.freezing import Freezer
+from peers.transfer.headers import serve_headers
+from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
+from peers.transfer.snapshot_fetch import fetch_snapshot
+from peers.transfer.snapshots import FrozenSnapshot, serve_snapshots
+from peers.values.workload import SnapshotError, Workload
+
+logger = logging.getLogger(__name__)
+
+
+class Replication:
+    """Momentum and theta, and what is kept of how they came about.
+
+    `on_entry` is told of every entry applied here, with the state digest after it; `on_snapshot` of every state that is
+    frozen here or fetched.
+    """
+
+    def __init__(
+        self, transport: PullTransport, workload: Workload, stores: Stores, worker: asyncio.Lock, host: Host
+    ) -> None:
+        """`worker` is held while another state is fetched, so that nobody trains from this one."""
+        self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
+        self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
+        self._transport = transport
+        self._workload = workload
+        self._stores = stores
+        self._worker = worker
+        self._host = host
+        self._peer = host.peer
+        self._payloads = Payloads(transport, host.peer.settings.run, stores.buffers)
+        self._recorder = Recorder(stores.log, host.peer, transport, host.start)
+        self._freezer = Freezer(host.peer, workload, stores.storage, host)
+        self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
+        self.lock = self._freezer.state_lock
+        """Held while momentum and theta change or are read."""
+
+    async def serve(self) -> None:
+        run = self._peer.settings.run
+        await serve_payloads(self._transport, {run: self._stores.buffers})
+        await serve_headers(self._transport, {run: self._stores.log.headers})
+        await serve_snapshots(self._transport, {run: self._freezer})
+
+    async def finish(self) -> None:
+        """Wait until what was applied is on the disk, within seconds."""
+        await self._recorder.finish()
+
+    def apply(self, apply: Apply) -> None:
+        self._host.start(self._apply(apply))
+
+    async def _apply(self, apply: Apply) -> None:
+        header, kept = apply.header, self._stores.buffers.kept.get(apply.header.payload)
+        if kept is None:
+            raise LocalProtocolError(f"the payload of entry {header.index} is to be applied and not here")
+        async with self.lock:
+            await self._workload.apply(kept.data, header.index, apply.keeps_work)
+            metrics.ENTRIES_APPLIED.inc()
+            self._host.handle(Applied(header))
+            state_digest = await self._workload.state_digest()
+            self._host.handle(Digested(header, state_digest))
+        self.on_entry(header, state_digest)
+        self._recorder.add(header, state_digest, kept)
+        self._host.start(self._freeze())
+
+    async def _freeze(self) -> None:
+        try:
+            await self._freezer.freeze_if_chosen()
+        except (OSError, SnapshotError) as error:
+            logger.error("no snapshot of outer step %d: %s", self._peer.log.position.index, error)
+
+    def fetch_payload(self, fetch: FetchPayload) -> None:
+        self._host.start(self._fetch_payload(fetch))
+
+    async def _fetch_payload(self, fetch: FetchPayload) -> None:
+        try:
+            await self._payloads.fetch(fetch.header, fetch.donors)
+        except PayloadError as error:
+            self._host.handle(PayloadNotFetched(fetch.header, str(error)))
+        else:
+            metrics.PAYLOADS_FETCHED.inc()
+            self._host.handle(PayloadFetched(fetch.header))
+
+    def fetch_snapshot(self, fetch: FetchSnapshot) -> None:
+        self._host.start(self._fetch_snapshot(fetch))
+
+    async def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:
+        donors = (fetch.donor, *fetch.others)
+        storage, size = self._stores.storage, self._workload.state_size
+        try:
+            async with self._worker:  # a training that was stopped needs a moment to end
+                snapshot, lineage = await fetch_snapshot(
+                    self._transport, donors, self._peer.log, fetch.least, storage, size
+                )
+                async with self.lock:
+                    await self._workload.restore(snapshot.data, snapshot.state_digest)
+        except (SnapshotError, OSError) as error:
+            self._host.handle(SnapshotFailed(fetch.donor, str(error)))
+        else:
+            metrics.STATES_FETCHED.inc()
+            self._host.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest, lineage))
+            self._freezer.hold(snapshot)

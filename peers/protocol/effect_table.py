@@ -1,0 +1,40 @@
+"""Which handler carries out which effect of the protocol: a driver is a table of these, and what stands behind it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, get_args
+
+from peers.errors import LocalProtocolError
+from peers.protocol.events import Effect
+
+E = TypeVar("E")
+EFFECTS = frozenset(get_args(Effect))
+
+
+class Row(NamedTuple):
+    """One kind of effect, and what carries it out."""
+
+    kind: type[Any]
+    handler: Callable[[Any], None]
+
+
+def row(kind: type[E], handler: Callable[[E], None]) -> Row:
+    """Return a row, in which the handler takes this very kind."""
+    return Row(kind, handler)
+
+
+class EffectTable:
+    """Every effect has exactly one handler."""
+
+    def __init__(self, *rows: Row) -> None:
+        """Raises: LocalProtocolError when an effect has no handler, or two."""
+        self._handlers: dict[type[Any], Callable[[Any], None]] = dict(rows)
+        if self._handlers.keys() != EFFECTS or len(rows) != len(EFFECTS):
+            counts = Counter(kind.__name__ for kind in [*EFFECTS, *(one.kind for one in rows)])
+            wrong = ", ".join(sorted(name for name, count in counts.items() if count != 2))
+            raise LocalProtocolError(f"each effect needs exactly one handler: see {wrong}")
+
+    def carry_out(self, effect: Effect) -> None:
+        self._handlers[type(effect)](effect)

@@ -1,0 +1,66 @@
+"""The average of one chunk: made from what has arrived, in the order of the roster, and stored in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from peers.errors import DilocoPeerError
+from peers.protocol.events import BadBlocks, ReduceChunk, ReducedArrived
+from peers.transfer.buffers import PayloadBuffers
+from peers.values.workload import BadBlocksError, Blocks
+
+
+class Reducing(Protocol):
+    """What averaging needs of the training side."""
+
+    async def reduce(
+        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+    ) -> Blocks:
+        """See `Workload.reduce`."""
+
+
+async def average_chunk(
+    codec: Reducing, buffers: PayloadBuffers, me: str, reduce: ReduceChunk
+) -> ReducedArrived | BadBlocks | None:
+    """Average the blocks of a chunk, and store the result. Return what to tell the protocol; None: the round is over.
+
+    Blocks may pass every check at the door and still have no average: BadBlocks names the member that sent them.
+    Raises: BadBlocksError or DilocoPeerError when they are this peer's own.
+    """
+    round, chunk = reduce.round, reduce.chunk
+    if not buffers.round(round):
+        return None
+    contributions = buffers.contributions(round, chunk, me, reduce.members)
+    first_block = buffers.chunking.blocks(chunk)[0]
+    room = buffers.room(len(contributions[0][0]))
+    try:
+        average = await codec.reduce(contributions, first_block, memoryview(room))
+    except (BadBlocksError, DilocoPeerError) as error:
+        spoiler, _ = reduce.members[await find_spoiler(codec, contributions, first_block)]
+        if spoiler == me:
+            raise
+        return BadBlocks(round, spoiler, chunk, str(error))
+    if not buffers.round(round):
+        return None
+    buffers.store(round, chunk, average)
+    buffers.give_back([room, *(blocks for blocks, _ in contributions)])
+    return ReducedArrived(round, me, chunk, reduce.absent)
+
+
+async def find_spoiler(codec: Reducing, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> int:
+    """Return the place of the contribution with which averaging begins to fail, given that it fails for all of them.
+
+    Sums only grow from honest contributions by what rounding ignores beside one that makes them overflow.
+    """
+    good, bad = 0, len(contributions)  # so many can be averaged, so many can't
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        tried = contributions[:middle]
+        try:
+            if any(tokens for _, tokens in tried):  # there is no average of nothing
+                await codec.reduce(tried, first_block)
+            good = middle
+        except (BadBlocksError, DilocoPeerError):
+            bad = middle
+    return good

@@ -1,0 +1,118 @@
+"""Messages to and from the network: what is none of this run's reaches nobody, and its sender is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import msgpack
+import pytest
+
+from peers.driver.messenger import CALL, CALL_TIMEOUT, Messenger
+from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.protocol.events import Event, Received, Send, Undelivered
+from peers.protocol.messages import Inquire, pack_message, unpack_message
+from peers.protocol.peer import Peer
+from peers.streams.channel import PeerRefusedError, PeerUnreachableError
+from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION
+from tests.peers.builders import LOG, RUN, Rig
+
+MESSAGE = Inquire(position=LOG.position)
+PACKED = pack_message(RUN, MESSAGE)
+
+
+class Host:
+    """Hears what comes in, and runs what is to be sent."""
+
+    def __init__(self) -> None:
+        self.peer = Rig().peer
+        self.events: list[Event] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.create_task(work))
+        return self.tasks[-1]
+
+    async def until(self, condition: Callable[[Peer], bool]) -> None:
+        raise NotImplementedError
+
+
+class Wire:
+    """Keeps what is called, and fails as it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, bytes, float]] = []
+        self.failure: Exception | None = None
+        self.receive: Callable[[str, bytes], Coroutine[None, None, bytes]]
+
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
+        self.calls.append((peer_id, name, payload, timeout))
+        if self.failure:
+            raise self.failure
+        return b""
+
+    async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None:
+        assert name == CALL
+        self.receive = handler
+
+
+def hear(data: bytes) -> list[Event]:
+    """What reaches the protocol of these bytes, from a peer named c."""
+
+    async def scenario() -> list[Event]:
+        host, wire = Host(), Wire()
+        await Messenger(wire, host).serve()
+        assert await wire.receive("c", data) == b""
+        return host.events
+
+    return asyncio.run(scenario())
+
+
+def test_a_message_reaches_the_protocol_with_its_senders_name() -> None:
+    assert hear(PACKED) == [Received("c", MESSAGE)]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (msgpack.packb([PROTOCOL_VERSION + 1, RUN, "inquire", []]), "protocol version"),
+        (pack_message("another", MESSAGE), "another run"),
+        (msgpack.packb([PROTOCOL_VERSION, RUN, "gossip", []]), "unknown kind of message 'gossip'"),
+        (msgpack.packb([PROTOCOL_VERSION, RUN, "inquire", ["here"]]), "Inquire.position"),
+        (PACKED[:-1], "not msgpack"),
+        (bytes(MESSAGE_LIMIT + 1), "exceed the limit"),
+    ],
+    ids=["version", "run", "kind", "field", "cut off", "too long"],
+)
+def test_what_is_no_message_of_this_run_is_its_senders_mistake(data: bytes, reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason) as caught:
+        hear(data)
+    assert caught.value.peer == "c"
+
+
+@pytest.mark.parametrize(
+    ("failure", "events"),
+    [
+        (None, []),
+        (PeerUnreachableError("c", "no answer in time"), [Undelivered("c")]),
+        (PeerRefusedError("c", "no"), []),
+        (LocalProtocolError("too large"), []),
+    ],
+    ids=["delivered", "unreachable", "refused", "too large"],
+)
+def test_the_protocol_hears_of_a_peer_that_cannot_be_reached(failure: Exception | None, events: list[Event]) -> None:
+    """One that answers, whatever it says, is there."""
+
+    async def scenario() -> None:
+        host, wire = Host(), Wire()
+        wire.failure = failure
+        Messenger(wire, host).send(Send("c", MESSAGE))
+        await asyncio.gather(*host.tasks)
+        [(to, name, payload, timeout)] = wire.calls
+        assert (to, name, unpack_message(RUN, payload), timeout) == ("c", CALL, MESSAGE, CALL_TIMEOUT)
+        assert host.events == events
+
+    asyncio.run(scenario())

@@ -1,0 +1,133 @@
+"""What is let in of a round's chunks: what is waited for is stored, what is late or early is nobody's fault, and what
+is wrong is its sender's."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.errors import RemoteProtocolError
+from peers.protocol.events import BadBlocks, ContributionArrived, ReducedArrived
+from peers.protocol.messages import Attempt
+from peers.transfer.admission import Admission, Admitted, ChunkHeader
+from peers.transfer.buffers import PayloadBuffers
+from tests.peers.builders import SIZE, Rig
+from tests.peers.fakes import BLOCK, GARBAGE, FakeWorkload
+from tests.peers.protocol.test_peer import at_second
+
+DATA = b"A" * BLOCK
+LATE = Admitted(None, is_taken=True)
+EARLY = Admitted(None, is_taken=False)
+
+
+class Door:
+    """Of b. In a round of a, b and c, a reduces the chunks 0 and 1, b 2 and 3, and c 4 and 5."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.buffers = PayloadBuffers(FakeWorkload())
+        self.admission = Admission(rig.peer, self.buffers, FakeWorkload().check)
+        if rig.peer.exchange:
+            self.buffers.open(self.round)
+            self.buffers.own = bytes(SIZE.bytes)
+
+    @property
+    def round(self) -> Attempt:
+        assert self.rig.peer.exchange is not None
+        return self.rig.peer.exchange.name
+
+    def take(
+        self,
+        sender: str,
+        chunk: int,
+        data: bytes = DATA,
+        *,
+        reduced: bool = False,
+        absent: tuple[str, ...] = (),
+        round: Attempt | None = None,
+    ) -> Admitted:
+        """What the protocol hears of it, it takes in."""
+        header = ChunkHeader(chunk=chunk, reduced=reduced, absent=absent)
+        admitted = self.admission.take(sender, round or self.round, header, data)
+        if admitted.event is not None:
+            self.rig.do(admitted.event)
+        return admitted
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door(at_second().trained().averaging())
+
+
+def test_blocks_that_are_waited_for_are_stored_as_they_are(door: Door) -> None:
+    assert door.take("a", 2) == Admitted(ContributionArrived(door.round, "a", 2), is_taken=True)
+    current = door.buffers.round(door.round)
+    assert current is not None
+    assert current.contributions[2]["a"] is DATA
+
+
+def test_an_average_that_is_waited_for_is_copied_to_its_place(door: Door) -> None:
+    event = ReducedArrived(door.round, "c", 4, ("a",))
+    assert door.take("c", 4, reduced=True, absent=("a",)) == Admitted(event, is_taken=True)
+    assert door.buffers.averaged(door.round, 4) == DATA
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_what_comes_twice_is_late(door: Door, reduced: bool) -> None:
+    sender, chunk = ("c", 4) if reduced else ("a", 2)
+    door.take(sender, chunk, reduced=reduced)
+    assert door.take(sender, chunk, b"B" * BLOCK, reduced=reduced) == LATE
+
+
+@pytest.mark.parametrize(
+    ("sender", "chunk", "reduced"),
+    [("a", 0, False), ("a", 5, False), ("a", 2, True), ("a", 5, True), ("z", 2, False), ("z", 4, True)],
+    ids=["its own part", "another's part", "averaged by us", "averaged by another", "a stranger's", "its average"],
+)
+def test_what_nobody_waits_for_is_not_taken(door: Door, sender: str, chunk: int, reduced: bool) -> None:
+    assert door.take(sender, chunk, reduced=reduced) == EARLY
+    assert door.take(sender, chunk, GARBAGE, reduced=reduced) == EARLY, "nobody looks at it"
+
+
+def test_chunks_of_another_round_are_not_taken(door: Door) -> None:
+    assert door.take("a", 2, round=door.rig.attempt(7)) == EARLY
+    door.buffers.close()
+    assert door.take("a", 2) == EARLY
+
+
+def test_nothing_is_taken_while_no_round_is_under_way() -> None:
+    rig = at_second().trained()
+    assert Door(rig).take("a", 2, round=rig.attempt()) == EARLY
+
+
+def test_who_is_lost_is_in_no_round_with_us_any_more(door: Door) -> None:
+    assert door.admission.is_shared(door.round, "c")
+    door.rig.hear("a", door.rig.begin(2, lost="c", name=door.round))
+    assert not door.admission.is_shared(door.round, "c")
+    assert door.take("c", 2) == EARLY
+    assert door.take("a", 2).is_taken
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_garbage_is_its_senders_fault(door: Door, reduced: bool) -> None:
+    sender, chunk = ("c", 4) if reduced else ("a", 2)
+    event, is_taken = door.take(sender, chunk, GARBAGE, reduced=reduced)
+    assert (event, is_taken) == (BadBlocks(door.round, sender, chunk, "code -128"), False)
+    assert door.buffers.averaged(door.round, chunk) == bytes(BLOCK)
+
+
+@pytest.mark.parametrize("absent", [("a", "b", "c"), ("z",), ("a", "a")], ids=", ".join)
+def test_an_average_of_nobody_is_its_senders_fault(door: Door, absent: tuple[str, ...]) -> None:
+    event, is_taken = door.take("c", 4, reduced=True, absent=absent)
+    assert (event, is_taken) == (BadBlocks(door.round, "c", 4, "nobody is left in it"), False)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "length", "reason"),
+    [(SIZE.chunks, BLOCK, "no chunk 6"), (2, BLOCK + 1, f"not {BLOCK}"), (2, 0, f"not {BLOCK}")],
+    ids=["one chunk more", "one byte more", "nothing"],
+)
+def test_what_is_no_whole_chunk_need_not_be_read(door: Door, chunk: int, length: int, reason: str) -> None:
+    header = ChunkHeader(chunk=chunk, reduced=False, absent=())
+    with pytest.raises(RemoteProtocolError, match=reason) as caught:
+        door.admission.check_size("a", header, length)
+    assert caught.value.peer == "a"

@@ -1,0 +1,63 @@
+"""Blocks that are none, or have no average, cost their sender the round, and nobody else anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from peers.protocol.events import Dropped
+from peers.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
+from peers.simulator.simulation import Swarm
+from peers.values.workload import BadBlocksError, Blocks, Trained
+from tests.simulation.test_schedules import swarm_of, the_honest_go_on
+
+LIAR = "peer2"
+SPOILT = b"\xff" * BLOCK_BYTES
+
+
+class Garbage(SimulatedWorkload):
+    """Sends what no encoder makes."""
+
+    def contribution(self, trained: Trained) -> bytes:
+        return bytes(len(super().contribution(trained)))
+
+
+class Spoiling(SimulatedWorkload):
+    """Sends blocks that pass every check, and that nobody can average."""
+
+    def contribution(self, trained: Trained) -> bytes:
+        return SPOILT * self.block_count
+
+
+def cannot_average_what_is_spoilt(swarm: Swarm) -> None:
+    """Nobody can but the liar, who makes no mistake that would be its own."""
+    for one in (one for one in swarm.living if one.name != LIAR):
+        reduce = one.workload.reduce
+
+        async def fail(
+            blocks: Sequence[tuple[Blocks, int]], first: int, out: memoryview | None = None, reduce: object = reduce
+        ) -> bytes:
+            if any(bytes(data).startswith(SPOILT) for data, _ in blocks):
+                raise BadBlocksError("the weighted values overflow")
+            average: bytes = await reduce(blocks, first, out)  # type: ignore[operator]
+            return average
+
+        one.workload.reduce = fail  # type: ignore[method-assign, assignment]
+
+
+def dropped(swarm: Swarm) -> set[tuple[str, str]]:
+    """Whose what was dropped."""
+    return {(what.peer, what.what) for line in swarm.trace for what in line if isinstance(what, Dropped)}
+
+
+@pytest.mark.parametrize("kind", [Garbage, Spoiling])
+def test_blocks_without_an_average_stop_nobody(kind: type[SimulatedWorkload]) -> None:
+    """Regression: no simulated peer looked at what it was sent."""
+    swarm = swarm_of(5)
+    cannot_average_what_is_spoilt(swarm)
+    liar = swarm.peers[LIAR]
+    liar.workload.__class__ = kind
+    liar.buffers.own = liar.workload.contribution(Trained((), 0, 1.0))
+    the_honest_go_on(swarm)
+    assert dropped(swarm) == {(LIAR, "contribution")}
