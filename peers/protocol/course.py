@@ -1,7 +1,7 @@
 """One peer's way from outer step to outer step: what the news of one part means for the others.
 
-One outer step goes: `join` or `go_on` gives the trainer a lease; the trainer is done (`trained`), so the slot is ready;
-the slot concludes (`entry_made`), so the work ends, the replica applies the entry, and the next slot opens.
+One outer step goes: `join` or `on_applied` gives the trainer a lease; the trainer is done (`on_trained`), so the slot
+is ready; the slot concludes (`entry_made`), so the work ends, the replica applies the entry, and the next slot opens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peers.values.leases import Lease
 
 
 class Course:
-    """Holds the parts of a peer."""
+    """Holds the parts of a peer, and decides what one part's news means for the others."""
 
     def __init__(self, desk: Desk, state_digest: bytes, log: LogState) -> None:
         timing, schedule = desk.settings.timing, desk.schedule
@@ -48,6 +48,8 @@ class Course:
             return State.LEFT
         if self.replica.state is not ReplicaState.LEVEL:
             return State(self.replica.state.value)
+        if self._notes_down:
+            return State.APPLYING
         if self.trainer.is_training:
             return State.TRAINING
         states = {slot.state for slot in self.slots.values()}
@@ -69,14 +71,14 @@ class Course:
     def _train(self, lease: Lease, steps: int) -> None:
         self.trainer.take(Leased(self.replica.log, lease, steps))
 
-    def captured(self, event: Captured) -> None:
+    def on_captured(self, event: Captured) -> None:
         """In the midst of training a fragment's turn has come."""
         slot = self.slots.get(event.fragment)
         is_for_this_cycle = self.trainer.is_training and not self._keeps_work
         if slot is not None and is_for_this_cycle and slot.state is SlotState.OPEN:
             slot.take(WorkDone(event.trained))
 
-    def trained(self, done: TrainingDone) -> None:
+    def on_trained(self, done: TrainingDone) -> None:
         was_training = self.trainer.is_training
         self.trainer.take(done)
         if was_training and not self._keeps_work:
@@ -102,10 +104,11 @@ class Course:
         else:
             self._open_slots()
 
-    def go_on(self) -> None:
+    def on_applied(self) -> None:
         """Go on training from the new theta at once, or with what an entry without us has left us."""
         self._turn()
-        if self.replica.log.made or self._leave_by is not None:
+        is_whole = self.replica.state is ReplicaState.LEVEL and not self.replica.log.made
+        if not is_whole or self._leave_by is not None:
             return  # other fragments' entries come first; or we leave, as soon as the digest is there
         kept, self._keeps_work = self._keeps_work, False
         lease = self.replica.log.leases.get(self._me)
@@ -119,7 +122,7 @@ class Course:
             self._await_lease()
             self.join()
 
-    def state_is_digested(self) -> None:
+    def on_digested(self) -> None:
         """The digest of our state is known."""
         if self._leave_by is not None:
             self._leave_if_possible()
@@ -135,7 +138,7 @@ class Course:
         return self.slots[max(self.slots)]
 
     def _open_slots(self) -> None:
-        """Nothing of the present cycle's rounds matters any more."""
+        """Begin with new slots: those before are of another cycle, or nothing in them matters any more."""
         self.slots = {fragment: self._open_slot(fragment) for fragment in self.replica.log.pending}
 
     def _open_slot(self, fragment: int) -> Slot:
@@ -151,17 +154,17 @@ class Course:
                 self.joiner.question.said()
                 self.catch_up()
             return
-        self.replica.has_caught_up()
+        self.replica.note_nobody_ahead()
         lease = self.replica.log.leases.get(self._me)
         if lease is not None and not self.troubles.is_excluded:
             self._train(lease, self._whole)
         else:
             self.joiner.ask(self.slot.leadership.elect())
 
-    def granted(self, leader: str, grant: LeaseGrant) -> None:
+    def on_grant(self, leader: str, grant: LeaseGrant) -> None:
         """Train what the leader gave us."""
         if self.joiner.accepts(leader, grant):
-            if self.troubles.taken_in():
+            if self.troubles.readmitted():
                 self.look_for_trouble()
             self.slot.leadership.granted_by = leader
             self._train(grant.samples, min(grant.steps, self.trainer.steps_at_our_speed(self.presence.fastest)))
@@ -173,8 +176,7 @@ class Course:
     # Behind, or in vain ---------------------------------------------------------------------------------------
     @property
     def _can_catch_up(self) -> bool:
-        is_leaving = self._leave_by is not None and self.replica.undigested is not None
-        return self.replica.state is ReplicaState.LEVEL and not is_leaving
+        return self.replica.state is ReplicaState.LEVEL and not self._notes_down
 
     def catch_up(self) -> None:
         if self._can_catch_up and self.troubles.may_ask:
@@ -182,9 +184,9 @@ class Course:
             if far is not None:
                 self._fetch(far)
 
-    def commit(self, sender: str, commit: Commit, slot: Slot) -> None:
+    def on_commit(self, sender: str, commit: Commit, slot: Slot) -> None:
         """Apply the entry if we hold its payload; else somebody went on without us."""
-        if slot.state in (SlotState.READY, SlotState.AVERAGING) and slot.holds(commit.header):
+        if slot.is_taking_part and slot.holds(commit.header):
             slot.take(commit, sender)
         elif self._can_catch_up:
             self._replay(sender, commit.header, slot)
@@ -202,7 +204,7 @@ class Course:
         self.slots[header.fragment] = self._open_slot(header.fragment)
         self.replica.take(behind)
 
-    def not_replayed(self, header: Header, reason: str) -> None:
+    def on_not_replayed(self, header: Header, reason: str) -> None:
         self._desk.emit(Note("warning", f"no payload of entry {header.index}: {reason}"))
         ahead = self.replica.furthest()
         if ahead is not None:
@@ -217,46 +219,48 @@ class Course:
         self.replica.take(far)
 
     def _drop_work(self) -> None:
-        """We go on without the work in hand, and forget what we promised in this cycle."""
+        """We go on without the work in hand. If we have promised anything in this cycle, that is forgotten, and we do
+        not count as the member that we were."""
         self.trainer.take(WorkEnds(self.replica.log.position))
         self._keeps_work = False
+        if any(slot.state is not SlotState.OPEN for slot in self.slots.values()):
+            self.replica.joins_here()
         self._open_slots()
 
-    def elsewhere(self, sender: str) -> None:
+    def on_elsewhere(self, sender: str) -> None:
         """Our inquiry led nowhere: what we hold is on another lineage than the heavier one."""
         if self._can_catch_up and self.replica.furthest() == sender:
             self._fetch(self.replica.far_behind(sender))
 
-    def refused(self, leader: str, reason: str, slot: Slot) -> None:
+    def on_refuse(self, leader: str, reason: str, slot: Slot) -> None:
         """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again."""
-        is_waiting = self.state is State.JOINING or slot.state in (SlotState.READY, SlotState.AVERAGING)
+        is_waiting = self.state is State.JOINING or slot.is_taking_part
         if is_waiting and self.replica.state is ReplicaState.LEVEL and leader != self._me:
             self._desk.emit(Note("warning", f"refused by {leader}: {reason}"))
             self._fetch(FarBehind(leader))
 
-    def left_out(self, reason: str) -> None:
+    def on_excluded(self, reason: str) -> None:
         """The leader goes on without us."""
         if self.state in (State.JOINING, State.READY) and not self._holds:
             self.troubles.left_out(reason)
             self.look_for_trouble()
 
     def look_for_trouble(self) -> None:
-        """Stop training, and wait without a lease, where it would be in vain. What we promised here is forgotten."""
+        """See whether our work can count. Where it can't, stop training, and wait without a lease."""
         self.troubles.look(self.slot.leadership.elect())
-        can_stop = self.state in (State.TRAINING, State.READY) and not self._holds
-        if self.troubles.is_aside and can_stop:
-            if any(slot.state is not SlotState.OPEN for slot in self.slots.values()):
-                self.replica.forgets()
+        if self.troubles.is_aside and self.state in (State.TRAINING, State.READY) and not self._holds:
             self._drop_work()
             self._await_lease()
+        self.troubles.tell()
 
-    def links_changed(self) -> None:
+    def on_links_changed(self) -> None:
         self.troubles.links_changed()
         self.look_for_trouble()
 
-    def has_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
+    def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
         self._await_lease()
         if isinstance(event, SnapshotRestored):
+            self._open_slots()  # where the state is now
             self.join()
 
     # For others -----------------------------------------------------------------------------------------------
@@ -283,10 +287,15 @@ class Course:
         if not self.has_left:
             slot.say_ready()
 
-    def leave_soon(self, at_once: bool) -> None:
+    def on_leave_requested(self, at_once: bool) -> None:
         leave_by = self._desk.now + (0 if at_once else self._desk.settings.timing.leave)
         self._leave_by = min(leave_by, self._leave_by or leave_by)
         self._leave_if_possible()
+
+    @property
+    def _notes_down(self) -> bool:
+        """Whether we leave, and only the last entry's digest is still to come: nothing new begins."""
+        return self._leave_by is not None and self.replica.undigested is not None
 
     def _leave_if_possible(self) -> None:
         """A round under way is finished first, and its entry noted down, within `leave_by`; all else is dropped."""

@@ -46,6 +46,7 @@ class Gathering:
         self._payload = payload
         self._granted: dict[str, Lease] = {}
         self._ready: dict[str, Ready] = {}
+        self._barred: dict[str, Ready] = {}
         self.left: Collection[str] = ()
         self.unreached: Collection[str] = ()
         self.lease: Lease | None = None  # our own
@@ -89,7 +90,16 @@ class Gathering:
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
         if sender in self._standing.barred(now):
-            return []  # it held an attempt up; the others may go on without it meanwhile
+            self._barred[sender] = ready  # it held an attempt up; the others may go on without it meanwhile
+            return []
+        return self._take_in(sender, ready, now)
+
+    def take_in_barred(self, now: float) -> list[Effect]:
+        """Without those who are barred we are too few: to wait until they no longer are helps nobody."""
+        barred, self._barred = self._barred, {}
+        return [effect for peer, ready in barred.items() for effect in self._take_in(peer, ready, now)]
+
+    def _take_in(self, sender: str, ready: Ready, now: float) -> list[Effect]:
         if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:
             return []  # as many as one entry can take
         if ready.state_digest != self._state_digest:

@@ -1,4 +1,4 @@
-"""What one part of a peer tells another. `Peer` carries it there; nothing of this leaves the peer."""
+"""What one part of a peer tells another. `Course` carries it there; nothing of this leaves the peer."""
 
 from __future__ import annotations
 

@@ -89,15 +89,16 @@ class Leader(Gathering):
         self.left = left
         if self._running:
             return self._watch(now, live)
-        for peer in [peer for peer in self._ready if peer != self._me and peer not in live]:
-            del self._ready[peer]
+        for known in (self._ready, self._barred):
+            for peer in [peer for peer in known if peer != self._me and peer not in live]:
+                del known[peer]
         is_cut_off = self._is_cut_off(now, live)  # asked each time: it keeps the time
         if not self._is_time(now, live):
             return []
+        effects: list[Effect] = [] if self._enough(self._ready) else self.take_in_barred(now)
         plan = self._plan()
-        effects: list[Effect] = []
         if (plan.left_out or not plan.reducers) and not self._latest_held() and not self._unfinished_round():
-            effects = self._leave_out(plan)
+            effects += self._leave_out(plan)
             if not plan.reducers:
                 return effects
         if self._enough(self._ready) or is_cut_off:
@@ -244,6 +245,7 @@ class Leader(Gathering):
         attempt, members = self._running.attempt, self._members
         self._running, self._members = None, ()
         self._ready.clear()  # everyone says Ready again, with what it holds by then
+        self._barred.clear()
         return [Note("warning", f"attempt {attempt} failed: {reason}"), *self._ends(attempt, members, reason)]
 
     # What members say -----------------------------------------------------------------------------------------

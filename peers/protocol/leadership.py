@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
@@ -14,7 +16,16 @@ from peers.protocol.trainer import Trainer, TrainerState
 class Leadership:
     """Of one slot. Safety does not depend on there being one leader; that a round comes about does."""
 
-    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, log: LogState) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        presence: Presence,
+        trainer: Trainer,
+        replica: Replica,
+        log: LogState,
+        is_in_slot: Callable[[], bool],
+    ) -> None:
+        """`is_in_slot`: whether we are ready in the slot, or further, whatever the trainer does by now."""
         self.granted_by: str | None = None
         """Who gave us our lease: it leads, though its heartbeats may not say yet that it is at work, too."""
         self._desk = desk
@@ -22,6 +33,7 @@ class Leadership:
         self._trainer = trainer
         self._replica = replica
         self._log = log
+        self._is_in_slot = is_in_slot
         self._leader: Leader | None = None
 
     def elect(self) -> str | None:
@@ -29,9 +41,10 @@ class Leadership:
 
     def _at_work(self) -> set[str]:
         """Who works on the entry without saying so in heartbeats."""
-        is_training = self._replica.state is ReplicaState.LEVEL and self._trainer.state is not TrainerState.IDLE
+        is_at_work = self._trainer.state is not TrainerState.IDLE or self._is_in_slot()
+        is_level = self._replica.state is ReplicaState.LEVEL
         has_given = self._leader is not None and self._leader.has_given
-        if not (is_training or has_given or self._replica.state is ReplicaState.APPLYING):
+        if not ((is_level and is_at_work) or has_given or self._replica.state is ReplicaState.APPLYING):
             return set()
         is_new = self._trainer.has_lasted <= self._desk.settings.timing.heartbeat_expiry
         return {self._desk.me} | ({self.granted_by} if self.granted_by and is_new else set())
@@ -51,31 +64,31 @@ class Leadership:
             leavers = self._presence.membership.leavers
             self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), leavers))
 
-    def lease_requested(self, request: LeaseRequest, sender: str) -> None:
+    def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
         step = self._trainer.inner_step()
         if self._trainer.state is TrainerState.TRAINED:
             step = self._desk.settings.inner_steps
         self._desk.emit(*self._lead().on_lease_request(sender, request, step))
 
-    def is_ready(self, ready: Ready, sender: str) -> None:
+    def on_ready(self, ready: Ready, sender: str) -> None:
         leader = self._lead()
         self._desk.emit(*leader.on_ready(sender, ready, self._desk.now))
         if leader.is_full and not leader.running:
             self.tick()  # at once: a round does not wait for the clock
 
-    def waits(self, waiting: Waiting, sender: str) -> None:
+    def on_waiting(self, waiting: Waiting, sender: str) -> None:
         if self._leader is not None:
             self._desk.emit(*self._leader.on_waiting(sender, waiting, self._desk.now))
 
-    def accuses(self, accuse: Accuse, sender: str) -> None:
+    def on_accuse(self, accuse: Accuse, sender: str) -> None:
         if self._leader is not None:
             self._desk.emit(*self._leader.on_accuse(sender, accuse, self._desk.now))
 
-    def is_complete(self, complete: Complete, sender: str) -> None:
+    def on_complete(self, complete: Complete, sender: str) -> None:
         if self._leader is not None and complete.attempt.leader == self._desk.me:
             self._desk.emit(*self._leader.on_complete(sender, complete, self._desk.now))
 
-    def left(self, peer: str) -> None:
+    def on_leaving(self, peer: str) -> None:
         if self._leader is not None:
             self._leader.left = self._presence.membership.leavers
             self._desk.emit(*self._leader.gone(peer, self._desk.now))

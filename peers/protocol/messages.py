@@ -288,7 +288,7 @@ class Commit(Value):
 
     @property
     def position(self) -> Position:
-        return Position(index=self.header.index, head=self.header.previous)
+        return Position(index=self.header.index, head=self.header.previous, fragment=self.header.fragment)
 
 
 class Abort(Value):

@@ -1,8 +1,8 @@
 """What the parts of a peer have in common: a table that says which event is legal in which state, and where it leads.
 
-What the table does not have is out of turn. Of our own driver and our other parts that is a mistake of ours, and
-raises. Another peer's message is late or early, which is no mistake of anybody's: it is dropped, and whoever still
-needs an answer asks again.
+What the table does not have is out of turn. An event that comes only where it was asked for (`EXACT`) is then a mistake
+of ours, and raises. All others, messages of other peers among them, are late or early, which is no mistake of
+anybody's: they are dropped, and whoever still needs an answer asks again.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Peer:
                 course.look_for_trouble()
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
-                    course.links_changed()
+                    course.on_links_changed()
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate
             case Received(sender, message):
@@ -126,24 +126,24 @@ class Peer:
             case TrainingProgress():
                 self.trainer.take(event)
             case Captured():
-                course.captured(event)
+                course.on_captured(event)
             case TrainingDone():
-                course.trained(event)
+                course.on_trained(event)
             case Applied():
                 self.replica.take(event)
-                course.go_on()
+                course.on_applied()
             case Digested():
                 self.replica.take(event)
-                course.state_is_digested()
+                course.on_digested()
             case SnapshotRestored() | SnapshotFailed():
                 self.replica.take(event)
-                course.has_fetched(event)
+                course.on_fetched(event)
             case PayloadFetched(header) if header == self.replica.replaying:
                 course.entry_made(header)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
-                course.not_replayed(header, reason)
+                course.on_not_replayed(header, reason)
             case LeaveRequested(at_once):
-                course.leave_soon(at_once)
+                course.on_leave_requested(at_once)
             case PayloadFetched(header) | PayloadNotFetched(header, _):
                 self._take(header.fragment, event)
             case _ if isinstance(event, ExchangeEvent):
@@ -164,13 +164,13 @@ class Peer:
                 self.membership.left(sender)
             self.membership.unreachable(sender)
             for each in self._course.slots.values():
-                each.leadership.left(sender)
+                each.leadership.on_leaving(sender)
         elif slot := self._slot_at(message.position):
             self._receive_here(sender, message, slot)
         elif not isinstance(message, Commit | Elsewhere | Refuse | Excluded | Abort | LeaseGrant):
             self._course.answer_elsewhere(sender, message)
         elif isinstance(message, Elsewhere):
-            self._course.elsewhere(sender)
+            self._course.on_elsewhere(sender)
 
     def _slot_at(self, position: Position) -> Slot | None:
         """The slot that a message is about, if we are where it is."""
@@ -184,23 +184,23 @@ class Peer:
             case Begin() | Adopt() | Abort() | Holding() | Want():
                 slot.take(message, sender)
             case Commit():
-                course.commit(sender, message, slot)
+                course.on_commit(sender, message, slot)
             case Refuse(reason=reason) if sender == slot.led_by:
-                course.refused(sender, reason, slot)
+                course.on_refuse(sender, reason, slot)
             case Excluded(reason=reason) if sender == slot.led_by:
-                course.left_out(reason)
+                course.on_excluded(reason)
             case LeaseGrant() if self.state is State.JOINING and slot.log.closes and sender == leadership.elect():
-                course.granted(sender, message)
+                course.on_grant(sender, message)
             case LeaseRequest() if course.answers(sender) and course.gives_lease(sender, slot):
-                leadership.lease_requested(message, sender)
+                leadership.on_lease_request(message, sender)
             case Ready() if course.answers(sender):
-                leadership.is_ready(message, sender)
+                leadership.on_ready(message, sender)
             case Waiting():
-                leadership.waits(message, sender)
+                leadership.on_waiting(message, sender)
             case Accuse():
-                leadership.accuses(message, sender)
+                leadership.on_accuse(message, sender)
             case Complete():
-                leadership.is_complete(message, sender)
+                leadership.on_complete(message, sender)
                 slot.take(message, sender)
 
     # What others look at --------------------------------------------------------------------------------------

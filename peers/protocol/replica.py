@@ -102,8 +102,8 @@ class Replica(Part):
         """Whether we have been in the run since before this position."""
         return self.log.position.head != self.joined_at
 
-    def forgets(self) -> None:
-        """What we held at this position is forgotten from now on."""
+    def joins_here(self) -> None:
+        """From now on we are one that has joined at this position: what we promised and held here is forgotten."""
         self._waiting.clear()
         self.joined_at = self.log.position.head
 
@@ -147,8 +147,8 @@ class Replica(Part):
         """Whose state is further on, or on a heavier lineage."""
         return self._presence.furthest(self.log)
 
-    def has_caught_up(self) -> None:
-        """Nobody is ahead: whoever is again may be far ahead."""
+    def note_nobody_ahead(self) -> None:
+        """Whoever is ahead again may be far ahead."""
         self._has_snapshot = False
 
     def catch_up(self) -> FarBehind | None:
@@ -196,12 +196,12 @@ class Replica(Part):
         self._desk.emit(FetchPayload(behind.header, behind.donors))
 
     def _give_up(self, _: NobodyAhead) -> None:
-        self.forgets()
+        self.joins_here()
         self.replaying = None
         self._enter(LEVEL)
 
     def _fetch(self, far: FarBehind) -> None:
-        self.forgets()  # also when the fetch fails
+        self.joins_here()  # also when the fetch fails
         self.replaying = None
         self._enter(FETCHING)
         others = tuple(sorted(self._presence.donors() - {far.donor}))
@@ -210,7 +210,7 @@ class Replica(Part):
     def _restored(self, restored: SnapshotRestored) -> None:
         self.log = self.settled = self.log.at(restored.header, restored.ends)
         self.state_digest = restored.state_digest
-        self.forgets()
+        self.joins_here()
         self._leave_lineage(restored)
         self._has_snapshot = True
         self._desk.emit(Note("info", f"state at {self.log.position} fetched from {restored.donor}"))

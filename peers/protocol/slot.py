@@ -1,7 +1,8 @@
 """This peer's part in making the entry at one position: ready, pledged to a leader, exchanging, complete, concluded.
 
-There is one slot for each cycle and fragment. It lives as long as the peer is at that position, also while the peer
-still trains: others may take it for their leader before it is ready itself.
+There is one slot for each cycle and fragment. It is there from when the peer comes to the cycle, while it still trains,
+too: others may take it for their leader before it is ready itself. It goes when its entry is made, or when the peer
+begins anew in the cycle, as one that has just joined.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ COMMITTED: dict[StrEnum, str] = {CONCLUDED: "what we hold is committed"}
 
 
 class Host(Protocol):
-    """The peer whose slot it is."""
+    """Whoever decides what the slot's news means for the rest of the peer."""
 
     def entry_made(self, header: Header) -> None:
         """The slot's entry is committed, and its payload is here."""
@@ -118,7 +119,7 @@ class Slot(Part):
         self.acceptor = Acceptor(desk.me)
         self.exchange: Exchange | None = None
         self.log = replica.log.of(fragment)
-        self.leadership = Leadership(desk, presence, trainer, replica, self.log)
+        self.leadership = Leadership(desk, presence, trainer, replica, self.log, lambda: self.is_taking_part)
         self.attempt: Attempt | None = None
         self.adopting: Adopt | None = None
         self._desk = desk
@@ -144,6 +145,10 @@ class Slot(Part):
         if self.state is OPEN:
             return bool(self._replica.log.made) and peer == self.leadership.elect()
         return self.state is READY and peer == self.acceptor.pledged_to
+
+    @property
+    def is_taking_part(self) -> bool:
+        return self.state in (READY, AVERAGING)
 
     @property
     def led_by(self) -> str | None:

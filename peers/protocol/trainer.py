@@ -43,7 +43,7 @@ class Trainer(Part):
             WorkEnds: Row("_end", {IDLE: "an entry was made, or the work could not count"}),
         },
         TRAINED: {
-            TrainingProgress: Row("_measure"),
+            TrainingProgress: Row("_late_progress"),
             WorkEnds: Row("_end", {IDLE: "the work is in an entry, or void"}),
         },
     }
@@ -69,6 +69,10 @@ class Trainer(Part):
 
     def _progressed(self, event: TrainingProgress) -> None:
         self.progress = event.progress
+        self._measure(event)
+
+    def _late_progress(self, event: TrainingProgress) -> None:
+        self.progress = None
         self._measure(event)
 
     def _measure(self, event: TrainingProgress) -> None:

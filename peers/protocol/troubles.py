@@ -49,19 +49,31 @@ class Troubles:
         self._hindered_since = self._aside_since = self._ask_at = desk.now
 
     def look(self, leader: str | None) -> None:
-        """See what keeps our work from counting, and tell it once it has lasted."""
+        """See what keeps our work from counting, and for how long it has."""
         now, found = self._desk.now, self._find(leader)
         if found is None or self._hindrance is None or found.kind != self._hindrance.kind:
             self._hindered_since = now
         self._hindrance = found
-        has_lasted = now - self._hindered_since >= TOLD_AFTER or bool(self._excluded)
-        told = found if has_lasted else None
-        self.is_aside = told is not None and told.is_vain
+        self.is_aside = self._lasting is not None and self._lasting.is_vain
+
+    @property
+    def _lasting(self) -> Hindrance | None:
+        """What has lasted long enough to be told."""
+        has_lasted = self._desk.now - self._hindered_since >= TOLD_AFTER or bool(self._excluded)
+        return self._hindrance if has_lasted else None
+
+    def tell(self) -> None:
+        """Tell what was seen, if it is something new."""
         if not self.is_aside:
-            self._aside_since = now
-        elif now - self._aside_since >= TRAIN_AGAIN:
+            self._aside_since = self._desk.now
+        elif self._desk.now - self._aside_since >= TRAIN_AGAIN:
             self._trainer.in_vain = 0  # one day we try again
-        self._tell(told)
+        told = self._lasting
+        kind = told.kind if told else None
+        if kind != self._told_kind:
+            self._told_kind = kind
+            self.told = told.reason if told else ""
+            self._desk.emit(Trouble(self.told))
 
     def left_out(self, reason: str) -> None:
         """The leader goes on without us."""
@@ -71,7 +83,7 @@ class Troubles:
     def links_changed(self) -> None:
         self._ask_at = self._desk.now
 
-    def taken_in(self) -> bool:
+    def readmitted(self) -> bool:
         """The leader has given us a lease; whether it had left us out before."""
         was_excluded, self._excluded = bool(self._excluded), ""
         return was_excluded
@@ -114,10 +126,3 @@ class Troubles:
             f" smallest lease is done in time; use a faster device, or a run with a smaller rounds.smallest_share"
         )
         return Hindrance("too slow", reason, is_vain=self._trainer.in_vain > 0)
-
-    def _tell(self, told: Hindrance | None) -> None:
-        kind = told.kind if told else None
-        if kind != self._told_kind:
-            self._told_kind = kind
-            self.told = told.reason if told else ""
-            self._desk.emit(Trouble(self.told))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from peers.log.header import Header, Position
+from peers.log.header import Header
+from peers.log.state import LogState
 
 
 class InvariantError(AssertionError):
@@ -17,29 +18,34 @@ class History:
 
     def __init__(self, one_child: bool = True) -> None:
         self.one_child = one_child
-        self.states: dict[bytes, bytes] = {}
-        self.children: dict[bytes, bytes] = {}
+        self.states: dict[tuple[bytes, tuple[bytes, ...]], bytes] = {}
+        self.children: dict[tuple[bytes, int], bytes] = {}
         self.trained: dict[bytes, set[int]] = {}
         self.longest = 0
         self.smallest_roster = 0
 
-    def record(self, header: Header) -> None:
-        """An entry is applied. One child per position, and no sample twice in a lineage. Raises: InvariantError."""
-        known = self.children.setdefault(header.previous, header.digest)
+    def record(self, header: Header, log: LogState) -> None:
+        """An entry is applied, which leads to this log. One child per place, and no sample twice in a lineage.
+
+        Raises: InvariantError.
+        """
+        known = self.children.setdefault((header.previous, header.fragment), header.digest)
         if self.one_child and known != header.digest:
             raise InvariantError(f"two entries at index {header.index}: {known.hex()[:8]}, {header.digest.hex()[:8]}")
-        if header.digest in self.trained:
-            return  # another peer applied it before: it is checked
-        before = self.trained.get(header.previous, set())
-        whole = [member for member in header.roster if not member.missed]
+        head, closing = log.position.head, log.last
+        if log.made or closing is None or head in self.trained:
+            return  # in the midst of a cycle, or another peer was here before: it is checked
+        before = self.trained.get(closing.previous, set())
+        whole = [member for member in closing.roster if not member.missed]
         samples = [n for member in whole for piece in member.samples for n in range(piece.start, piece.stop)]
         if len(set(samples)) != len(samples) or before & set(samples):
-            raise InvariantError(f"entry {header.index} trains a sample twice")
-        self.trained[header.digest] = before | set(samples)
-        self.longest = max(self.longest, header.index + 1)
-        self.smallest_roster = min(self.smallest_roster or len(header.roster), len(header.roster))
+            raise InvariantError(f"entry {closing.index} trains a sample twice")
+        self.trained[head] = before | set(samples)
+        self.longest = max(self.longest, closing.index + 1)
+        self.smallest_roster = min(self.smallest_roster or len(closing.roster), len(closing.roster))
 
-    def check(self, peer: str, position: Position, state: bytes) -> None:
-        """A peer is at a position with a state. One state per position. Raises: InvariantError."""
-        if self.states.setdefault(position.head, state) != state:
-            raise InvariantError(f"{peer} has another state at {position}")
+    def check(self, peer: str, log: LogState, state: bytes) -> None:
+        """A peer is at the end of this log with a state. One state per place. Raises: InvariantError."""
+        place = log.position.head, tuple(header.digest for header in log.made)
+        if self.states.setdefault(place, state) != state:
+            raise InvariantError(f"{peer} has another state at {log.position}")

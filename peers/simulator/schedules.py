@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
-from itertools import count
+from itertools import count, repeat
 
 from peers.log.settings import RunSettings, Timing
 from peers.simulator.history import InvariantError
@@ -43,13 +43,14 @@ class Life:
     faults: Faults
     blows: tuple[Blow, ...]
     timing: Timing = TIMINGS[0]
+    fragments: int = 1
 
     def __str__(self) -> str:
         blows = "".join(f"\n  {blow}" for blow in self.blows)
-        return f"seed {self.seed}, {self.peers} peers, {self.faults}, {self.timing}{blows}"
+        return f"seed {self.seed}, {self.peers} peers, {self.faults}, {self.timing}, {self.fragments} fragments{blows}"
 
 
-def draw_life(seed: int) -> Life:
+def draw_life(seed: int, fragments: int = 1) -> Life:
     """2 to 12 peers, a bad network, and a few blows."""
     draw = random.Random(seed)
     peers = draw.choice((2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 10, 12))
@@ -74,7 +75,7 @@ def draw_life(seed: int) -> Life:
         kind = draw.choice(HARD + SOFT if mortal else SOFT)
         victim = draw.choice(mortal if kind in HARD else names)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
-    return Life(seed, peers, faults, tuple(blows), timing)
+    return Life(seed, peers, faults, tuple(blows), timing, fragments)
 
 
 def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ...]:
@@ -89,7 +90,8 @@ def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
     Raises: InvariantError, also when peace does not bring progress and agreement.
     """
     names = [f"peer{number}" for number in range(life.peers)]
-    settings = RunSettings("simulated", digest_of(b"manifest"), 5, 10, 10, life.peers, life.timing)
+    manifest = digest_of(b"manifest")
+    settings = RunSettings("simulated", manifest, 5, 10, 10, life.peers, life.timing, fragments=life.fragments)
     swarm = Swarm(life.seed, settings, life.faults, speeds=SPEEDS)
     watch(swarm)
     for name in names:
@@ -176,8 +178,8 @@ def report(life: Life) -> str:
     return f"{trace}\n{what}\n{life}"
 
 
-def failing_seeds(seeds: range) -> list[int]:
-    return [seed for seed in seeds if failure(draw_life(seed))]
+def failing_seeds(seeds: range, fragments: int) -> list[int]:
+    return [seed for seed in seeds if failure(draw_life(seed, fragments))]
 
 
 def main() -> None:
@@ -186,14 +188,16 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
+    parser.add_argument("--fragments", type=int, default=1, help="of the model, each synchronised once in a cycle")
     options = parser.parse_args()
     stop = options.first + options.seeds
     batches = [range(first, min(first + BATCH, stop)) for first in range(options.first, stop, BATCH)]
     with ProcessPoolExecutor(options.jobs) as pool:
-        failed = [seed for seeds in pool.map(failing_seeds, batches) for seed in seeds]
+        failed = [seed for seeds in pool.map(failing_seeds, batches, repeat(options.fragments)) for seed in seeds]
     if failed:
         raise SystemExit(
-            f"{report(draw_life(failed[0]))}\n{len(failed)} of {options.seeds} seeds failed: {failed[:20]}"
+            f"{report(draw_life(failed[0], options.fragments))}\n"
+            f"{len(failed)} of {options.seeds} seeds failed: {failed[:20]}"
         )
     print(f"{options.seeds} schedules from seed {options.first} on: no invariant was broken")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from peers.log.header import Header
+from peers.log.header import Header, Position
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, name_peers
 from peers.protocol import events
@@ -14,6 +16,7 @@ from peers.protocol.events import (
     Applied,
     Apply,
     AssemblePayload,
+    Captured,
     ChunkSent,
     Digested,
     Effect,
@@ -34,11 +37,11 @@ from peers.protocol.events import (
     TrainingDone,
     TrainingProgress,
 )
-from peers.protocol.messages import Message
+from peers.protocol.messages import Attempt, Message
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
-from peers.simulator.simulated_workload import SimulatedWorkload
+from peers.simulator.simulated_workload import SimulatedWorkload, digest_of_states
 from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
@@ -71,29 +74,48 @@ class World(Protocol):
     def recorded(self, peer: SimulatedPeer, header: Header) -> None: ...
 
 
+class Fragment:
+    """One fragment of a peer's state, and where its payloads lie."""
+
+    def __init__(self, name: str, block_count: int, kept_bytes: int) -> None:
+        self.workload = SimulatedWorkload(name, block_count)
+        self.buffers = PayloadBuffers(self.workload, kept_bytes)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The state after a whole cycle, which `last` closed; `ends` are the digests of its entries."""
+
+    last: Header | None
+    ends: tuple[bytes, ...]
+    states: tuple[bytes, ...]
+
+
 class SimulatedPeer:
     """`clock` runs at its own rate from its own zero: no two peers agree on the time."""
 
     def __init__(self, name: str, world: World, block_count: int, kept_bytes: int, clock: tuple[float, float]) -> None:
         self.name = name
         self.world = world
-        self.workload = SimulatedWorkload(name, block_count)
-        self.buffers = PayloadBuffers(self.workload, kept_bytes)
+        self.fragments = [Fragment(name, block_count, kept_bytes) for _ in range(world.settings.fragments)]
         self.clock = clock
         self.speed = world.speeds[ord(name[-1]) % len(world.speeds)]
-        self.peer = Peer(name, world.settings, self.buffers.size, self.workload.state, self.time(0.0))
+        self.peer = Peer(name, world.settings, self.buffers.size, self.state, self.time(0.0))
         self.alive = True
         self.sequence = 0
         self.heartbeat: Heartbeat | None = None
         self._first_heartbeat = Heartbeat.model_construct(run=world.settings.run, peer=name, speed=self.speed)
         self.reach: dict[str, Reach] = {}  # as its links see it
         self._trained: Trained | None = None
-        self._frozen: tuple[Header | None, bytes] | None = None
+        self._captured: list[Captured] = []
+        self._newest = Frozen(None, (), self.states)
+        self._frozen: Frozen | None = None
         self._was_averaging = False
         self._sent, self._received = RateMeter(lambda: world.now), RateMeter(lambda: world.now)
         self._is_digesting = False
-        self._postponed: Apply | FetchSnapshot | None = None
-        self._admission = Admission(self.peer, self.buffers, self.workload.check)
+        self._last_of_cycle: Header | None = None  # the entry that was applied last in it
+        self._postponed: deque[Apply | FetchSnapshot] = deque()
+        self._admissions = [Admission(self.peer, one.buffers, one.workload.check) for one in self.fragments]
         self._effects = self._table()
 
     def time(self, now: float) -> float:
@@ -101,8 +123,28 @@ class SimulatedPeer:
         return zero + rate * now
 
     @property
+    def workload(self) -> SimulatedWorkload:
+        """Of the first fragment; often there is no other."""
+        return self.fragments[0].workload
+
+    @property
+    def buffers(self) -> PayloadBuffers:
+        return self.fragments[0].buffers
+
+    @property
+    def states(self) -> tuple[bytes, ...]:
+        return tuple(fragment.workload.state for fragment in self.fragments)
+
+    @property
+    def state(self) -> bytes:
+        return digest_of_states(self.states)
+
+    @property
     def is_settled(self) -> bool:
-        return self.peer.is_settled and self.peer.state is not State.LEFT
+        return self.peer.is_settled and self.peer.state not in (State.LEFT, State.APPLYING)
+
+    def _buffers(self, round: Attempt) -> PayloadBuffers:
+        return self.fragments[round.position.fragment].buffers
 
     @property
     def index(self) -> int:
@@ -158,44 +200,57 @@ class SimulatedPeer:
         settings = self.world.settings
         count = sample_count(train.samples)
         self._trained = Trained(train.samples, settings.tokens_per_sample * count, 1.0)
-        self.buffers.own = self.workload.contribution(self._trained)
+        for fragment in self.fragments:
+            fragment.buffers.own = fragment.workload.contribution(self._trained)
         self.world.soon(self, TrainingProgress(Progress(1, loss=1.0, tokens_per_second=self.speed)))
         steps = min(train.steps, count * settings.inner_steps // settings.samples_per_lease)
-        self.world.later(self, TrainingDone(self._trained), self.world.training_time(steps) / self.speed)
+        seconds = self.world.training_time(steps) / self.speed
+        whole = len(self.fragments)
+        self._captured = [Captured(number, Trained((), self._trained.tokens, 1.0)) for number in range(whole - 1)]
+        for captured in self._captured:
+            self.world.later(self, captured, seconds * (captured.fragment + 1) / whole)
+        self.world.later(self, TrainingDone(self._trained), seconds)
 
     def _stop_training(self, stop: StopTraining) -> None:
         self._trained = None
+        self._captured = []
 
-    def is_trained(self, done: TrainingDone) -> bool:
-        """Whether this is the end of the training under way, and not of one that was stopped."""
-        return done.trained is self._trained
+    def is_of_present_training(self, event: Captured | TrainingDone) -> bool:
+        """Whether it comes of the training under way, and not of one that was stopped."""
+        if isinstance(event, Captured):
+            return any(event is captured for captured in self._captured)
+        return event.trained is self._trained
 
     # The data of rounds ---------------------------------------------------------------------------------------
     def _open_round(self, opening: OpenRound) -> None:
         self._sent.begin_round()
         self._received.begin_round()
-        self.buffers.open(opening.round.name)
+        self._buffers(opening.round.name).open(opening.round.name)
 
     def _send_chunk(self, send: SendChunk) -> None:
-        if self.buffers.round(send.round):
-            read = self.buffers.averaged if send.reduced else self.buffers.contribution
+        buffers = self._buffers(send.round)
+        if buffers.round(send.round):
+            read = buffers.averaged if send.reduced else buffers.contribution
             self.world.send_chunk(self, send, bytes(read(send.round, send.chunk)))
 
     def accept(self, sender: str, send: SendChunk, data: bytes) -> Admitted:
         """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""
         header = ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent)
-        self._admission.check_size(sender, header, len(data))
+        admission = self._admissions[send.round.position.fragment]
+        admission.check_size(sender, header, len(data))
         self._received.passed(len(data))
-        return self._admission.take(sender, send.round, header, data)
+        return admission.take(sender, send.round, header, data)
 
     def _average(self, reduce: ReduceChunk) -> None:
-        event = run_now(average_chunk(self.workload, self.buffers, self.name, reduce))
+        fragment = self.fragments[reduce.round.position.fragment]
+        event = run_now(average_chunk(fragment.workload, fragment.buffers, self.name, reduce))
         if event is not None:
             self.world.soon(self, event)
 
     def _assemble(self, assemble: AssemblePayload) -> None:
-        if self.buffers.round(assemble.round):
-            self.world.handle(self, PayloadAssembled(assemble.round, self.buffers.assemble(assemble.round)))
+        buffers = self._buffers(assemble.round)
+        if buffers.round(assemble.round):
+            self.world.handle(self, PayloadAssembled(assemble.round, buffers.assemble(assemble.round)))
 
     def _report_rate(self) -> None:
         """What the link carried, in rounds that did not come to an end, too."""
@@ -206,17 +261,20 @@ class SimulatedPeer:
     # The run's state ------------------------------------------------------------------------------------------
     def _apply(self, apply: Apply) -> None:
         if self._is_digesting:
-            self._postponed = apply
+            self._postponed.append(apply)
             return
-        header = apply.header
-        kept = self.buffers.kept.get(header.payload)
+        header, log = apply.header, self.peer.log
+        fragment = self.fragments[header.fragment]
+        kept = fragment.buffers.kept.get(header.payload)
         if kept is None:
             raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
-        state = self.workload.apply(bytes(kept.data))
+        fragment.workload.apply(bytes(kept.data))
         self.world.recorded(self, header)
-        self._is_digesting = True
-        if (header.index + 1) % self.world.settings.snapshot_every == 0:
-            self._frozen = (header, state)
+        if not log.made:
+            self._is_digesting, self._last_of_cycle = True, header
+            self._newest = Frozen(log.last, log.ends, self.states)
+            if log.position.index % self.world.settings.snapshot_every == 0:
+                self._frozen = self._newest
         self.world.soon(self, Applied(header))
 
     def go_on(self, event: Event) -> None:
@@ -230,52 +288,60 @@ class SimulatedPeer:
             case ChunkSent(chunk=chunk):
                 start, stop = self.buffers.chunk_bytes(chunk)
                 self._sent.passed(stop - start)
-            case Applied(header):
-                self.world.soon(self, Digested(header, self.workload.state), delays=2.0)
+            case Applied(header) if header == self._last_of_cycle and self._newest.last is not None:
+                self.world.soon(self, Digested(self._newest.last, self.state), delays=2.0)
             case Digested():
                 self._is_digesting = False
-                postponed, self._postponed = self._postponed, None
-                if postponed is not None:
-                    self.carry_out(postponed)
+                while self._postponed and not self._is_digesting:
+                    self.carry_out(self._postponed.popleft())
 
     def _fetch_payload(self, fetch: FetchPayload) -> None:
         header = fetch.header
         for donor in self.world.fetch_from(self, fetch.donors):
-            payload = donor.buffers.kept.get(header.payload)
+            payload = donor.fragments[header.fragment].buffers.kept.get(header.payload)
             if payload is not None:
-                self.buffers.kept.keep(payload)
+                self.fragments[header.fragment].buffers.kept.keep(payload)
                 self.world.soon(self, PayloadFetched(header), delays=2.0)
                 return
         self.world.soon(self, PayloadNotFetched(header, "nobody has it"))
 
     def offered(self, least: int) -> Offered:
-        """The state frozen last, or the present one if that is older than `least`."""
-        if self._frozen is None or self.peer.log.at(self._frozen[0]).position.index < least:
-            self._frozen = (self.peer.log.last, self.workload.state)
-        last, state = self._frozen
-        offer = Offer.model_construct(last=last, bytes=0, state_digest=state, lineage=self.peer.lineage.heads)
-        return Offered(offer, self.peer.log.at(last).position, ())
+        """The state frozen last, or the newest one if that is older than `least`."""
+        if self._frozen is None or self._place(self._frozen).index < least:
+            self._frozen = self._newest
+        last, digest = self._frozen.last, digest_of_states(self._frozen.states)
+        offer = Offer.model_construct(last=last, bytes=0, state_digest=digest, lineage=self.peer.lineage.heads)
+        return Offered(offer, self._place(self._frozen), ())
+
+    def _place(self, frozen: Frozen) -> Position:
+        return self.peer.log.at(frozen.last, frozen.ends).position
 
     def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:
         if self._is_digesting:
-            self._postponed = fetch
+            self._postponed.append(fetch)
             return
         self.world.note(self.name, "fetches a state of", fetch.donor)
         donors = (fetch.donor, *fetch.others)
-        offered = {
-            source.name: source.offered(fetch.least)
-            for source in self.world.fetch_from(self, donors)
-            if source.is_settled
-        }
+        sources = {source.name: source for source in self.world.fetch_from(self, donors) if source.is_settled}
+        offered = {name: source.offered(fetch.least) for name, source in sources.items()}
         try:
-            chosen, _ = choose(offered, donors, fetch.least)
+            _, having = choose(offered, donors, fetch.least)
         except SnapshotError as error:
             self.world.soon(self, SnapshotFailed(fetch.donor, str(error)))
             return
-        self.workload.state = chosen.offer.state_digest
-        self._frozen = (chosen.offer.last, chosen.offer.state_digest)
-        restored = SnapshotRestored(fetch.donor, *self._frozen, lineage_of(offered, donors))
+        frozen = sources[having[0]].frozen
+        for fragment, state in zip(self.fragments, frozen.states, strict=True):
+            fragment.workload.state = state
+        self._newest = self._frozen = frozen
+        lineage = lineage_of(offered, donors)
+        restored = SnapshotRestored(fetch.donor, frozen.last, digest_of_states(frozen.states), lineage, frozen.ends)
         self.world.soon(self, restored, delays=5.0)
+
+    @property
+    def frozen(self) -> Frozen:
+        """What it offered last."""
+        assert self._frozen is not None
+        return self._frozen
 
 
 def run_now(work: Coroutine[None, None, T]) -> T:

@@ -40,3 +40,8 @@ class SimulatedWorkload:
     def apply(self, payload: bytes) -> bytes:
         self.state = digest_of(self.state + payload)
         return self.state
+
+
+def digest_of_states(states: Sequence[bytes]) -> bytes:
+    """Of a state that is made of fragments: a tree, so that the step of one fragment leaves the others' digests."""
+    return states[0] if len(states) == 1 else digest_of(b"".join(states))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.protocol.events import (
+    Captured,
     ChunkSent,
     ChunksUnsent,
     Event,
@@ -225,7 +226,7 @@ class Swarm:
         if peer.name in self.stopped:
             self.at(1.0, lambda: self.handle(peer, event))
             return
-        if isinstance(event, TrainingDone) and not peer.is_trained(event):
+        if isinstance(event, Captured | TrainingDone) and not peer.is_of_present_training(event):
             return
         for effect in peer.peer.handle(event, peer.time(self.now)):
             self.on_effect(peer.name)
@@ -234,10 +235,10 @@ class Swarm:
             peer.carry_out(effect)
         peer.go_on(event)
         if peer.is_settled:
-            self.history.check(peer.name, peer.peer.log.position, peer.workload.state)
+            self.history.check(peer.name, peer.peer.log, peer.state)
 
     def recorded(self, peer: SimulatedPeer, header: Header) -> None:
-        self.history.record(header)
+        self.history.record(header, peer.peer.log)
         self.on_apply(peer.name)
 
     # The network ----------------------------------------------------------------------------------------------

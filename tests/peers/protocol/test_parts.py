@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
 import pytest
 
 from peers.errors import LocalProtocolError
+from peers.log.header import Member, cycle_head
+from peers.presence.presence import Presence
+from peers.protocol.desk import Desk
 from peers.protocol.diagrams import PARTS, diagram
-from peers.protocol.events import PayloadFetched
+from peers.protocol.events import Applied, Apply, PayloadFetched
+from peers.protocol.internal import EntryMade
 from peers.protocol.messages import Adopt, Complete
 from peers.protocol.part import Part, Row, Table
+from peers.protocol.replica import Replica
 from peers.protocol.states import State
-from tests.peers.builders import Rig
+from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, Rig, member, of
 from tests.peers.protocol.test_peer import IN_STATE, MOVES, at_second
 
 EVENTS = {event for part in PARTS for rows in part.TABLE.values() for event in rows}
@@ -80,6 +86,22 @@ def hands_an_entry_on(rig: Rig) -> None:
     rig.hear("a", Adopt(attempt=rig.attempt(2), held=rig.held(1), holders=("b",), seconds=10.0))
 
 
+def makes_two_entries_at_once() -> None:
+    """Of the two fragments of a cycle: the second waits until the first is applied."""
+    log = replace(SETTINGS, fragments=2).empty_log
+    desk = Desk("b", SETTINGS, SIZE, 0.0)
+    replica = Replica(desk, Presence("b", 10.0, 10.0, bar=10.0, now=0.0), log, STATE)
+    closing = log.of(1).next_header([member("a", 0, 20)], PAYLOAD)
+    first = log.next_header([Member(peer="a", tokens=TOKENS, samples=())], PAYLOAD)
+    for header in (closing, first):
+        replica.take(EntryMade(header, keeps_work=False))
+    assert replica.log.position == log.position
+    replica.take(Applied(closing))
+    assert [effect.header for effect in of(desk.take_effects(), Apply)] == [closing, first]
+    assert (replica.log.position.index, replica.log.last) == (1, closing)
+    assert replica.log.position.head == cycle_head([first.digest, closing.digest])
+
+
 def is_told_by_all(rig: Rig) -> None:
     """In an open attempt, whose leader dies before it commits."""
     begin = rig.begin().model_copy(update={"open": True})
@@ -100,6 +122,7 @@ def test_every_way_in_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Part, "_enter", watched)
     for first, way in [(first, way) for (first, _), way in MOVES.items()]:
         way(IN_STATE[first]())
+    makes_two_entries_at_once()
     is_told_by_all(at_second().trained())
     hands_an_entry_on(at_second().trained())
     ways: set[Any] = {

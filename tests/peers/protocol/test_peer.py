@@ -511,6 +511,45 @@ def test_every_way_from_state_to_state(first: State, second: State) -> None:
     assert rig.peer.state is second
 
 
+def test_who_took_a_state_works_where_that_is() -> None:
+    """Regression: its slot stayed at the position before."""
+    rig = at_second()
+    log = ahead_by(rig, SETTINGS.snapshot_every + 1)
+    rig.see(log)
+    assert rig.is_in(State.FETCHING)
+    rig.do(SnapshotRestored("a", log.last, STATE, (log.position.head,)))
+    assert rig.peer.slot.log.position == log.position
+    grant = log.grants[0]
+    rig.hear("a", LeaseGrant(position=log.position, samples=grant, steps=10))
+    said = sends(rig.do(TrainingDone(trained(grant))), Ready)
+    assert [one.position for _, one in said] == [log.position]
+
+
+@pytest.mark.parametrize("keeps_work", [True, False])
+def test_nothing_new_begins_while_who_leaves_notes_down_the_last_entry(keeps_work: bool) -> None:
+    """Regression: the leader's lease made the peer fall."""
+    rig = at_second().trained()
+    if keeps_work:
+        missed = told(rig)
+        rig.do(PayloadFetched(missed))
+    else:
+        rig.averaging().holding().applying()
+    header = rig.peer.log.last
+    assert header is not None
+    rig.do(LeaveRequested())
+    rig.do(Applied(header))
+    assert rig.is_in(State.APPLYING)
+    position, lease = rig.peer.log.position, rig.peer.log.leases.get("b", rig.peer.log.grants[0])
+    for message in (
+        LeaseGrant(position=position, samples=lease, steps=10),
+        Refuse(position=position, reason="x"),
+        Excluded(position=position, reason="x"),
+    ):
+        assert rig.hear("a", message) == []
+    rig.see(ahead_by(rig, 2))
+    assert of(rig.do(Digested(header, STATE)), Stop)
+
+
 # Pledges -------------------------------------------------------------------------------------------------------
 def takes_part(rig: Rig, sender: str, message: Begin | Adopt) -> bool:
     """Whether the peer enters the attempt."""
