@@ -163,6 +163,9 @@ class LogState:
         peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
+        if not self.closes:
+            for member in roster:
+                self.check_member(member)
         try:
             return Header(
                 run=self.run,

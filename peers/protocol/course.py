@@ -20,6 +20,10 @@ from peers.protocol.states import State
 from peers.protocol.trainer import Trainer, TrainerState
 from peers.protocol.troubles import Troubles
 from peers.values.leases import Lease
+from peers.values.workload import Trained
+
+NOTHING = Trained((), 0, 0.0)
+"""What a peer has trained for a fragment whose turn it missed."""
 
 
 class Course:
@@ -64,6 +68,8 @@ class Course:
         if self.state is State.JOINING:
             self.join()
         for slot in list(self.slots.values()):
+            if self._has_missed(slot):
+                slot.take(WorkDone(NOTHING))
             slot.take(Tick())
             slot.leadership.tick()
 
@@ -77,6 +83,13 @@ class Course:
         is_for_this_cycle = self.trainer.is_training and not self._keeps_work
         if slot is not None and is_for_this_cycle and slot.state is SlotState.OPEN:
             slot.take(WorkDone(event.trained))
+
+    def _has_missed(self, slot: Slot) -> bool:
+        """Whether a fragment's turn has passed without us. We still have a say in what its entry is, and may hear that
+        it is made."""
+        is_past = self.trainer.state is TrainerState.TRAINED or bool(self.replica.log.made)
+        is_open = slot.state is SlotState.OPEN and not slot.log.closes
+        return is_open and is_past and not self.trainer.is_training and self.replica.state is ReplicaState.LEVEL
 
     def on_trained(self, done: TrainingDone) -> None:
         was_training = self.trainer.is_training
@@ -142,7 +155,11 @@ class Course:
         self.slots = {fragment: self._open_slot(fragment) for fragment in self.replica.log.pending}
 
     def _open_slot(self, fragment: int) -> Slot:
-        return Slot(self._desk, self.presence, self.trainer, self.replica, fragment, self)
+        slot = Slot(self._desk, self.presence, self.trainer, self.replica, fragment, self)
+        before = self.slots.get(fragment)
+        if before is not None and before.log.position == slot.log.position:
+            slot.acceptor.last_attempt = before.acceptor.last_attempt  # we are in none of these any more
+        return slot
 
     # Into the run ---------------------------------------------------------------------------------------------
     def join(self) -> None:

@@ -137,7 +137,8 @@ class Leader(Gathering):
         mine = rounds.get(self._me)
         if mine is None or mine.name in self._spoiled:
             return None
-        others = {peer: round for peer, round in rounds.items() if round.shares == mine.shares}
+        plan = mine.name, mine.shares  # another round may share as this one does: who is in it has nothing of this one
+        others = {peer: round for peer, round in rounds.items() if (round.name, round.shares) == plan}
         lost = {peer for round in others.values() for peer in round.lost}
         round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
         able = self._me in round.remaining and bool(_reducers(round)) and self._is_connected(round)
@@ -224,7 +225,10 @@ class Leader(Gathering):
             self._bar(peer, now)
         why = "nothing moves" if has_stalled else "time is up"
         reason = f"{why}; held up by {', '.join(slow) or 'nobody in particular'}"
-        return self._lose(slow, reason, now) or self._abort(reason)
+        effects = self._lose(slow, reason, now)
+        if not effects and isinstance(self._running, Begin):
+            self._spoiled.add(self._running.round.name)  # whatever is wrong with it: a new one begins with all blocks
+        return effects or self._abort(reason)
 
     def _culprits(self) -> tuple[str, ...]:
         """Who holds the attempt up: of an entry that nobody could fetch, those who say that they hold it.

@@ -13,6 +13,8 @@ What the news of one part means for the others is in course.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from peers.errors import LocalProtocolError
 from peers.log.header import Position
 from peers.log.lineage import Lineage
@@ -153,7 +155,7 @@ class Peer:
 
     def _take(self, fragment: int, event: Event) -> None:
         """Tell the slot of this fragment, if it is still open."""
-        slot = self._course.slots.get(fragment)
+        slot = self.slots.get(fragment)
         if slot is not None:
             slot.take(event)
 
@@ -163,7 +165,7 @@ class Peer:
             if not message.holds:
                 self.membership.left(sender)
             self.membership.unreachable(sender)
-            for each in self._course.slots.values():
+            for each in self.slots.values():
                 each.leadership.on_leaving(sender)
         elif slot := self._slot_at(message.position):
             self._receive_here(sender, message, slot)
@@ -175,7 +177,7 @@ class Peer:
     def _slot_at(self, position: Position) -> Slot | None:
         """The slot that a message is about, if we are where it is."""
         is_here = position.is_in_cycle_of(self.log.position)
-        return self._course.slots.get(position.fragment) if is_here else None
+        return self.slots.get(position.fragment) if is_here else None
 
     def _receive_here(self, sender: str, message: Message, slot: Slot) -> None:
         """A message about a position where we are. What does not fit our state is late or early, and is dropped."""
@@ -214,6 +216,11 @@ class Peer:
         return self._course.slot
 
     @property
+    def slots(self) -> Mapping[int, Slot]:
+        """Those of the cycle's entries that are still to be made, by fragment."""
+        return self._course.slots
+
+    @property
     def log(self) -> LogState:
         return self.replica.log
 
@@ -249,7 +256,7 @@ class Peer:
 
     def exchange_of(self, round: Attempt) -> Exchange | None:
         """Of this round, if it is under way."""
-        slot = self._course.slots.get(round.position.fragment)
+        slot = self.slots.get(round.position.fragment)
         exchange = slot.exchange if slot else None
         return exchange if exchange and exchange.name == round else None
 

@@ -40,7 +40,6 @@ from peers.protocol.messages import (
     Commit,
     Complete,
     Holding,
-    Inquire,
     Waiting,
     Want,
 )
@@ -79,7 +78,6 @@ class Slot(Part):
     TABLE: ClassVar[Table] = {
         OPEN: {
             WorkDone: Row("_be_ready", {READY: "inner steps are done"}),
-            Tick: Row("_ask_what_followed"),
             Complete: Row("_heard_complete"),
         },
         READY: {
@@ -125,7 +123,6 @@ class Slot(Part):
         self._desk = desk
         self._presence = presence
         self._replica = replica
-        self._trainer = trainer
         self._host = host
         self._open_to: tuple[str, ...] = ()  # the members of the attempt, if all tell all that they are complete
         self._offer = Offer(desk, presence, trainer, replica, self.log)
@@ -133,17 +130,8 @@ class Slot(Part):
         self._patience = Patience(desk, presence, self.log)
         self._word = Repetition(desk)
 
-    def _ask_what_followed(self, _: Tick) -> None:
-        """Of a cycle in which other fragments' entries are made, this one may be, too, without us."""
-        leader = self.leadership.elect()
-        if self._replica.log.made and not self._trainer.is_training and leader is not None and self._word.is_due:
-            self._word.said()
-            self._desk.emit(Send(leader, Inquire(position=self.log.position)))
-
     def was_asked(self, peer: str) -> bool:
-        """Whether we asked the peer to lead us, or what followed: it knows better than its last heartbeat."""
-        if self.state is OPEN:
-            return bool(self._replica.log.made) and peer == self.leadership.elect()
+        """Whether we asked the peer to lead us: it knows better than its last heartbeat how far it is."""
         return self.state is READY and peer == self.acceptor.pledged_to
 
     @property

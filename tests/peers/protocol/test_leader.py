@@ -538,6 +538,20 @@ def test_the_barred_are_left_out_for_a_while(way: Callable[[Lead, Begin], list[E
     assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b", "c"]
 
 
+def test_the_barred_are_taken_in_when_the_others_are_too_few() -> None:
+    """Regression: a run whose minimum was all its peers waited until the bar of one with a slow link was over."""
+    lead = Lead(EMPTY)
+    first = {name: (SampleRange(20 * place, 20 * place + 20),) for place, name in enumerate("abc")}
+    for name in "abc":
+        lead.ready(name, samples=first[name])
+    begin: Begin = sends(lead.tick(), Begin)[0][1]
+    spoils(lead, begin)
+    for name in "abc":
+        lead.ready(name, samples=first[name], last_attempt=begin.attempt.number)
+    begins = sends(lead.tick(after=STEP), Begin)
+    assert [peer for peer, _ in begins] == ["a", "b", "c"]
+
+
 def test_strangers_have_no_say_in_an_attempt() -> None:
     """Regression: anybody could accuse a member, or say what it waited for."""
     lead = Lead()

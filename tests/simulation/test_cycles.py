@@ -1,0 +1,145 @@
+"""Swarms whose state is in several fragments: their rounds run side by side, and each cycle is one outer step."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+
+from peers.log.header import Header
+from peers.log.settings import RunSettings, Timing
+from peers.protocol.slot import SlotState
+from peers.simulator.simulation import Faults, Swarm
+from peers.values.wire import digest_of
+
+TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
+SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING, fragments=3)
+SLOW = Faults(longest_delay=0.6)  # so that a round takes longer than a fragment's turn
+
+
+class Entries:
+    """All entries that anybody has applied, by cycle and fragment."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.by_place: dict[tuple[int, int], Header] = {}
+        self._swarm = swarm
+        swarm.on_apply = self._note
+
+    def _note(self, name: str) -> None:
+        for header in self._swarm.peers[name].peer.lineage.entries:
+            self.by_place[header.index, header.fragment] = header
+
+    def of_cycle(self, index: int) -> list[Header]:
+        return [self.by_place[index, fragment] for fragment in range(SETTINGS.fragments)]
+
+
+def swarm_of(number: int, seed: int = 1, settings: RunSettings = SETTINGS, faults: Faults = SLOW) -> Swarm:
+    swarm = Swarm(seed, replace(settings, minimum_peers=number), faults)
+    swarm.training_time = lambda steps: steps * swarm.random.uniform(0.9, 1.1)  # type: ignore[method-assign]
+    for one in range(number):
+        swarm.start(f"peer{one}")
+    return swarm
+
+
+def past(swarm: Swarm, cycles: int) -> bool:
+    goal = swarm.longest + cycles
+    return swarm.run(100.0 * cycles, until=lambda: swarm.longest >= goal)
+
+
+def test_each_cycle_has_an_entry_of_each_fragment_with_everybodys_work() -> None:
+    swarm = swarm_of(4)
+    entries = Entries(swarm)
+    assert past(swarm, 5)
+    for index in range(4):
+        first, second, closing = entries.of_cycle(index)
+        assert {header.previous for header in (first, second, closing)} == {first.previous}
+        assert {header.peers for header in (first, second, closing)} == {closing.peers}
+        assert len(closing.peers) == 4
+        assert not first.leases
+        assert len(closing.leases) == 4
+
+
+def test_rounds_of_several_fragments_are_under_way_at_once() -> None:
+    swarm = swarm_of(3)
+    most = Counter[str]()
+
+    def look(name: str) -> None:
+        slots = swarm.peers[name].peer.slots.values()
+        most[name] = max(most[name], sum(slot.state is SlotState.AVERAGING for slot in slots))
+
+    swarm.on_effect = look
+    assert past(swarm, 6)
+    assert max(most.values()) >= 2
+
+
+def test_training_goes_on_while_fragments_are_averaged_and_applied() -> None:
+    swarm = swarm_of(3, faults=Faults())
+    applied = defaultdict[bool, int](int)
+
+    def look(name: str) -> None:
+        peer = swarm.peers[name].peer
+        applied[peer.trainer.is_training] += 1
+
+    swarm.on_apply = look
+    assert past(swarm, 4)
+    assert applied[True] >= 2 * applied[False] / 3, "all fragments but the closing one"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("victim", ["peer0", "peer2"], ids=["the leader", "another"])
+def test_a_death_with_several_rounds_under_way_costs_only_its_owners_work(victim: str, seed: int) -> None:
+    swarm = swarm_of(5, seed)
+    entries = Entries(swarm)
+    assert past(swarm, 2)
+    slots = swarm.peers[victim].peer
+    assert swarm.run(
+        60.0, until=lambda: sum(slot.state is SlotState.AVERAGING for slot in slots.slots.values()) >= 2
+    ), "two of its rounds are under way"
+    index = slots.log.position.index
+    swarm.kill(victim)
+    assert past(swarm, 2)
+    rosters = [set(header.peers) for header in entries.of_cycle(index)]
+    others = {peer for peer in swarm.peers if peer != victim}
+    assert all(others <= roster for roster in rosters)
+
+
+def test_who_was_cut_off_in_the_midst_of_a_cycle_gets_what_it_missed() -> None:
+    swarm = swarm_of(4)
+    assert past(swarm, 2)
+    late = swarm.peers["peer3"].peer
+    assert swarm.run(60.0, until=lambda: len(late.log.made) == 1), "one of its three fragments"
+    swarm.cut_off("peer3")
+    assert swarm.run(200.0, until=lambda: swarm.longest > late.log.position.index + 1)
+    swarm.heal()
+    assert past(swarm, 3)
+    assert "peer3" in swarm.peers["peer0"].peer.log.roster
+    assert late.log.position.index >= swarm.longest - 1
+
+
+def test_who_joins_in_the_midst_of_a_cycle_takes_part_in_the_next() -> None:
+    swarm = swarm_of(3)
+    assert past(swarm, 3)
+    first = swarm.peers["peer0"].peer
+    assert swarm.run(60.0, until=lambda: len(first.log.made) == 1)
+    swarm.start("peer9")
+    assert past(swarm, 4)
+    assert "peer9" in first.log.roster
+
+
+def test_who_is_far_behind_takes_a_snapshot_of_the_end_of_a_cycle() -> None:
+    swarm = swarm_of(3, settings=replace(SETTINGS, snapshot_every=2))
+    assert past(swarm, 7)
+    swarm.start("peer9")
+    assert swarm.run(200.0, until=lambda: "peer9" in swarm.peers["peer0"].peer.log.roster)
+    assert any("fetches a state of" in line for line in swarm.trace)
+
+
+def test_one_fragment_is_plain_diloco() -> None:
+    """The same peers, clocks and delays: with one fragment nothing of a cycle is to be seen."""
+    swarm = swarm_of(3, settings=replace(SETTINGS, fragments=1))
+    entries = Entries(swarm)
+    assert past(swarm, 4)
+    assert {fragment for _, fragment in entries.by_place} == {0}
+    heads = [entries.by_place[index, 0] for index in range(3)]
+    assert [header.previous for header in heads[1:]] == [header.digest for header in heads[:-1]]
