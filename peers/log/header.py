@@ -20,6 +20,10 @@ MEMBER_LIMIT = 1000
 """Peers in one entry; what a header costs to check grows with the square of it."""
 
 
+NO_PAYLOAD = digest_of(b"")
+"""In place of a payload's digest: nobody had trained the fragment, and it stays as it is."""
+
+
 class Member(Value):
     """A peer's share in one entry: it counts by the tokens it trained on these samples.
 

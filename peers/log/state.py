@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from peers.log.header import MEMBER_LIMIT, Assignment, Header, Member, Position, cycle_head
+from peers.log.header import MEMBER_LIMIT, NO_PAYLOAD, Assignment, Header, Member, Position, cycle_head
 from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
 
 
@@ -158,8 +158,9 @@ class LogState:
 
     def make_header(self, roster: Sequence[Member], payload: bytes) -> Header:
         """`next_header`, worked out. Raises: LogError."""
-        if not any(member.tokens for member in roster):
-            raise LogError("nobody in the roster has trained anything")
+        has_trained = any(member.tokens for member in roster)
+        if has_trained == (payload == NO_PAYLOAD) or (self.closes and not has_trained):
+            raise LogError("nobody in the roster has trained anything" if not has_trained else "it lacks a payload")
         peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")

@@ -6,7 +6,7 @@ is ready; the slot concludes (`entry_made`), so the work ends, the replica appli
 
 from __future__ import annotations
 
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
@@ -220,6 +220,8 @@ class Course:
                 self.trainer.take(WorkEnds(self.replica.log.position, header))
         self.slots[header.fragment] = self._open_slot(header.fragment)
         self.replica.take(behind)
+        if header.payload == NO_PAYLOAD:
+            self.entry_made(header)
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
         self._desk.emit(Note("warning", f"no payload of entry {header.index}: {reason}"))

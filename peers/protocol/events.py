@@ -284,7 +284,7 @@ class FetchPayload:
 
 @dataclass(frozen=True)
 class Apply:
-    """Take the outer step with the kept payload whose digest is `header.payload`.
+    """Take the outer step with the kept payload whose digest is `header.payload`; none where that is NO_PAYLOAD.
 
     With `keeps_work`, what is being trained, or has been, is for a later entry.
     """

@@ -142,12 +142,17 @@ class Gathering:
 
     def _is_time(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
         """Whether everybody who can be expected is ready, or the grace is over."""
-        if self._first_ready_at is None or not any(ready.tokens for ready in self._ready.values()):
+        if self._first_ready_at is None or (self._log.closes and not self._has_work):
             return False
         at_work = {peer for peer in self._log.leases if peer in live and self._is_at_work(peer, live[peer])}
         expected = at_work | (set(self._granted) & set(live)) | {self._me}
         self._awaited = expected - self._standing.barred(now) - set(self.unreached)
         return self._awaited <= self._ready.keys() or now - self._first_ready_at >= self.grace
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether anybody who is ready has trained anything for this entry."""
+        return any(ready.tokens for ready in self._ready.values())
 
     def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
         """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.presence.election import culprits, take_order
@@ -97,7 +97,8 @@ class Leader(Gathering):
             return []
         effects: list[Effect] = [] if self._enough(self._ready) else self.take_in_barred(now)
         plan = self._plan()
-        if (plan.left_out or not plan.reducers) and not self._latest_held() and not self._unfinished_round():
+        is_new = not self._latest_held() and not self._unfinished_round()
+        if is_new and self._has_work and (plan.left_out or not plan.reducers):
             effects += self._leave_out(plan)
             if not plan.reducers:
                 return effects
@@ -116,7 +117,15 @@ class Leader(Gathering):
         if round is not None:
             return self._exchange(round, "goes on with a round", now)
         name = Attempt(position=self._log.position, number=self._last_number + 1, leader=self._me)
+        if not self._has_work:
+            return self._skip(name, now)
         return self._exchange(self._new_round(name), "begins", now)
+
+    def _skip(self, name: Attempt, now: float) -> list[Effect]:
+        """Nobody has trained the fragment in this cycle: its entry says so, and there is nothing to exchange."""
+        members, offers = take_order(self._log.roster, self._ready), self._offers()
+        header = self._log.next_header([offers[peer] for peer in members], NO_PAYLOAD)
+        return self._hand_on(Held(attempt=name, header=header), tuple(members), members, "skips a fragment", now)
 
     def _new_round(self, name: Attempt) -> Round:
         """Those whom all others reach reduce parts, sized so that all links are done together."""

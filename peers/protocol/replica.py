@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from peers.errors import LocalProtocolError
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import PeerState
@@ -193,7 +193,8 @@ class Replica(Part):
             self.joined_at = behind.log.position.head
         self._enter(REPLAYING)
         self.replaying = behind.header
-        self._desk.emit(FetchPayload(behind.header, behind.donors))
+        if behind.header.payload != NO_PAYLOAD:
+            self._desk.emit(FetchPayload(behind.header, behind.donors))
 
     def _give_up(self, _: NobodyAhead) -> None:
         self.joins_here()

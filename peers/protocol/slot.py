@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
@@ -214,7 +214,7 @@ class Slot(Part):
 
     def _adopt_held(self, adopt: Adopt) -> None:
         header, held = adopt.held.header, self.acceptor.held
-        if held and held.header == header:
+        if header.payload == NO_PAYLOAD or (held and held.header == header):
             self._hold(header)
         else:
             donors = tuple(peer for peer in adopt.holders if peer != self._desk.me)

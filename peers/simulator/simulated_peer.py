@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from peers.log.header import Header, Position
+from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, name_peers
 from peers.protocol import events
@@ -265,10 +265,11 @@ class SimulatedPeer:
             return
         header, log = apply.header, self.peer.log
         fragment = self.fragments[header.fragment]
-        kept = fragment.buffers.kept.get(header.payload)
-        if kept is None:
-            raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
-        fragment.workload.apply(bytes(kept.data))
+        if header.payload != NO_PAYLOAD:
+            kept = fragment.buffers.kept.get(header.payload)
+            if kept is None:
+                raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
+            fragment.workload.apply(bytes(kept.data))
         self.world.recorded(self, header)
         if not log.made:
             self._is_digesting, self._last_of_cycle = True, header

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings, Timing
+from peers.protocol.events import Captured, TrainingDone
 from peers.protocol.slot import SlotState
+from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Faults, Swarm
 from peers.values.wire import digest_of
 
@@ -133,6 +135,33 @@ def test_who_is_far_behind_takes_a_snapshot_of_the_end_of_a_cycle() -> None:
     swarm.start("peer9")
     assert swarm.run(200.0, until=lambda: "peer9" in swarm.peers["peer0"].peer.log.roster)
     assert any("fetches a state of" in line for line in swarm.trace)
+
+
+def test_a_fragment_that_nobody_has_trained_stays_as_it_is() -> None:
+    """All who had are gone, say; the cycle goes on without it."""
+    swarm = swarm_of(3)
+    entries = Entries(swarm)
+    assert past(swarm, 1)
+    index = swarm.longest + 1
+    for peer in swarm.peers.values():
+        miss(peer, index, fragment=1)
+    assert past(swarm, 4)
+    first, second, closing = entries.of_cycle(index)
+    assert second.payload == NO_PAYLOAD
+    assert {member.tokens for member in second.roster} == {0}
+    assert NO_PAYLOAD not in (first.payload, closing.payload)
+    assert NO_PAYLOAD not in {entry.payload for entry in entries.of_cycle(index + 1)}
+
+
+def miss(peer: SimulatedPeer, index: int, fragment: int) -> None:
+    """Let the peer miss a fragment's turn in this cycle."""
+    is_present = peer.is_of_present_training
+
+    def is_of_present_training(event: Captured | TrainingDone) -> bool:
+        is_missed = isinstance(event, Captured) and (event.fragment, peer.index) == (fragment, index)
+        return is_present(event) and not is_missed
+
+    peer.is_of_present_training = is_of_present_training  # type: ignore[method-assign]
 
 
 def test_one_fragment_is_plain_diloco() -> None:

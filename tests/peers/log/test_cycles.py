@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from peers.log.header import Header, Member, cycle_head
+from peers.log.header import NO_PAYLOAD, Header, Member, cycle_head
 from peers.log.state import LogError, LogState
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
@@ -107,3 +107,15 @@ def test_with_one_fragment_the_entry_names_the_lineage() -> None:
     log = SETTINGS.empty_log
     header = log.next_header([member("a", 0, 20)], PAYLOAD)
     assert log.append(header).position.head == header.digest
+
+
+def test_an_entry_has_a_payload_unless_nobody_trained_its_fragment() -> None:
+    nobody = [Member(peer="a", tokens=0, samples=())]
+    assert LOG.append(LOG.next_header(nobody, NO_PAYLOAD)).pending == (1, 2)
+    with pytest.raises(LogError, match="nobody in the roster has trained anything"):
+        LOG.next_header(nobody, PAYLOAD)
+    with pytest.raises(LogError, match="it lacks a payload"):
+        LOG.next_header([Member(peer="a", tokens=TOKENS, samples=())], NO_PAYLOAD)
+    for payload in (PAYLOAD, NO_PAYLOAD):
+        with pytest.raises(LogError, match="nobody in the roster has trained anything"):
+            LOG.of(2).next_header(nobody, payload)
