@@ -334,7 +334,8 @@ class Course:
     @property
     def goodbye(self) -> Leaving:
         """What to tell the others in the end."""
-        return Leaving(position=self.replica.log.position, holds=self._holds)
+        may_be_needed = self._holds or bool(self.replica.log.made)  # others may be behind in this cycle
+        return Leaving(position=self.replica.log.position, holds=may_be_needed)
 
     @property
     def _holds(self) -> bool:

@@ -142,7 +142,7 @@ class Gathering:
 
     def _is_time(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
         """Whether everybody who can be expected is ready, or the grace is over."""
-        if self._first_ready_at is None or (self._log.closes and not self._has_work):
+        if self._first_ready_at is None or not self._ready or (self._log.closes and not self._has_work):
             return False
         at_work = {peer for peer in self._log.leases if peer in live and self._is_at_work(peer, live[peer])}
         expected = at_work | (set(self._granted) & set(live)) | {self._me}

@@ -72,7 +72,7 @@ class Attempt(Value):
         return self.number, self.leader
 
     def __str__(self) -> str:
-        return f"{self.position.index}.{self.number}"
+        return f"{str(self.position).partition(':')[0]}.{self.number}"
 
 
 class Held(Value):

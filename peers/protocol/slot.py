@@ -40,6 +40,7 @@ from peers.protocol.messages import (
     Commit,
     Complete,
     Holding,
+    Inquire,
     Waiting,
     Want,
 )
@@ -127,12 +128,21 @@ class Slot(Part):
         self._open_to: tuple[str, ...] = ()  # the members of the attempt, if all tell all that they are complete
         self._offer = Offer(desk, presence, trainer, replica, self.log)
         self._attempt_ends = desk.now
+        self._asked = ""
         self._patience = Patience(desk, presence, self.log)
         self._word = Repetition(desk)
 
     def was_asked(self, peer: str) -> bool:
-        """Whether we asked the peer to lead us: it knows better than its last heartbeat how far it is."""
-        return self.state is READY and peer == self.acceptor.pledged_to
+        """Whether we asked the peer: it knows better than its last heartbeat how far it is."""
+        return self.state is READY and peer in (self.acceptor.pledged_to, self._asked)
+
+    def _ask_another(self) -> None:
+        """As its leader, find out whether the others have made this fragment's entry already: heartbeats do not tell,
+        and nobody says so who has no business with us any more."""
+        others = sorted(peer for peer in self._presence.live() if peer in self.log.roster)
+        if others and self.log.fragments > 1:
+            self._asked = next((peer for peer in others if peer > self._asked), others[0])
+            self._desk.emit(Send(self._asked, Inquire(position=self.log.position)))
 
     @property
     def is_taking_part(self) -> bool:
@@ -162,6 +172,8 @@ class Slot(Part):
         if leader is None or not self._word.is_due:
             return
         self._word.said()
+        if leader == self._desk.me:
+            self._ask_another()
         round = self.exchange.round if self.exchange else None
         self._desk.emit(Send(leader, self._offer.ready(self.acceptor, round)))
         if self.exchange:
