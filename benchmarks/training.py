@@ -59,9 +59,9 @@ class Machine:
         return ["--device", self.device, "--threads", self.threads, "--cpu-workers", self.cpu_workers]
 
     def formula(self, name: str, parameters: int) -> int:
-        """Bytes of main memory: weights, gradients, moments; of a volunteer also what its peer process takes."""
+        """Bytes of main memory: weights, gradients, moments; of a volunteer also what grows in its peer process."""
         worker = worker_memory(parameters, parameters, trains=True) if self.device == "cpu" else 0
-        return worker + (HostMemory(parameters, INT8).training if name == VOLUNTEER else 0)
+        return worker + (HostMemory(parameters, INT8).growing if name == VOLUNTEER else 0)
 
 
 @dataclass

@@ -63,11 +63,15 @@ class HostMemory:
         return 0 if self.has_folder and size > IN_MEMORY else size
 
     @property
+    def growing(self) -> int:
+        """The vectors, and three payloads: the pseudo-gradient, the next average, and the last average until the log
+        has it on the disk, or what others send of this peer's part until it is averaged."""
+        return self.vectors + 3 * self.payload
+
+    @property
     def training(self) -> int:
-        """In training and in rounds: the vectors, and three payloads besides kept ones. These are the pseudo-gradient,
-        the next average, and the last average until the log has it on the disk, or what others send of this peer's part
-        until it is averaged."""
-        return self.vectors + 3 * self.payload + self.kept + IN_USE
+        """In training and in rounds: these, and what does not grow with the model."""
+        return self.growing + self.kept + IN_USE
 
     @property
     def late(self) -> int:

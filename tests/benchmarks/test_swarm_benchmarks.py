@@ -93,7 +93,7 @@ def test_training_reports(tmp_path: Path) -> None:
 def test_what_training_takes() -> None:
     on_the_cpu = training.Machine("cpu", threads=2, cpu_workers=3)
     assert on_the_cpu.bare_arguments == ["--device", "cpu", "--threads", 6]
-    host = HostMemory(10, INT8).training
+    host = HostMemory(10, INT8).growing
     assert [on_the_cpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [160, 160 + host]
     on_a_gpu = training.Machine("cuda:0", threads=1, cpu_workers=1)
     assert [on_a_gpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [0, host]
