@@ -52,17 +52,8 @@ from benchmarks.groups import (
 )
 from benchmarks.namespaces import IPERF_STREAMS
 from benchmarks.reporting import Bar, report
+from opendiloco.host_memory import HostMemory
 from opendiloco.kernels import INT8
-from peers.driver.keeping import KEPT_BYTES
-from peers.log.payload import KEPT_AT_LEAST
-
-
-def memory_formula(values: int, peers: int, rounds: int) -> float:
-    """Return the bytes that ours should take at most after so many rounds: payloads (its own blocks, room for the next
-    average, what others sent of its part, and those kept for peers that fell behind); theta, momentum, and local."""
-    payload = INT8.payload_size(values)
-    kept = min(rounds, max(KEPT_AT_LEAST, KEPT_BYTES // payload))
-    return (1 + 1 + (peers - 1) / peers + kept) * payload + 12 * values
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any]:
@@ -70,7 +61,7 @@ def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any
     peers, ours = len(group.peers), group.contender.name == OURS
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)
-    formula = memory_formula(values, peers, len(group.rounds) + 1)  # and one to warm up
+    formula = HostMemory(values, INT8, has_folder=False).training
     return {
         "contender": group.contender.name,
         "peers": peers,

@@ -24,6 +24,7 @@ LOOK_SECONDS = 0.1
 LOG_LINES = 5
 # Where in `/proc/PID/stat`, counted from the state on; the system time, and both of the ended children, follow.
 STATE, PARENT, USER_TIME = 0, 1, 11
+MEMORY_FILE = b"/memfd:diloco-peer"
 
 
 def say(event: str, **fields: object) -> None:
@@ -57,6 +58,23 @@ def memory_of(process: int | str = "self") -> int:
     lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
     wanted = ("Pss_Anon:", "Pss_Shmem:")
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(wanted))
+
+
+def memory_taken(*processes: int) -> int:
+    """Return the bytes of main memory that these processes take together, beside what lies in files on a disk.
+
+    What they share in memory files counts once, and whole: it was reserved, written to or not.
+    """
+    anonymous, shared = 0, dict[bytes, int]()
+    for process in processes:
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
+        anonymous += sum(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+        for mapping in Path(f"/proc/{process}/maps").read_bytes().splitlines():
+            if MEMORY_FILE in mapping:
+                bounds, _, _, _, inode, _ = mapping.split(maxsplit=5)
+                start, end = (int(bound, 16) for bound in bounds.split(b"-"))
+                shared[inode] = max(shared.get(inode, 0), end - start)
+    return anonymous + sum(shared.values())
 
 
 class PeerProcessError(click.ClickException):

@@ -31,6 +31,8 @@ import click
 from benchmarks.processes import PeerProcess, memory_of
 from benchmarks.reporting import Bar, report, speed_ratio
 from opendiloco.config.run_config import RunConfig
+from opendiloco.host_memory import HostMemory, worker_memory
+from opendiloco.kernels import INT8
 
 BARE, VOLUNTEER = "bare loop", "volunteer"
 WORKER = b"opendiloco.workers.worker\0"
@@ -57,8 +59,9 @@ class Machine:
         return ["--device", self.device, "--threads", self.threads, "--cpu-workers", self.cpu_workers]
 
     def formula(self, name: str, parameters: int) -> int:
-        """Bytes of main memory: weights, gradients, moments; of a volunteer also theta, local, momentum, payloads."""
-        return parameters * (16 * (self.device == "cpu") + 16 * (name == VOLUNTEER))
+        """Bytes of main memory: weights, gradients, moments; of a volunteer also what grows in its peer process."""
+        worker = worker_memory(parameters, parameters, trains=True) if self.device == "cpu" else 0
+        return worker + (HostMemory(parameters, INT8).growing if name == VOLUNTEER else 0)
 
 
 @dataclass

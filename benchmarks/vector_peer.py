@@ -2,12 +2,14 @@
 
 Everything is as in a volunteer's machine (driver, transport, codec, outer step), but for the worker: it adds noise to
 theta. With --pause it takes that long to do so; without, it is told when by lines on its standard input: "prepare", and
-then "go". Every entry that is applied is a line, see `benchmarks.processes`.
+then "go". Every entry that is applied is a line, see `benchmarks.processes`. With --folder its log and snapshots lie on
+the disk, as a volunteer's do. With --follows it takes no part: it follows the log, as `diloco-peer follow` does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable
@@ -19,19 +21,25 @@ import click
 import numpy as np
 
 import opendiloco
-from benchmarks.processes import cpu_seconds, read_lines, say
+from benchmarks.processes import cpu_seconds, memory_taken, read_lines, say
 from opendiloco.cli.options import limit_option
 from opendiloco.config.run_config import RunConfig
+from opendiloco.kernels import INT8
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.shared_memory import SharedVectors, Vector
+from opendiloco.outer.codec import BlockCodec
+from opendiloco.outer.local_state import LocalState
+from opendiloco.shared_memory import SharedVectors, Vector, available_memory
 from opendiloco.workers.group import WorkerGroup
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
+from peers.log.folder import LogFolder
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.net.transport import HivemindTransport
 from peers.streams.throttle import Caps
+from peers.transfer.following import Following
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot
+from peers.transfer.storage import FolderStorage, MemoryStorage
 from peers.values.identity import Identity
 from peers.values.leases import sample_count
 from peers.values.wire import digest_of
@@ -39,6 +47,7 @@ from peers.values.workload import Blocks, InnerLoop, Progress, Trained
 
 TOKENS_PER_SAMPLE = 8
 CHUNK = 1 << 20
+FOLLOWING_PAUSE = 0.2
 GATED_TIMING = Timing(heartbeat_expiry=30.0, grace=30.0, round_timeout=600.0, partition_grace=3600.0)
 CHURN_TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=3.0, round_timeout=10.0, partition_grace=60.0, resend=0.25, leave=5.0
@@ -57,6 +66,8 @@ class Part:
     pause: float | None
     snapshot_every: int
     fetches: bool
+    follows: bool
+    folder: Path | None
     upload_limit: float | None
     download_limit: float | None
 
@@ -91,6 +102,7 @@ class VectorWorker(WorkerGroup):
         await asyncio.to_thread(add_noise, self.vectors.theta, self.vectors.local, (work.index, work.samples[0].start))
         if self._pause is None:
             say("ready", cpu=cpu_seconds())
+            on_progress(Progress(0, None, 1.0))
             await self._told("go")
         else:
             await asyncio.sleep(self._pause * random.uniform(0.8, 1.2))
@@ -168,11 +180,17 @@ def memory(name: str) -> int:
 async def take_part(transport: HivemindTransport, identity: Identity, part: Part) -> None:
     """One peer's life, until standard input ends."""
     memory_before = memory("VmRSS")
+    log, storage = None, None
+    if part.folder:
+        block_bytes = BlockCodec(INT8, part.values).byte_range(0, 1)[1]
+        log = LogFolder.open(part.folder / "log", part.settings.empty_log, block_bytes)
+        storage = FolderStorage(part.folder, available_memory)
     lines: asyncio.Queue[str] = asyncio.Queue()
     vectors = await asyncio.to_thread(create_vectors, part.values)
     worker = VectorWorker(vectors, part.pause, lines)
-    workload = VectorWorkload(worker, RunConfig.from_toml(Path(opendiloco.__file__).with_name("demo.toml")))
-    driver = Driver(identity, transport, workload, part.settings, Keeping(await workload.state_digest()))
+    workload = VectorWorkload(worker, run_config())
+    keeping = Keeping(await workload.state_digest(), log=log, storage=storage)
+    driver = Driver(identity, transport, workload, part.settings, keeping)
 
     def tell(header: Header, state_digest: bytes) -> None:
         say(
@@ -181,6 +199,7 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
             head=header.digest.hex(),
             state=state_digest.hex(),
             peers=len(header.roster),
+            roster=[member.peer for member in header.roster],
             began=workload.began_at,
             encoded=workload.encoded_at,
             agreed=workload.agreed_at,
@@ -190,15 +209,36 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
             memory_peak=memory("VmHWM"),
         )
 
-    def restored(snapshot: FrozenSnapshot) -> None:
-        say("restored", index=snapshot.index)
-        driver.leave(at_once=True)
+    def snapshot_is_here(snapshot: FrozenSnapshot) -> None:
+        say("restored" if part.fetches else "frozen", index=snapshot.index)
+        if part.fetches:
+            driver.leave(at_once=True)
 
     driver.on_entry = tell
-    if part.fetches:
-        driver.on_snapshot = restored
+    driver.on_snapshot = snapshot_is_here
     reading = asyncio.create_task(read_lines(lines, driver.leave))
     await driver.run()
+    reading.cancel()
+
+
+def run_config() -> RunConfig:
+    return RunConfig.from_toml(Path(opendiloco.__file__).with_name("demo.toml"))
+
+
+async def follow(transport: HivemindTransport, part: Part) -> None:
+    """Follow the log until standard input ends."""
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    ended = asyncio.Event()
+    reading = asyncio.create_task(read_lines(lines, ended.set))
+    state = LocalState(np.zeros(part.values, np.float32), run_config())
+    following = Following(transport, state, part.settings, MemoryStorage())
+    await following.begin()
+    say("restored", index=following.log.position.index)
+    while not ended.is_set():
+        if applied := await following.advance():
+            say("followed", index=applied[0].index)
+        else:
+            await asyncio.sleep(FOLLOWING_PAUSE)
     reading.cancel()
 
 
@@ -208,8 +248,8 @@ async def run_peer(part: Part) -> None:
     transport = await TalkingTransport.create(identity, contacts, (part.listen,), local=True)
     transport.cap(Caps.of_megabits(part.upload_limit, part.download_limit))
     try:
-        say("listening", address=transport.addresses[0])
-        await take_part(transport, identity, part)
+        say("listening", address=transport.addresses[0], peer=identity.peer_id, memory=memory_taken(os.getpid()))
+        await (follow(transport, part) if part.follows else take_part(transport, identity, part))
     finally:
         await transport.close()
 
@@ -223,6 +263,8 @@ async def run_peer(part: Part) -> None:
 @click.option("--pause", type=float, help="Seconds of training.")
 @click.option("--snapshot-every", default=8, show_default=True, help="Entries from one snapshot to the next.")
 @click.option("--fetches", is_flag=True, help="Only take over the state.")
+@click.option("--follows", is_flag=True, help="Only follow the log.")
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="For the log, and for snapshots.")
 @limit_option("upload", "Send")
 @limit_option("download", "Receive")
 def main(**options: Any) -> None:

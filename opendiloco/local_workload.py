@@ -49,9 +49,10 @@ class TrainingWorkload(LocalState):
         self.trainer = trainer
         self._contribution = self._codec.empty_payload()
         self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
+        self._needs_base = True  # until what has been trained is encoded
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        self._base = None
+        self._base, self._needs_base = None, True
         return await self.trainer.train(work, on_progress)
 
     async def contribution(self) -> Blocks:
@@ -61,6 +62,7 @@ class TrainingWorkload(LocalState):
             await asyncio.to_thread(self._codec.encode_difference, base, self.trainer.vectors.local, self._contribution)
         except kernels.NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
+        self._base, self._needs_base = None, False
         return self._contribution.buffer
 
     async def reduce(
@@ -84,7 +86,7 @@ class TrainingWorkload(LocalState):
         checked = self._codec.checked(payload)
         if not keeps_work:
             self._base = None
-        elif self._base is None:
+        elif self._base is None and self._needs_base:
             self._base = self._state.theta.copy()
         self._state.apply(checked, index)
 

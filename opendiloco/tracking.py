@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from opendiloco.errors import DisagreementError, MachineError
+from opendiloco import kernels
+from opendiloco.errors import DisagreementError
+from opendiloco.host_memory import STATE_BYTES, HostMemory
 from opendiloco.outer.local_state import LocalState
 from opendiloco.run import Run
-from opendiloco.shared_memory import available_memory
+from opendiloco.shared_memory import check_available
 from peers.errors import DilocoPeerError, SwarmUnreachableError
 from peers.log.header import Position
 from peers.log.state import LogState
@@ -199,12 +201,10 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
     Raises: SwarmUnreachableError when nobody says, MachineError when there is not so much memory.
     """
     size = await Donors(transport, run.settings.empty_log).state_size()
-    if 2 * size > available_memory():  # a snapshot is fetched beside it
-        raise MachineError(
-            f"The run's state has {size / 2**20:.0f} MiB, and the memory for two of it is not free.",
-            "Stop other programs or use a machine with more memory.",
-        )
-    return LocalState(np.zeros(size // 8, np.float32), run.config)
+    values = size // STATE_BYTES
+    host = HostMemory(values, kernels.FORMATS[run.config.codec.kind])
+    check_available("Following this run", host.beginning_to_follow)
+    return LocalState(np.zeros(values, np.float32), run.config)
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:

@@ -173,6 +173,7 @@ class ArchivedRun:
         await Payloads(self._transport, self.run.run_id, self.buffers).fetch(end.last, donors)
         payload = self.buffers.kept.get(end.last.payload)
         await asyncio.to_thread(self.log.append, end.last, None, payload)
+        self.buffers.kept.lies_on_disk(end.last.payload)
         self.end = end
 
     async def _keep_snapshot(self, donors: Sequence[str], least: int) -> Snapshot:

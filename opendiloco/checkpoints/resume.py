@@ -49,11 +49,13 @@ async def resume(
 
     Raises: SnapshotError, and changes nothing, when the checkpoint is not a state of this model.
     """
+    stop = log.next_index if until is None else min(log.next_index, until)
     if checkpoint is None:
+        if stop == 0:
+            return log.empty_log
         checkpoint = await _initial_state(workload)
     else:
         await workload.restore(checkpoint.state, checkpoint.state_digest)
-    stop = log.next_index if until is None else min(log.next_index, until)
     while True:
         reached, wrong = await _replay(workload, log, log.empty_log.at(checkpoint.last), stop)
         if wrong is None:

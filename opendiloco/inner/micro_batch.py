@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import torch
 
+from opendiloco.host_memory import MOMENTS_BYTES, HostMemory
 from opendiloco.inner.replica import Replica
 from opendiloco.inner.team import Team
 from opendiloco.inner.tensor_memory import peak_while
-from opendiloco.shared_memory import VALUE_BYTES, available_memory
+from opendiloco.shared_memory import available_memory
 
 SHARE = {"cpu": 0.25, "cuda": 0.5}
 """Of the memory that is left, what windows may take by the size of their tensors. Operations take memory for
 themselves, too, and malloc keeps much that was freed: on the CPU we measured 1.3 to 1.7 times the tensors, and 3.6
 times with activation checkpointing."""
-
-LATER = {"cpu": 4, "cuda": 2}
-"""Values for each one of theta that nobody has taken yet when workers start: two moments; in main memory also the
-momentum, and payloads. The gradient counts with the first window."""
 
 
 def fitting_micro_batch(replica: Replica, piece: int, team: Team) -> int:
@@ -28,8 +25,18 @@ def fitting_micro_batch(replica: Replica, piece: int, team: Team) -> int:
         return 1  # whether it fits or not
     window = window_memory(replica, team)
     team.wait_for_all()  # so that nobody sees what another takes to try
-    room = free_memory(team) - LATER[team.device.type] * VALUE_BYTES * replica.layout.size // team.size
+    room = free_memory(team) - _taken_later(replica, team) // team.size
     return team.smallest(max(1, min(int(SHARE[team.device.type] * room / window), piece)))
+
+
+def _taken_later(replica: Replica, team: Team) -> int:
+    """Bytes that nobody has taken yet when workers start: moments; in main memory also what the peer process takes. The
+    gradient counts with the first window."""
+    moments = MOMENTS_BYTES * replica.layout.size
+    if team.device.type != "cpu":
+        return moments
+    host = HostMemory(replica.layout.size, replica.format)
+    return moments + host.most - host.shared
 
 
 def window_memory(replica: Replica, team: Team, windows: int = 1) -> int:

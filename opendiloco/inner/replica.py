@@ -25,6 +25,7 @@ from opendiloco.inner.moments import Moments
 from opendiloco.inner.optimizer_state import load_moments, step_count, store_moments
 from opendiloco.inner.optimizers import build_inner_optimizer
 from opendiloco.inner.team import Team
+from opendiloco.kernels import FORMATS
 from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.packing import predicted_tokens, window_loss
 from opendiloco.model.shards import Shards, local_part, staging_for
@@ -77,6 +78,7 @@ class Replica:
         self.layout = layout_of(model)
         self.micro_batch = micro_batch
         self.window_length = config.training.sequence_length + 1
+        self.format = FORMATS[config.codec.kind]
         self._config = config
         self._samples = samples
         self._team = team or Team(torch.device("cpu"))

@@ -14,6 +14,8 @@ from opendiloco.shared_memory import Vector
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.workload import Blocks, SnapshotError
 
+PIECE = 1 << 20  # values checked at once, so that it takes no memory to speak of
+
 
 class LocalState:
     """Implements `peers.values.workload.ReplicatedState`. Arithmetic runs in
@@ -61,6 +63,6 @@ class LocalState:
             raise SnapshotError("it is not the state with that digest")
         momentum, theta = np.frombuffer(state, np.float32).reshape(2, -1)
         for name, vector in (("momentum", momentum), ("theta", theta)):
-            if not np.isfinite(vector).all():
+            if not all(np.isfinite(vector[start : start + PIECE]).all() for start in range(0, vector.size, PIECE)):
                 raise SnapshotError(f"{name} holds NaN or infinity")
         self._state.replace(theta, momentum)

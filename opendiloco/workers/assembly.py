@@ -9,8 +9,10 @@ import torch
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
+from opendiloco.host_memory import HostMemory, worker_memory
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
 from opendiloco.inner.team import Team
+from opendiloco.kernels import FORMATS, Format
 from opendiloco.model.build import build_model, build_skeleton, layout_of, store_weights
 from opendiloco.shared_memory import VALUE_BYTES, SharedVectors, check_available, reserve
 from opendiloco.workers.options import WorkerOptions
@@ -31,7 +33,7 @@ def assemble_model(
     if team.device.type == "cuda":
         _check_device(skeleton, team, options)
     if memory_descriptor is not None and team.rank == 0:
-        _check_memory(skeleton, team, options)
+        _check_memory(skeleton, team, options, FORMATS[config.codec.kind])
         reserve(memory_descriptor, layout_of(skeleton).size)
     whole = build_model(config, tokenizer) if team.rank == 0 or each_builds else None
     if memory_descriptor is not None and team.rank == 0:
@@ -59,25 +61,22 @@ def _prepare(model: Any, device: torch.device, options: WorkerOptions) -> None:
             block.forward = torch.compile(block.forward)
 
 
-def _check_memory(skeleton: Any, team: Team, options: WorkerOptions) -> None:
-    """docs/training.md has the formulas. What activations take cannot be known, and comes on top.
-
-    Raises: MachineError.
-    """
+def _check_memory(skeleton: Any, team: Team, options: WorkerOptions, format: Format) -> None:
+    """What activations take cannot be known, and comes on top. Raises: MachineError."""
     weights, trained = _counts(skeleton)
-    starting = weights  # worker 0's whole model
-    training = 0
+    host = HostMemory(trained, format)
+    starting = host.shared + VALUE_BYTES * weights  # worker 0's whole model
+    needed = host.most if options.trains else host.evaluating
     if team.device.type == "cpu":
-        starting += weights if team.mesh else 0
-        training = _training_values(weights, trained, options)
-    outer = 4 * trained  # theta, local, momentum; payloads are one more at most
+        starting += VALUE_BYTES * weights if team.mesh else 0
+        needed += worker_memory(weights, trained, options.trains)
     what = "Training this model" if options.trains else "Evaluating this model"
-    check_available(what, VALUE_BYTES * (outer + max(starting, training)))
+    check_available(what, max(starting, needed))
 
 
 def _check_device(skeleton: Any, team: Team, options: WorkerOptions) -> None:
     """Raises: MachineError."""
-    needed = VALUE_BYTES * _training_values(*_counts(skeleton), options) // team.size
+    needed = worker_memory(*_counts(skeleton), options.trains) // team.size
     free = torch.cuda.mem_get_info(team.device)[0]
     if needed > free:
         raise MachineError(
@@ -89,8 +88,3 @@ def _check_device(skeleton: Any, team: Team, options: WorkerOptions) -> None:
 def _counts(model: Any) -> tuple[int, int]:
     """How many values the model has, and how many of them are trained."""
     return sum(parameter.numel() for parameter in model.parameters()), layout_of(model).size
-
-
-def _training_values(weights: int, trained: int, options: WorkerOptions) -> int:
-    """Weights, and when training their gradients and two moments: of all workers together."""
-    return weights + 3 * trained if options.trains else weights

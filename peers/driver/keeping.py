@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peers.log.folder import MemoryLog, RunLog
+from peers.log.payload import KEPT_BYTES
 from peers.log.state import LogState
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.storage import MemoryStorage, Storage
 from peers.values.workload import Blocked
-
-KEPT_BYTES = 1 << 30  # payloads kept for peers that fell behind
 
 
 @dataclass(frozen=True)

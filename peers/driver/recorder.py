@@ -33,11 +33,14 @@ class Recorder:
         peer: Peer,
         transport: PullTransport,
         start: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+        lies_on_disk: Callable[[bytes], None] = lambda payload: None,
     ) -> None:
+        """`lies_on_disk` is told of every payload that has been written there, by its digest."""
         self._log = log
         self._peer = peer
         self._transport = transport
         self._start = start
+        self._lies_on_disk = lies_on_disk
         self._turn = asyncio.Lock()
         self._last: asyncio.Task[None] | None = None
 
@@ -55,6 +58,9 @@ class Recorder:
                 await asyncio.to_thread(self._log.append, header, state_digest, payload)
             except LogFolderError as error:  # the run goes on all the same
                 logger.warning("entry %d is not kept: %s", header.index, error)
+            else:
+                if self._log.is_on_disk:
+                    self._lies_on_disk(header.payload)
             if self._log.first:
                 await self._add_headers_before()
 

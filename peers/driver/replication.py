@@ -54,11 +54,11 @@ class Replication:
         self._host = host
         self._peer = host.peer
         self._payloads = Payloads(transport, host.peer.settings.run, stores.buffers)
-        self._recorder = Recorder(stores.log, host.peer, transport, host.start)
+        self._recorder = Recorder(stores.log, host.peer, transport, host.start, stores.buffers.kept.lies_on_disk)
         self._freezer = Freezer(host.peer, workload, stores.storage, host)
         self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
         self.lock = self._freezer.state_lock
-        """Held while momentum and theta change or are read."""
+        """Held while momentum and theta change, and while the pseudo-gradient is taken from them."""
 
     async def serve(self) -> None:
         run = self._peer.settings.run
@@ -77,7 +77,7 @@ class Replication:
         header, kept = apply.header, self._stores.buffers.kept.get(apply.header.payload)
         if kept is None:
             raise LocalProtocolError(f"the payload of entry {header.index} is to be applied and not here")
-        async with self.lock:
+        async with self._freezer.changing():
             await self._workload.apply(kept.data, header.index, apply.keeps_work)
             metrics.ENTRIES_APPLIED.inc()
             self._host.handle(Applied(header))
@@ -116,7 +116,7 @@ class Replication:
                 snapshot, lineage = await fetch_snapshot(
                     self._transport, donors, self._peer.log, fetch.least, storage, size
                 )
-                async with self.lock:
+                async with self._freezer.changing():
                     await self._workload.restore(snapshot.data, snapshot.state_digest)
         except (SnapshotError, OSError) as error:
             self._host.handle(SnapshotFailed(fetch.donor, str(error)))

@@ -11,6 +11,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from peers.errors import DilocoPeerError
 from peers.log.files import (
@@ -26,12 +27,10 @@ from peers.log.files import (
     write_whole,
 )
 from peers.log.header import Header
-from peers.log.payload import KeptPayloads, Payload
+from peers.log.payload import KEPT_BYTES, KeptPayloads, Payload
 from peers.log.state import LogError, LogState
 
 logger = logging.getLogger(__name__)
-
-KEPT_BYTES = 1 << 30  # of payloads in a log without a disk
 
 
 class LogFolderError(DilocoPeerError):
@@ -42,6 +41,8 @@ class LogFolderError(DilocoPeerError):
 
 class RunLog(ABC):
     """Consecutive entries of one lineage, from `first` on. Headers are kept as packed: 150 bytes or so per member."""
+
+    is_on_disk: ClassVar[bool]
 
     def __init__(self, empty_log: LogState, entries: Iterable[Entry] = ()) -> None:
         self.empty_log = empty_log
@@ -151,6 +152,8 @@ class RunLog(ABC):
 class MemoryLog(RunLog):
     """For a peer without a disk: it keeps the newest payloads, `kept_bytes` of them but a few at least."""
 
+    is_on_disk = False
+
     def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
         super().__init__(empty_log)
         self._payloads = KeptPayloads(kept_bytes)
@@ -170,6 +173,8 @@ class MemoryLog(RunLog):
 
 class LogFolder(RunLog):
     """On disk, for one process at a time; its methods are for one thread at a time, but `payload` for any."""
+
+    is_on_disk = True
 
     def __init__(self, path: Path, empty_log: LogState, block_bytes: int, entries: Iterable[Entry]) -> None:
         super().__init__(empty_log, entries)

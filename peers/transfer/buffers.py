@@ -1,7 +1,7 @@
 """Where payloads lie, while a round makes one and afterwards: memory only, used by every driver.
 
-A round of n members takes three payloads and (n - 1) / n of one: our own blocks, the average, what the others sent of
-our part, and as much again while it is on its way in. On top come the payloads that are kept for who fell behind.
+A round of n members takes two payloads and at most (n - 1) / n of one: our own blocks, the average, and what the others
+sent of our part until it is averaged. On top come the payloads that are kept for peers that fell behind.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ class RoundBuffers:
     contributions: defaultdict[int, dict[str, bytes | bytearray]] = field(
         default_factory=lambda: defaultdict(dict)
     )  # by chunk and sender
+
+
+SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
 
 
 class PayloadBuffers:
@@ -70,12 +73,17 @@ class PayloadBuffers:
             self._spare = spare
 
     def open(self, name: Attempt) -> None:
+        self._round = RoundBuffers(name, self.room_for_payload())
+
+    def room_for_payload(self) -> memoryview:
+        """Return memory for a whole payload: what was prepared, if it is still there."""
         spare, self._spare = self._spare, None
-        self._round = RoundBuffers(name, empty(self.size.bytes) if spare is None else spare)
+        return empty(self.size.bytes) if spare is None else spare
 
     def close(self) -> None:
-        """No round is under way."""
+        """No round is under way. What it took goes back to the system, but for some chunks."""
         self._round = None
+        del self._used[SPARE_BYTES // max(1, self.chunk_bytes(0)[1]) :]
 
     def round(self, name: Attempt) -> RoundBuffers | None:
         return self._round if self._round and self._round.name == name else None

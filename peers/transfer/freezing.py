@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from peers.log.header import Position
@@ -36,13 +37,17 @@ class Host(Protocol):
 
 
 class Freezer:
-    """Makes and holds one peer's snapshots. `state_lock` is held while theta and momentum change or are read.
+    """Makes and holds one peer's snapshots.
+
+    `state_lock` is held while theta and momentum change, and while the pseudo-gradient is taken from them. A copy for a
+    snapshot, which may take long on a disk, keeps only a change waiting.
 
     `on_snapshot` is told of every one that is frozen or taken over.
     """
 
     def __init__(self, peer: Peer, workload: Workload, storage: Storage, host: Host) -> None:
         self.state_lock = asyncio.Lock()
+        self._copy_lock = asyncio.Lock()
         self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
         self._peer = peer
         self._workload = workload
@@ -52,6 +57,12 @@ class Freezer:
         self._freezing = asyncio.Lock()
         self._on_demand: asyncio.Task[None] | None = None
         self._refusal = ""  # why that failed
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """Hold the state for a change: nobody reads it meanwhile."""
+        async with self._copy_lock, self.state_lock:
+            yield
 
     @property
     def lineage(self) -> tuple[bytes, ...]:
@@ -107,7 +118,7 @@ class Freezer:
     async def _freeze(self, place: Position | None = None) -> None:
         """The present state, if it is at `place`. Raises: OSError, without room; SnapshotError, when it is corrupt."""
         memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
-        async with self.state_lock:
+        async with self._copy_lock:
             log, state_digest = self._peer.settled, self._peer.state_digest
             if not self._peer.is_settled or place not in (None, log.position):
                 return

@@ -19,7 +19,6 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted
 from peers.values.chunks import payload_digest
-from peers.values.memory import empty
 from peers.values.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ class Payloads:
             request=lambda first, last: pack(PayloadRequest(run=self._run, payload=payload, first=first, last=last)),
             range=max(1, min(RANGE, self._buffers.size.chunks // RANGES_AT_LEAST)),
         )
-        data = empty(self._buffers.size.bytes)
+        data = self._buffers.room_for_payload()
         try:
             await Download(self._transport, wanted, data).run(donors)
         except DownloadError as error:

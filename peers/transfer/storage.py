@@ -14,6 +14,7 @@ from peers.transfer.memory_file import MemoryFile
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".state"
+IN_MEMORY = 1 << 26  # bytes of a snapshot that lies in memory, although there is a folder
 
 
 class Storage(Protocol):
@@ -41,17 +42,22 @@ class MemoryStorage:
 
 
 class FolderStorage:
-    """Snapshots in memory if there is enough, else in the folder; downloads in the folder, to outlive a restart."""
+    """Small snapshots in memory, larger ones in the folder; downloads in the folder, to outlive a restart."""
 
     def __init__(self, folder: Path, available_memory: Callable[[], int]) -> None:
         self._folder = folder
         self._available_memory = available_memory
 
     def snapshot(self, size: int) -> MemoryFile:
-        if 2 * size <= self._available_memory():  # training and rounds need some, too
-            return MemoryFile.ready_in_memory(size)
-        logger.warning("memory is short: a snapshot of %d MiB lies in %s", size >> 20, self._folder)
-        return MemoryFile.on_disk(size, self._folder)
+        """In the folder if there is room; else in memory, if that has twice as much: training needs some, too."""
+        if size > IN_MEMORY:
+            try:
+                return MemoryFile.on_disk(size, self._folder)
+            except OSError as error:
+                if 2 * size > self._available_memory():
+                    raise
+                logger.warning("a snapshot of %d MiB lies in memory, not in %s: %s", size >> 20, self._folder, error)
+        return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
         """Another state's remains are dropped."""

@@ -83,16 +83,16 @@ class Workload(ReplicatedState, Protocol):
     """The replicated state and the worker that trains from it.
 
     A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
-    momentum and may run beside anything, `copy_state` and `state_digest` beside `train` and `reduce`, and `apply`
-    beside `train` once it has reported progress; other calls are never concurrent.
+    momentum and may run beside anything, `copy_state` and `state_digest` beside `train` and `reduce`, `copy_state` also
+    beside `contribution`, and `apply` beside `train` once it has reported progress; other calls are never concurrent.
     """
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         """Load theta into the worker and train. Cancelling stops the worker within an inner step."""
 
     async def contribution(self) -> Blocks:
-        """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local. The bytes may
-        lie where those of the call before lay."""
+        """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local. Once for each
+        training, when it is done. The bytes may lie where those of the call before lay."""
 
     async def reduce(
         self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
+import os
 import random
 import signal
 from pathlib import Path
@@ -13,10 +15,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import averaging, churn, join, training
+from benchmarks import averaging, churn, join, memory, training
 from benchmarks.groups import GLOO, OURS, sent_bytes
-from benchmarks.processes import Event, PeerProcess, PeerProcessError, gone
+from benchmarks.processes import Event, PeerProcess, PeerProcessError, gone, memory_taken
 from opendiloco.config.run_config import RunConfig
+from opendiloco.host_memory import HostMemory
+from opendiloco.kernels import INT8
 from tests.child_processes import child_processes
 
 TINY = Path(__file__).parent.parent.parent / "examples/tiny.toml"
@@ -89,9 +93,10 @@ def test_training_reports(tmp_path: Path) -> None:
 def test_what_training_takes() -> None:
     on_the_cpu = training.Machine("cpu", threads=2, cpu_workers=3)
     assert on_the_cpu.bare_arguments == ["--device", "cpu", "--threads", 6]
-    assert [on_the_cpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [160, 320]
+    host = HostMemory(10, INT8).growing
+    assert [on_the_cpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [160, 160 + host]
     on_a_gpu = training.Machine("cuda:0", threads=1, cpu_workers=1)
-    assert [on_a_gpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [0, 160]
+    assert [on_a_gpu.formula(name, 10) for name in (training.BARE, training.VOLUNTEER)] == [0, host]
 
 
 def test_a_run_is_made_to_last_and_to_need_one_peer() -> None:
@@ -202,4 +207,35 @@ def test_ended_processes_are_gone(tmp_path: Path) -> None:
 def test_what_a_round_takes() -> None:
     assert sent_bytes(1000, 2) == 1000
     assert sent_bytes(1000, 4) == 1500
-    assert averaging.memory_formula(1024, 2, 3) == 5.5 * 1028 + 12 * 1024
+
+
+@pytest.mark.swarm
+def test_memory_reports(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ["--values", "100000", "--hidden", "96", "--layers", "1", "--run", str(TINY), "--json", str(figures)]
+    done = CliRunner().invoke(memory.main, arguments, catch_exceptions=False)
+    assert done.output.strip().splitlines()[-1].startswith("verdict: ")
+    rows = json.loads(figures.read_text())["rows"]
+    roles = [memory.VOLUNTEER] * 5 + [memory.JOINER] + [memory.FOLLOWER] * 2 + [memory.CPU_VOLUNTEER]
+    assert [row["role"] for row in rows] == roles
+    assert all(row["MB"] > 0 for row in rows)
+    assert not child_processes()
+
+
+def test_memory_is_held_against_the_formula_from_both_sides() -> None:
+    rows = [
+        memory.row_of(memory.VOLUNTEER, memory.TRAINING, taken=160, parameters=10, formula=200),
+        memory.row_of(memory.FOLLOWER, memory.FETCHING, taken=300, parameters=10, formula=240),
+    ]
+    assert [bar.ratio for bar in memory.bars_of(rows)] == pytest.approx([20 / 16, 0.8, 0.8])
+    assert [bar.is_met for bar in memory.bars_of(rows)] == [True, False, False]
+
+
+def test_memory_in_files_that_processes_share_counts_once() -> None:
+    before = memory_taken(os.getpid())
+    descriptor = os.memfd_create("diloco-peer")
+    os.truncate(descriptor, 1 << 26)
+    mapped = [mmap.mmap(descriptor, 1 << 26) for _ in range(2)]
+    os.close(descriptor)
+    assert 0.99 < (memory_taken(os.getpid()) - before) / (1 << 26) < 1.2, "whole, though nothing was written"
+    assert len(mapped) == 2

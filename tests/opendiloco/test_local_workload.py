@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,55 @@ def test_a_payload_is_applied_whole_or_not_at_all(workload: LocalWorkload, small
         alone.apply(kernels.Payload(kernels.INT8, 2500, payload), 0)
         await workload.apply(payload, 0)
         assert await workload.state_digest() == alone.digest() != before
+
+    asyncio.run(story())
+
+
+class Overtaken(StateOnly):
+    """An entry is applied in the middle of its trainings."""
+
+    meanwhile: Callable[[], Awaitable[object]]
+
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
+    ) -> Trained:
+        self.vectors.local[:] = self.vectors.theta - 1
+        await self.meanwhile()
+        return Trained(work.samples, 16, 1.0)
+
+
+def test_work_counts_from_the_theta_that_it_began_with(small_config: RunConfig) -> None:
+    async def story() -> None:
+        workers = Overtaken(2500)
+        workload = LocalWorkload(workers, small_config)
+        workers.vectors.local[:] = workers.vectors.theta + 2
+        entry = bytes(await workload.contribution())
+        workers.meanwhile = lambda: workload.apply(entry, 0, keeps_work=True)
+        for _ in range(2):
+            await workload.train(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
+            moved = await workload.contribution()
+            one_step = kernels.Payload(kernels.INT8, 2500)
+            kernels.quantize(np.ones(2500, np.float32), one_step)
+            assert bytes(moved) == bytes(one_step)
+
+    asyncio.run(story())
+
+
+def test_no_copy_of_theta_is_held_once_the_work_is_encoded(small_config: RunConfig) -> None:
+    async def story() -> None:
+        workers = Overtaken(1 << 20)
+        workload = LocalWorkload(workers, small_config)
+        entry = bytes(await workload.contribution())
+        workers.meanwhile = lambda: workload.apply(entry, 0, keeps_work=True)
+        await workload.train(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
+        tracemalloc.start()
+        try:
+            await workload.contribution()
+            await workload.apply(entry, 1, keeps_work=True)
+            taken, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert taken < workers.vectors.theta.nbytes / 4
 
     asyncio.run(story())
 

@@ -10,10 +10,12 @@ import torch
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
+from opendiloco.host_memory import HostMemory
 from opendiloco.inner import micro_batch
 from opendiloco.inner.micro_batch import fitting_micro_batch, window_memory
 from opendiloco.inner.replica import Replica
 from opendiloco.inner.team import Team
+from opendiloco.kernels import INT8
 from opendiloco.model.build import build_model
 
 TEAM = Team(torch.device("cpu"))
@@ -68,7 +70,7 @@ def test_the_replica_stays_as_it_is(replica: Replica) -> None:
 def test_as_many_as_fit_into_a_quarter_of_what_is_left(
     replica: Replica, windows: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    later = 16 * replica.layout.size  # moments, momentum, payloads
+    later = HostMemory(replica.layout.size, INT8).most  # moments, where theta and local have been taken
     free = later + 4 * windows * window_memory(replica, TEAM)
     monkeypatch.setattr(micro_batch, "available_memory", lambda: free)
     assert fitting_micro_batch(replica, 8, TEAM) == expected

@@ -200,8 +200,8 @@ def test_the_states_size_is_what_most_peers_say(small_config: Any, monkeypatch: 
             await swarm.add(name, donor)
         state = await state_for(run, swarm)
         assert state.state_size == len(entries.states[2])
-        monkeypatch.setattr("opendiloco.tracking.available_memory", lambda: state.state_size)
-        with pytest.raises(MachineError, match="memory for two of it is not free"):
+        monkeypatch.setattr("opendiloco.shared_memory.available_memory", lambda: state.state_size)
+        with pytest.raises(MachineError, match="Following this run: 0 MiB are needed"):
             await state_for(run, swarm)
         swarm.donors.clear()
         with pytest.raises(SwarmUnreachableError, match="no peer gave its state: peer a did not answer"):

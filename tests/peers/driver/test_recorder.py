@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 
 import pytest
 
 from peers.driver import recorder as recorder_module
 from peers.driver.recorder import Recorder
-from peers.log.folder import MemoryLog
+from peers.log.folder import LogFolder, MemoryLog
 from peers.log.payload import Payload
 from peers.transfer.headers import Past, serve_headers
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, RUN, STATE
+from tests.peers.builders import LOG, RUN, STATE, Rig
 from tests.peers.fakes import FakeTransport
 from tests.peers.protocol.test_peer import at_second
+
+
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
+        log = LogFolder.open(tmp_path, LOG, 8) if has_disk else MemoryLog(LOG, 0)
+        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
+        recorder.add(rig.next_header(payload.digest), STATE, payload)
+        await recorder.finish()
+        assert told == ([payload.digest] if has_disk else [])
+        assert log.payload(payload.digest) == payload
+
+    asyncio.run(scenario())
+
+
+def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
+        log = LogFolder.open(tmp_path / "log", LOG, 8)
+        shutil.rmtree(tmp_path / "log")
+        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
+        recorder.add(rig.next_header(payload.digest), STATE, payload)
+        await recorder.finish()
+        assert told == []
+
+    asyncio.run(scenario())
 
 
 def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(monkeypatch: pytest.MonkeyPatch) -> None:

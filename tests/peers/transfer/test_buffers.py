@@ -174,6 +174,53 @@ def test_what_is_kept_again_is_new_again() -> None:
     assert kept.get(digest_of(b"never seen")) is None
 
 
+def test_payloads_that_lie_on_a_disk_are_dropped_first() -> None:
+    payloads = [payload(number) for number in range(6)]
+    kept = keep(250, *payloads[:4])
+    assert is_kept(kept, *payloads[:4]) == [False, True, True, True], "beyond the budget, but nowhere else"
+    kept.lies_on_disk(payloads[2].digest)
+    assert is_kept(kept, *payloads[:4]) == [False, True, False, True]
+    kept.lies_on_disk(payloads[3].digest)
+    assert is_kept(kept, *payloads[:4]) == [False, True, False, True], "there is room for it"
+    kept.keep(payloads[4])
+    assert is_kept(kept, *payloads[:5]) == [False, True, False, False, True]
+    kept.lies_on_disk(payloads[5].digest)  # is not here
+    kept.keep(payloads[5])
+    assert is_kept(kept, *payloads[4:]) == [True, True]
+
+
+def test_a_payload_that_is_kept_again_counts_as_lying_nowhere_else() -> None:
+    """It is about to be applied, whatever a disk has of it."""
+    payloads = [payload(number) for number in range(3)]
+    kept = keep(0, payloads[0])
+    kept.lies_on_disk(payloads[0].digest)
+    assert is_kept(kept, payloads[0]) == [False]
+    for one in payloads:
+        kept.keep(one)
+    assert all(is_kept(kept, *payloads))
+
+
+def test_between_rounds_little_memory_for_chunks_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.transfer.buffers.SPARE_BYTES", 2 * 8)
+    mine = open_round()
+    rooms = [mine.room(8) for _ in range(5)]
+    mine.give_back(rooms)
+    mine.close()
+    mine.open(NEXT)
+    assert [any(room is one for one in rooms) for room in (mine.room(8) for _ in range(3))] == [True, True, False]
+
+
+def test_what_was_prepared_for_a_round_serves_a_payload_that_is_fetched_before() -> None:
+    mine = buffers()
+    mine.prepare()
+    prepared = mine.room_for_payload()
+    prepared[:4] = b"here"
+    mine.open(AT)
+    for number in range(7):
+        mine.store(AT, number, chunk(number))
+    assert bytes(prepared[:4]) == b"here"
+
+
 def test_a_round_in_which_garbage_came_together_does_not_displace_what_is_held() -> None:
     """Regression: the entry that was held could then not be applied any more when it was committed."""
     mine = buffers()

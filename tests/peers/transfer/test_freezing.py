@@ -104,6 +104,11 @@ async def quiet() -> None:
         await asyncio.sleep(0)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
 async def in_time(work: asyncio.Future[T]) -> T:
     async with asyncio.timeout(30.0):
         return await work
@@ -163,12 +168,39 @@ def test_if_the_next_entry_comes_first_nothing_is_frozen() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
-        async with frozen.freezer.state_lock:
+        async with frozen.freezer.changing():
             freezing = asyncio.ensure_future(frozen.freezer.freeze_if_chosen())
             await quiet()
             frozen.step(log_at(EVERY + 1))
         await in_time(freezing)
         assert frozen.told == []
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_keeps_a_change_of_the_state_waiting_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        frozen, going_on = Frozen(at_second()), asyncio.Event()
+        frozen.step(log_at(EVERY))
+        copy_state = frozen.workload.copy_state
+
+        async def copy_slowly(out: memoryview) -> None:
+            await going_on.wait()
+            await copy_state(out)
+
+        async def change() -> None:
+            async with frozen.freezer.changing():
+                frozen.step()
+
+        monkeypatch.setattr(frozen.workload, "copy_state", copy_slowly)
+        freezing = asyncio.ensure_future(frozen.freezer.freeze_if_chosen())
+        await in_time(asyncio.ensure_future(until(frozen.freezer._copy_lock.locked)))
+        changing = asyncio.ensure_future(change())
+        async with frozen.freezer.state_lock:  # as whoever takes the pseudo-gradient
+            assert not changing.done()
+        going_on.set()
+        await in_time(asyncio.gather(freezing, changing))
+        assert [snapshot.index for snapshot in frozen.told] == [EVERY]
 
     asyncio.run(scenario())
 
@@ -274,14 +306,14 @@ def test_an_outer_step_that_began_while_we_waited_for_the_lock_is_finished_first
     async def scenario() -> None:
         rig = at_second().trained().averaging().holding()
         frozen = Frozen(rig)
-        async with frozen.freezer.state_lock:
+        async with frozen.freezer.changing():
             asked = asyncio.ensure_future(frozen.freezer.newest(0))
             await quiet()
             rig.hear("a", Commit(header=rig.next_header()))
             assert rig.peer.state is State.APPLYING
         await quiet()
         assert not asked.done()
-        async with frozen.freezer.state_lock:
+        async with frozen.freezer.changing():
             await frozen.finish_applying()
         snapshot = await in_time(asked)
         assert (snapshot.last, bytes(snapshot.data)) == (rig.peer.log.last, b"state 2")

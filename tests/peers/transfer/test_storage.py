@@ -111,22 +111,34 @@ def test_a_download_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize(("memory", "in_memory"), [(200, True), (199, False)])
-def test_a_snapshot_lies_in_memory_if_that_leaves_enough(
-    tmp_path: Path, memory: int, in_memory: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("size", "on_disk"), [(99, False), (100, False), (101, True)])
+def test_a_large_snapshot_lies_on_the_disk(
+    tmp_path: Path, size: int, on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshot = folder_storage(tmp_path, memory).snapshot(100)
-    assert len(snapshot.data) == 100
-    assert ("memory is short" in caplog.text) is not in_memory
+    monkeypatch.setattr("peers.transfer.storage.IN_MEMORY", 100)
+    snapshot = folder_storage(tmp_path).snapshot(size)
+    assert len(snapshot.data) == size
+    assert (os.fstat(snapshot.descriptor).st_dev == tmp_path.stat().st_dev) is on_disk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_gone_is_no_room(tmp_path: Path) -> None:
-    gone = folder_storage(tmp_path / "gone", memory=0)
+@pytest.mark.parametrize("memory", [202, 201])
+def test_a_snapshot_without_room_on_the_disk_lies_in_memory_if_that_leaves_enough(
+    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("peers.transfer.storage.IN_MEMORY", 100)
+    gone = folder_storage(tmp_path / "gone", memory)
+    if memory < 202:
+        with pytest.raises(FileNotFoundError):
+            gone.snapshot(101)
+        return
+    assert len(gone.snapshot(101).data) == 101
+    assert "lies in memory, not in" in caplog.text
+
+
+def test_a_folder_that_is_gone_is_no_room_for_a_download(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        gone.snapshot(100)
-    with pytest.raises(FileNotFoundError):
-        gone.download(DIGEST, 100)
+        folder_storage(tmp_path / "gone", memory=0).download(DIGEST, 100)
 
 
 def test_without_a_folder_all_lies_in_memory() -> None:

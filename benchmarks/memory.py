@@ -1,0 +1,298 @@
+"""How much main memory a peer takes, by role and phase: `python -m benchmarks.memory`.
+
+Three volunteers with a vector in a model's place average it, and keep log and snapshots in a folder, as `join` does.
+Such a peer process is that of a volunteer whose worker has its weights on a GPU. Its phases:
+
+- training, and rounds up to the outer step
+- a round after which the state is frozen
+- rounds while a joiner fetches a snapshot, and the state is frozen again
+- being late: it trains while the others average without it, and takes the outer step beside its training
+
+Then come a joiner until it has the state, and a follower of the log. Last, a volunteer with a worker on the CPU trains
+a model alone in its run; its worker's memory counts, too.
+
+Memory is what processes take beside files on a disk: pages that were written to, and all of what was reserved in memory
+files, which processes share. What a process had before it made any vector does not count. Each figure is the most that
+any peer of that role took in that phase, seen every few milliseconds.
+
+The bars: in no phase does a volunteer's peer process take more than 20 bytes a parameter, and no figure exceeds the
+formula (opendiloco/host_memory.py, docs/training.md), or stays below it, by more than a tenth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.groups import OUR_PEER, ROUND_SECONDS, START_SECONDS
+from benchmarks.processes import Event, PeerProcess, PeerProcessError, memory_taken
+from benchmarks.reporting import Bar, report
+from benchmarks.training import TURN_SECONDS, prepared, start, workers_of
+from opendiloco.config.run_config import RunConfig
+from opendiloco.host_memory import HostMemory, worker_memory
+from opendiloco.kernels import INT8
+
+PEERS = 3
+SNAPSHOT_EVERY = 3
+TURNS = 3
+LOOK_SECONDS = 0.02
+PAUSE = 2.0
+"""Seconds between two rounds, for a joiner to fetch something: snapshots give way to rounds."""
+FETCH_MBIT = 800.0
+AT_MOST = 20.0
+OFF_AT_MOST = 0.1
+VOLUNTEER, CPU_VOLUNTEER, JOINER, FOLLOWER = "volunteer", "volunteer on the CPU", "joiner", "follower"
+TRAINING, ROUND, FREEZING, SERVING, LATE = "training", "round", "freezing", "serving", "late"
+FETCHING, FOLLOWING = "fetching", "following"
+
+
+@dataclass
+class Watched:
+    """A process, alone or with its workers."""
+
+    role: str
+    process: PeerProcess
+    before: int
+    """Bytes that it took before it made any vector."""
+    peer: str = ""
+    address: str = ""
+    before_worker: int | None = None
+    """The same of each of its workers, if they count."""
+
+    @classmethod
+    async def listening(cls, role: str, process: PeerProcess) -> Watched:
+        """One of our peers with a vector, once it listens. Raises: PeerProcessError."""
+        said = await process.event("listening", START_SECONDS)
+        return cls(role, process, said["memory"], said["peer"], said["address"])
+
+    @property
+    def taken(self) -> int:
+        """Return the bytes that it takes now beyond those; 0 once it has ended."""
+        workers = [] if self.before_worker is None else workers_of(self.process)
+        before = self.before + len(workers) * (self.before_worker or 0)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            return memory_taken(self.process.process_id, *workers) - before
+        return 0
+
+
+@dataclass
+class Watch:
+    """The most bytes that a peer of each role took in each phase."""
+
+    most: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def phase(self, name: str, *watched: Watched) -> AsyncIterator[None]:
+        looking = asyncio.create_task(self._look(name, watched))
+        try:
+            yield
+        finally:
+            looking.cancel()
+
+    async def _look(self, phase: str, watched: Sequence[Watched]) -> None:
+        while True:
+            for one in watched:
+                key = one.role, phase
+                self.most[key] = max(self.most.get(key, 0), one.taken)
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+@dataclass
+class Swarm:
+    """The volunteers with a vector, and the folder in which everything lies."""
+
+    volunteers: Sequence[Watched]
+    watch: Watch
+    arguments: Sequence[object]
+    folder: Path
+    entries: int = 0
+    """Those that all have applied."""
+    said: list[Event] = field(default_factory=list)
+    """What the volunteers said of the last one."""
+
+    async def round(self) -> None:
+        """Train, and average. Raises: PeerProcessError."""
+        await self._train(TRAINING)
+        freezes = (self.entries + 1) % SNAPSHOT_EVERY == 0
+        await self._average(FREEZING if freezes else ROUND)
+
+    async def serve_a_joiner(self) -> None:
+        """Average while somebody fetches the state."""
+        command = [*self.arguments, "--fetches", "--folder", self.folder / JOINER, "--download-limit", FETCH_MBIT]
+        async with newcomer(JOINER, command, self.folder) as joiner, self.watch.phase(FETCHING, joiner):
+            await joiner.process.event("fetched", START_SECONDS)
+            restored = asyncio.create_task(joiner.process.event("restored", ROUND_SECONDS))
+            while not restored.done():
+                await self._train(SERVING)
+                await self._average(SERVING)
+                await asyncio.wait([restored], timeout=PAUSE)
+            await restored
+
+    async def be_followed(self) -> None:
+        """Average while somebody follows the log."""
+        async with newcomer(FOLLOWER, [*self.arguments, "--follows"], self.folder) as follower:
+            async with self.watch.phase(FETCHING, follower):
+                await follower.process.event("restored", START_SECONDS)
+            async with self.watch.phase(FOLLOWING, follower):
+                await self.round()
+                await follower.process.event("followed", START_SECONDS)
+
+    async def leave_one_behind(self) -> None:
+        """Average without a volunteer that is not the leader, and still trains."""
+        last = self.said[0]["roster"][-1]
+        late = next(each for each in self.volunteers if each.peer == last)
+        await self._train(TRAINING)
+        async with self.watch.phase(LATE, late):
+            await self._average(ROUND, late)
+
+    async def _train(self, phase: str) -> None:
+        async with self.watch.phase(phase, *self.volunteers):
+            for each in self.volunteers:
+                each.process.tell("prepare")
+            await self._all("ready")
+
+    async def _average(self, phase: str, late: Watched | None = None) -> None:
+        others = [each for each in self.volunteers if each is not late]
+        async with self.watch.phase(phase, *others):
+            for each in others:
+                each.process.tell("go")
+            self.said = await self._all("averaged")
+            self.entries += 1
+            if self.entries % SNAPSHOT_EVERY == 0 and late is None:
+                await self._all("frozen")
+
+    async def _all(self, kind: str) -> list[Event]:
+        return await asyncio.gather(*(each.process.event(kind, ROUND_SECONDS) for each in self.volunteers))
+
+
+@asynccontextmanager
+async def newcomer(role: str, command: Sequence[object], folder: Path) -> AsyncIterator[Watched]:
+    """A peer with a vector, which ends with the context."""
+    process = await PeerProcess.start(command, folder / f"{role}.log")
+    try:
+        yield await Watched.listening(role, process)
+    finally:
+        await process.end()
+
+
+async def measure_swarm(values: int, watch: Watch) -> None:
+    """All that a vector takes a model's place in. Raises: PeerProcessError."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
+        arguments: list[object] = [OUR_PEER, "--values", values, "--peers", PEERS, "--snapshot-every", SNAPSHOT_EVERY]
+        volunteers: list[Watched] = []
+        for rank in range(PEERS):
+            peer = newcomer(VOLUNTEER, [*arguments, "--folder", folder / str(rank)], folder)
+            volunteers.append(await stack.enter_async_context(peer))
+            if rank == 0:
+                arguments += ["--contact", volunteers[0].address]
+        swarm = Swarm(volunteers, watch, arguments, folder)
+        for _ in range(SNAPSHOT_EVERY + 2):  # further than a joiner would replay
+            await swarm.round()
+        await swarm.serve_a_joiner()
+        await swarm.be_followed()
+        await swarm.leave_one_behind()
+
+
+async def measure_cpu_volunteer(config: RunConfig, watch: Watch) -> int:
+    """A volunteer alone in its run. Returns its model's parameters. Raises: PeerProcessError."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
+        manifest = folder / "manifest.json"
+        manifest.write_text(json.dumps(config.to_manifest_content()), encoding="utf-8")
+        bare = await start(stack, ["benchmarks.bare_loop", manifest, "--device", "cpu", "--threads", 1], folder)
+        loaded = (await bare.event("loaded", START_SECONDS))["memory"]  # libraries and corpus, as in any worker
+        command = ["benchmarks.gated_volunteer", manifest, "--device", "cpu", "--threads", 1, "--cpu-workers", 1]
+        volunteer = await start(stack, command, folder)
+        connected = (await volunteer.event("connected", START_SECONDS))["memory"]
+        watched = Watched(CPU_VOLUNTEER, volunteer, connected, before_worker=loaded)
+        async with watch.phase(TRAINING, watched):
+            for _ in range(TURNS):
+                trained = await volunteer.event("trained", TURN_SECONDS)
+                volunteer.tell("go")
+    return int(trained["parameters"])
+
+
+def cpu_config(run_file: Path, hidden: int, layers: int) -> RunConfig:
+    """The run with so large a model, and so few tokens at once that activations are small."""
+    config = prepared(RunConfig.from_toml(run_file), 1, TURNS)
+    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+    model = config.model.model_copy(update={"config": {**(config.model.config or {}), **shape}})
+    training = config.training.model_copy(update={"batch_size": 1, "sequence_length": 32})
+    return config.model_copy(update={"model": model, "training": training})
+
+
+def formulas(host: HostMemory) -> dict[tuple[str, str], int]:
+    """What each role should take in each phase, in bytes."""
+    return {
+        (VOLUNTEER, TRAINING): host.training,
+        (VOLUNTEER, ROUND): host.training,
+        (VOLUNTEER, FREEZING): host.training + host.snapshot,
+        (VOLUNTEER, SERVING): host.training + host.snapshot,
+        (VOLUNTEER, LATE): host.late,
+        (JOINER, FETCHING): host.joining,
+        (FOLLOWER, FETCHING): host.beginning_to_follow,
+        (FOLLOWER, FOLLOWING): host.following,
+    }
+
+
+def row_of(role: str, phase: str, taken: int, parameters: int, formula: int) -> dict[str, Any]:
+    """Return one line of the table."""
+    return {
+        "role": role,
+        "phase": phase,
+        "M parameters": parameters / 1e6,
+        "MB": taken / 1e6,
+        "formula MB": formula / 1e6,
+        "bytes a parameter": taken / parameters,
+        "of formula": taken / formula,
+    }
+
+
+def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
+    most = max(row["bytes a parameter"] for row in rows if row["role"] == VOLUNTEER)
+    ratios = [row["of formula"] for row in rows]
+    return [
+        Bar(f"{AT_MOST:g} bytes a parameter / the most that a volunteer takes", AT_MOST / most, 1.0),
+        Bar("the formula / what takes most beside it", 1 / max(ratios), round(1 / (1 + OFF_AT_MOST), 3)),
+        Bar("what takes least beside it / the formula", min(ratios), 1 - OFF_AT_MOST),
+    ]
+
+
+@click.command(help=__doc__)
+@click.option("--values", default=100_000_000, show_default=True, help="Values of the vector.")
+@click.option("--hidden", default=768, show_default=True, help="Width of the model that is trained on the CPU.")
+@click.option("--layers", default=8, show_default=True, help="Its layers.")
+@click.option(
+    "--run",
+    "run_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=Path("examples/llama-2m.toml"),
+    show_default=True,
+    help="The run that it is trained in, a run.toml.",
+)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+def main(values: int, hidden: int, layers: int, run_file: Path, json_file: Path | None) -> None:
+    watch, host = Watch(), HostMemory(values, INT8)
+    try:
+        asyncio.run(measure_swarm(values, watch))
+        rows = [row_of(*key, watch.most[key], values, formula) for key, formula in formulas(host).items()]
+        parameters = asyncio.run(measure_cpu_volunteer(cpu_config(run_file, hidden, layers), watch))
+    except PeerProcessError as error:
+        raise click.ClickException(str(error)) from error
+    formula = HostMemory(parameters, INT8).training + worker_memory(parameters, parameters, trains=True)
+    key = CPU_VOLUNTEER, TRAINING
+    rows.append(row_of(*key, watch.most[key], parameters, formula))
+    report(f"main memory, {values / 1e6:g} M parameters", rows, bars_of(rows), json_file)
+
+
+if __name__ == "__main__":
+    main()

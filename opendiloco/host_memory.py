@@ -1,0 +1,123 @@
+"""The main memory that a peer of a run takes: the one formula. docs/training.md has it as a table.
+
+It counts what grows with the model, in the peer process and in what it shares with its workers. Not counted is what
+lies in files on a disk, of which the system keeps in memory only what it has room for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opendiloco.kernels import Format
+from opendiloco.shared_memory import VALUE_BYTES
+from peers.log.payload import KEPT_AT_LEAST, KEPT_BYTES
+from peers.transfer.storage import IN_MEMORY
+
+STATE_BYTES = 2 * VALUE_BYTES
+"""Of theta and momentum, for each value."""
+MOMENTS_BYTES = 2 * VALUE_BYTES
+"""Of AdamW's two moments, for each value."""
+
+
+IN_USE = 1 << 26
+"""Bytes of chunks and streams of a round, and of what the allocator keeps: measured, whatever the model."""
+FETCHED_AT_ONCE = 1 << 27
+"""Bytes that are on their way from donors: four ranges of 8 MiB from each of four."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes for a model of which `values` are trained. Properties without a role are a volunteer's.
+
+    With a folder on a disk, as `join` always has one, large snapshots, downloads and recorded payloads lie there.
+    """
+
+    values: int
+    format: Format
+    has_folder: bool = True
+
+    @property
+    def shared(self) -> int:
+        """Theta and local, which workers share."""
+        return 2 * VALUE_BYTES * self.values
+
+    @property
+    def vectors(self) -> int:
+        """These, and momentum."""
+        return self.shared + VALUE_BYTES * self.values
+
+    @property
+    def payload(self) -> int:
+        return self.format.payload_size(self.values)
+
+    @property
+    def kept(self) -> int:
+        """Payloads of past entries, for peers that fell behind."""
+        within = KEPT_BYTES // max(1, self.payload)
+        return self.payload * (within if self.has_folder else max(within, KEPT_AT_LEAST))
+
+    @property
+    def snapshot(self) -> int:
+        """The frozen state, as long as joiners may fetch it; a second one while they still fetch the first."""
+        size = STATE_BYTES * self.values
+        return 0 if self.has_folder and size > IN_MEMORY else size
+
+    @property
+    def growing(self) -> int:
+        """The vectors, and three payloads: the pseudo-gradient, the next average, and the last average until the log
+        has it on the disk, or what others send of this peer's part until it is averaged."""
+        return self.vectors + 3 * self.payload
+
+    @property
+    def training(self) -> int:
+        """In training and in rounds: these, and what does not grow with the model."""
+        return self.growing + self.kept + IN_USE
+
+    @property
+    def late(self) -> int:
+        """While others average without it: with a copy of the theta that it began with, and ranges of the payload that
+        it fetches."""
+        return self.training + VALUE_BYTES * self.values + min(self.payload, FETCHED_AT_ONCE)
+
+    @property
+    def most(self) -> int:
+        """In any of these phases, while a snapshot is served."""
+        return self.late + self.snapshot
+
+    @property
+    def joining(self) -> int:
+        """Of a joiner that fetches the state: the vectors, and, without a folder, what it fetches."""
+        return self.vectors + self.snapshot + self._on_their_way
+
+    @property
+    def beginning_to_follow(self) -> int:
+        """Of a follower: the state, and the snapshot that it fetches."""
+        return 2 * STATE_BYTES * self.values + self._on_their_way
+
+    @property
+    def following(self) -> int:
+        """Of a follower, from then on: the state, and a payload."""
+        return STATE_BYTES * self.values + self.payload + min(self.payload, FETCHED_AT_ONCE)
+
+    @property
+    def evaluating(self) -> int:
+        """Of `export`, and whoever else follows with a worker: the vectors, and the snapshot that is fetched."""
+        return self.vectors + STATE_BYTES * self.values + self._on_their_way
+
+    @property
+    def archive(self) -> int:
+        """Of an archive: a payload on its way to the disk, and kept ones."""
+        return self.payload + min(self.payload, FETCHED_AT_ONCE)
+
+    @property
+    def _on_their_way(self) -> int:
+        return min(STATE_BYTES * self.values, FETCHED_AT_ONCE)
+
+
+def worker_memory(weights: int, trained: int, trains: bool) -> int:
+    """Return the bytes that all workers of a machine take together on their devices, or on the CPU in main memory.
+
+    That is `weights` values, and to train `trained` of them, their gradients and AdamW's two moments; activations, and
+    the block that is being computed, come on top.
+    """
+    return VALUE_BYTES * weights + (VALUE_BYTES + MOMENTS_BYTES) * trained * trains

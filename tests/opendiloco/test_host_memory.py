@@ -1,0 +1,54 @@
+"""What a peer takes of main memory: the formula, and the table in the documentation that states it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from opendiloco.host_memory import HostMemory, worker_memory
+from opendiloco.kernels import INT8, UINT4
+
+MIB = 1 << 20
+BILLION = HostMemory(10**9, INT8)
+DOCUMENTED = Path(__file__).parent.parent.parent / "docs/training.md"
+
+
+def test_a_volunteer_with_a_billion_parameters_trains_beside_24_gigabytes() -> None:
+    assert BILLION.most <= 20e9
+    assert HostMemory(10**9, UINT4).most < BILLION.most
+
+
+def test_without_a_folder_payloads_and_snapshots_lie_in_memory() -> None:
+    bare = HostMemory(10**9, INT8, has_folder=False)
+    assert bare.training - BILLION.training == 3 * bare.payload
+    assert bare.most - BILLION.most == 3 * bare.payload + 8 * 10**9
+
+
+def test_small_models_keep_payloads_within_a_budget_and_snapshots_in_memory() -> None:
+    small = HostMemory(1024 * 1000, INT8)
+    assert small.kept == 64 * MIB // 1_028_000 * 1_028_000
+    assert small.snapshot == 8 * 1024 * 1000
+    assert HostMemory(0, INT8).kept == 0
+
+
+@pytest.mark.parametrize(("trains", "bytes_taken"), [(True, 40 + 120), (False, 40)])
+def test_workers_take_weights_gradients_and_moments(trains: bool, bytes_taken: int) -> None:
+    assert worker_memory(10, 10, trains) == bytes_taken
+
+
+def test_the_documentation_states_what_the_formula_gives() -> None:
+    """The last column of its table, in GB for a billion parameters."""
+    table = DOCUMENTED.read_text(encoding="utf-8").split("for 10⁹ parameters, GB |", 1)[1].split("\n\n", 1)[0]
+    stated = [float(cell) for cell in re.findall(r"\| ([0-9.]+) \|$", table, re.MULTILINE)]
+    taken = [
+        BILLION.training,
+        BILLION.late,
+        BILLION.joining,
+        BILLION.beginning_to_follow,
+        BILLION.following,
+        BILLION.evaluating,
+        BILLION.archive,
+    ]
+    assert stated == [round(each / 1e9, 1) for each in taken]
