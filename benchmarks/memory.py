@@ -15,8 +15,9 @@ Memory is what processes take beside files on a disk: pages that were written to
 files, which processes share. What a process had before it made any vector does not count. Each figure is the most that
 any peer of that role took in that phase, seen every few milliseconds.
 
-The bars: in no phase does a volunteer's peer process take more than 20 bytes a parameter, and no figure exceeds the
-formula (opendiloco/host_memory.py, docs/training.md), or stays below it, by more than a tenth.
+The bars: in no phase does a volunteer's peer process take more than 20 bytes a parameter, beside the 192 MiB that it
+may take whatever the model (at 100 M parameters, 2 bytes each); and no figure exceeds the formula
+(opendiloco/host_memory.py, docs/training.md), or stays below it, by more than a tenth.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.processes import Event, PeerProcess, PeerProcessError, memory_ta
 from benchmarks.reporting import Bar, report
 from benchmarks.training import TURN_SECONDS, prepared, start, workers_of
 from opendiloco.config.run_config import RunConfig
-from opendiloco.host_memory import HostMemory, worker_memory
+from opendiloco.host_memory import FETCHED_AT_ONCE, IN_USE, HostMemory, worker_memory
 from opendiloco.kernels import INT8
 
 PEERS = 3
@@ -258,10 +259,15 @@ def row_of(role: str, phase: str, taken: int, parameters: int, formula: int) -> 
 
 
 def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    most = max(row["bytes a parameter"] for row in rows if row["role"] == VOLUNTEER)
+    fixed = (IN_USE + FETCHED_AT_ONCE) / 1e6
+    most = max((row["MB"] - fixed) / row["M parameters"] for row in rows if row["role"] == VOLUNTEER)
     ratios = [row["of formula"] for row in rows]
     return [
-        Bar(f"{AT_MOST:g} bytes a parameter / the most that a volunteer takes", AT_MOST / most, 1.0),
+        Bar(
+            f"{AT_MOST:g} bytes a parameter / the most that a volunteer takes beside {fixed:.0f} MB",
+            AT_MOST / most,
+            1.0,
+        ),
         Bar("the formula / what takes most beside it", 1 / max(ratios), round(1 / (1 + OFF_AT_MOST), 3)),
         Bar("what takes least beside it / the formula", min(ratios), 1 - OFF_AT_MOST),
     ]

@@ -80,7 +80,7 @@ class Download:
         return len(self._wanted.digests) - len(missing)
 
     async def run(self, donors: Sequence[str]) -> None:
-        """Fetch all that is missing, from those that are reached best, in this order.
+        """Fetch all that is missing, from those that are reached best, in this order. Once for each download.
 
         Raises: DownloadError when no donor is left; what has arrived stays in `data`.
         """
@@ -97,6 +97,7 @@ class Download:
             for worker in self._workers:
                 worker.cancel()
             await asyncio.gather(*self._workers, return_exceptions=True)
+            self._data = memoryview(b"")  # the tracebacks of pulls that failed hold us, and it is large
 
     def _ask_more_of(self, waiting: deque[str]) -> None:
         """Begin with as many donors as there are places for. Each is asked for one range before any is for a second."""

@@ -19,7 +19,7 @@ from benchmarks import averaging, churn, join, memory, training
 from benchmarks.groups import GLOO, OURS, sent_bytes
 from benchmarks.processes import Event, PeerProcess, PeerProcessError, gone, memory_taken
 from opendiloco.config.run_config import RunConfig
-from opendiloco.host_memory import HostMemory
+from opendiloco.host_memory import FETCHED_AT_ONCE, IN_USE, HostMemory
 from opendiloco.kernels import INT8
 from tests.child_processes import child_processes
 
@@ -223,8 +223,9 @@ def test_memory_reports(tmp_path: Path) -> None:
 
 
 def test_memory_is_held_against_the_formula_from_both_sides() -> None:
+    fixed = IN_USE + FETCHED_AT_ONCE
     rows = [
-        memory.row_of(memory.VOLUNTEER, memory.TRAINING, taken=160, parameters=10, formula=200),
+        memory.row_of(memory.VOLUNTEER, memory.TRAINING, fixed + 16 * 10**8, 10**8, round((fixed + 16 * 10**8) / 0.8)),
         memory.row_of(memory.FOLLOWER, memory.FETCHING, taken=300, parameters=10, formula=240),
     ]
     assert [bar.ratio for bar in memory.bars_of(rows)] == pytest.approx([20 / 16, 0.8, 0.8])

@@ -586,3 +586,22 @@ def test_an_unusable_answer_is_the_donors_mistake() -> None:
         await download(Donors({"confused": 1.0, "good": 1.0}, {"confused": is_confused}))
 
     simulate(scenario())
+
+
+def test_nothing_holds_the_data_once_all_is_here_though_a_pull_failed() -> None:
+    """Regression: tracebacks held a snapshot in memory until garbage was collected."""
+
+    async def scenario() -> None:
+        donors = Donors({"a": 1.0, "b": 1.0})
+        donors.faults["b"] = is_dead
+        data = bytearray(len(WHOLE))
+        one = Download(donors, WANTED, memoryview(data))
+        gc.disable()
+        try:
+            await one.run("ab")
+            assert data == WHOLE
+            data.append(0)  # not while somebody looks at it
+        finally:
+            gc.enable()
+
+    simulate(scenario())
