@@ -94,7 +94,7 @@ class ArchivedRun:
     @property
     def lineage(self) -> tuple[bytes, ...]:
         last = self.log.next_index
-        heads = [header.digest for header in self.log.headers(last - RECENT_ENTRIES, last)]
+        heads = self.log.digests(last - RECENT_ENTRIES, last)
         return tuple(heads or ([self.end.position.head] if self.end.last else []))
 
     def is_member(self, peer: str) -> bool:
@@ -217,7 +217,7 @@ class Archive:
                         archived = await asyncio.to_thread(self._open, manifest, transport)
                         if archived is not None:
                             self._runs[manifest.run_id] = archived
-                            sources[manifest.run_id], pasts[manifest.run_id] = archived, archived.log.headers
+                            sources[manifest.run_id], pasts[manifest.run_id] = archived, archived.log.stretch
                             tasks.create_task(self._keep_one(archived, kept))
                 await asyncio.sleep(POLL)
 

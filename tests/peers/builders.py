@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from peers.log.chain import Chain, Entry
 from peers.log.header import Header, Member
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogState
@@ -51,6 +52,14 @@ def first_log() -> LogState:
     """a, b and c have made the first entry; each has a lease of 20 samples, from 60, 80 and 100 on."""
     roster = [member(peer, 20 * place, 20 * place + 20) for place, peer in enumerate("abc")]
     return LOG.append(LOG.next_header(roster, PAYLOAD))
+
+
+def chain_of(headers: Iterable[Header], empty_log: LogState = LOG) -> Chain:
+    """Consecutive entries, as a peer keeps them."""
+    chain = Chain(empty_log)
+    for header in headers:
+        chain.add(Entry.whole(header, None))
+    return chain
 
 
 def beat(peer: str, log: LogState, state: PeerState = PeerState.TRAINING, sequence: int = 1, **more: Any) -> Heartbeat:
