@@ -12,21 +12,30 @@ RECENT_ENTRIES = 64
 
 
 class Lineage:
-    """The last entries of a peer's log. Of those before the snapshot that it began with it knows the digests alone."""
+    """The last entries of a peer's log. Of those before the snapshot that it began with it knows the digests alone.
 
-    def __init__(self) -> None:
+    `base` is the entry before them, the last one in that snapshot; None: there was none.
+    """
+
+    def __init__(self, base: Header | None = None) -> None:
+        self._base = base
         self._followers: OrderedDict[bytes, Header] = OrderedDict()  # by the head that they follow
         self._heads: deque[bytes] = deque(maxlen=RECENT_ENTRIES)
 
     def append(self, header: Header) -> None:
         self._followers[header.previous] = header
         if len(self._followers) > RECENT_ENTRIES:
-            self._followers.popitem(last=False)
+            _, self._base = self._followers.popitem(last=False)
         self._heads.append(header.digest)
 
     def after(self, head: bytes) -> Header | None:
         """The entry that followed, if it is a recent one of this lineage."""
         return self._followers.get(head)
+
+    def entry(self, head: bytes) -> Header | None:
+        """The entry with this digest, if it is a recent one of this lineage."""
+        recent = (*reversed(self._followers.values()), *([self._base] if self._base else []))
+        return next((header for header in recent if header.digest == head), None)
 
     @property
     def entries(self) -> tuple[Header, ...]:
@@ -50,6 +59,7 @@ class Lineage:
             place = heads.index(last.digest)
         oldest = last.index - place if last else 0
         left = tuple(header for header in self.entries if header.index >= oldest and header.digest not in heads)
+        self._base = last
         self._followers.clear()
         self._heads = deque(heads[: place + 1], maxlen=RECENT_ENTRIES)
         return left

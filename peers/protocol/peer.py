@@ -57,6 +57,7 @@ from peers.protocol.messages import (
     Message,
     Ready,
     Refuse,
+    Unread,
     Waiting,
     Want,
 )
@@ -145,7 +146,7 @@ class Peer:
                 raise LocalProtocolError(f"no such event: {event!r}")
 
     # Messages -------------------------------------------------------------------------------------------------
-    def _receive(self, sender: str, message: Message) -> None:
+    def _receive(self, sender: str, message: Message | Unread) -> None:
         if isinstance(message, Leaving):
             if not message.holds:
                 self.membership.left(sender)
@@ -158,7 +159,7 @@ class Peer:
         elif isinstance(message, Elsewhere):
             self._course.elsewhere(sender)
 
-    def _receive_here(self, sender: str, message: Message) -> None:
+    def _receive_here(self, sender: str, message: Message | Unread) -> None:
         """A message about the position we are at. What does not fit our state is late or early, and is dropped."""
         course, slot, leadership = self._course, self.slot, self.slot.leadership
         match message:

@@ -35,6 +35,7 @@ from peers.protocol.events import (
     TrainingProgress,
 )
 from peers.protocol.messages import Message
+from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
@@ -82,6 +83,7 @@ class SimulatedPeer:
         self.clock = clock
         self.speed = world.speeds[ord(name[-1]) % len(world.speeds)]
         self.peer = Peer(name, world.settings, self.buffers.size, self.workload.state, self.time(0.0))
+        self.packer = Packer(self.peer)
         self.alive = True
         self.sequence = 0
         self.heartbeat: Heartbeat | None = None

@@ -23,7 +23,19 @@ from peers.protocol.events import (
     Tick,
     TrainingDone,
 )
-from peers.protocol.messages import Adopt, Attempt, Begin, Commit, Held, LeaseGrant, Message, Ready, Round, Share
+from peers.protocol.messages import (
+    Adopt,
+    Attempt,
+    Begin,
+    Commit,
+    Held,
+    LeaseGrant,
+    Message,
+    Ready,
+    Round,
+    Share,
+    Unread,
+)
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.values.chunks import PayloadSize, split_evenly
@@ -155,7 +167,7 @@ class Rig:
     def tick(self, after: float = 1.0) -> list[Effect]:
         return self.do(Tick(), after)
 
-    def hear(self, sender: str, message: Message, after: float = 0.0) -> list[Effect]:
+    def hear(self, sender: str, message: Message | Unread, after: float = 0.0) -> list[Effect]:
         return self.do(Received(sender, message), after)
 
     def see(
