@@ -73,7 +73,7 @@ class Header(Value):
         """The peer's tokens that count in this entry. They do not where blocks of it are missing."""
         return sum(member.tokens for member in self.roster if member.peer == peer and not member.missed)
 
-    @property
+    @cached_property
     def peers(self) -> tuple[str, ...]:
         return tuple(member.peer for member in self.roster)
 

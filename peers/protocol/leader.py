@@ -263,8 +263,8 @@ class Leader(Gathering):
         """A pair that needs each other's data can't talk: begin another round, in which it need not."""
         if not isinstance(self._running, Begin):
             return []
-        round = self._running.round
-        others, reducers = set(unreached) & set(self._members) - {sender}, _reducers(round)
+        round, others = self._running.round, set(unreached) & set(self._members) - {sender}
+        reducers = _reducers(round) if others else set()
         pairs = self._standing.pairs(self._members)
         known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
         broken = (others if sender in reducers else others & reducers) - known

@@ -173,14 +173,16 @@ def _in_full(short: ShortRound, log: LogState) -> Round:
     return from_plain(Round, {"name": _attempt(short.name, log.position), "shares": shares, "lost": lost})
 
 
-def _or_none(form: Form) -> Form:
+def _optional(form: Form, empty: object) -> Form:
+    """The same for values that are often empty."""
     return Form(
-        lambda value, log: None if value is None else form.shorten(value, log),
-        lambda plain, log: None if plain is None else form.lengthen(plain, log),
+        lambda value, log: form.shorten(value, log) if value else None,
+        lambda plain, log: empty if plain is None else form.lengthen(plain, log),
     )
 
 
-PEERS, COUNTS = Form(_short_peers, _peers), Form(_short_counts, _counts)
+PEERS = _optional(Form(_short_peers, _peers), ())
+COUNTS = _optional(Form(_short_counts, _counts), ())
 HELD, ROUND = Form(_short_held, _held), Form(_short_round, _round)
 FORMS: tuple[tuple[object, Form], ...] = (
     (Peers, PEERS),
@@ -188,9 +190,9 @@ FORMS: tuple[tuple[object, Form], ...] = (
     (Rates, COUNTS),
     (Missed, COUNTS),
     (Held, HELD),
-    (Held | None, _or_none(HELD)),
+    (Held | None, _optional(HELD, None)),
     (Round, ROUND),
-    (Round | None, _or_none(ROUND)),
+    (Round | None, _optional(ROUND, None)),
     (Header, Form(lambda header, log: outcome_of(log, header), _header)),
 )
 """By type of a message's fields. Those that are not here are packed as they are."""

@@ -17,11 +17,12 @@ from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm
 from peers.values.wire import digest_of
 
-BLOCKS = 256  # 64 chunks
-ROUNDS = 2
+BLOCKS = 32  # and as many chunks
+ROUNDS = 1
 PATIENCE = 600.0  # simulated seconds for anything to come about
 SPEEDS = (1.0, 1.0, 1.0, 0.7, 0.5)  # by name: some peers want shorter leases
-TIMING = Timing(grace=30.0, round_timeout=60.0)
+TIMING = Timing(heartbeat=5.0, heartbeat_expiry=25.0, grace=30.0, round_timeout=60.0)
+"""Heartbeats are rare: their number grows with the square of the peers, and here they are not what is measured."""
 
 LARGEST = 1000
 """The size of a swarm that the bars are about."""

@@ -85,6 +85,7 @@ class SimulatedPeer:
         self.peer = Peer(name, world.settings, self.buffers.size, self.workload.state, self.time(0.0))
         self.packer = Packer(self.peer)
         self.alive = True
+        self._has_stopped = False
         self.sequence = 0
         self.heartbeat: Heartbeat | None = None
         self._first_heartbeat = Heartbeat.model_construct(run=world.settings.run, peer=name, speed=self.speed)
@@ -97,6 +98,11 @@ class SimulatedPeer:
         self._postponed: Apply | FetchSnapshot | None = None
         self._admission = Admission(self.peer, self.buffers, self.workload.check)
         self._effects = self._table()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it lives and has not left."""
+        return self.alive and not self._has_stopped
 
     def time(self, now: float) -> float:
         zero, rate = self.clock
@@ -145,7 +151,7 @@ class SimulatedPeer:
             row(events.Dropped, self._note),
             row(events.TokensLost, self._note),
             row(events.Trouble, self._note),
-            row(events.Stop, lambda stop: self.world.farewell(self)),
+            row(events.Stop, self._stop),
         )
 
     def carry_out(self, effect: Effect) -> None:
@@ -164,6 +170,10 @@ class SimulatedPeer:
         self.world.soon(self, TrainingProgress(Progress(1, loss=1.0, tokens_per_second=self.speed)))
         steps = min(train.steps, count * settings.inner_steps // settings.samples_per_lease)
         self.world.later(self, TrainingDone(self._trained), self.world.training_time(steps) / self.speed)
+
+    def _stop(self, stop: events.Stop) -> None:
+        self._has_stopped = True
+        self.world.farewell(self)
 
     def _stop_training(self, stop: StopTraining) -> None:
         self._trained = None

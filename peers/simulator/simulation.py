@@ -30,7 +30,6 @@ from peers.protocol.events import (
     Undelivered,
 )
 from peers.protocol.messages import Message
-from peers.protocol.states import State
 from peers.simulator.history import History
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.trace import brief
@@ -155,7 +154,7 @@ class Swarm:
 
     @property
     def living(self) -> list[SimulatedPeer]:
-        return [peer for peer in self.peers.values() if peer.alive and peer.peer.state is not State.LEFT]
+        return [peer for peer in self.peers.values() if peer.is_there]
 
     # The clock ------------------------------------------------------------------------------------------------
     def at(self, delay: float, action: Callable[[], None]) -> None:
@@ -184,7 +183,7 @@ class Swarm:
 
     def _repeat(self, peer: SimulatedPeer, period: float, action: Callable[[], None]) -> None:
         def again() -> None:
-            if peer.alive and peer.peer.state is not State.LEFT:
+            if peer.is_there:
                 if peer.name not in self.stopped:
                     action()
                 self.at(period * self.random.uniform(0.8, 1.2), again)

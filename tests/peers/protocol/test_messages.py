@@ -310,7 +310,7 @@ def test_a_time_limit_is_a_time(seconds: object) -> None:
         [b"\x08", []],
         [bytes(MEMBER_LIMIT), []],
         "ab",
-        None,
+        7,
     ],
     ids=lambda it: str(it)[:12],
 )
