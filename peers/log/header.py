@@ -17,6 +17,8 @@ from peers.values.wire import Count, Digest, PeerId, RunId, Samples, Value, dige
 
 MEMBER_LIMIT = 1000
 """Peers in one entry; what a header costs to check grows with the square of it."""
+FREE_LIMIT = 4 * MEMBER_LIMIT
+"""Free ranges in one header: four for each peer that may be in an entry. Beyond that the smallest are given up."""
 
 
 class Member(Value):
@@ -58,7 +60,7 @@ class Header(Value):
     roster: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
     leases: Annotated[tuple[Assignment, ...], Field(max_length=2 * MEMBER_LIMIT)]
     cursor: Count
-    free: tuple[Samples, ...]
+    free: Annotated[tuple[Samples, ...], Field(max_length=FREE_LIMIT)]
     lineage_tokens: Count
     payload: Digest
 

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from pydantic import ValidationError
 
-from peers.log.header import MEMBER_LIMIT, Assignment, Header, Member, Position
+from peers.log.header import FREE_LIMIT, MEMBER_LIMIT, Assignment, Header, Member, Position
 from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
 
 
@@ -152,6 +152,7 @@ class LogState:
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
         leases, pool = self.pool_after(roster).deal(member.wants or self.samples_per_lease for member in roster)
+        pool = pool.bounded(FREE_LIMIT)
         index = self.position.index
         dealt = zip(peers, leases, strict=True)
         try:
