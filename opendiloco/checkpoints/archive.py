@@ -23,12 +23,14 @@ from opendiloco.shared_memory import VALUE_BYTES, available_memory
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder
+from peers.log.header import Position
 from peers.log.lineage import RECENT_ENTRIES
-from peers.log.state import LogError
+from peers.log.state import LogError, LogState
 from peers.net.transport import CallHandler, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.protocol.messages import Commit, Elsewhere, Inquire, Message, pack_message, unpack_message
+from peers.protocol.messages import Commit, Elsewhere, Inquire
+from peers.protocol.packing import pack_message, unpack_message
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import next_in_log
@@ -94,7 +96,7 @@ class ArchivedRun:
     @property
     def lineage(self) -> tuple[bytes, ...]:
         last = self.log.next_index
-        heads = [header.digest for header in self.log.headers(last - RECENT_ENTRIES, last)]
+        heads = self.log.digests(last - RECENT_ENTRIES, last)
         return tuple(heads or ([self.end.position.head] if self.end.last else []))
 
     def is_member(self, peer: str) -> bool:
@@ -109,12 +111,19 @@ class ArchivedRun:
         snapshot = self._snapshot
         return snapshot if snapshot and self.log.empty_log.at(snapshot.last).position.head == head else None
 
-    def answer(self, inquiry: Inquire) -> Message | None:
-        """What followed a place in the log; nothing if that is where it ends."""
-        followed = self.log.header_at(inquiry.position.index)
-        if followed is not None and followed.previous == inquiry.position.head:
-            return Commit(header=followed)
-        return None if inquiry.position == self.end.position else Elsewhere(position=self.end.position)
+    def answer(self, inquiry: Inquire) -> bytes | None:
+        """Return a message that says what followed a place in the log; nothing if that is where it ends."""
+        before, followed = self._log_at(inquiry.position), self.log.header_at(inquiry.position.index)
+        if before is not None and followed is not None and followed.previous == inquiry.position.head:
+            return pack_message(self.run.run_id, Commit(header=followed), before)
+        if inquiry.position == self.end.position:
+            return None
+        return pack_message(self.run.run_id, Elsewhere(position=self.end.position), None)
+
+    def _log_at(self, position: Position) -> LogState | None:
+        """The log as it was at a position: also where our snapshot is, from which the entries here may go on."""
+        frozen = self.log.empty_log.at(self._snapshot.last if self._snapshot else None)
+        return frozen if frozen.position == position else self.log.log_at(position)
 
     async def publish(self) -> None:
         """Say that the run is kept here, up to where."""
@@ -218,7 +227,7 @@ class Archive:
                         archived = await asyncio.to_thread(self._open, manifest, transport)
                         if archived is not None:
                             self._runs[manifest.run_id] = archived
-                            sources[manifest.run_id], pasts[manifest.run_id] = archived, archived.log.headers
+                            sources[manifest.run_id], pasts[manifest.run_id] = archived, archived.log.stretch
                             tasks.create_task(self._keep_one(archived, kept))
                 await asyncio.sleep(POLL)
 
@@ -247,13 +256,13 @@ class Archive:
         async def answer(sender: str, data: bytes) -> bytes:
             for run_id, archived in self._runs.items():
                 try:
-                    message = unpack_message(run_id, data)
+                    message = unpack_message(run_id, data, None)
                 except WireError:
                     continue  # of another run
                 reply = archived.answer(message) if isinstance(message, Inquire) else None
                 if reply is not None:
                     with suppress(PeerUnreachableError):
-                        await transport.call(sender, CALL, pack_message(run_id, reply), CALL_TIMEOUT)
+                        await transport.call(sender, CALL, reply, CALL_TIMEOUT)
                 return b""
             raise RemoteProtocolError(sender, "a message of no run that is kept here")
 

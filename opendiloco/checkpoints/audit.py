@@ -19,7 +19,8 @@ from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
-from peers.log.files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries, read_payload
+from peers.log.chain import Entry
+from peers.log.files import ENTRIES, PAYLOADS, payload_path, read_chain, read_payload
 from peers.log.folder import LogFolderError
 from peers.values.workload import BadBlocksError, Blocks
 
@@ -111,8 +112,8 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findi
 
 def check_chain(file: Path, run: Run, findings: Findings) -> list[Entry]:
     """The entries that follow from each other. Raises: OSError."""
-    chain, problem = read_entries(file, run.settings.empty_log)
-    first = chain[0].index if chain else 0
+    read, problem = read_chain(file, run.settings.empty_log)
+    chain, first = read.entries, read.first
     origin = "the first that is here" if first else "the manifest"
     for entry in chain:
         findings.is_verified(f"headers, from {origin} on", entry.index)
@@ -123,7 +124,7 @@ def check_chain(file: Path, run: Run, findings: Findings) -> list[Entry]:
 
 def check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:
     """The payload, if it is here and the right one. Raises: OSError."""
-    wanted = entry.header.payload
+    wanted = entry.content.payload
     path = payload_path(folder / PAYLOADS, entry.index, wanted)
     try:
         payload = read_payload(path, kernels.FORMATS[run.config.codec.kind].block_bytes)
@@ -144,7 +145,7 @@ def start_states(
     if checkpoint is not None:
         return _states_from(checkpoint, run, chain, findings)
     for entry in chain[:1]:
-        if entry.index == 0 and payload_path(folder / PAYLOADS, 0, entry.header.payload).exists():
+        if entry.index == 0 and payload_path(folder / PAYLOADS, 0, entry.content.payload).exists():
             from opendiloco.model.build import initial_theta
 
             theta = initial_theta(run.config)
@@ -160,7 +161,7 @@ def _states_from(checkpoint: Checkpoint, run: Run, chain: list[Entry], findings:
     index, head = (0, run.manifest.digest) if last is None else (last.index + 1, last.digest)
     at = {entry.index: entry for entry in chain}
     before, after = at.get(index - 1), at.get(index)
-    if not (before and before.digest == head) and not (after and after.header.previous == head):
+    if not (before and before.digest == head) and not (after and after.content.previous == head):
         for entry in chain:
             findings.is_unverified("states, since the log does not contain the checkpoint's last entry", entry.index)
         return None

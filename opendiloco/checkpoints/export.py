@@ -15,7 +15,8 @@ from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.volunteer import working
 from peers.errors import ManifestError
-from peers.log.files import ENTRIES, read_entries
+from peers.log.chain import Chain
+from peers.log.files import ENTRIES, read_chain
 from peers.log.folder import LogFolder
 from peers.log.header import Header
 from peers.values.workload import SnapshotError
@@ -51,8 +52,8 @@ class Origin:
     def _read_log(self, workload: LocalWorkload) -> LogFolder:
         """Its peer may be writing to it: what is wrong at its end is passed over."""
         empty_log, file = self.run.settings.empty_log, self.log / ENTRIES
-        entries = read_entries(file, empty_log)[0] if file.exists() else []
-        return LogFolder(self.log, empty_log, workload.byte_range(0, 1)[1], entries)
+        chain = read_chain(file, empty_log)[0] if file.exists() else Chain(empty_log)
+        return LogFolder(self.log, chain, workload.byte_range(0, 1)[1])
 
 
 async def export_origin(origin: Origin, folder: Path) -> RunFacts:

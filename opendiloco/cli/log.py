@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +16,8 @@ from opendiloco.cli.options import FILE
 
 if TYPE_CHECKING:
     from opendiloco.run import Run
-    from peers.log.files import Entry
+    from peers.log.chain import Entry
+    from peers.log.header import Header
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +51,27 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
     """Print the entries of a log, one a line."""
     import json
 
-    from peers.log.files import ENTRIES, read_entries
+    from peers.log.files import ENTRIES, read_chain
 
     log.start()
-    entries, problem = read_entries(find_log(run, folder) / ENTRIES)
+    facts, rows = deque[dict[str, object]](maxlen=last), deque[tuple[str, ...]](maxlen=last)
+
+    def see(entry: Entry, header: Header) -> None:
+        if as_json:
+            facts.append(plain(entry, header))
+        else:
+            rows.append(cells(entry, header))
+
+    _, problem = read_chain(find_log(run, folder) / ENTRIES, see=see)
     if problem:
         logger.warning("%s. What comes after it is not shown", problem)
-    entries = entries[-last:] if last else entries
     if as_json:
-        click.echo(json.dumps([plain(entry) for entry in entries], indent=2))
+        click.echo(json.dumps(list(facts), indent=2))
     elif sys.stdout.isatty():
-        print_table(entries)
+        print_table(rows)
     else:
-        for entry in entries:
-            said = zip(HEADINGS, cells(entry), strict=True)
+        for row in rows:
+            said = zip(HEADINGS, row, strict=True)
             click.echo(", ".join(f"{heading} {cell}" for heading, cell in said))
 
 
@@ -136,9 +145,8 @@ def find_manifest(log: Path, manifest: Path | None) -> Run:
     )
 
 
-def cells(entry: Entry) -> tuple[str, ...]:
+def cells(entry: Entry, header: Header) -> tuple[str, ...]:
     """An entry as the table shows it."""
-    header = entry.header
     digests = (header.payload, header.digest, entry.state_digest)
     counts = (header.index, len(header.roster), sum(member.tokens for member in header.roster), header.lineage_tokens)
     return (
@@ -147,9 +155,8 @@ def cells(entry: Entry) -> tuple[str, ...]:
     )
 
 
-def plain(entry: Entry) -> dict[str, object]:
+def plain(entry: Entry, header: Header) -> dict[str, object]:
     """An entry as JSON can say it, digests in hexadecimal."""
-    header = entry.header
     return {
         "index": header.index,
         "peers": [{"peer": member.peer, "tokens": member.tokens, "missed": member.missed} for member in header.roster],
@@ -162,13 +169,13 @@ def plain(entry: Entry) -> dict[str, object]:
     }
 
 
-def print_table(entries: list[Entry]) -> None:
+def print_table(rows: Iterable[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading in NUMBERS else "left", no_wrap=True)
-    for entry in entries:
-        table.add_row(*cells(entry))
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 from peers.driver.host import Host
 from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.log.state import LogError
 from peers.protocol.events import Received, Send, Undelivered
-from peers.protocol.messages import Message, Packer, unpack_message
+from peers.protocol.messages import Message
+from peers.protocol.packing import Packer
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError
 from peers.values.wire import WireError
 
@@ -28,25 +31,26 @@ class Messenger:
     """Sends one peer's messages, and takes in those of others."""
 
     def __init__(self, transport: MessageTransport, host: Host) -> None:
-        self._run = host.peer.settings.run
         self._transport = transport
         self._host = host
-        self._packer = Packer(self._run)
+        self._packer = Packer(host.peer)
 
     async def serve(self) -> None:
         await self._transport.on_call(CALL, self._receive)
 
     def send(self, send: Send) -> None:
-        self._host.start(self._send(send.to, send.message))
+        """Begin to send a message. One about a lineage that we have left meanwhile is of no use to anybody."""
+        with suppress(LogError):
+            self._host.start(self._send(send.to, self._packer.pack(send.message)))
 
     def last_words(self, message: Message, to: Iterable[str], timeout: float) -> list[Awaitable[object]]:
         """Return what tells this to each of these peers. Failures are of no consequence."""
         packed = self._packer.pack(message)
         return [self._transport.call(peer, CALL, packed, timeout) for peer in to]
 
-    async def _send(self, to: str, message: Message) -> None:
+    async def _send(self, to: str, packed: bytes) -> None:
         try:
-            await self._transport.call(to, CALL, self._packer.pack(message), CALL_TIMEOUT)
+            await self._transport.call(to, CALL, packed, CALL_TIMEOUT)
         except PeerRefusedError as error:
             logger.warning("%s", error)
         except PeerUnreachableError as error:
@@ -62,8 +66,9 @@ class Messenger:
         Raises: RemoteProtocolError.
         """
         try:
-            message = unpack_message(self._run, data)
+            message = self._packer.unpack(data)
         except WireError as error:
             raise RemoteProtocolError(sender, str(error)) from error
-        self._host.handle(Received(sender, message))
+        if message is not None:
+            self._host.handle(Received(sender, message))
         return b""

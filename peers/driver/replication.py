@@ -63,7 +63,7 @@ class Replication:
     async def serve(self) -> None:
         run = self._peer.settings.run
         await serve_payloads(self._transport, {run: self._stores.buffers})
-        await serve_headers(self._transport, {run: self._stores.log.headers})
+        await serve_headers(self._transport, {run: self._stores.log.stretch})
         await serve_snapshots(self._transport, {run: self._freezer})
 
     async def finish(self) -> None:

@@ -1,6 +1,8 @@
 """How a run's log lies in files: entries as lines of JSON, and each payload in a file of its own.
 
-A line is exactly what `Entry.line` writes, checksum included, so that any flipped bit shows. Files that are replaced
+The first line names the run, and the numbers that its entries depend on. Each line after it is exactly what
+`entry_line` writes, checksum included, so that any flipped bit shows. A line is as long as what happened in its round:
+the header is derived from the entries before. Files that are replaced
 are written under another name first, and so are there whole or not at all. Nothing waits for the disk: what a power
 failure takes is found out by checksums and digests, and other peers have it still.
 """
@@ -10,96 +12,119 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from peers.log.chain import HEADER_LIMIT, Chain, Entry
 from peers.log.header import Header
+from peers.log.outcome import Outcome
 from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
-from peers.values.wire import digest_of, pack, unpack
+from peers.values.wire import DIGEST_BYTES, digest_of, unpack
 
 ENTRIES = "entries.jsonl"
 PAYLOADS = "payloads"
 SUFFIX = ".payload"
 PARTIAL = ".partial"
+NO_RUN = LogState("", bytes(DIGEST_BYTES), samples_per_lease=1, tokens_per_sample=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A header, packed, since a run can have many of them; and the digest of the state after it, if it is known."""
+def write_line(fields: dict[str, object]) -> bytes:
+    """One line of the file: these fields, and a checksum of them."""
+    checksum = digest_of(json.dumps(fields).encode()).hex()[:16]
+    return json.dumps(fields | {"checksum": checksum}).encode() + b"\n"
 
-    index: int
-    packed: bytes
-    state_digest: bytes | None
 
-    @classmethod
-    def of(cls, header: Header, state_digest: bytes | None) -> Entry:
-        return cls(header.index, pack(header), state_digest)
-
-    @property
-    def header(self) -> Header:
-        return unpack(Header, self.packed)
-
-    @property
-    def digest(self) -> bytes:
-        """The header's digest, its name in the chain."""
-        return digest_of(self.packed)
-
-    def line(self) -> bytes:
-        """As it is written to the file, digests in hexadecimal."""
-        fields = {
-            "index": self.index,
-            "header": self.packed.hex(),
-            "state_digest": None if self.state_digest is None else self.state_digest.hex(),
-            "checksum": digest_of(self.packed + (self.state_digest or b"")).hex()[:16],
+def first_line(log: LogState) -> bytes:
+    """What all entries of a run depend on, so that the file can be read by itself."""
+    return write_line(
+        {
+            "run": log.run,
+            "manifest": log.manifest_digest.hex(),
+            "samples_per_lease": log.samples_per_lease,
+            "tokens_per_sample": log.tokens_per_sample,
+            "staleness": log.staleness,
         }
-        return json.dumps(fields).encode() + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> Entry:
-        """Raises: LogError unless the line is one that `line` has written, to the last bit."""
-        try:
-            fields = json.loads(line)
-            header, state_digest = (bytes.fromhex(fields[name] or "") for name in ("header", "state_digest"))
-            entry = cls.of(unpack(Header, header), state_digest or None)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise LogError("it is corrupt, or cut short") from error
-        if entry.line() != line:
-            raise LogError("it is corrupt, or cut short")
-        return entry
+    )
 
 
-def read_entries(path: Path, empty_log: LogState | None = None) -> tuple[list[Entry], str | None]:
-    """The entries of a file of lines, up to the first that is corrupt or does not follow; and what is wrong there.
+def read_first_line(line: bytes) -> LogState:
+    """Return a run's log before its first entry. Raises: LogError unless `first_line` has written the line."""
+    try:
+        fields = json.loads(line)
+        numbers = (fields[name] for name in ("samples_per_lease", "tokens_per_sample", "staleness"))
+        log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), *numbers)
+        is_ours = first_line(log) == line
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LogError("it is corrupt, cut short, or of an older version") from error
+    if not is_ours:
+        raise LogError("it is corrupt, cut short, or of an older version")
+    return log
 
-    Without the run's `empty_log` only each line by itself is checked. The first entry may be from the middle of the
-    run: what came before is vouched for by its header alone. Raises: OSError.
+
+def entry_line(entry: Entry) -> bytes:
+    """One entry as it is written to the file, bytes in hexadecimal."""
+    return write_line(
+        {
+            "index": entry.index,
+            "header" if entry.is_whole else "outcome": entry.told.hex(),
+            "digest": entry.digest.hex(),
+            "state_digest": None if entry.state_digest is None else entry.state_digest.hex(),
+        }
+    )
+
+
+def read_entry(line: bytes) -> Entry:
+    """Raises: LogError unless the line is one that `entry_line` has written, to the last bit."""
+    try:
+        fields = json.loads(line)
+        is_whole = "header" in fields
+        told, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
+        unpack(Header if is_whole else Outcome, told, HEADER_LIMIT)
+        state_digest = bytes.fromhex(fields["state_digest"] or "") or None
+        entry = Entry(fields["index"], digest, told, is_whole, state_digest)
+        is_ours = entry_line(entry) == line
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LogError("it is corrupt, or cut short") from error
+    if not is_ours:
+        raise LogError("it is corrupt, or cut short")
+    return entry
+
+
+def read_chain(
+    path: Path,
+    empty_log: LogState | None = None,
+    see: Callable[[Entry, Header], None] = lambda entry, header: None,
+) -> tuple[Chain, str | None]:
+    """Read the entries of a file, up to the first that is corrupt or does not follow. Returns what is wrong there, too.
+
+    The first entry may be from the middle of the run: what came before is vouched for by its header alone.
+
+    Args:
+        empty_log: of the run; by default the one that the file names.
+        see: is told each entry with its header. All headers at once may be too large to keep.
+
+    Raises: OSError.
     """
-    entries: list[Entry] = []
-    log: LogState | None = None
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        lines = enumerate(file, 1)
+        first = next(lines, (1, b""))[1]
+        try:
+            named = read_first_line(first)
+            if empty_log and first_line(empty_log) != first:
+                raise LogError(f"it is of the run {named.run}, or of another manifest")
+        except LogError as error:
+            return Chain(empty_log or NO_RUN), f"{path}, line 1: {error}" if first else None
+        chain = Chain(named)
+        for number, line in lines:
             try:
-                entry = Entry.from_line(line)
-                if empty_log is not None:
-                    log = _following(log or empty_log, entry.header)
+                entry = chain.add(read_entry(line))
             except LogError as error:
-                return entries, f"{path}, line {number}: {error}"
-            entries.append(entry)
-    return entries, None
-
-
-def _following(log: LogState, header: Header) -> LogState:
-    """Raises: LogError, which says in words what is most likely wrong."""
-    if header.run != log.run:
-        raise LogError(f"entry {header.index} is of the run {header.run}")
-    if log.last is None and header.index > 0:
-        return log.at(header)
-    if (header.index, header.previous) != (log.position.index, log.position.head):
-        raise LogError(f"entry {header.index} does not follow from {log.position}")
-    return log.append(header)
+                return chain, f"{path}, line {number}: {error}"
+            assert chain.end.last is not None
+            see(entry, chain.end.last)
+    return chain, None
 
 
 def payload_path(folder: Path, index: int, digest: bytes) -> Path:

@@ -9,24 +9,25 @@ from __future__ import annotations
 import logging
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from peers.errors import DilocoPeerError
+from peers.log.chain import Chain, Entry, Stretch
 from peers.log.files import (
     ENTRIES,
     PAYLOADS,
     SUFFIX,
-    Entry,
+    entry_line,
+    first_line,
     index_of,
     payload_path,
-    read_entries,
+    read_chain,
     read_payload,
     remove_partial,
     write_whole,
 )
-from peers.log.header import Header
+from peers.log.header import Header, Position
 from peers.log.payload import KEPT_BYTES, KeptPayloads, Payload
 from peers.log.state import LogError, LogState
 
@@ -40,40 +41,52 @@ class LogFolderError(DilocoPeerError):
 
 
 class RunLog(ABC):
-    """Consecutive entries of one lineage, from `first` on. Headers are kept as packed: 150 bytes or so per member."""
+    """Consecutive entries of one lineage, from `first` on. They are kept in brief: see `Chain`."""
 
     is_on_disk: ClassVar[bool]
 
-    def __init__(self, empty_log: LogState, entries: Iterable[Entry] = ()) -> None:
-        self.empty_log = empty_log
-        self._entries = list(entries)
+    def __init__(self, chain: Chain) -> None:
+        self.empty_log = chain.empty_log
+        self._chain = chain
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._chain)
 
     @property
     def first(self) -> int:
         """Index of the first entry that is here; 0 if none is."""
-        return self._entries[0].index if self._entries else 0
+        return self._chain.first
 
     @property
     def next_index(self) -> int:
         """Index of the entry that comes next."""
-        return self.first + len(self._entries)
+        return self._chain.next_index
 
     def headers(self, first: int, last: int) -> list[Header]:
         """Those of the entries [first, last) that are here."""
+        return list(self._chain.headers(first, last))
+
+    def digests(self, first: int, last: int) -> list[bytes]:
+        """The digests of those headers."""
         start = self.first
-        return [entry.header for entry in self._entries[max(0, first - start) : max(0, last - start)]]
+        return [entry.digest for entry in self._chain.entries[max(0, first - start) : max(0, last - start)]]
 
     def header_at(self, index: int) -> Header | None:
-        entry = self._at(index)
-        return None if entry is None else entry.header
+        return next(self._chain.headers(index, index + 1), None)
 
     def state_digest_at(self, index: int) -> bytes | None:
         """The digest of the state after the entry, if both are here."""
-        entry = self._at(index)
+        entry = self._chain.entry(index)
         return None if entry is None else entry.state_digest
+
+    def log_at(self, position: Position) -> LogState | None:
+        """Return the log as it was at a position, if that is known here."""
+        log = self._chain.after(position.index - 1)
+        return log if log is not None and log.position == position else None
+
+    def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
+        """Return entries as they are told to another peer: see `Chain.stretch`."""
+        return self._chain.stretch(first, last, is_whole)
 
     def append(self, header: Header, state_digest: bytes | None, payload: Payload | None) -> None:
         """Add an entry that was applied. One that is already here gets what it lacked.
@@ -81,35 +94,25 @@ class RunLog(ABC):
         An entry of another lineage takes the place of all from there on. If what leads up to it is not here, the log
         begins anew with it.
 
-        Raises: LogError when that is not its payload; LogFolderError when the disk does not take it. The entry is in
-        the log all the same, and the next one that is appended writes it again.
+        Raises: LogError when that is not its payload, or the entry does not follow; LogFolderError when the disk does
+        not take it. The entry is in the log all the same, and the next one that is appended writes it again.
         """
         if payload is not None and payload.digest != header.payload:
             raise LogError(f"entry {header.index} has another payload")
         try:
-            self._add(header, Entry.of(header, state_digest))
+            self._add(header, state_digest)
         finally:
             if payload is not None:
                 self._keep(header.index, payload)
 
-    def prepend(self, headers: Sequence[Header]) -> None:
-        """Add headers that lead up to `first`. Their digests vouch for them, so they may come from anybody.
+    def prepend(self, stretch: Stretch) -> None:
+        """Add entries that lead up to `first`. Their digests vouch for them, so they may come from anybody.
 
         Raises: LogError, and changes nothing, when they do not; LogFolderError.
         """
-        if not headers:
-            return
-        entries = [Entry.of(header, None) for header in headers]
-        following = [*headers[1:], *self.headers(self.first, self.first + 1)]
-        if not self._entries or any(
-            header.index != entry.index + 1 or header.previous != entry.digest
-            for entry, header in zip(entries, following, strict=True)
-        ):
-            raise LogError(f"these headers do not lead up to entry {self.first}")
-        if headers[0].index == 0 and headers[0].previous != self.empty_log.manifest_digest:
-            raise LogError("the first of these headers does not follow from the manifest")
-        self._entries = [*entries, *self._entries]
-        self._save()
+        if stretch.header is not None or stretch.outcomes:
+            self._chain = self._chain.led_up_to(stretch)
+            self._save()
 
     @abstractmethod
     def payload(self, digest: bytes) -> Payload | None:
@@ -126,27 +129,26 @@ class RunLog(ABC):
     def _save(self, appended: Entry | None = None) -> None:
         """The entries have changed; if `appended` is given, by this one at their end alone."""
 
-    def _at(self, index: int) -> Entry | None:
-        place = index - self.first
-        return self._entries[place] if 0 <= place < len(self._entries) else None
-
-    def _add(self, header: Header, entry: Entry) -> None:
-        place = header.index - self.first
-        known = self._at(header.index)
-        if known and known.packed == entry.packed:
-            if entry.state_digest and not known.state_digest:
-                self._entries[place] = entry
+    def _add(self, header: Header, state_digest: bytes | None) -> None:
+        known, before = self._chain.entry(header.index), self._chain.entry(header.index - 1)
+        if known and known.digest == header.digest:
+            if state_digest and not known.state_digest:
+                self._chain.recall(header.index, state_digest)
                 self._save()
             return
-        before = self._at(header.index - 1)
         if before is None or before.digest != header.previous:
-            self._entries = []
-        elif known is None:
-            self._entries.append(entry)
-            self._save(entry)
+            chain = Chain(self.empty_log)
+            chain.add(Entry.whole(header, state_digest))
+            self._chain = chain
+            self._save()
             return
-        self._entries = [*self._entries[: max(0, place)], entry]
-        self._save()
+        log = self._chain.after(before.index)
+        assert log is not None
+        entry = Entry.brief(log, header, state_digest)
+        if known is not None:
+            self._chain.cut(header.index)
+        self._chain.add(entry)
+        self._save(entry if known is None else None)
 
 
 class MemoryLog(RunLog):
@@ -155,7 +157,7 @@ class MemoryLog(RunLog):
     is_on_disk = False
 
     def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
-        super().__init__(empty_log)
+        super().__init__(Chain(empty_log))
         self._payloads = KeptPayloads(kept_bytes)
 
     def payload(self, digest: bytes) -> Payload | None:
@@ -176,8 +178,8 @@ class LogFolder(RunLog):
 
     is_on_disk = True
 
-    def __init__(self, path: Path, empty_log: LogState, block_bytes: int, entries: Iterable[Entry]) -> None:
-        super().__init__(empty_log, entries)
+    def __init__(self, path: Path, chain: Chain, block_bytes: int) -> None:
+        super().__init__(chain)
         self.path = path
         self._block_bytes = block_bytes
         self._is_behind = False  # the file lacks something, or ends in half a line
@@ -196,8 +198,8 @@ class LogFolder(RunLog):
             (path / PAYLOADS).mkdir(parents=True, exist_ok=True)
             remove_partial(path)
             file.touch()
-            entries, problem = read_entries(file, empty_log)
-            log = cls(path, empty_log, block_bytes, entries)
+            chain, problem = read_chain(file, empty_log)
+            log = cls(path, chain, block_bytes)
             if problem:
                 damaged = file.with_suffix(".damaged")
                 shutil.copyfile(file, damaged)
@@ -239,14 +241,15 @@ class LogFolder(RunLog):
 
     def _save(self, appended: Entry | None = None) -> None:
         file = self.path / ENTRIES
-        whole = appended is None or self._is_behind
+        whole = appended is None or self._is_behind or len(self) == 1
         self._is_behind = True
         try:
             if whole:
-                write_whole(file, (entry.line() for entry in self._entries))
+                entries = map(entry_line, self._chain.entries)
+                write_whole(file, (first_line(self.empty_log), *entries))
             elif appended:
                 with file.open("ab") as lines:
-                    lines.write(appended.line())
+                    lines.write(entry_line(appended))
         except OSError as error:
             raise _unusable(self.path, error) from error
         self._is_behind = False

@@ -18,6 +18,8 @@ from peers.values.wire import Count, Digest, PeerId, RunId, Samples, Value, dige
 
 MEMBER_LIMIT = 1000
 """Peers in one entry; what a header costs to check grows with the square of it."""
+FREE_LIMIT = 4 * MEMBER_LIMIT
+"""Free ranges in one header: four for each peer that may be in an entry. Beyond that the smallest are given up."""
 
 
 NO_PAYLOAD = digest_of(b"")
@@ -63,7 +65,7 @@ class Header(Value):
     roster: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
     leases: Annotated[tuple[Assignment, ...], Field(max_length=2 * MEMBER_LIMIT)]
     cursor: Count
-    free: tuple[Samples, ...]
+    free: Annotated[tuple[Samples, ...], Field(max_length=FREE_LIMIT)]
     lineage_tokens: Count
     payload: Digest
 
@@ -78,7 +80,7 @@ class Header(Value):
         """The peer's tokens that count in this entry. They do not where blocks of it are missing."""
         return sum(member.tokens for member in self.roster if member.peer == peer and not member.missed)
 
-    @property
+    @cached_property
     def peers(self) -> tuple[str, ...]:
         return tuple(member.peer for member in self.roster)
 

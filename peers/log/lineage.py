@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from peers.log.header import Header, Position
 from peers.log.state import LogState
@@ -12,11 +13,17 @@ RECENT_ENTRIES = 64
 """How many of the last headers a peer can name to one that fell behind."""
 
 
+Closed: TypeAlias = tuple[Header | None, tuple[bytes, ...]]
+"""The entry that closed a cycle, and the digests of all of its entries."""
+
+
 class Lineage:
     """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: LogState) -> None:
+        """`log` is where it begins."""
         self._followers: OrderedDict[tuple[bytes, int], Header] = OrderedDict()  # by the place that they are for
+        self._closed: OrderedDict[bytes, Closed] = OrderedDict([(log.position.head, (log.last, log.ends))])
         self._heads: deque[bytes] = deque(maxlen=RECENT_ENTRIES)
         self._end = 0  # cycles in the log, up to the last of these
 
@@ -28,10 +35,20 @@ class Lineage:
         if log.position.index > header.index:
             self._heads.append(log.position.head)
             self._end = log.position.index
+            self._closed[log.position.head] = log.last, log.ends
+            if len(self._closed) > RECENT_ENTRIES + 1:
+                self._closed.popitem(last=False)
 
     def after(self, position: Position) -> Header | None:
         """The entry that was made there, if it is a recent one of this lineage."""
         return self._followers.get((position.head, position.fragment))
+
+    def log_at(self, log: LogState, position: Position) -> LogState | None:
+        """The log as it was at a recent position of this lineage. `log` is any of the same run."""
+        closed = self._closed.get(position.head)
+        if closed is None or position.fragment >= log.fragments:
+            return None
+        return log.at(*closed).of(position.fragment)
 
     @property
     def entries(self) -> tuple[Header, ...]:
@@ -61,4 +78,5 @@ class Lineage:
         self._followers.clear()
         self._heads = deque(heads[: place + 1], maxlen=RECENT_ENTRIES)
         self._end = end.index
+        self._closed = OrderedDict([(end.head, (log.last, log.ends))])
         return left

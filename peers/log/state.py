@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from peers.log.header import MEMBER_LIMIT, NO_PAYLOAD, Assignment, Header, Member, Position, cycle_head
+from peers.log.header import FREE_LIMIT, MEMBER_LIMIT, NO_PAYLOAD, Assignment, Header, Member, Position, cycle_head
 from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
 
 
@@ -95,6 +95,35 @@ class LogState:
         return {lease.peer: lease.samples for lease in self.last.leases} if self.last else {}
 
     @cached_property
+    def known(self) -> dict[str, int]:
+        """The peers that have a lease, and their places: the last roster in its order, then those who are late."""
+        return {lease.peer: place for place, lease in enumerate(self.last.leases)} if self.last else {}
+
+    def expected(self, peer: str, grant: int | None = None) -> Member:
+        """Return what a peer brings if all goes as the log foresees: its whole lease, or this one of the grants.
+
+        Raises: LogError when there is no such grant, or its samples are too many to count.
+        """
+        if grant is not None and not grant < len(self.grants):
+            raise LogError(f"{peer}: there is no grant {grant}")
+        samples = self.leases.get(peer, () if grant is None else self.grants[grant])
+        tokens = sample_count(samples) * self.tokens_per_sample
+        samples = samples if self.closes else ()
+        try:
+            return Member(peer=peer, tokens=tokens, samples=samples, wants=self._wanted.get(peer, 0))
+        except ValidationError as error:
+            raise LogError(f"{peer}: {error.errors()[0]['msg']}") from error
+
+    @cached_property
+    def _wanted(self) -> dict[str, int]:
+        """The samples that members of the last entry wanted."""
+        return {member.peer: member.wants for member in self.last.roster} if self.last else {}
+
+    def grant_of(self, samples: Lease) -> int | None:
+        """Return which of the grants these samples begin."""
+        return self._grant_from.get(samples[0].start) if samples else None
+
+    @cached_property
     def grants(self) -> tuple[Lease, ...]:
         """The leases that peers without one may be given at this position: whole, disjoint, in this order."""
         return _grants(self.pool, self.samples_per_lease)
@@ -106,14 +135,16 @@ class LogState:
         """
         lease = self.leases.get(peer)
         if lease is None:
-            lease = self._grant_from.get(samples[0].start, ()) if samples else ()
+            grant = self.grant_of(samples)
+            lease = () if grant is None else self.grants[grant]
         if samples != prefix(lease, sample_count(samples)):
             raise LogError(f"{peer}: samples {samples[0].start}..{samples[-1].stop} do not begin a lease of its own")
         return lease
 
     @cached_property
-    def _grant_from(self) -> dict[int, Lease]:
-        return {grant[0].start: grant for grant in self.grants}
+    def _grant_from(self) -> dict[int, int]:
+        """The grants by the first of their samples."""
+        return {grant[0].start: number for number, grant in enumerate(self.grants)}
 
     def check_member(self, member: Member) -> None:
         """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""
@@ -184,6 +215,7 @@ class LogState:
         """What the entry that closes a cycle says besides: the next leases, the pool, and the tokens so far."""
         index = self.position.index
         leases, pool = self.pool_after(roster).deal(member.wants or self.samples_per_lease for member in roster)
+        pool = pool.bounded(FREE_LIMIT)
         dealt = zip((member.peer for member in roster), leases, strict=True)
         fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
         tokens = sum(member.tokens for member in roster if not member.missed)
@@ -196,16 +228,7 @@ class LogState:
 
     def append(self, header: Header) -> LogState:
         """Raises: LogError naming the first field that does not follow from the log."""
-        if header.fragment not in self.pending:
-            raise LogError(f"entry {header.index}: its fragment does not follow from the log")
-        expected = self.of(header.fragment).next_header(header.roster, header.payload)
-        for field in Header.model_fields:
-            if getattr(header, field) != getattr(expected, field):
-                raise LogError(f"entry {header.index}: its {field} does not follow from the log")
-        made = sorted((*self.made, header), key=lambda entry: entry.fragment)
-        if len(made) < self.fragments:
-            return replace(self, made=tuple(made))
-        return self.at(made[-1], tuple(entry.digest for entry in made))
+        return _append(self, header)
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
         """The state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers vouch
@@ -217,3 +240,18 @@ class LogState:
 def _next_header(log: LogState, roster: tuple[Member, ...], payload: bytes) -> Header:
     """A round asks several times for what follows from one outcome, and with many members that is much work."""
     return log.make_header(roster, payload)
+
+
+@lru_cache(maxsize=8)
+def _append(log: LogState, header: Header) -> LogState:
+    """A leader is told of one entry by each of those who hold it."""
+    if header.fragment not in log.pending:
+        raise LogError(f"entry {header.index}: its fragment does not follow from the log")
+    expected = log.of(header.fragment).next_header(header.roster, header.payload)
+    for field in Header.model_fields:
+        if getattr(header, field) != getattr(expected, field):
+            raise LogError(f"entry {header.index}: its {field} does not follow from the log")
+    made = sorted((*log.made, expected), key=lambda entry: entry.fragment)
+    if len(made) < log.fragments:
+        return replace(log, made=tuple(made))
+    return log.at(made[-1], tuple(entry.digest for entry in made))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -15,7 +15,7 @@ FORGOTTEN = 3600.0
 """Seconds of silence after which a peer is forgotten; heartbeats older than that are expired everywhere."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sighting:
     heartbeat: Heartbeat
     advanced_at: float
@@ -30,32 +30,40 @@ class Membership:
         self._expiry = expiry
         self._seen: dict[str, _Sighting] = {}
         self._left: set[str] = set()
+        self._live: dict[str, Heartbeat] | None = None  # as found last; None: something has changed since
+        self._live_until = 0.0  # then somebody may have expired
         self.polled = False
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float) -> None:
         """Take in the heartbeats that the DHT returned; old ones change nothing."""
         self.polled = True
+        self._live = None
         for peer in [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]:
             del self._seen[peer]
             self._left.discard(peer)
         for heartbeat in heartbeats:
-            sighting = self._seen.get(heartbeat.peer)
-            if heartbeat.peer == self._me or (sighting and heartbeat.sequence <= sighting.heartbeat.sequence):
+            peer, sighting = heartbeat.peer, self._seen.get(heartbeat.peer)
+            if peer == self._me or (sighting and heartbeat.sequence <= sighting.heartbeat.sequence):
                 continue
-            self._seen[heartbeat.peer] = _Sighting(heartbeat, now)
-            if heartbeat.state is PeerState.LEAVING:
-                self._left.add(heartbeat.peer)
+            if sighting is None:
+                self._seen[peer] = _Sighting(heartbeat, now)
             else:
-                self._left.discard(heartbeat.peer)
+                sighting.heartbeat, sighting.advanced_at, sighting.reachable = heartbeat, now, True
+            if heartbeat.state is PeerState.LEAVING:
+                self._left.add(peer)
+            else:
+                self._left.discard(peer)
 
     def unreachable(self, peer: str) -> None:
         """A message could not be delivered: dead to us until its next heartbeat."""
         if peer in self._seen:
             self._seen[peer].reachable = False
+            self._live = None
 
     def heard_from(self, peer: str, now: float) -> None:
         """A message of the peer's arrived: as good as a heartbeat for being alive."""
         if peer in self._seen:
+            self._live = self._live if self.is_live(peer, now) else None
             self._seen[peer].reachable = True
             self._seen[peer].advanced_at = now
 
@@ -63,18 +71,27 @@ class Membership:
         """The peer said goodbye: it counts in no quorum any more. Strangers are in none, and not remembered."""
         if peer in self._seen:
             self._left.add(peer)
+            self._live = None
 
     @property
     def leavers(self) -> frozenset[str]:
         return frozenset(self._left)
 
-    def live(self, now: float) -> dict[str, Heartbeat]:
-        """Latest heartbeats of the other peers that are alive and not leaving, by peer."""
-        return {
-            peer: sighting.heartbeat
-            for peer, sighting in self._seen.items()
-            if sighting.reachable and now - sighting.advanced_at <= self._expiry and peer not in self._left
-        }
+    def live(self, now: float) -> Mapping[str, Heartbeat]:
+        """Return the latest heartbeats of the other peers that are alive and not leaving, by peer.
+
+        It is the same object as long as nothing changes: in a large swarm they are many, and looked at all the time.
+        """
+        if self._live is None or now > self._live_until:
+            live = {
+                peer: sighting
+                for peer, sighting in self._seen.items()
+                if sighting.reachable and now - sighting.advanced_at <= self._expiry and peer not in self._left
+            }
+            self._live = {peer: sighting.heartbeat for peer, sighting in live.items()}
+            oldest = min((sighting.advanced_at for sighting in live.values()), default=now)
+            self._live_until = oldest + self._expiry
+        return self._live
 
     def is_live(self, peer: str, now: float) -> bool:
         sighting = self._seen.get(peer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from peers.log.header import MEMBER_LIMIT
 from peers.log.state import LogState
@@ -34,9 +34,11 @@ class Presence:
         self._me = me
         self._distrust = distrust
         self._distrusted_until: dict[str, float] = {}
+        self._elected: tuple[tuple[object, ...], str | None] = ((), None)
+        self._ahead: tuple[tuple[object, ...], str | None] = ((), None)
 
     # Who lives ------------------------------------------------------------------------------------------------
-    def live(self) -> dict[str, Heartbeat]:
+    def live(self) -> Mapping[str, Heartbeat]:
         """The last heartbeats of the other peers that are alive and not leaving, by peer."""
         return self.membership.live(self.now)
 
@@ -89,6 +91,12 @@ class Presence:
     def furthest(self, log: LogState) -> str | None:
         """The live peer with the heaviest lineage of those that we reach, if it is heavier than this log; equal weight
         is decided by digest."""
+        asked = (self.live(), log, self.distrusted, self.unreached)
+        if not _is_same(asked, self._ahead[0]):
+            self._ahead = asked, self._find_furthest(log)
+        return self._ahead[1]
+
+    def _find_furthest(self, log: LogState) -> str | None:
         out_of_reach = self.distrusted | self.unreached
         tokens, head = log.lineage_tokens, log.position.head
         heavier = {
@@ -105,6 +113,12 @@ class Presence:
     def elect(self, log: LogState, at_work: Collection[str]) -> str | None:
         """The leader of the log's next entry. `at_work` are peers that work on it, whatever heartbeats say: ourselves,
         perhaps, and who gave us our work."""
+        asked = (self.live(), log, frozenset(at_work), self.distrusted, self.unreached)
+        if not _is_same(asked, self._elected[0]):
+            self._elected = asked, self._find_leader(log, at_work)
+        return self._elected[1]
+
+    def _find_leader(self, log: LogState, at_work: Collection[str]) -> str | None:
         live, index = self.live(), log.position.index
         able = {peer for peer, beat in live.items() if beat.state in PARTICIPATING and beat.index + 1 >= index}
         joining = {peer for peer, beat in live.items() if beat.index == index and beat.state is not PeerState.ARCHIVING}
@@ -120,6 +134,13 @@ class Presence:
         if self.unreached:
             unreached[self._me] = name_peers(self.unreached)
         return broken_pairs(unreached, {*others, self._me}, TAIL) if unreached else {}
+
+
+def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:
+    """Whether a question is the one that was asked last: with many peers, the answer takes long to find."""
+    return len(asked) == len(before) and all(
+        one is other or (isinstance(one, frozenset) and one == other) for one, other in zip(asked, before, strict=True)
+    )
 
 
 def _inverted(digest: bytes) -> int:

@@ -13,7 +13,7 @@ from peers.protocol.desk import Desk
 from peers.protocol.events import Captured, Note, Send, SnapshotFailed, SnapshotRestored, Stop, Tick, TrainingDone
 from peers.protocol.internal import EntryMade, FarBehind, Leased, NobodyAhead, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
-from peers.protocol.messages import Commit, Elsewhere, Inquire, LeaseGrant, Leaving, Message
+from peers.protocol.messages import Commit, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Unread
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
@@ -292,7 +292,7 @@ class Course:
     def gives_lease(self, joiner: str, slot: Slot) -> bool:
         return slot.log.closes and self.joiner.may_start() and slot.leadership.gives_lease(joiner)
 
-    def answer_elsewhere(self, sender: str, message: Message) -> None:
+    def answer_elsewhere(self, sender: str, message: Message | Unread) -> None:
         """The sender is at a place that we have left, or have not reached."""
         followed = self.replica.lineage.after(message.position)
         if followed is not None:

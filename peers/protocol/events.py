@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from peers.log.header import Header
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.messages import Attempt, Message, Round
+from peers.protocol.messages import Attempt, Message, Round, Unread
 from peers.values.reach import Reach
 from peers.values.workload import InnerLoop, Progress, Trained
 
@@ -26,7 +26,7 @@ class HeartbeatsSeen:
 @dataclass(frozen=True)
 class Received:
     sender: str
-    message: Message
+    message: Message | Unread
 
 
 @dataclass(frozen=True)

@@ -278,8 +278,10 @@ class Leader(Gathering):
         """A pair that needs each other's data can't talk: begin another round, in which it need not."""
         if not isinstance(self._running, Begin):
             return []
-        round = self._running.round
-        others, reducers = set(unreached) & set(self._members) - {sender}, _reducers(round)
+        round, others = self._running.round, set(unreached).intersection(self._members) - {sender}
+        if not others:
+            return []
+        reducers = _reducers(round)
         pairs = self._standing.pairs(self._members)
         known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
         broken = (others if sender in reducers else others & reducers) - known

@@ -1,4 +1,4 @@
-"""Control messages between peers: what each says, and how bytes become one.
+"""Control messages between peers: what each says. packing.py turns them into bytes.
 
 Every message names the position that it is about. An answer about a position that the receiver has left behind is
 `Commit` with the header that followed, so a lost message is repaired by whichever comes next.
@@ -10,26 +10,12 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, get_args
 
-import msgpack
 from pydantic import Field
 
 from peers.log.header import MEMBER_LIMIT, Header, Member, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.values.leases import PIECE_LIMIT
-from peers.values.wire import (
-    PROTOCOL_VERSION,
-    Count,
-    Digest,
-    PeerId,
-    Reason,
-    Samples,
-    Seconds,
-    Value,
-    WireError,
-    decode,
-    from_plain,
-    to_plain,
-)
+from peers.values.wire import Count, Digest, PeerId, Reason, Samples, Seconds, Value
 
 CHUNK_SET_BYTES = 1 << 16  # half a million chunks
 
@@ -38,6 +24,9 @@ ChunkSet = Annotated[bytes, Field(strict=True, max_length=CHUNK_SET_BYTES)]
 
 
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+Holders = Annotated[tuple[PeerId, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+Missed = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
+"""Peers, and in how many chunks their blocks are missing."""
 Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
 """Peers, and bytes a second."""
 
@@ -53,7 +42,7 @@ def chunk_set(chunks: Iterable[int]) -> bytes:
 
 def chunks_in(mask: bytes) -> list[int]:
     """The bits that are set, in order."""
-    return [8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
+    return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
 
 
 class Attempt(Value):
@@ -202,7 +191,7 @@ class Adopt(Value):
     kind: ClassVar[Literal["adopt"]] = "adopt"
     attempt: Attempt
     held: Held
-    holders: Annotated[tuple[PeerId, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+    holders: Holders
     seconds: Seconds
 
     @property
@@ -273,7 +262,7 @@ class Complete(Value):
     kind: ClassVar[Literal["complete"]] = "complete"
     attempt: Attempt
     payload: Digest
-    missed: Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
+    missed: Missed
 
     @property
     def position(self) -> Position:
@@ -363,38 +352,12 @@ Message = (
     | Elsewhere
     | Leaving
 )
+
+
+class Unread(Value):
+    """A message about a position where the receiver is not, so that it could not be read; no answer to one of ours."""
+
+    position: Position
+
+
 KINDS: dict[str, type[Message]] = {kind.kind: kind for kind in get_args(Message)}
-
-
-def pack_message(run: str, message: Message) -> bytes:
-    """Envelope: [protocol version, run id, kind, body]."""
-    packed: bytes = msgpack.packb([PROTOCOL_VERSION, run, message.kind, to_plain(message)], use_bin_type=True)
-    return packed
-
-
-class Packer:
-    """Packs messages of one run, and the same one once: what a leader tells all its members names all of them."""
-
-    def __init__(self, run: str) -> None:
-        self._run = run
-        self._last: tuple[Message | None, bytes] = (None, b"")
-
-    def pack(self, message: Message) -> bytes:
-        if message is not self._last[0]:
-            self._last = message, pack_message(self._run, message)
-        return self._last[1]
-
-
-def unpack_message(run: str, data: bytes) -> Message:
-    """Raises: WireError when the bytes are no message of this protocol version and this run."""
-    envelope = decode(data)
-    if not isinstance(envelope, list) or len(envelope) != 4:
-        raise WireError("not a message envelope")
-    version, named_run, kind, body = envelope
-    if type(version) is not int or version != PROTOCOL_VERSION:
-        raise WireError(f"protocol version {version!r:.20}; this is version {PROTOCOL_VERSION}")
-    if named_run != run:
-        raise WireError("a message of another run")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise WireError(f"unknown kind of message {str(kind)[:40]!r}")
-    return from_plain(KINDS[kind], body)

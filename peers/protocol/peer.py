@@ -62,6 +62,7 @@ from peers.protocol.messages import (
     Message,
     Ready,
     Refuse,
+    Unread,
     Waiting,
     Want,
 )
@@ -160,7 +161,7 @@ class Peer:
             slot.take(event)
 
     # Messages -------------------------------------------------------------------------------------------------
-    def _receive(self, sender: str, message: Message) -> None:
+    def _receive(self, sender: str, message: Message | Unread) -> None:
         if isinstance(message, Leaving):
             if not message.holds:
                 self.membership.left(sender)
@@ -179,7 +180,7 @@ class Peer:
         is_here = position.is_in_cycle_of(self.log.position)
         return self.slots.get(position.fragment) if is_here else None
 
-    def _receive_here(self, sender: str, message: Message, slot: Slot) -> None:
+    def _receive_here(self, sender: str, message: Message | Unread, slot: Slot) -> None:
         """A message about a position where we are. What does not fit our state is late or early, and is dropped."""
         course, leadership = self._course, slot.leadership
         match message:

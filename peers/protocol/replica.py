@@ -81,7 +81,7 @@ class Replica(Part):
         super().__init__(LEVEL)
         self.log = self.settled = log
         self.state_digest = state_digest
-        self.lineage = Lineage()
+        self.lineage = Lineage(log)
         self.undigested: LogState | None = None
         self.replaying: Header | None = None
         self.joined_at = log.position.head

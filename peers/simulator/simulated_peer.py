@@ -38,6 +38,7 @@ from peers.protocol.events import (
     TrainingProgress,
 )
 from peers.protocol.messages import Attempt, Message
+from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
@@ -101,7 +102,9 @@ class SimulatedPeer:
         self.clock = clock
         self.speed = world.speeds[ord(name[-1]) % len(world.speeds)]
         self.peer = Peer(name, world.settings, self.buffers.size, self.state, self.time(0.0))
+        self.packer = Packer(self.peer)
         self.alive = True
+        self._has_stopped = False
         self.sequence = 0
         self.heartbeat: Heartbeat | None = None
         self._first_heartbeat = Heartbeat.model_construct(run=world.settings.run, peer=name, speed=self.speed)
@@ -117,6 +120,11 @@ class SimulatedPeer:
         self._postponed: deque[Apply | FetchSnapshot] = deque()
         self._admissions = [Admission(self.peer, one.buffers, one.workload.check) for one in self.fragments]
         self._effects = self._table()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it lives and has not left."""
+        return self.alive and not self._has_stopped
 
     def time(self, now: float) -> float:
         zero, rate = self.clock
@@ -185,7 +193,7 @@ class SimulatedPeer:
             row(events.Dropped, self._note),
             row(events.TokensLost, self._note),
             row(events.Trouble, self._note),
-            row(events.Stop, lambda stop: self.world.farewell(self)),
+            row(events.Stop, self._stop),
         )
 
     def carry_out(self, effect: Effect) -> None:
@@ -210,6 +218,10 @@ class SimulatedPeer:
         for captured in self._captured:
             self.world.later(self, captured, seconds * (captured.fragment + 1) / whole)
         self.world.later(self, TrainingDone(self._trained), seconds)
+
+    def _stop(self, stop: events.Stop) -> None:
+        self._has_stopped = True
+        self.world.farewell(self)
 
     def _stop_training(self, stop: StopTraining) -> None:
         self._trained = None

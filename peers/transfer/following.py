@@ -10,6 +10,7 @@ from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
 from peers.log.header import Header
+from peers.log.outcome import follow
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
@@ -17,7 +18,7 @@ from peers.presence.membership import DONATING
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import PullTransport
-from peers.transfer.headers import fetch_headers
+from peers.transfer.headers import fetch_stretch
 from peers.transfer.payloads import PayloadError, Payloads
 from peers.transfer.snapshot_fetch import ask_size, fetch_snapshot
 from peers.transfer.storage import Storage
@@ -48,12 +49,13 @@ async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> Lo
     Raises: PeerUnreachableError, RemoteProtocolError, LogError; OtherLineageError where the donor's log is another.
     """
     index = log.position.index
-    headers = await fetch_headers(transport, donor, log.run, index, index + 1)
-    if not headers:
+    stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
+    told = stretch.header or next(iter(stretch.outcomes), None)
+    if told is None:
         raise LogError(f"it has no entry {index}")
-    if headers[0].previous != log.position.head:
+    if told.previous != log.position.head:
         raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
-    return log.append(headers[0])
+    return log.append(told) if isinstance(told, Header) else follow(log, told)
 
 
 class FollowTransport(PullTransport, Protocol):

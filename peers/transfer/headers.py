@@ -1,16 +1,16 @@
-"""Headers of past entries: served to who follows the log, and fetched by them."""
+"""Past entries of the log, in brief: served to peers that follow it, and fetched by them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
+from peers.log.chain import STRETCH_LIMIT, Stretch
 from peers.log.folder import RunLog
-from peers.log.header import Header
 from peers.streams.channel import Buffer, RefusalError
 from peers.streams.places import Places
 from peers.transfer.download import PullTransport
@@ -19,29 +19,25 @@ from peers.values.wire import Count, RunId, Value, pack, unpack_from
 HEADERS = "headers"
 READERS = 4
 PULLS = 1  # of one peer at once
-HEADERS_AT_ONCE = 256  # headers
-BYTES_LIMIT = 1 << 26  # bytes; headers of 1,000 peers are a quarter of a MB each
+BYTES_LIMIT = 1 << 23  # bytes: the outcomes of a stretch, and the header that it may begin with
 TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
-TIMEOUT_PER_HEADER = 2.0  # seconds besides, for each header: a quarter of a MB at 1 Mbit/s
+TIMEOUT_PER_ENTRY = 0.25  # seconds besides, for each entry: 30 KB at 1 Mbit/s
 
-Past: TypeAlias = Callable[[int, int], Sequence[Header]]
-"""Headers of the entries [first, last) that are here: consecutive, from the first on."""
+Past: TypeAlias = Callable[[int, int, bool], Stretch]
+"""Return those of the entries [first, last) that are here, the first of them whole or not: see `Chain.stretch`."""
 
 
 class HeadersRequest(Value):
-    """Those of the entries [first, last)."""
+    """Those of the entries [first, last); the first `is_whole` if the asker does not know what it follows."""
 
     run: RunId
     first: Count
     last: Count
-
-
-class Headers(Value):
-    headers: Annotated[tuple[Header, ...], Field(max_length=HEADERS_AT_ONCE)]
+    is_whole: Annotated[bool, Field(strict=True)]
 
 
 async def serve_headers(transport: PullTransport, pasts: Mapping[str, Past]) -> None:
-    """Answer `fetch_headers` about these runs from now on."""
+    """Answer `fetch_stretch` about these runs from now on."""
     places = Places(READERS, PULLS)
 
     @asynccontextmanager
@@ -51,29 +47,31 @@ async def serve_headers(transport: PullTransport, pasts: Mapping[str, Past]) -> 
         if past is None:
             raise RefusalError(f"run {request.run} is not here")
         async with places.one_for(sender):
-            last = min(request.last, request.first + HEADERS_AT_ONCE)
-            yield b"", pack(Headers(headers=tuple(past(request.first, last))))
+            last = min(request.last, request.first + STRETCH_LIMIT)
+            yield b"", pack(past(request.first, last, request.is_whole))
 
     await transport.on_pull(HEADERS, serve, gives_way=True)
 
 
-async def fetch_headers(transport: PullTransport, donor: str, run: str, first: int, last: int) -> tuple[Header, ...]:
-    """As many of the entries [first, last) as the donor has, from `first` on; whether they fit is for the log to say.
+async def fetch_stretch(
+    transport: PullTransport, donor: str, run: str, first: int, last: int, is_whole: bool
+) -> Stretch:
+    """Fetch as many of the entries [first, last) as the donor gives at once, from `first` on.
 
-    Raises: PeerUnreachableError, RemoteProtocolError.
+    Whether they fit is for the log to say. Raises: PeerUnreachableError, RemoteProtocolError.
     """
-    request = pack(HeadersRequest(run=run, first=first, last=last))
-    timeout = TIMEOUT + TIMEOUT_PER_HEADER * max(0, min(HEADERS_AT_ONCE, last - first))
+    request = pack(HeadersRequest(run=run, first=first, last=last, is_whole=is_whole))
+    timeout = TIMEOUT + TIMEOUT_PER_ENTRY * max(0, min(STRETCH_LIMIT, last - first))
     _, packed = await transport.pull(donor, HEADERS, request, BYTES_LIMIT, timeout)
-    return unpack_from(donor, Headers, bytes(packed), BYTES_LIMIT).headers
+    return unpack_from(donor, Stretch, bytes(packed), BYTES_LIMIT)
 
 
 async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) -> bool:
-    """Some of those that lead up to a log's first entry; whether the donor has any.
+    """Add some of the entries that lead up to a log's first one. Returns whether the donor has any.
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError.
     """
-    first = max(0, log.first - HEADERS_AT_ONCE)
-    headers = await fetch_headers(transport, donor, log.empty_log.run, first, log.first)
-    await asyncio.to_thread(log.prepend, headers)
-    return bool(headers)
+    first = max(0, log.first - STRETCH_LIMIT)
+    stretch = await fetch_stretch(transport, donor, log.empty_log.run, first, log.first, is_whole=True)
+    await asyncio.to_thread(log.prepend, stretch)
+    return stretch.header is not None or bool(stretch.outcomes)

@@ -108,6 +108,16 @@ class SamplePool:
             raise ValueError(f"samples {wanted[0].start}..{wanted[0].stop} are trained or leased already")
         return SamplePool(cursor, merge(left))
 
+    def bounded(self, limit: int) -> SamplePool:
+        """Give up the smallest free ranges, of equal ones the later, until at most `limit` are left.
+
+        What is given up lies below the cursor and is in nobody's hands, so it is never trained.
+        """
+        if len(self.free) <= limit:
+            return self
+        largest = sorted(self.free, key=lambda piece: (-piece.size, piece.start))[:limit]
+        return SamplePool(self.cursor, tuple(sorted(largest)))
+
     def release(self, returned: Iterable[SampleRange]) -> SamplePool:
         """Put ranges back; they will be handed out again."""
         return SamplePool(self.cursor, merge((*self.free, *returned)))

@@ -6,6 +6,7 @@ bytes, so digests can be taken of them), bounded in size, and checked field by f
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import msgpack
@@ -15,9 +16,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from peers.errors import RemoteProtocolError
 from peers.values.leases import SampleRange
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 DIGEST_BYTES = 32
 REASON_LIMIT = 500  # characters
+SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
 LONGEST_WAIT = 30 * 86400.0  # seconds
 MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
 
@@ -42,6 +44,12 @@ Seconds = Annotated[float, Field(strict=True, gt=0, le=LONGEST_WAIT, allow_inf_n
 Reason = Annotated[str, Field(strict=True, max_length=REASON_LIMIT), AfterValidator(printable)]
 
 
+@cache
+def field_names(kind: type[BaseModel]) -> tuple[str, ...]:
+    """Return the names of a model's fields in their order. pydantic looks for them anew each time."""
+    return tuple(kind.model_fields)
+
+
 class Value(BaseModel):
     """Base of everything that crosses the network: immutable, no unknown fields."""
 
@@ -52,9 +60,10 @@ class Value(BaseModel):
     def _from_list(cls, plain: object) -> object:
         if not isinstance(plain, list):
             return plain
-        if len(plain) != len(cls.model_fields):
-            raise ValueError(f"needs {len(cls.model_fields)} fields, has {len(plain)}")
-        return dict(zip(cls.model_fields, plain, strict=True))
+        fields = field_names(cls)
+        if len(plain) != len(fields):
+            raise ValueError(f"needs {len(fields)} fields, has {len(plain)}")
+        return dict(zip(fields, plain, strict=True))
 
     def __eq__(self, other: object) -> bool:
         """Compare fields. pydantic's own comparison knows of more than values have, and takes up to ten times as long;
@@ -81,9 +90,10 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
 def to_plain(value: object) -> object:
     """A model as nested lists in field order."""
     if isinstance(value, Value):
-        return [to_plain(getattr(value, name)) for name in type(value).model_fields]
+        fields = value.__dict__
+        return [to_plain(fields[name]) for name in field_names(type(value))]
     if isinstance(value, tuple | list):
-        return [to_plain(item) for item in value]
+        return [item if type(item) in SCALARS else to_plain(item) for item in value]
     return value
 
 

@@ -21,7 +21,9 @@ from peers.log.state import LogState
 from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.messages import Commit, Elsewhere, Inquire
+from peers.protocol.packing import unpack_message
 from peers.streams.channel import RefusalError
+from peers.transfer.snapshots import Snapshot
 from peers.values.identity import Identity
 
 VALUES = 3000
@@ -72,15 +74,33 @@ def positions(kept: ArchivedRun, entries: int) -> list[LogState]:
     return states
 
 
+def answer(kept: ArchivedRun, asker: LogState) -> object:
+    """What a peer that is there in the log learns from the archive."""
+    packed = kept.answer(Inquire(position=asker.position))
+    return None if packed is None else unpack_message(kept.run.run_id, packed, asker)
+
+
+def test_it_tells_what_followed_its_snapshot(run: Run, tmp_path: Path) -> None:
+    """Its log begins there: of what came before it has the last header, in the snapshot."""
+    states = positions(archive(run, tmp_path / "other"), 3)
+    kept, last = archive(run, tmp_path), states[3].last
+    assert last is not None
+    kept.log.append(last, None, None)
+    assert answer(kept, states[2]) == Elsewhere(position=kept.end.position)
+    kept._snapshot = Snapshot(states[2].last, bytes(32), (), memoryview(b""))
+    assert answer(kept, states[2]) == Commit(header=last)
+
+
 def test_it_tells_what_followed_any_entry_that_it_has(run: Run, tmp_path: Path) -> None:
     states = positions(archive(run, tmp_path), 3)
     kept = archive(run, tmp_path)  # started again
     assert kept.end.position == states[-1].position
     for before, after in pairwise(states):
-        assert kept.answer(Inquire(position=before.position)) == Commit(header=cast(Any, after.last))
+        assert answer(kept, before) == Commit(header=cast(Any, after.last))
     assert kept.answer(Inquire(position=states[-1].position)) is None
-    elsewhere = states[1].position.model_copy(update={"head": bytes(32)})
-    assert kept.answer(Inquire(position=elsewhere)) == Elsewhere(position=states[-1].position)
+    elsewhere = kept.answer(Inquire(position=states[1].position.model_copy(update={"head": bytes(32)})))
+    assert elsewhere is not None
+    assert unpack_message(run.run_id, elsewhere, None) == Elsewhere(position=states[-1].position)
     assert kept.lineage == tuple(state.position.head for state in states[1:])
 
 

@@ -33,7 +33,7 @@ from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
 from peers.values.wire import digest_of
 from tests.opendiloco.recorded_run import RecordedRun, record
-from tests.peers.builders import beat
+from tests.peers.builders import beat, chain_of
 from tests.peers.fakes import FakeTransport
 
 VALUES = 2500
@@ -58,7 +58,7 @@ class Donor:
     async def serve(self) -> FakeTransport:
         run_id = self.recorded.run.run_id
         await serve_snapshots(self.transport, {run_id: self})
-        await serve_headers(self.transport, {run_id: lambda first, last: self.recorded.headers[first:last]})
+        await serve_headers(self.transport, {run_id: chain_of(self.recorded.headers, self.recorded.empty_log).stretch})
         await serve_payloads(self.transport, {run_id: self.buffers})
         return self.transport
 

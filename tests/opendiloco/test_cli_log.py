@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import initial_theta
 from opendiloco.run import Run
-from peers.log.files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries
+from peers.log.chain import Entry
+from peers.log.files import ENTRIES, PAYLOADS, entry_line, first_line, payload_path, read_chain
 from peers.log.folder import LogFolder
 from peers.log.payload import Payload
 from peers.values.identity import Identity
@@ -70,8 +72,9 @@ def payload_file(folder: RunFolder, recorded: RecordedRun, index: int) -> Path:
 def rewrite(folder: RunFolder, change: Callable[[list[Entry]], list[Entry]]) -> None:
     """Change entries as somebody would who knows how they are written."""
     file = folder.log / ENTRIES
-    changed = change(read_entries(file)[0])
-    file.write_bytes(b"".join(entry.line() for entry in changed))
+    chain, _ = read_chain(file)
+    changed = change(chain.entries)
+    file.write_bytes(first_line(chain.empty_log) + b"".join(entry_line(entry) for entry in changed))
 
 
 def checkpoint(folder: RunFolder, recorded: RecordedRun, index: int) -> Path:
@@ -107,9 +110,9 @@ def test_show_prints_json(folder: RunFolder, recorded: RecordedRun) -> None:
 
 
 def test_show_has_a_table_for_a_terminal(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    from opendiloco.cli.log import print_table
+    from opendiloco.cli.log import cells, print_table
 
-    print_table([Entry.of(header, None) for header in recorded.headers[:2]])
+    print_table([cells(Entry.whole(header, None), header) for header in recorded.headers[:2]])
     heading, first, _ = capsys.readouterr().out.splitlines()
     assert heading.split() == ["entry", "peers", "tokens", "in", "all", "payload", "header", "state"]
     assert first.split()[-2:] == [recorded.headers[0].digest.hex()[:8], "-"]
@@ -120,7 +123,7 @@ def test_show_ends_where_a_line_is_damaged(folder: RunFolder) -> None:
     file.write_bytes(file.read_bytes()[:-9])
     result = log("show", "--folder", folder.path)
     assert len(result.stdout.splitlines()) == ENTRIES_OF_RUN - 1
-    assert "line 5: it is corrupt, or cut short" in result.stderr
+    assert "line 6: it is corrupt, or cut short" in result.stderr
 
 
 # Which log --------------------------------------------------------------------------------------------------------
@@ -148,7 +151,7 @@ def test_which_manifest(folder: RunFolder, recorded: RecordedRun, small_config: 
     assert result.exit_code == 3
     assert f"there is no {folder.manifest}. Give" in result.stderr
     moved.write_bytes(Run.sign(small_config, Identity.generate()).manifest.pack())
-    assert_wrong(folder, 0, "entry 0 is of the run small-", "--manifest", moved)
+    assert_wrong(folder, 0, "line 1: it is of the run small-", "--manifest", moved)
 
 
 # Verify -----------------------------------------------------------------------------------------------------------
@@ -174,7 +177,8 @@ def test_a_sound_log_is_verified_from_a_checkpoint_on(folder: RunFolder, recorde
 
 
 def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None:
-    rewrite(folder, lambda found: [found[2], *(Entry(one.index, one.packed, None) for one in found[3:])])
+    first = Entry.whole(recorded.headers[2], recorded.states[3].state_digest)
+    rewrite(folder, lambda found: [first, *(replace(one, state_digest=None) for one in found[3:])])
     path = checkpoint(folder, recorded, 2)
     assert verify(folder, "--checkpoint", path) == [
         "verified: headers, from the first that is here on: entries 2 to 4",
@@ -200,20 +204,20 @@ def test_a_checkpoint_of_another_lineage(folder: RunFolder, recorded: RecordedRu
 
 def test_a_changed_header_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
     lines = (folder.log / ENTRIES).read_bytes().splitlines(keepends=True)
-    (folder.log / ENTRIES).write_bytes(b"".join([*lines[:3], lines[3].replace(b"a", b"b", 1), *lines[4:]]))
-    said = assert_wrong(folder, 3, "line 4: it is corrupt")
+    (folder.log / ENTRIES).write_bytes(b"".join([*lines[:4], lines[4].replace(b"a", b"b", 1), *lines[5:]]))
+    said = assert_wrong(folder, 3, "line 5: it is corrupt")
     assert "verified: states, from the manifest on: entries 0 to 2\n" in said
 
 
 def test_a_changed_header_is_found_though_its_line_is_sound(folder: RunFolder, recorded: RecordedRun) -> None:
     richer = recorded.headers[3].model_copy(update={"lineage_tokens": 10**9})
-    rewrite(folder, lambda found: [*found[:3], Entry.of(richer, found[3].state_digest), *found[4:]])
-    assert_wrong(folder, 3, "line 4: entry 3: its lineage_tokens does not follow from the log")
+    rewrite(folder, lambda found: [*found[:3], Entry.whole(richer, found[3].state_digest), *found[4:]])
+    assert_wrong(folder, 3, "line 5: entry 3: its lineage_tokens does not follow from the log")
 
 
 def test_a_removed_entry_is_found(folder: RunFolder) -> None:
     rewrite(folder, lambda found: [*found[:2], *found[3:]])
-    assert_wrong(folder, 2, "line 3: entry 3 does not follow from 2:")
+    assert_wrong(folder, 2, "line 4: entry 3 does not follow from 2:")
 
 
 def test_a_changed_payload_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
@@ -237,7 +241,7 @@ def test_a_payload_that_no_encoder_makes_is_found(folder: RunFolder, recorded: R
 @pytest.mark.parametrize("start", [None, 1, 2])
 def test_a_wrong_state_digest_is_found(folder: RunFolder, recorded: RecordedRun, start: int | None) -> None:
     def lie(found: list[Entry]) -> list[Entry]:
-        return [*found[:2], Entry(2, found[2].packed, digest_of(b"other")), *found[3:]]
+        return [*found[:2], replace(found[2], state_digest=digest_of(b"other")), *found[3:]]
 
     rewrite(folder, lie)
     arguments = () if start is None else ("--checkpoint", checkpoint(folder, recorded, start))
@@ -246,7 +250,7 @@ def test_a_wrong_state_digest_is_found(folder: RunFolder, recorded: RecordedRun,
 
 
 def test_a_state_digest_that_is_not_the_checkpoints_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
-    rewrite(folder, lambda found: [found[0], Entry(1, found[1].packed, digest_of(b"other")), *found[2:]])
+    rewrite(folder, lambda found: [found[0], replace(found[1], state_digest=digest_of(b"other")), *found[2:]])
     path = checkpoint(folder, recorded, 2)
     assert_wrong(folder, 1, "the recorded state is not the checkpoint's", "--checkpoint", path)
 

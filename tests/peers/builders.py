@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from peers.log.chain import Chain, Entry
 from peers.log.header import Header, Member
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogState
@@ -22,7 +23,19 @@ from peers.protocol.events import (
     Tick,
     TrainingDone,
 )
-from peers.protocol.messages import Adopt, Attempt, Begin, Commit, Held, LeaseGrant, Message, Ready, Round, Share
+from peers.protocol.messages import (
+    Adopt,
+    Attempt,
+    Begin,
+    Commit,
+    Held,
+    LeaseGrant,
+    Message,
+    Ready,
+    Round,
+    Share,
+    Unread,
+)
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.values.chunks import PayloadSize, split_evenly
@@ -51,6 +64,14 @@ def first_log() -> LogState:
     """a, b and c have made the first entry; each has a lease of 20 samples, from 60, 80 and 100 on."""
     roster = [member(peer, 20 * place, 20 * place + 20) for place, peer in enumerate("abc")]
     return LOG.append(LOG.next_header(roster, PAYLOAD))
+
+
+def chain_of(headers: Iterable[Header], empty_log: LogState = LOG) -> Chain:
+    """Consecutive entries, as a peer keeps them."""
+    chain = Chain(empty_log)
+    for header in headers:
+        chain.add(Entry.whole(header, None))
+    return chain
 
 
 def beat(peer: str, log: LogState, state: PeerState = PeerState.TRAINING, sequence: int = 1, **more: Any) -> Heartbeat:
@@ -146,7 +167,7 @@ class Rig:
     def tick(self, after: float = 1.0) -> list[Effect]:
         return self.do(Tick(), after)
 
-    def hear(self, sender: str, message: Message, after: float = 0.0) -> list[Effect]:
+    def hear(self, sender: str, message: Message | Unread, after: float = 0.0) -> list[Effect]:
         return self.do(Received(sender, message), after)
 
     def see(

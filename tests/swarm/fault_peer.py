@@ -29,7 +29,8 @@ from peers.net import foothold
 from peers.net.daemon import Daemon
 from peers.net.transport import HivemindTransport
 from peers.protocol.events import ChunkSent, Event, ReducedArrived
-from peers.protocol.messages import Commit, unpack_message
+from peers.protocol.messages import Commit
+from peers.protocol.packing import open_envelope
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from peers.values.workload import InnerLoop, Progress, Trained
@@ -95,10 +96,10 @@ class FaultyTransport(HivemindTransport):
         self._commits = asyncio.Lock()
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
-        message = unpack_message(SETTINGS.run, payload) if name == CALL else None
-        if not isinstance(message, Commit):
+        kind, position, _ = open_envelope(SETTINGS.run, payload) if name == CALL else (None, None, None)
+        if kind is not Commit or position is None:
             return await super().call(peer_id, name, payload, timeout)
-        index = message.header.index
+        index = position.index
         self.fault.reached(Moment.CONCLUDING, index)
         if not self.fault.awaits(Moment.COMMITTING, index):
             return await super().call(peer_id, name, payload, timeout)

@@ -30,7 +30,8 @@ from peers.protocol.events import (
     TokensLost,
     Train,
 )
-from peers.protocol.messages import Abort, Accuse, Attempt, Commit, Complete, Message, unpack_message
+from peers.protocol.messages import Abort, Accuse, Attempt, Commit, Complete, Message, Unread
+from peers.protocol.packing import Packer, open_envelope, unpack_message
 from peers.protocol.states import State
 from peers.streams.channel import Channel
 from peers.transfer.buffers import PayloadBuffers, RoundBuffers
@@ -72,9 +73,10 @@ class SlowTransport(FakeTransport):
 
     addresses = ()
 
-    def __init__(self) -> None:
+    def __init__(self, rig: Rig) -> None:
         super().__init__()
-        self.sent: list[tuple[str, Message]] = []
+        self.sent: list[tuple[str, Message | Unread | None]] = []
+        self._packer = Packer(rig.peer)
         self.streaming: Counter[tuple[str, Attempt]] = Counter()
         self.too_large = False
 
@@ -104,7 +106,8 @@ class SlowTransport(FakeTransport):
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
         if self.too_large:
             raise LocalProtocolError("a message of 2000000 bytes exceeds the limit of 1048576")
-        self.sent.append((peer_id, unpack_message(RUN, payload)))
+        _, position, _ = open_envelope(RUN, payload)
+        self.sent.append((peer_id, unpack_message(RUN, payload, self._packer.log_at(position))))
         return b""
 
     def messages(self, kind: type[Any]) -> list[tuple[str, Any]]:
@@ -182,7 +185,7 @@ async def driving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tu
     monkeypatch.setattr(asyncio, "to_thread", at_once)
     for module in (outgoing, incoming):
         monkeypatch.setattr(module, "CLOSING_TIME", 0.0)  # these streams never end properly
-    transport = SlowTransport()
+    transport = SlowTransport(rig)
     driver = DriverOf(transport)
     async with asyncio.TaskGroup() as driver._tasks:
         driver.carry_on(rig)
@@ -370,7 +373,7 @@ def some_payload() -> Payload:
 
 async def donor(payload: Payload) -> SlowTransport:
     """The way to a peer that keeps this payload."""
-    transport = SlowTransport()
+    transport = SlowTransport(Rig())
     buffers = PayloadBuffers(FakeWorkload())
     buffers.kept.keep(payload)
     await serve_payloads(transport, {RUN: buffers})

@@ -11,14 +11,15 @@ import pytest
 from peers.driver.messenger import CALL, CALL_TIMEOUT, Messenger
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.protocol.events import Event, Received, Send, Undelivered
-from peers.protocol.messages import Inquire, pack_message, unpack_message
+from peers.protocol.messages import Inquire
+from peers.protocol.packing import pack_message, unpack_message
 from peers.protocol.peer import Peer
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION
 from tests.peers.builders import LOG, RUN, Rig
 
 MESSAGE = Inquire(position=LOG.position)
-PACKED = pack_message(RUN, MESSAGE)
+PACKED = pack_message(RUN, MESSAGE, None)
 
 
 class Host:
@@ -79,9 +80,9 @@ def test_a_message_reaches_the_protocol_with_its_senders_name() -> None:
     ("data", "reason"),
     [
         (msgpack.packb([PROTOCOL_VERSION + 1, RUN, "inquire", []]), "protocol version"),
-        (pack_message("another", MESSAGE), "another run"),
+        (pack_message("another", MESSAGE, None), "another run"),
         (msgpack.packb([PROTOCOL_VERSION, RUN, "gossip", []]), "unknown kind of message 'gossip'"),
-        (msgpack.packb([PROTOCOL_VERSION, RUN, "inquire", ["here"]]), "Inquire.position"),
+        (msgpack.packb([PROTOCOL_VERSION, RUN, "inquire", ["here", b""]]), "Position.index"),
         (PACKED[:-1], "not msgpack"),
         (bytes(MESSAGE_LIMIT + 1), "exceed the limit"),
     ],
@@ -112,7 +113,7 @@ def test_the_protocol_hears_of_a_peer_that_cannot_be_reached(failure: Exception 
         Messenger(wire, host).send(Send("c", MESSAGE))
         await asyncio.gather(*host.tasks)
         [(to, name, payload, timeout)] = wire.calls
-        assert (to, name, unpack_message(RUN, payload), timeout) == ("c", CALL, MESSAGE, CALL_TIMEOUT)
+        assert (to, name, unpack_message(RUN, payload, None), timeout) == ("c", CALL, MESSAGE, CALL_TIMEOUT)
         assert host.events == events
 
     asyncio.run(scenario())

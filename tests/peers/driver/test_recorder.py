@@ -14,7 +14,7 @@ from peers.log.folder import LogFolder, MemoryLog
 from peers.log.payload import Payload
 from peers.transfer.headers import Past, serve_headers
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, RUN, STATE, Rig
+from tests.peers.builders import LOG, RUN, STATE, Rig, chain_of
 from tests.peers.fakes import FakeTransport
 from tests.peers.protocol.test_peer import at_second
 
@@ -54,7 +54,7 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
         monkeypatch.setattr(recorder_module, "now", lambda: rig.now)
         first, second = rig.peer.log.last, rig.next_header(payload.digest)
         assert first is not None
-        pasts: dict[str, Past] = {"a": lambda start, stop: [], "c": lambda start, stop: [first, second][start:stop]}
+        pasts: dict[str, Past] = {"a": chain_of([]).stretch, "c": chain_of([first]).stretch}
         me, log = FakeTransport(), MemoryLog(LOG, 0)
         for name, past in pasts.items():
             me.donors[name] = FakeTransport(name)

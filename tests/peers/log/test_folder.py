@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,14 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.log.files import ENTRIES, PAYLOADS, Entry, payload_path, read_entries, write_whole
+from peers.log.chain import Entry, Stretch
+from peers.log.files import (
+    ENTRIES,
+    PAYLOADS,
+    entry_line,
+    first_line,
+    payload_path,
+    read_chain,
+    read_entry,
+    read_first_line,
+    write_whole,
+)
 from peers.log.folder import LogFolder, LogFolderError, MemoryLog, RunLog
 from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import LOG
+from tests.peers.builders import LOG, chain_of
 
 BLOCK = 8  # bytes
 PayloadOf = Callable[[int], Payload]
@@ -47,6 +59,11 @@ FORK = lineage(3, lambda index: payload(index + 100), LOG.at(HEADERS[1]))  # ent
 
 def changed(header: Header, **fields: object) -> Header:
     return unpack(Header, pack(header.model_copy(update=fields)))
+
+
+def told(headers: Sequence[Header], is_whole: bool = True) -> Stretch:
+    """Consecutive headers as another peer tells them; those from the beginning of the run are never whole."""
+    return chain_of(headers).stretch(headers[0].index, headers[-1].index + 1, is_whole)
 
 
 def state(index: int) -> bytes:
@@ -129,28 +146,28 @@ def test_a_header_from_further_on_begins_the_log_anew_and_what_leads_up_to_it_is
     assert (log.first, log.next_index) == (3, 4)
     log.append(HEADERS[4], state(4), payload(4))
     assert log.headers(0, 9) == HEADERS[3:]
-    log.prepend(HEADERS[1:3])
-    log.prepend([])
+    log.prepend(told(HEADERS[1:3]))
+    log.prepend(Stretch(header=None, outcomes=()))
     assert (log.first, len(log)) == (1, 4)
-    log.prepend(HEADERS[:1])
+    log.prepend(told(HEADERS[:1]))
     assert log.headers(0, 9) == HEADERS
     assert [log.state_digest_at(index) for index in range(5)] == [None, None, None, state(3), state(4)]
 
 
 def test_headers_that_lead_elsewhere_are_refused(log: RunLog) -> None:
     with pytest.raises(LogError):
-        log.prepend(HEADERS[:1])  # up to what?
+        log.prepend(told(HEADERS[:1]))  # up to what?
     log.append(HEADERS[3], state(3), None)
-    other_tokens = changed(HEADERS[1], lineage_tokens=1)
-    elsewhere = changed(HEADERS[0], previous=digest_of(b"another manifest"))
-    for headers in (HEADERS[1:2], HEADERS[:2], [HEADERS[0], HEADERS[2]], [other_tokens, HEADERS[2]], FORK[:1]):
+    gap = Stretch(header=HEADERS[0], outcomes=told(HEADERS[1:3]).outcomes)
+    untrue = Stretch(header=changed(HEADERS[1], lineage_tokens=1), outcomes=told(HEADERS[1:3]).outcomes)
+    elsewhere = Stretch(header=changed(HEADERS[0], previous=digest_of(b"another manifest")), outcomes=())
+    other_run = Stretch(header=changed(HEADERS[2], run="other"), outcomes=())
+    for headers in (HEADERS[1:2], HEADERS[:2], HEADERS[1:4], FORK[:1], [*HEADERS[:2], FORK[0]]):
         with pytest.raises(LogError, match="lead up to entry 3"):
-            log.prepend(headers)
-    follows = changed(HEADERS[1], previous=elsewhere.digest)
-    other = MemoryLog(LOG)
-    other.append(follows, None, None)
-    with pytest.raises(LogError, match="manifest"):
-        other.prepend([elsewhere])
+            log.prepend(told(headers))
+    for stretch in (gap, untrue, elsewhere, other_run):
+        with pytest.raises(LogError):
+            log.prepend(stretch)
     assert log.headers(0, 9) == HEADERS[3:4]
 
 
@@ -215,7 +232,7 @@ def test_a_last_line_that_was_cut_short_anywhere_is_cut_off(tmp_path: Path, capl
         caplog.clear()
         assert len(opened(tmp_path)) == 2
         assert file.read_bytes() == whole[:start]
-        assert ("line 3" in caplog.text) == (stop > start)
+        assert ("line 4" in caplog.text) == (stop > start)
     log = opened(tmp_path)
     fill(log, HEADERS[2:])
     assert listed(opened(tmp_path)) == listed(log)
@@ -224,17 +241,19 @@ def test_a_last_line_that_was_cut_short_anywhere_is_cut_off(tmp_path: Path, capl
 
 def test_every_flipped_bit_of_a_line_is_noticed() -> None:
     """Of the chain alone, one in the last header would not be."""
-    line = Entry.of(HEADERS[2], state(2)).line()
-    assert Entry.from_line(line) == Entry.of(HEADERS[2], state(2))
-    for place in range(len(line)):
-        for bit in range(8):
-            flipped = bytearray(line)
-            flipped[place] ^= 1 << bit
-            with pytest.raises(LogError, match="corrupt"):
-                Entry.from_line(bytes(flipped))
+    brief = Entry.brief(LOG.at(HEADERS[1]), HEADERS[2], state(2))
+    for entry in (brief, Entry.whole(HEADERS[2], state(2))):
+        assert read_entry(entry_line(entry)) == entry
+    for line, read in ((entry_line(brief), read_entry), (first_line(LOG), read_first_line)):
+        for place in range(len(line)):
+            for bit in range(8):
+                flipped = bytearray(line)
+                flipped[place] ^= 1 << bit
+                with pytest.raises(LogError, match="corrupt"):
+                    read(bytes(flipped))
 
 
-EMPTY_DIGEST = Entry.of(HEADERS[2], None).line().replace(b"null", b'""')
+EMPTY_DIGEST = entry_line(Entry.whole(HEADERS[2], None)).replace(b"null", b'""')
 
 
 @pytest.mark.parametrize(
@@ -252,7 +271,9 @@ EMPTY_DIGEST = Entry.of(HEADERS[2], None).line().replace(b"null", b'""')
 )
 def test_other_lines_are_no_entries(line: bytes) -> None:
     with pytest.raises(LogError):
-        Entry.from_line(line)
+        read_entry(line)
+    with pytest.raises(LogError):
+        read_first_line(line)
 
 
 def test_a_damaged_line_in_the_middle_ends_the_log_and_nothing_is_thrown_away(
@@ -264,7 +285,7 @@ def test_a_damaged_line_in_the_middle_ends_the_log_and_nothing_is_thrown_away(
     damaged[len(damaged) // 2] ^= 1
     file.write_bytes(damaged)
     assert opened(tmp_path).headers(0, 9) == HEADERS[:2]
-    assert f"{file}, line 3" in caplog.text
+    assert f"{file}, line 4" in caplog.text
     assert (tmp_path / "entries.damaged").read_bytes() == damaged
     assert opened(tmp_path).payload(HEADERS[4].payload) == payload(4)
 
@@ -282,12 +303,50 @@ def test_a_damaged_line_in_the_middle_ends_the_log_and_nothing_is_thrown_away(
 )
 def test_a_line_that_does_not_follow_ends_the_log(tmp_path: Path, headers: list[Header], whole: int) -> None:
     file = tmp_path / ENTRIES
-    file.write_bytes(b"".join(Entry.of(header, None).line() for header in headers))
-    entries, problem = read_entries(file, LOG)
-    assert [entry.header for entry in entries] == headers[:whole]
+    file.write_bytes(first_line(LOG) + b"".join(entry_line(Entry.whole(header, None)) for header in headers))
+    seen: list[Header] = []
+    chain, problem = read_chain(file, LOG, lambda entry, header: seen.append(header))
+    assert seen == list(chain.headers(0, 9)) == headers[:whole]
     assert (problem is None) == (whole == len(headers))
-    assert len(read_entries(file)[0]) == len(headers)  # each line by itself is sound
+    assert read_chain(file)[0].entries == chain.entries, "what entries depend on is in the file"
     assert opened(tmp_path).headers(0, 9) == headers[:whole]
+
+
+def test_a_log_of_another_run_is_kept_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fill(opened(tmp_path))
+    written = (tmp_path / ENTRIES).read_bytes()
+    other = LogFolder.open(tmp_path, replace(LOG, run="other"), BLOCK)
+    assert len(other) == 0
+    assert f"line 1: it is of the run {LOG.run}" in caplog.text
+    assert (tmp_path / "entries.damaged").read_bytes() == written
+
+
+def test_a_file_without_a_first_line_has_no_entries(tmp_path: Path) -> None:
+    file = tmp_path / ENTRIES
+    file.touch()
+    for empty_log in (LOG, None):
+        chain, problem = read_chain(file, empty_log)
+        assert (len(chain), problem) == (0, None)
+    file.write_bytes(entry_line(Entry.whole(HEADERS[0], None)))
+    for empty_log in (LOG, None):
+        chain, problem = read_chain(file, empty_log)
+        assert len(chain) == 0
+        assert "line 1: it is corrupt" in str(problem)
+
+
+def test_the_file_grows_by_what_happened(tmp_path: Path) -> None:
+    """Of a hundred members that all train their leases it says as much as of two."""
+    log, sizes = opened(tmp_path), []
+    at, names = LOG, [f"{number:052}" for number in range(100)]
+    for _ in range(4):
+        leases = at.leases or {peer: (SampleRange(20 * place, 20 * place + 20),) for place, peer in enumerate(names)}
+        roster = [Member(peer=peer, tokens=2000, samples=leases[peer]) for peer in names]
+        header = at.next_header(roster, payload(0).digest)
+        log.append(header, state(0), None)
+        at = at.append(header)
+        sizes.append((tmp_path / ENTRIES).stat().st_size)
+    assert max(after - before for before, after in pairwise(sizes)) < 500
+    assert opened(tmp_path).headers(3, 4) == [at.last]
 
 
 @pytest.mark.parametrize("place", range(0, 1595, 29))
@@ -357,7 +416,7 @@ def test_what_a_full_disk_did_not_take_is_written_with_the_next_entry(
         with pytest.raises(LogFolderError, match="No space left on device"):
             log.append(HEADERS[1], state(1), payload(1))
     with (tmp_path / ENTRIES).open("ab") as file:
-        file.write(Entry.of(HEADERS[1], state(1)).line()[:50])  # as far as it came
+        file.write(entry_line(Entry.whole(HEADERS[1], state(1)))[:50])  # as far as it came
     assert log.next_index == 2
     log.append(HEADERS[2], state(2), payload(2))
     again = opened(tmp_path)

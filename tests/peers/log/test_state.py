@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from peers.log import state as state_module
 from peers.log.header import Assignment, Header, Member
+from peers.log.outcome import follow, outcome_of
 from peers.log.state import LogError
-from peers.values.leases import SampleRange, sample_count
+from peers.values.leases import SampleRange, prefix, sample_count
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, MANIFEST, PAYLOAD, first_log, member
 
@@ -276,3 +279,33 @@ def test_who_has_trained_nothing_may_wait_for_those_who_have() -> None:
     idle = Member(peer="a", tokens=0, samples=())
     first_log().check_member(idle)
     assert first_log().next_header([idle, member("b", 80, 100)], PAYLOAD).lineage_tokens == 400
+
+
+def test_free_ranges_are_bounded_and_nothing_is_trained_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members train only beginnings of leases that lie in pieces: more and more ranges return. Some are given up."""
+    monkeypatch.setattr(state_module, "FREE_LIMIT", 2)
+    draw, log = random.Random(1), replace(LOG, run="crumbs")
+    trained, largest = set[int](), 0
+    for index in range(40):
+        leases = log.leases or dict(zip("abcdef", log.grants, strict=False))
+        present = draw.sample(sorted(leases), draw.randint(1, len(leases)))
+        joining = dict(zip("xyz"[: draw.randint(0, 3) if index else 0], log.grants[draw.randint(0, 2) :], strict=False))
+        offers = {peer: leases[peer] for peer in present} | {p: g for p, g in joining.items() if p not in leases}
+        roster = []
+        for peer, lease in offers.items():
+            samples = prefix(lease, draw.randint(1, sample_count(lease)))
+            wants = draw.choice((0, 0, 7, 13))
+            roster.append(Member(peer=peer, tokens=1, samples=samples, wants=wants))
+        before, header = log, log.next_header(roster, digest_of(b"%d" % index))
+        log = log.append(header)
+        assert follow(before, outcome_of(before, header)) == log, "all peers give up the same"
+        numbers = [n for one in roster for piece in one.samples for n in range(piece.start, piece.stop)]
+        assert not trained.intersection(numbers)
+        trained.update(numbers)
+        held = [n for lease in log.leases.values() for piece in lease for n in range(piece.start, piece.stop)]
+        free = [n for piece in header.free for n in range(piece.start, piece.stop)]
+        assert not trained.intersection(held + free)
+        assert len(set(held + free)) == len(held + free)
+        largest = max(largest, len(header.free))
+    assert largest == 2
+    assert len(trained) + len(held) + len(free) < header.cursor, "what was given up"

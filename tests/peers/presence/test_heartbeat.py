@@ -84,7 +84,7 @@ def test_forged_heartbeat_is_refused() -> None:
 def test_other_protocol_version_is_named() -> None:
     payload = pack(heartbeat(version=9))
     signed = pack(SignedHeartbeat(payload=payload, signature=IDENTITY.sign(SIGNING_CONTEXT + payload)))
-    with pytest.raises(RemoteProtocolError, match="protocol version is 9, ours is 2"):
+    with pytest.raises(RemoteProtocolError, match="protocol version is 9, ours is 3"):
         Heartbeat.verify(signed, RUN)
 
 

@@ -657,7 +657,7 @@ def test_no_more_joiners_than_an_entry_takes(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(f"peers.{module}.MEMBER_LIMIT", limit)
     _grants.cache_clear()  # as many as an entry took before
     try:
-        lead = Lead(first_log())
+        lead = Lead(LOG.at(first_log().last))  # which has not dealt its grants yet
         request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())
         for number in range(limit):
             assert lead.leader.on_lease_request(f"joiner{number}", request, 0)

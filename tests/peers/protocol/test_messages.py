@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.log.header import MEMBER_LIMIT, Header
+from peers.log.header import MEMBER_LIMIT
+from peers.log.lineage import Lineage
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.messages import (
     CHUNK_SET_BYTES,
@@ -30,20 +31,19 @@ from peers.protocol.messages import (
     LeaseRequest,
     Leaving,
     Message,
-    Packer,
     Ready,
     Refuse,
     Round,
     Share,
+    Unread,
     Waiting,
     Want,
     chunk_set,
     chunks_in,
-    pack_message,
-    unpack_message,
 )
+from peers.protocol.packing import FIELDS, RELATIVE, Packer, open_envelope, pack_message, unpack_message
 from peers.values.leases import SampleRange
-from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, to_plain
+from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError
 from tests.peers.builders import PAYLOAD, RUN, STATE, attempt, first_log, member, ready, round_of
 
 LOG = first_log()
@@ -71,13 +71,39 @@ MESSAGES: tuple[Message, ...] = (
 )
 
 
+class AtLog:
+    """A peer that is where the messages are about."""
+
+    log = LOG
+    lineage = Lineage(LOG)
+
+
+def packed(message: Message) -> bytes:
+    return pack_message(RUN, message, LOG)
+
+
+def unpacked(data: bytes) -> Message | Unread | None:
+    return unpack_message(RUN, data, LOG)
+
+
+def body_of(message: Message) -> list[Any]:
+    """What a message is packed as: its position, and then its other fields."""
+    _, position, values = open_envelope(RUN, packed(message))
+    return [position.index, position.head, position.fragment, *values]
+
+
+def with_body(message: Message, body: object) -> bytes:
+    envelope: bytes = msgpack.packb([PROTOCOL_VERSION, RUN, message.kind, body])
+    return envelope
+
+
 def test_every_kind_is_here() -> None:
     assert {message.kind for message in MESSAGES} == set(KINDS)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
 def test_round_trip(message: Message) -> None:
-    assert unpack_message(RUN, pack_message(RUN, message)) == message
+    assert unpacked(packed(message)) == message
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
@@ -87,30 +113,30 @@ def test_every_message_names_a_position(message: Message) -> None:
 
 def test_wrong_version_names_both() -> None:
     with pytest.raises(WireError, match=rf"version 9\b.*version {PROTOCOL_VERSION}\b"):
-        unpack_message(RUN, msgpack.packb([9, RUN, "leaving", []]))
+        unpacked(msgpack.packb([9, RUN, "leaving", []]))
 
 
 def test_another_run_is_refused() -> None:
     with pytest.raises(WireError, match="another run"):
-        unpack_message(RUN, pack_message("other", MESSAGES[-1]))
+        unpacked(pack_message("other", MESSAGES[-1], LOG))
 
 
 @pytest.mark.parametrize("kind", ["no-such-kind", 7, None, ["leaving"], "x" * 1000], ids=lambda kind: str(kind)[:20])
 def test_unknown_kind_is_refused(kind: object) -> None:
     with pytest.raises(WireError, match="unknown kind") as caught:
-        unpack_message(RUN, msgpack.packb([PROTOCOL_VERSION, RUN, kind, []]))
+        unpacked(msgpack.packb([PROTOCOL_VERSION, RUN, kind, []]))
     assert len(str(caught.value)) < 200
 
 
 def test_oversized_message_is_refused() -> None:
     with pytest.raises(WireError, match="exceed the limit"):
-        unpack_message(RUN, msgpack.packb([PROTOCOL_VERSION, RUN, "leaving", bytes(MESSAGE_LIMIT)]))
+        unpacked(msgpack.packb([PROTOCOL_VERSION, RUN, "leaving", bytes(MESSAGE_LIMIT)]))
 
 
 @pytest.mark.parametrize("envelope", [[], [PROTOCOL_VERSION, RUN, "leaving"], {}, 1, None], ids=repr)
 def test_no_envelope_is_refused(envelope: object) -> None:
     with pytest.raises(WireError, match="envelope"):
-        unpack_message(RUN, msgpack.packb(envelope))
+        unpacked(msgpack.packb(envelope))
 
 
 PLAIN: st.SearchStrategy[Any] = st.recursive(
@@ -122,40 +148,48 @@ PLAIN: st.SearchStrategy[Any] = st.recursive(
 
 @given(st.sampled_from(MESSAGES), st.data())
 def test_wrongly_typed_fields_are_refused(message: Message, data: st.DataObject) -> None:
-    body = to_plain(message)
-    assert isinstance(body, list)
+    body = body_of(message)
     body[data.draw(st.integers(0, len(body) - 1))] = data.draw(PLAIN)
     with suppress(WireError):  # a value of the right type is fine
-        unpack_message(RUN, msgpack.packb([PROTOCOL_VERSION, RUN, message.kind, body]))
+        unpacked(with_body(message, body))
+
+
+@given(st.sampled_from([message for message in MESSAGES if type(message) in RELATIVE]), st.data())
+def test_wrong_values_deep_inside_are_refused(message: Message, data: st.DataObject) -> None:
+    body = body_of(message)
+    inner = body
+    while lists := [value for value in inner if isinstance(value, list) and value]:
+        if inner is not body and data.draw(st.booleans()):
+            break
+        inner = data.draw(st.sampled_from(lists))
+    inner[data.draw(st.integers(0, len(inner) - 1))] = data.draw(PLAIN | st.integers(0, 9) | st.just(2**62 - 1))
+    with suppress(WireError):
+        unpacked(with_body(message, body))
 
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(WireError):
-        unpack_message(RUN, data)
+        unpacked(data)
 
 
 @given(st.sampled_from(MESSAGES), st.data())
 def test_damaged_messages_never_crash(message: Message, data: st.DataObject) -> None:
-    packed = bytearray(pack_message(RUN, message))
+    damaged = bytearray(packed(message))
     for _ in range(data.draw(st.integers(1, 3))):
-        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     with suppress(WireError):
-        unpack_message(RUN, bytes(packed))
+        unpacked(bytes(damaged))
 
 
 @pytest.mark.parametrize("incumbent", [0, 1, "true", None])
 def test_a_flag_is_a_boolean(incumbent: object) -> None:
-    body = to_plain(ready(LOG, "a"))
-    assert isinstance(body, list)
-    body[4] = incumbent
-    with pytest.raises(WireError, match=r"Ready\.incumbent"):
-        unpack_message(RUN, msgpack.packb([PROTOCOL_VERSION, RUN, "ready", body]))
+    assert "Ready.incumbent" in refused(ready(LOG, "a"), "incumbent", incumbent)
 
 
 def test_reasons_are_one_printable_line() -> None:
     refuse = Refuse.model_construct(position=LOG.position, reason="no\x1b[2J\nINFO all is well")
-    understood = unpack_message(RUN, pack_message(RUN, refuse))
+    understood = unpacked(packed(refuse))
     assert isinstance(understood, Refuse)
     assert understood.reason == "no [2J INFO all is well"
 
@@ -169,16 +203,15 @@ def test_sets_of_chunks_come_back_as_they_went(chunks: set[int]) -> None:
         "no longer than it must be: the same set, the same bytes"
     )
     message = Holding(attempt=attempt(LOG), chunks=mask)
-    assert unpack_message(RUN, pack_message(RUN, message)) == message
+    assert unpacked(packed(message)) == message
 
 
-def refused(message: Message, place: int, value: object) -> str:
-    """Why a message is dropped in which one field is this."""
-    body = to_plain(message)
-    assert isinstance(body, list)
-    body[place] = value
+def refused(message: Message, field: str, value: object) -> str:
+    """Why a message is dropped in which one field is packed as this."""
+    body = body_of(message)
+    body[3 + list(FIELDS[type(message)]).index(field)] = value
     with pytest.raises(WireError) as caught:
-        unpack_message(RUN, msgpack.packb([PROTOCOL_VERSION, RUN, message.kind, body]))
+        unpacked(with_body(message, body))
     return str(caught.value)
 
 
@@ -186,119 +219,126 @@ def of(kind: type[Message]) -> Message:
     return next(message for message in MESSAGES if isinstance(message, kind))
 
 
-PLAIN_MEMBER = to_plain(HEADER.roster[0])
-AN_ATTEMPT = to_plain(attempt(LOG))
-
-
 @pytest.mark.parametrize(
     "mask", [bytes(CHUNK_SET_BYTES + 1), "text", [1, 2], None, 7], ids=lambda mask: repr(mask)[:10]
 )
 def test_a_set_of_chunks_is_a_mask_within_bounds(mask: object) -> None:
-    assert "Holding.chunks" in refused(of(Holding), 1, mask)
-    assert "Want.reduced" in refused(of(Want), 1, mask)
-    assert "Want.own" in refused(of(Want), 2, mask)
+    assert "Holding.chunks" in refused(of(Holding), "chunks", mask)
+    assert "Want.reduced" in refused(of(Want), "reduced", mask)
+    assert "Want.own" in refused(of(Want), "own", mask)
+
+
+NAME = [1, "a"]
+NOBODY: list[Any] = [[], [], [], [], [], []]
+ALL: list[Any] = [[[0, 3]], [], [], [], [], []]
+NEWCOMERS = [[0, "newcomer", None]] * (MEMBER_LIMIT + 1)
 
 
 @pytest.mark.parametrize(
     ("round", "field"),
     [
-        ([AN_ATTEMPT, [], []], "shares"),
-        ([AN_ATTEMPT, [[PLAIN_MEMBER, 1]] * (MEMBER_LIMIT + 1), []], "shares"),
-        ([AN_ATTEMPT, [[PLAIN_MEMBER, 1]], ["a"] * (MEMBER_LIMIT + 1)], "lost"),
-        ([AN_ATTEMPT, [[PLAIN_MEMBER, 1]], ["no peer's name!"]], "lost"),
-        ([AN_ATTEMPT, [[PLAIN_MEMBER, -1]], []], "chunks"),
-        ([AN_ATTEMPT, [[PLAIN_MEMBER, True]], []], "chunks"),
-        ([AN_ATTEMPT, [[PLAIN_MEMBER]], []], "shares"),
-        ([None, [[PLAIN_MEMBER, 1]], []], "name"),
+        ([NAME, NOBODY, [], b""], "shares"),
+        ([NAME, [[], NEWCOMERS, [], [], [], []], [1] * (MEMBER_LIMIT + 1), b""], "newcomers"),
+        ([NAME, ALL, [1] * (MEMBER_LIMIT + 1), b""], "chunks"),
+        ([NAME, ALL, [1, 1], b""], "2 parts for 3 members"),
+        ([NAME, ALL, [1, 1, 1], b"\x08"], "no place 3"),
+        ([NAME, ALL, [1, 1, 1], bytes(MEMBER_LIMIT)], "lost"),
+        ([NAME, ALL, [1, 1, 1], ["a"]], "lost"),
+        ([NAME, ALL, [1, 1, -1], b""], "chunks"),
+        ([NAME, ALL, [1, 1, True], b""], "chunks"),
+        ([NAME, [[[0, 4]], [], [], [], [], []], [1] * 4, b""], "no places 0 to 4"),
+        ([NAME, [[[0, 3]], [], [[3, 1]], [], [], []], [1] * 3, b""], "no place 3"),
+        ([NAME, ALL, [1, 1, 1]], "needs 4 fields"),
+        ([None, ALL, [1, 1, 1], b""], "name"),
         (None, "round"),
-    ],
-    ids=[
-        "nobody",
-        "too many",
-        "too many lost",
-        "no name",
-        "less than none",
-        "a flag",
-        "half a share",
-        "no name",
-        "none",
     ],
 )
 def test_a_round_is_checked_field_by_field(round: object, field: str) -> None:
-    assert field in refused(of(Begin), 1, round)
+    assert field in refused(of(Begin), "round", round)
     if round is not None:
-        assert field in refused(of(Ready), 7, round)
+        assert field in refused(of(Ready), "round", round)
 
 
-@pytest.mark.parametrize("holders", [[], ["a"] * (MEMBER_LIMIT + 1), [""], "ab"], ids=lambda holders: str(holders)[:10])
+@pytest.mark.parametrize(
+    "holders", [[b"", []], [b"", ["a"] * (MEMBER_LIMIT + 1)], [b"", [""]], "ab"], ids=lambda holders: str(holders)[:10]
+)
 def test_an_entry_is_adopted_from_somebody(holders: object) -> None:
-    assert "Adopt.holders" in refused(of(Adopt), 2, holders)
+    assert "Adopt.holders" in refused(of(Adopt), "holders", holders)
 
 
 def test_an_entry_is_adopted_whole() -> None:
-    assert "Adopt.held" in refused(of(Adopt), 1, None)
-    assert "payload" in refused(of(Adopt), 1, to_plain(HELD.model_copy(update={"header": short_header()})))
-
-
-def short_header() -> Header:
-    return HEADER.model_copy(update={"payload": bytes(31)})
+    assert "Adopt.held" in refused(of(Adopt), "held", None)
+    name, (previous, fragment, turnout, payload) = body_of(of(Adopt))[4]
+    assert "payload" in refused(of(Adopt), "held", [name, [previous, fragment, turnout, payload[:31]]])
+    assert "does not follow" in refused(of(Adopt), "held", [name, [STATE, fragment, turnout, payload]])
+    assert "does not follow" in refused(of(Adopt), "held", [name, [previous, 1, turnout, payload]])
+    assert "nobody" in refused(of(Adopt), "held", [name, [previous, fragment, NOBODY, payload]])
 
 
 @pytest.mark.parametrize(
     "missed",
-    [[["b", -1]], [["b"]], [["b", 1, 1]], [["b", "1"]], [["b", 1]] * (MEMBER_LIMIT + 1), [[1, "b"]]],
+    [[["b", -1]], [["b"]], [["b", 1, 1]], [["b", "1"]], [["b", 1]] * (MEMBER_LIMIT + 1), [[b"b", 1]], [[3, 1]]],
     ids=lambda missed: str(missed)[:12],
 )
 def test_who_missed_how_many_chunks_is_checked(missed: object) -> None:
-    assert "Complete.missed" in refused(of(Complete), 2, missed)
+    assert "Complete.missed" in refused(of(Complete), "missed", [missed])
 
 
 def test_what_is_said_to_many_is_packed_once() -> None:
-    packer = Packer(RUN)
+    packer = Packer(AtLog())
     first, second = (Elsewhere(position=LOG.position) for _ in range(2))
     assert packer.pack(first) is packer.pack(first)
-    assert unpack_message(RUN, packer.pack(of(Begin))) == of(Begin)
+    assert packer.unpack(packer.pack(of(Begin))) == of(Begin)
     assert packer.pack(second) == packer.pack(first)
 
 
 @pytest.mark.parametrize("count", [-1, 2**62, 1.5, "1", True, None], ids=str)
 def test_a_rate_is_a_count(count: object) -> None:
-    assert "Ready.rate" in refused(of(Ready), 8, count)
+    assert "Ready.rate" in refused(of(Ready), "rate", count)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, float("nan"), float("inf"), "1", None], ids=str)
 def test_a_time_limit_is_a_time(seconds: object) -> None:
-    assert "Begin.seconds" in refused(of(Begin), 2, seconds)
-    assert "Adopt.seconds" in refused(of(Adopt), 3, seconds)
+    assert "Begin.seconds" in refused(of(Begin), "seconds", seconds)
+    assert "Adopt.seconds" in refused(of(Adopt), "seconds", seconds)
 
 
 @pytest.mark.parametrize(
-    "peers", [["a"] * (MEMBER_LIMIT + 1), ["no peer's name!"], "ab", None], ids=lambda it: str(it)[:9]
+    "peers",
+    [
+        [b"", ["a"] * (MEMBER_LIMIT + 1)],
+        [b"", ["no peer's name!"]],
+        [b"\x08", []],
+        [bytes(MEMBER_LIMIT), []],
+        "ab",
+        7,
+    ],
+    ids=lambda it: str(it)[:12],
 )
 def test_who_is_not_reached_is_named(peers: object) -> None:
-    assert "LeaseRequest.relayed" in refused(of(LeaseRequest), 2, peers)
-    assert "LeaseRequest.unreached" in refused(of(LeaseRequest), 3, peers)
-    assert "Ready.relayed" in refused(of(Ready), 10, peers)
-    assert "Ready.unreached" in refused(of(Ready), 11, peers)
-    assert "Waiting.unreached" in refused(of(Waiting), 3, peers)
+    assert "LeaseRequest.relayed" in refused(of(LeaseRequest), "relayed", peers)
+    assert "LeaseRequest.unreached" in refused(of(LeaseRequest), "unreached", peers)
+    assert "Ready.relayed" in refused(of(Ready), "relayed", peers)
+    assert "Ready.unreached" in refused(of(Ready), "unreached", peers)
+    assert "Waiting.unreached" in refused(of(Waiting), "unreached", peers)
 
 
 @pytest.mark.parametrize(
-    "seen", [[["b", 1]] * (SEEN_LIMIT + 1), [["b", -1]], [["b"]], [["b", "1"]]], ids=lambda it: str(it)[:9]
+    "seen", [[["b", 1]] * (SEEN_LIMIT + 1), [["b", -1]], [["b"]], [["b", "1"]], [[3, 1]]], ids=lambda it: str(it)[:9]
 )
 def test_what_was_seen_of_others_is_checked(seen: object) -> None:
-    assert "Ready.seen" in refused(of(Ready), 12, seen)
+    assert "Ready.seen" in refused(of(Ready), "seen", [seen])
 
 
 @pytest.mark.parametrize("flag", [0, 1, "true", None])
 def test_an_open_attempt_is_a_boolean(flag: object) -> None:
-    assert "Begin.open" in refused(of(Begin), 3, flag)
+    assert "Begin.open" in refused(of(Begin), "open", flag)
 
 
 def test_a_ready_is_small_in_a_large_swarm() -> None:
     """Only exceptions are named: of a thousand peers those that are not reached directly."""
     seen = tuple((f"{number:052}", 10**9) for number in range(SEEN_LIMIT))
-    assert len(pack_message(RUN, ready(LOG, "a", seen=seen))) < 5000
+    assert len(packed(ready(LOG, "a", seen=seen))) < 1000
 
 
 def test_who_remains_in_a_round_is_who_is_not_lost() -> None:

@@ -22,7 +22,7 @@ from peers.transfer.storage import MemoryStorage
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks
-from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, beat, member
+from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, beat, chain_of, member
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload
 
 GENESIS = bytes(32)
@@ -90,7 +90,7 @@ class Donor:
 
     async def serve(self) -> FakeTransport:
         await serve_snapshots(self.transport, {RUN: self})
-        await serve_headers(self.transport, {RUN: lambda first, last: self.run.headers[first:last]})
+        await serve_headers(self.transport, {RUN: chain_of(self.run.headers).stretch})
         await serve_payloads(self.transport, {RUN: self.buffers})
         return self.transport
 

@@ -7,13 +7,14 @@ import asyncio
 import pytest
 
 from peers.errors import RemoteProtocolError
+from peers.log.chain import STRETCH_LIMIT, Stretch
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.transfer import headers as headers_module
-from peers.transfer.headers import HEADERS, HEADERS_AT_ONCE, HeadersRequest, fetch_headers, serve_headers
+from peers.transfer.headers import HEADERS, HeadersRequest, fetch_stretch, serve_headers
 from peers.values.wire import pack
-from tests.peers.builders import LOG, PAYLOAD, RUN, member
+from tests.peers.builders import LOG, PAYLOAD, RUN, chain_of, member
 from tests.peers.fakes import FakeTransport
 from tests.peers.streams.test_throttle import now, simulate
 
@@ -33,7 +34,7 @@ ENTRIES = entries(5)
 async def joined_to(past: list[Header]) -> FakeTransport:
     """The way to a donor with these headers."""
     me, donor = FakeTransport("me"), FakeTransport("a")
-    await serve_headers(donor, {RUN: lambda first, last: past[first:last]})
+    await serve_headers(donor, {RUN: chain_of(past).stretch})
     assert donor.giving_way == {HEADERS}
     me.donors["a"] = donor
     return me
@@ -43,7 +44,13 @@ async def joined_to(past: list[Header]) -> FakeTransport:
 def test_as_many_as_the_donor_has(first: int, last: int) -> None:
     async def scenario() -> None:
         me = await joined_to(ENTRIES)
-        assert await fetch_headers(me, "a", RUN, first, last) == tuple(ENTRIES[first:last])
+        expected = ENTRIES[first:last]
+        brief = await fetch_stretch(me, "a", RUN, first, last, is_whole=False)
+        assert brief.header is None
+        assert [outcome.previous for outcome in brief.outcomes] == [header.previous for header in expected]
+        whole = await fetch_stretch(me, "a", RUN, first, last, is_whole=True)
+        assert whole.header == (expected[0] if expected and first else None)
+        assert len(whole.outcomes) == len(expected) - (whole.header is not None)
 
     asyncio.run(scenario())
 
@@ -51,9 +58,14 @@ def test_as_many_as_the_donor_has(first: int, last: int) -> None:
 def test_of_many_the_first_few() -> None:
     async def scenario() -> None:
         me, asked = await joined_to([]), []
-        await serve_headers(me.donors["a"], {RUN: lambda first, last: asked.append((first, last)) or []})  # type: ignore[func-returns-value]
-        await fetch_headers(me, "a", RUN, 3, 10**6)
-        assert asked == [(3, 3 + HEADERS_AT_ONCE)]
+
+        def past(first: int, last: int, is_whole: bool) -> Stretch:
+            asked.append((first, last))
+            return Stretch(header=None, outcomes=())
+
+        await serve_headers(me.donors["a"], {RUN: past})
+        await fetch_stretch(me, "a", RUN, 3, 10**6, is_whole=True)
+        assert asked == [(3, 3 + STRETCH_LIMIT)]
 
     asyncio.run(scenario())
 
@@ -62,9 +74,9 @@ def test_another_run_is_refused() -> None:
     async def scenario() -> None:
         me = await joined_to(ENTRIES)
         with pytest.raises(PeerRefusedError, match="run another is not here"):
-            await fetch_headers(me, "a", "another", 0, 1)
+            await fetch_stretch(me, "a", "another", 0, 1, is_whole=False)
         with pytest.raises(PeerUnreachableError):
-            await fetch_headers(me, "nobody", RUN, 0, 1)
+            await fetch_stretch(me, "nobody", RUN, 0, 1, is_whole=False)
 
     asyncio.run(scenario())
 
@@ -78,7 +90,7 @@ def test_what_are_no_headers_is_the_donors_mistake(answer: bytes) -> None:
         me = await joined_to(ENTRIES)
         me.donors["a"].meddle = other
         with pytest.raises(RemoteProtocolError, match="peer a: "):
-            await fetch_headers(me, "a", RUN, 0, 1)
+            await fetch_stretch(me, "a", RUN, 0, 1, is_whole=False)
 
     asyncio.run(scenario())
 
@@ -92,13 +104,16 @@ def test_a_donor_that_stalls_costs_a_minute_and_not_an_hour() -> None:
         me = await joined_to(ENTRIES)
         me.donors["a"].meddle = stall
         with pytest.raises(PeerUnreachableError, match="no answer in time"):
-            await fetch_headers(me, "a", RUN, 0, 1)
+            await fetch_stretch(me, "a", RUN, 0, 1, is_whole=False)
         assert now() < 60.0
 
     simulate(scenario())
 
 
-@pytest.mark.parametrize("packed", [b"", b"nonsense", pack(HeadersRequest(run=RUN, first=0, last=1))[:-1]])
+REQUEST = pack(HeadersRequest(run=RUN, first=0, last=1, is_whole=False))
+
+
+@pytest.mark.parametrize("packed", [b"", b"nonsense", REQUEST[:-1]])
 def test_what_is_no_request_is_the_senders_mistake(packed: bytes) -> None:
     async def scenario() -> None:
         me = await joined_to(ENTRIES)
@@ -114,12 +129,11 @@ def test_one_peer_is_served_one_at_a_time() -> None:
 
     async def scenario() -> None:
         serve = (await joined_to(ENTRIES)).donors["a"].serve[HEADERS]
-        packed = pack(HeadersRequest(run=RUN, first=0, last=1))
-        async with serve("greedy", packed):
+        async with serve("greedy", REQUEST):
             with pytest.raises(RefusalError):
-                async with serve("greedy", packed):
+                async with serve("greedy", REQUEST):
                     pytest.fail("it was served")
-            async with serve("another", packed):
+            async with serve("another", REQUEST):
                 pass
 
     asyncio.run(scenario())

@@ -113,3 +113,15 @@ def test_a_claim_costs_no_more_than_the_pool_and_itself() -> None:
     Counted.comparisons = 0
     assert SamplePool(2 * pieces, counted).claim(counted[::2]).free == tuple(counted[1::2])
     assert Counted.comparisons < 20 * pieces
+
+
+@given(LISTS, st.integers(0, 6))
+def test_of_too_many_free_ranges_the_smallest_are_given_up(ranges: list[SampleRange], limit: int) -> None:
+    pool = SamplePool(100, merge(ranges))
+    kept = pool.bounded(limit)
+    assert (kept.cursor, len(kept.free)) == (100, min(limit, len(pool.free)))
+    given_up = [piece for piece in pool.free if piece not in kept.free]
+    assert list(kept.free) == [piece for piece in pool.free if piece not in given_up]
+    for lost in given_up:
+        for piece in kept.free:
+            assert (piece.size, -piece.start) > (lost.size, -lost.start), "of equal ones the later"

@@ -76,7 +76,7 @@ def test_digest_must_match_the_run_id() -> None:
         ({"name": "other"}, "signature"),
         ({"signature": bytes(64)}, "signature"),
         ({"name": "No Good"}, "name"),
-        ({"version": 9}, "version is 9, ours is 2"),
+        ({"version": 9}, "version is 9, ours is 3"),
     ],
     ids=["content", "organiser", "name", "signature", "bad name", "version"],
 )

@@ -1,0 +1,179 @@
+"""An entry in brief: what a peer that knows the log before it must be told to write down its header.
+
+A header repeats what follows from the log: all names, what each peer was to train, and everybody's next lease. With a
+thousand members these are 200 KB, of which a round decides little: which of the expected members are missing, who
+joined, who trained something else than its lease, and the payload. An outcome says that much. It is meant for one
+position: every peer that is there derives the same header from it, and no other peer can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from peers.log.header import MEMBER_LIMIT, Header, Member
+from peers.log.state import LogError, LogState
+from peers.values.leases import Lease, prefix, sample_count
+from peers.values.wire import Count, Digest, PeerId, Value
+
+Column = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MEMBER_LIMIT)]
+"""Numbers of some members: how many members stand between this one and the one named before, and its number."""
+
+
+class Newcomer(Value):
+    """A member without a lease, at its place in the roster. It trained on one of the grants, or on nothing."""
+
+    place: Count
+    peer: PeerId
+    grant: Count | None
+
+
+class Turnout(Value):
+    """A roster in brief.
+
+    `known` are runs of places [first, last) among the peers that have a lease (`LogState.known`), in roster order.
+    Newcomers stand between them. A member is taken to have trained all of its lease or grant, to state as many tokens
+    as these samples have, to be missing in no chunk, and to want as many samples as last time. The columns name the
+    members of which something else is true.
+    """
+
+    known: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MEMBER_LIMIT)]
+    newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MEMBER_LIMIT)]
+    samples: Column
+    tokens: Column
+    missed: Column
+    wants: Column
+
+    def roster(self, log: LogState) -> tuple[Member, ...]:
+        """Return the roster in full. Raises: LogError when it names members that are not there."""
+        roster = self._expected(log)
+        for place, count in _numbers(self.samples, len(roster)).items():
+            samples = prefix(roster[place].samples, count)
+            roster[place] = _changed(roster[place], samples=samples, tokens=_stated(log, samples, roster[place]))
+        for name in ("tokens", "missed", "wants"):
+            for place, number in _numbers(getattr(self, name), len(roster)).items():
+                roster[place] = _changed(roster[place], **{name: number})
+        return tuple(roster)
+
+    def _expected(self, log: LogState) -> list[Member]:
+        """The members, each as the log foresees it."""
+        if sum(last - first for first, last in self.known) + len(self.newcomers) > MEMBER_LIMIT:
+            raise LogError(f"a roster has at most {MEMBER_LIMIT} members")
+        peers, roster = tuple(log.known), list[Member]()
+        for first, last in self.known:
+            if not first < last <= len(peers):
+                raise LogError(f"there are no places {first} to {last} among {len(peers)} peers with a lease")
+            roster += [log.expected(peer) for peer in peers[first:last]]
+        for newcomer in self.newcomers:
+            if newcomer.peer in log.known or newcomer.place > len(roster):
+                raise LogError(f"{newcomer.peer} is no newcomer at place {newcomer.place}")
+            roster.insert(newcomer.place, log.expected(newcomer.peer, newcomer.grant))
+        return roster
+
+
+class Outcome(Value):
+    """The entry of one fragment that follows the head `previous`, in brief."""
+
+    previous: Digest
+    fragment: Count
+    turnout: Turnout
+    payload: Digest
+
+
+def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
+    """Return a roster in brief. Raises: LogError when a member trained what was not for it."""
+    runs, newcomers, expected = list[tuple[int, int]](), list[Newcomer](), list[Member]()
+    for place, member in enumerate(roster):
+        known = log.known.get(member.peer)
+        grant = log.grant_of(member.samples) if known is None else None
+        foreseen = log.expected(member.peer, grant)
+        if known is None:
+            newcomers.append(Newcomer(place=place, peer=member.peer, grant=grant))
+        elif runs and runs[-1][1] == known:
+            runs[-1] = (runs[-1][0], known + 1)
+        else:
+            runs.append((known, known + 1))
+        expected.append(foreseen)
+    trained = {
+        place: count
+        for place, one in enumerate(roster)
+        if (count := sample_count(one.samples)) != sample_count(expected[place].samples)
+    }
+    tokens = {
+        place: one.tokens
+        for place, one in enumerate(roster)
+        if one.tokens != _stated(log, one.samples, expected[place])
+    }
+    turnout = Turnout(
+        known=tuple(runs),
+        newcomers=tuple(newcomers),
+        samples=_column(trained),
+        tokens=_column(tokens),
+        missed=_column({place: one.missed for place, one in enumerate(roster) if one.missed}),
+        wants=_column({place: one.wants for place, one in enumerate(roster) if one.wants != expected[place].wants}),
+    )
+    if turnout.roster(log) != tuple(roster):
+        raise LogError("a member trained what was not for it")
+    return turnout
+
+
+def outcome_of(log: LogState, header: Header) -> Outcome:
+    """Return the entry in brief. Raises: LogError when it does not follow from the log."""
+    log.append(header)
+    return _outcome_of(log.of(header.fragment), header)
+
+
+def header_of(log: LogState, outcome: Outcome) -> Header:
+    """Return the header that an outcome means. Raises: LogError when there is none."""
+    return _header_of(log, outcome)
+
+
+def follow(log: LogState, outcome: Outcome) -> LogState:
+    """Return the log with the entry that an outcome means. Raises: LogError when there is none."""
+    return log.append(header_of(log, outcome))
+
+
+@lru_cache(maxsize=8)
+def _outcome_of(log: LogState, header: Header) -> Outcome:
+    """One entry is told to all members, and written to the disk."""
+    turnout = turnout_of(log, header.roster)
+    return Outcome(previous=header.previous, fragment=header.fragment, turnout=turnout, payload=header.payload)
+
+
+@lru_cache(maxsize=8)
+def _header_of(log: LogState, outcome: Outcome) -> Header:
+    """One entry is told by each of those who hold it."""
+    if outcome.previous != log.position.head or outcome.fragment not in log.pending:
+        raise LogError(f"an entry that follows {outcome.previous.hex()[:8]} does not follow {log.position}")
+    view = log.of(outcome.fragment)
+    return view.next_header(outcome.turnout.roster(view), outcome.payload)
+
+
+def _stated(log: LogState, samples: Lease, expected: Member) -> int:
+    """The tokens that a member states, if it states what these samples have; if it names none, as foreseen."""
+    return sample_count(samples) * log.tokens_per_sample if log.closes else expected.tokens
+
+
+def _column(numbers: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+    """Numbers by place, in the order of places."""
+    places = list(numbers)
+    return tuple((place - before - 1, numbers[place]) for before, place in zip([-1, *places], places, strict=False))
+
+
+def _numbers(column: Sequence[tuple[int, int]], members: int) -> dict[int, int]:
+    """Return a column by place. Raises: LogError when a place is not among so many members."""
+    places = [place - 1 for place in accumulate(gap + 1 for gap, _ in column)]
+    if places and places[-1] >= members:
+        raise LogError(f"there is no place {places[-1]} in a roster of {members}")
+    return dict(zip(places, (number for _, number in column), strict=True))
+
+
+def _changed(member: Member, **fields: object) -> Member:
+    try:
+        return Member(**{**member.__dict__, **fields})
+    except ValidationError as error:
+        raise LogError(f"{member.peer}: {error.errors()[0]['msg']}") from error

@@ -1,0 +1,162 @@
+"""Messages as bytes: short, since sender and receiver know the same log.
+
+What a message says of members, rosters and entries is packed relative to the log at the message's own position
+(short_forms.py). A receiver at that position reads all of it. Any other receiver learns the position alone, and needs
+no more: it can only tell the sender what followed there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol, get_type_hints
+
+import msgpack
+
+from peers.log.header import Position
+from peers.log.lineage import Lineage
+from peers.log.state import LogError, LogState
+from peers.protocol.messages import KINDS, Attempt, Commit, Message, Unread
+from peers.protocol.short_forms import FORMS, Form, lengthen_attempt, shorten_attempt
+from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, to_plain
+
+DEFLATED_FROM = 256  # bytes of a message's body
+
+
+class Whereabouts(Protocol):
+    """Where a peer is in the log, and how it came there."""
+
+    @property
+    def log(self) -> LogState: ...
+    @property
+    def lineage(self) -> Lineage: ...
+
+
+def _forms_of(kind: type[Message]) -> dict[str, Form | None]:
+    """The fields of a message that are packed, all but its position."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [name for name in kind.model_fields if hints[name] is not Position]
+    return {name: next((form for hint, form in FORMS if hint == hints[name]), None) for name in fields}
+
+
+FIELDS = {kind: _forms_of(kind) for kind in KINDS.values()}
+RELATIVE = frozenset(kind for kind, forms in FIELDS.items() if any(forms.values()))
+"""Messages that only a receiver at their position can read."""
+
+
+# Messages ---------------------------------------------------------------------------------------------------------
+def pack_message(run: str, message: Message, log: LogState | None) -> bytes:
+    """Envelope: [protocol version, run id, kind, body]; a long body is deflated.
+
+    `log`: as it was at the message's position. Raises: LogError when that is needed and is not this one.
+    """
+    kind, position = type(message), message.position
+    if kind in RELATIVE and (log is None or log.position != position):
+        raise LogError(f"a {message.kind} about {position}, which is not in our recent log")
+    body: list[object] = [position.index, position.head, position.fragment]
+    for name, form in FIELDS[kind].items():
+        value = getattr(message, name)
+        if form is not None:
+            assert log is not None
+            value = form.shorten(value, log)
+        elif isinstance(value, Attempt):
+            value = shorten_attempt(value, position)
+        body.append(to_plain(value))
+    packed: bytes = msgpack.packb(body, use_bin_type=True)
+    content = zlib.compress(packed) if len(packed) >= DEFLATED_FROM else body
+    envelope: bytes = msgpack.packb([PROTOCOL_VERSION, run, message.kind, content], use_bin_type=True)
+    return envelope
+
+
+def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[object]]:
+    """Return what anybody can read of a message: its kind, and which position it is about. The rest is unread.
+
+    Raises: WireError when the bytes are no message of this protocol version and this run.
+    """
+    envelope = decode(data)
+    if not isinstance(envelope, list) or len(envelope) != 4:
+        raise WireError("not a message envelope")
+    version, named_run, name, content = envelope
+    if type(version) is not int or version != PROTOCOL_VERSION:
+        raise WireError(f"protocol version {version!r:.20}; this is version {PROTOCOL_VERSION}")
+    if named_run != run:
+        raise WireError("a message of another run")
+    if not isinstance(name, str) or name not in KINDS:
+        raise WireError(f"unknown kind of message {str(name)[:40]!r}")
+    kind, body = KINDS[name], decode(_inflate(content)) if isinstance(content, bytes) else content
+    if not isinstance(body, list) or len(body) != 3 + len(FIELDS[kind]):
+        raise WireError(f"{kind.__name__}: needs {len(FIELDS[kind])} fields beside its position")
+    return kind, from_plain(Position, body[:3]), body[3:]
+
+
+def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unread | None:
+    """Return the message in some bytes, as the peer reads it that is there in the log.
+
+    Returns what is known of a message about another position; None if that is of no use, as of a Commit.
+
+    Raises: WireError when the bytes are no message of this protocol version and this run.
+    """
+    kind, position, values = open_envelope(run, data)
+    if kind not in RELATIVE:
+        return _read(kind, position, values, None)
+    is_here = log is not None and position.is_in_cycle_of(log.position) and position.fragment in log.pending
+    if log is None or not is_here:
+        return None if kind is Commit else Unread(position=position)
+    return _read(kind, position, values, log.of(position.fragment))
+
+
+def _read(kind: type[Message], position: Position, values: Sequence[object], log: LogState | None) -> Message:
+    """Raises: WireError."""
+    fields: dict[str, object] = {}
+    for (name, form), plain in zip(FIELDS[kind].items(), values, strict=True):
+        value = plain
+        try:
+            if form is not None:
+                assert log is not None
+                value = form.lengthen(plain, log)
+            elif name == "attempt":
+                value = lengthen_attempt(plain, position)
+        except (WireError, LogError) as error:
+            raise WireError(f"{kind.__name__}.{name}: {error}") from error
+        fields[name] = value
+    if "position" in kind.model_fields:
+        fields["position"] = position
+    return from_plain(kind, fields)
+
+
+def _inflate(data: bytes) -> bytes:
+    """Raises: WireError unless it is a whole body, within the limit."""
+    inflater = zlib.decompressobj()
+    try:
+        body = inflater.decompress(data, MESSAGE_LIMIT)
+    except zlib.error as error:
+        raise WireError("not deflated") from error
+    if not inflater.eof or inflater.unused_data:
+        raise WireError("cut short, or too long")
+    return body
+
+
+class Packer:
+    """Packs and unpacks the messages of one peer.
+
+    The same message is packed once: what a leader tells all its members says much of all of them.
+    """
+
+    def __init__(self, peer: Whereabouts) -> None:
+        self._peer = peer
+        self._run = peer.log.run
+        self._last: tuple[Message | None, bytes] = (None, b"")
+
+    def pack(self, message: Message) -> bytes:
+        """Raises: LogError when the message is about a position that is not in our recent log any more."""
+        if message is not self._last[0]:
+            self._last = message, pack_message(self._run, message, self.log_at(message.position))
+        return self._last[1]
+
+    def unpack(self, data: bytes) -> Message | Unread | None:
+        """Return what `unpack_message` does. Raises: WireError."""
+        return unpack_message(self._run, data, self._peer.log)
+
+    def log_at(self, position: Position) -> LogState | None:
+        """Return the log as it was at a recent position: when a message leaves, an entry may have come already."""
+        return self._peer.lineage.log_at(self._peer.log, position)

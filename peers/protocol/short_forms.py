@@ -1,0 +1,194 @@
+"""What messages say of members, rosters and entries, told relative to the log at the message's position.
+
+A peer is told by its place in the log, a roster as a turnout, an entry as an outcome. Only a peer at that position can
+read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from peers.log.header import MEMBER_LIMIT, Header, Position
+from peers.log.outcome import Outcome, Turnout, header_of, outcome_of, turnout_of
+from peers.log.state import LogError, LogState
+from peers.protocol.messages import (
+    Attempt,
+    Held,
+    Holders,
+    Missed,
+    Peers,
+    Rates,
+    Round,
+    Share,
+    chunk_set,
+    chunks_in,
+)
+from peers.values.wire import Count, PeerId, Value, from_plain
+
+PeerSet = Annotated[bytes, Field(strict=True, max_length=MEMBER_LIMIT // 4)]
+"""Places as a bit mask, little-endian: of peers with a lease, or of members of a round."""
+
+
+class ShortAttempt(Value):
+    """An attempt at the message's position."""
+
+    number: Count
+    leader: PeerId
+
+
+class ShortHeld(Value):
+    """An entry that is held at the message's position."""
+
+    attempt: ShortAttempt
+    outcome: Outcome
+
+
+class ShortRound(Value):
+    """A round at the message's position: the chunks that each member reduces, and the places of the lost."""
+
+    name: ShortAttempt
+    turnout: Turnout
+    chunks: Annotated[tuple[Count, ...], Field(max_length=MEMBER_LIMIT)]
+    lost: PeerSet
+
+
+class ShortPeers(Value):
+    """Some peers: the places of those with a lease, and the names of the others."""
+
+    places: PeerSet
+    others: Peers
+
+
+class ShortCounts(Value):
+    """Numbers by peer, which is named by its place if it has a lease."""
+
+    counts: Annotated[tuple[tuple[Count | PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
+
+
+class Form(NamedTuple):
+    """How values of one type are packed: to plain lists and back, at a position of the log."""
+
+    shorten: Callable[[Any, LogState], Value | None]
+    lengthen: Callable[[object, LogState], object]
+
+
+# Attempts need no more of the log than its position ---------------------------------------------------------------
+def shorten_attempt(attempt: Attempt, position: Position) -> ShortAttempt:
+    if attempt.position != position:
+        raise LogError(f"an attempt at {attempt.position} in a message about {position}")
+    return ShortAttempt(number=attempt.number, leader=attempt.leader)
+
+
+def lengthen_attempt(plain: object, position: Position) -> Attempt:
+    """Return an attempt at the position. Raises: WireError."""
+    return _attempt(from_plain(ShortAttempt, plain), position)
+
+
+def _attempt(short: ShortAttempt, position: Position) -> Attempt:
+    return Attempt(position=position, number=short.number, leader=short.leader)
+
+
+# Peers ------------------------------------------------------------------------------------------------------------
+def _short_peers(peers: Iterable[str], log: LogState) -> ShortPeers:
+    others = set(peers) - log.known.keys()
+    return ShortPeers(
+        places=chunk_set(log.known[peer] for peer in peers if peer not in others), others=tuple(sorted(others))
+    )
+
+
+def _peers(plain: object, log: LogState) -> tuple[str, ...]:
+    """The names in their order: what messages name is a set."""
+    short = from_plain(ShortPeers, plain)
+    return tuple(sorted({*_at(tuple(log.known), short.places), *short.others}))
+
+
+def _at(peers: Sequence[str], places: bytes) -> list[str]:
+    """The peers at these places. Raises: LogError when there are not so many."""
+    chosen = chunks_in(places)
+    if chosen and chosen[-1] >= len(peers):
+        raise LogError(f"there is no place {chosen[-1]} among {len(peers)} peers")
+    return [peers[place] for place in chosen]
+
+
+def _short_counts(counts: Iterable[tuple[str, int]], log: LogState) -> ShortCounts:
+    return ShortCounts(counts=tuple((log.known.get(peer, peer), count) for peer, count in counts))
+
+
+def _counts(plain: object, log: LogState) -> tuple[tuple[str, int], ...]:
+    names = tuple(log.known)
+    counts = []
+    for peer, count in from_plain(ShortCounts, plain).counts:
+        if isinstance(peer, int) and peer >= len(names):
+            raise LogError(f"there is no place {peer} among {len(names)} peers")
+        counts.append((names[peer] if isinstance(peer, int) else peer, count))
+    return tuple(counts)
+
+
+# Entries ----------------------------------------------------------------------------------------------------------
+def _header(plain: object, log: LogState) -> Header:
+    return header_of(log, from_plain(Outcome, plain))
+
+
+def _short_held(held: Held, log: LogState) -> ShortHeld:
+    return ShortHeld(attempt=shorten_attempt(held.attempt, log.position), outcome=outcome_of(log, held.header))
+
+
+def _held(plain: object, log: LogState) -> Held:
+    short = from_plain(ShortHeld, plain)
+    return Held(attempt=_attempt(short.attempt, log.position), header=header_of(log, short.outcome))
+
+
+# Rounds -----------------------------------------------------------------------------------------------------------
+@lru_cache(maxsize=8)
+def _short_round(round: Round, log: LogState) -> ShortRound:
+    places = {peer: place for place, peer in enumerate(round.peers)}
+    return ShortRound(
+        name=shorten_attempt(round.name, log.position),
+        turnout=turnout_of(log, round.roster),
+        chunks=tuple(share.chunks for share in round.shares),
+        lost=chunk_set(places[peer] for peer in round.lost),
+    )
+
+
+def _round(plain: object, log: LogState) -> Round:
+    return _in_full(from_plain(ShortRound, plain), log)
+
+
+@lru_cache(maxsize=8)
+def _in_full(short: ShortRound, log: LogState) -> Round:
+    """A new leader is told of one round by all members that are in it."""
+    roster = short.turnout.roster(log)
+    if len(roster) != len(short.chunks):
+        raise LogError(f"{len(short.chunks)} parts for {len(roster)} members")
+    shares = tuple(Share(member=member, chunks=chunks) for member, chunks in zip(roster, short.chunks, strict=True))
+    lost = tuple(_at([member.peer for member in roster], short.lost))
+    return from_plain(Round, {"name": _attempt(short.name, log.position), "shares": shares, "lost": lost})
+
+
+def _optional(form: Form, empty: object) -> Form:
+    """The same for values that are often empty."""
+    return Form(
+        lambda value, log: form.shorten(value, log) if value else None,
+        lambda plain, log: empty if plain is None else form.lengthen(plain, log),
+    )
+
+
+PEERS = _optional(Form(_short_peers, _peers), ())
+COUNTS = _optional(Form(_short_counts, _counts), ())
+HELD, ROUND = Form(_short_held, _held), Form(_short_round, _round)
+FORMS: tuple[tuple[object, Form], ...] = (
+    (Peers, PEERS),
+    (Holders, PEERS),
+    (Rates, COUNTS),
+    (Missed, COUNTS),
+    (Held, HELD),
+    (Held | None, _optional(HELD, None)),
+    (Round, ROUND),
+    (Round | None, _optional(ROUND, None)),
+    (Header, Form(lambda header, log: outcome_of(log, header), _header)),
+)
+"""By type of a message's fields. Those that are not here are packed as they are."""

@@ -1,0 +1,147 @@
+"""Entries in brief: whoever is at their position reads the header from them, and nobody else anything."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.log.header import MEMBER_LIMIT, Header, Member
+from peers.log.outcome import Outcome, Turnout, follow, outcome_of, turnout_of
+from peers.log.state import LogError, LogState
+from peers.values.leases import prefix, sample_count
+from peers.values.wire import digest_of, pack, unpack
+from tests.peers.builders import LOG, PAYLOAD, first_log, member
+
+STRANGERS = tuple("vwxyz")
+WITH_LATE = replace(LOG, staleness=2)
+
+
+def rosters(log: LogState) -> st.SearchStrategy[tuple[Member, ...]]:
+    """Rosters that may follow: some of those with a lease, and newcomers, in any order."""
+
+    @st.composite
+    def draw_roster(draw: st.DrawFn) -> tuple[Member, ...]:
+        known = draw(st.lists(st.sampled_from(sorted(log.known)), unique=True)) if log.known else []
+        strangers = draw(
+            st.lists(st.sampled_from(STRANGERS), unique=True).map(lambda drawn: set(drawn) - log.known.keys())
+        )
+        roster = []
+        for peer in draw(st.permutations([*known, *sorted(strangers)])):
+            lease = log.leases[peer] if peer in log.known else log.grants[STRANGERS.index(peer)]
+            samples = prefix(lease, draw(st.just(sample_count(lease)) | st.integers(0, sample_count(lease))))
+            whole = sample_count(samples) * log.tokens_per_sample
+            tokens = draw(st.just(whole) | st.integers(0, whole))
+            missed, wants = draw(st.sampled_from((0, 0, 0, 3))), draw(st.sampled_from((0, 0, 5, log.samples_per_lease)))
+            roster.append(Member(peer=peer, tokens=tokens, samples=samples, missed=missed, wants=wants))
+        return tuple(roster)
+
+    return draw_roster().filter(lambda roster: any(one.tokens for one in roster))
+
+
+@given(st.data())
+def test_from_an_outcome_the_header_is_read(data: st.DataObject) -> None:
+    log = WITH_LATE
+    for index in range(data.draw(st.integers(1, 4))):
+        header = log.next_header(data.draw(rosters(log)), digest_of(b"%d" % index))
+        outcome = unpack(Outcome, pack(outcome_of(log, header)))
+        assert follow(log, outcome) == log.append(header)
+        log = log.append(header)
+
+
+def numbers(limit: int) -> st.SearchStrategy[int]:
+    return st.integers(0, limit) | st.sampled_from((2**31, 2**62 - 1))
+
+
+PAIRS = st.lists(st.tuples(numbers(6), numbers(40)), max_size=4).map(tuple)
+NEWCOMERS = st.lists(st.tuples(numbers(4), st.sampled_from("abcxyz"), st.none() | numbers(3)).map(list), max_size=4)
+
+
+@given(PAIRS, NEWCOMERS, PAIRS, PAIRS, PAIRS, PAIRS, st.booleans())
+def test_whatever_is_said_leads_to_an_entry_or_to_none(
+    known: Any, newcomers: Any, samples: Any, tokens: Any, missed: Any, wants: Any, is_first: bool
+) -> None:
+    log = LOG if is_first else first_log()
+    turnout = Turnout(known=known, newcomers=newcomers, samples=samples, tokens=tokens, missed=missed, wants=wants)
+    with suppress(LogError):
+        after = follow(log, Outcome(previous=log.position.head, fragment=0, turnout=turnout, payload=PAYLOAD))
+        assert after.last is not None
+        assert log.append(unpack(Header, pack(after.last))) == after
+        assert follow(log, outcome_of(log, after.last)) == after
+
+
+def nobody(**fields: Any) -> Turnout:
+    return Turnout(**{"known": (), "newcomers": (), "samples": (), "tokens": (), "missed": (), "wants": (), **fields})
+
+
+@pytest.mark.parametrize(
+    "turnout",
+    [
+        nobody(known=((0, 4),)),
+        nobody(known=((2, 2),)),
+        nobody(known=((2, 1),)),
+        nobody(known=((0, 2**61),)),
+        nobody(known=((0, 3),) * (MEMBER_LIMIT // 3 + 1)),
+        nobody(newcomers=({"place": 1, "peer": "x", "grant": 0},)),
+        nobody(newcomers=({"place": 0, "peer": "a", "grant": 0},)),
+        nobody(newcomers=({"place": 0, "peer": "x", "grant": MEMBER_LIMIT},)),
+        nobody(known=((0, 3),), tokens=((3, 1),)),
+        nobody(known=((0, 3),), samples=((0, 1), (1, 1), (0, 1))),
+    ],
+)
+def test_members_that_are_not_there(turnout: Turnout) -> None:
+    with pytest.raises(LogError):
+        turnout.roster(first_log())
+
+
+def test_another_position_is_not_the_one_that_an_outcome_is_meant_for() -> None:
+    log = first_log()
+    outcome = outcome_of(LOG, log.last or pytest.fail("no entry"))
+    with pytest.raises(LogError, match="does not follow"):
+        follow(log, outcome)
+
+
+def test_what_does_not_follow_cannot_be_told() -> None:
+    log = first_log()
+    roster = [Member(peer=peer, tokens=100, samples=lease) for peer, lease in log.leases.items()]
+    header = log.next_header(roster, PAYLOAD)
+    with pytest.raises(LogError, match="lineage_tokens"):
+        outcome_of(log, header.model_copy(update={"lineage_tokens": 1}))
+    with pytest.raises(LogError, match="was not for it"):
+        turnout_of(log, [member("a", 0, 20)])
+    with pytest.raises(LogError, match="was not for it"):
+        turnout_of(log, [member("x", 205, 210)])
+
+
+def crowd(size: int) -> LogState:
+    """A log in which so many peers have made an entry."""
+    names = [f"{number:052}" for number in range(size)]
+    shares = zip(names, LOG.grants, strict=False)
+    roster = [Member(peer=peer, tokens=sample_count(grant) * 100, samples=grant) for peer, grant in shares]
+    return LOG.append(LOG.next_header(roster, PAYLOAD))
+
+
+def test_an_outcome_is_as_large_as_what_happened() -> None:
+    sizes = []
+    for size in (10, MEMBER_LIMIT):
+        log = crowd(size)
+        present = [peer for place, peer in enumerate(log.known) if place not in (3, 7)]
+        whole = sample_count(log.grants[0]) * 100
+        roster = [Member(peer=peer, tokens=whole, samples=log.leases[peer]) for peer in present]
+        sizes.append(len(pack(outcome_of(log, log.next_header(roster, PAYLOAD)))))
+    assert max(sizes) < 120
+
+
+def test_who_wants_as_many_samples_as_last_time_is_not_named_again() -> None:
+    log = first_log()
+    for _ in range(2):
+        leases = log.leases
+        roster = [Member(peer=p, tokens=sample_count(leases[p]) * 100, samples=leases[p], wants=5) for p in "abc"]
+        header = log.next_header(roster, PAYLOAD)
+        outcome = outcome_of(log, header)
+        log = log.append(header)
+    assert outcome.turnout == nobody(known=((0, 3),))

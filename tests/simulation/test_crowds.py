@@ -1,0 +1,45 @@
+"""What a round costs in a crowd is counted, and held against bars."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peers.simulator import crowds
+from peers.simulator.crowds import LARGEST, Bar, bars
+
+PEERS = 6
+
+
+@pytest.mark.parametrize("largest", [PEERS, LARGEST])
+def test_rounds_and_takeovers_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], largest: int
+) -> None:
+    monkeypatch.setattr(crowds, "LARGEST", largest)
+    monkeypatch.setattr("sys.argv", ["crowds", str(PEERS), "--json", str(tmp_path / "crowds.json")])
+    crowds.main()
+    report = json.loads((tmp_path / "crowds.json").read_text())
+    calm, amid, at_commit = report["rows"]
+    assert [row["peers"] for row in report["rows"]] == [PEERS] * 3
+    for row in report["rows"]:
+        assert 0 < row["MB by the leader"] < row["MB"] < 0.1
+        assert 0 < row["by the leader"] < row["messages"]
+    assert calm["by the leader"] >= 2 * PEERS - 2, "Begin and Commit to all others"
+    assert at_commit["what"] == "its leader dies at its commit"
+    printed = capsys.readouterr().out
+    if largest == PEERS:
+        assert {bar["name"] for bar in report["bars"]} >= {f"{PEERS} peers, {amid['what']}: MB by the leader"}
+        assert "verdict: " in printed
+    else:
+        assert report["bars"] == []
+        assert "verdict" not in printed
+
+
+def test_a_death_may_cost_three_times_as_much() -> None:
+    row = {"peers": 9, "what": "a round", "MB by the leader": 3.5, "MB": 19.0, "leader's CPU s": 0.5}
+    assert [(bar.at_most, bar.is_met) for bar in bars(row)] == [(3.0, False), (20.0, True), (1.0, True)]
+    death = row | {"what": "its leader dies at its commit"}
+    assert [(bar.at_most, bar.is_met) for bar in bars(death)] == [(9.0, True), (60.0, True)]
+    assert str(Bar("bytes", 2.0, 1.0)) == "bytes: 2.00, bar 1: MISSED"
