@@ -71,7 +71,7 @@ def test_wrong_values_are_refused(plain: Any) -> None:
 
 def test_error_names_the_field() -> None:
     with pytest.raises(WireError, match=r"^Position\.head: .*32 bytes"):
-        unpack(Position, msgpack.packb([1, b"short"]))
+        unpack(Position, msgpack.packb([1, b"short", 0]))
 
 
 def test_too_many_bytes_are_not_looked_at() -> None:
