@@ -68,6 +68,8 @@ class Course:
         if self.state is State.JOINING:
             self.join()
         for slot in list(self.slots.values()):
+            if self.has_left:
+                return
             if self._has_missed(slot):
                 slot.take(WorkDone(NOTHING))
             slot.take(Tick())
@@ -80,7 +82,8 @@ class Course:
     def on_captured(self, event: Captured) -> None:
         """In the midst of training a fragment's turn has come."""
         slot = self.slots.get(event.fragment)
-        is_for_this_cycle = self.trainer.is_training and not self._keeps_work
+        is_replayed = self.replica.replaying is not None and self.replica.replaying.fragment == event.fragment
+        is_for_this_cycle = self.trainer.is_training and not self._keeps_work and not is_replayed
         if slot is not None and is_for_this_cycle and slot.state is SlotState.OPEN:
             slot.take(WorkDone(event.trained))
 
@@ -122,6 +125,7 @@ class Course:
         self._turn()
         is_whole = self.replica.state is ReplicaState.LEVEL and not self.replica.log.made
         if not is_whole or self._leave_by is not None:
+            self._leave_if_possible()
             return  # other fragments' entries come first; or we leave, as soon as the digest is there
         kept, self._keeps_work = self._keeps_work, False
         lease = self.replica.log.leases.get(self._me)
@@ -155,11 +159,7 @@ class Course:
         self.slots = {fragment: self._open_slot(fragment) for fragment in self.replica.log.pending}
 
     def _open_slot(self, fragment: int) -> Slot:
-        slot = Slot(self._desk, self.presence, self.trainer, self.replica, fragment, self)
-        before = self.slots.get(fragment)
-        if before is not None and before.log.position == slot.log.position:
-            slot.acceptor.last_attempt = before.acceptor.last_attempt  # we are in none of these any more
-        return slot
+        return Slot(self._desk, self.presence, self.trainer, self.replica, fragment, self)
 
     # Into the run ---------------------------------------------------------------------------------------------
     def join(self) -> None:
@@ -267,7 +267,9 @@ class Course:
     def look_for_trouble(self) -> None:
         """See whether our work can count. Where it can't, stop training, and wait without a lease."""
         self.troubles.look(self.slot.leadership.elect())
-        if self.troubles.is_aside and self.state in (State.TRAINING, State.READY) and not self._holds:
+        is_averaging = any(slot.state is SlotState.AVERAGING for slot in self.slots.values())
+        can_stop = self.state in (State.TRAINING, State.READY) and not is_averaging and not self._holds
+        if self.troubles.is_aside and can_stop:
             self._drop_work()
             self._await_lease()
         self.troubles.tell()

@@ -47,6 +47,7 @@ class Gathering:
         self._granted: dict[str, Lease] = {}
         self._ready: dict[str, Ready] = {}
         self._barred: dict[str, Ready] = {}
+        self._taken_in = set[str]()  # though they are barred
         self.left: Collection[str] = ()
         self.unreached: Collection[str] = ()
         self.lease: Lease | None = None  # our own
@@ -95,8 +96,10 @@ class Gathering:
         return self._take_in(sender, ready, now)
 
     def take_in_barred(self, now: float) -> list[Effect]:
-        """Without those who are barred we are too few: to wait until they no longer are helps nobody."""
-        barred, self._barred = self._barred, {}
+        """Before the first entry all may be needed, so that to wait for the end of a bar helps nobody. Once each."""
+        barred = {peer: ready for peer, ready in self._barred.items() if peer not in self._taken_in}
+        self._taken_in |= barred.keys()
+        self._barred.clear()
         return [effect for peer, ready in barred.items() for effect in self._take_in(peer, ready, now)]
 
     def _take_in(self, sender: str, ready: Ready, now: float) -> list[Effect]:

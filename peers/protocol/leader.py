@@ -95,7 +95,9 @@ class Leader(Gathering):
         is_cut_off = self._is_cut_off(now, live)  # asked each time: it keeps the time
         if not self._is_time(now, live):
             return []
-        effects: list[Effect] = [] if self._enough(self._ready) else self.take_in_barred(now)
+        if not (self._log.roster or is_cut_off or self._enough(self._ready)) and self._barred:
+            return self.take_in_barred(now)
+        effects: list[Effect] = []
         plan = self._plan()
         is_new = not self._latest_held() and not self._unfinished_round()
         if is_new and self._has_work and (plan.left_out or not plan.reducers):
@@ -117,7 +119,7 @@ class Leader(Gathering):
         if round is not None:
             return self._exchange(round, "goes on with a round", now)
         name = Attempt(position=self._log.position, number=self._last_number + 1, leader=self._me)
-        if not self._has_work:
+        if not self._has_work and not self._log.closes:
             return self._skip(name, now)
         return self._exchange(self._new_round(name), "begins", now)
 
@@ -235,7 +237,7 @@ class Leader(Gathering):
         why = "nothing moves" if has_stalled else "time is up"
         reason = f"{why}; held up by {', '.join(slow) or 'nobody in particular'}"
         effects = self._lose(slow, reason, now)
-        if not effects and isinstance(self._running, Begin):
+        if not effects and has_stalled and isinstance(self._running, Begin):
             self._spoiled.add(self._running.round.name)  # whatever is wrong with it: a new one begins with all blocks
         return effects or self._abort(reason)
 
@@ -245,7 +247,8 @@ class Leader(Gathering):
         To do without them is safe. Had it been committed, there would be no majority without one that holds it.
         """
         running = self._running
-        if isinstance(running, Adopt) and self._complete.keys() <= set(running.holders):
+        is_fetched = isinstance(running, Adopt) and running.held.header.payload != NO_PAYLOAD
+        if isinstance(running, Adopt) and is_fetched and self._complete.keys() <= set(running.holders):
             return running.holders
         return culprits(self._members, self._complete, self._waiting)
 
@@ -359,7 +362,7 @@ class Leader(Gathering):
             self._log.append(header)
         except LogError:
             return False
-        return True
+        return header.fragment == self._log.fragment
 
     def _holds(self, peer: str, held: Held) -> bool:
         theirs = self._ready[peer].held

@@ -130,10 +130,12 @@ class Replica(Part):
             index, roster = self.log.position.index, self.log.roster
             self.undigested = self.log
             self._desk.emit(Note("info", f"outer step {index} applied, {len(roster)} peers"))
-        if self._waiting:
-            self._apply(self._waiting.popleft())
-        else:
-            self._enter(LEVEL)
+        while self._waiting:
+            made = self._waiting.popleft()
+            if made.header.fragment in self.log.pending:  # else it was replayed meanwhile
+                self._apply(made)
+                return
+        self._enter(LEVEL)
 
     def _digested(self, digested: Digested) -> None:
         """Now others can be told where we are."""

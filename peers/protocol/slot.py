@@ -217,6 +217,8 @@ class Slot(Part):
             return
         try:
             self.log.append(adopt.held.header)
+            if adopt.held.header.fragment != self.log.fragment:
+                raise LogError("it is another fragment's entry")
         except LogError as error:
             self._desk.emit(Dropped(sender, "adopt", str(error)))
             return

@@ -548,8 +548,18 @@ def test_the_barred_are_taken_in_when_the_others_are_too_few() -> None:
     spoils(lead, begin)
     for name in "abc":
         lead.ready(name, samples=first[name], last_attempt=begin.attempt.number)
+    assert sends(lead.tick(after=STEP), Begin) == []
     begins = sends(lead.tick(after=STEP), Begin)
     assert [peer for peer, _ in begins] == ["a", "b", "c"]
+
+
+def test_the_barred_are_not_taken_in_where_the_others_may_go_on_alone() -> None:
+    """Regression: who held every attempt up kept the others for ever from going on as a minority."""
+    lead = Lead()
+    spoils(lead, lead.begun())
+    lead.ready("ac", last_attempt=2)
+    assert lead.tick(after=STEP) == [], "two of three would be enough"
+    assert "c" not in lead.leader._ready
 
 
 def test_strangers_have_no_say_in_an_attempt() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from peers.errors import LocalProtocolError
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
@@ -45,6 +45,7 @@ from peers.protocol.events import (
     TrainingProgress,
     Undelivered,
 )
+from peers.protocol.internal import WorkDone
 from peers.protocol.messages import (
     Abort,
     Accuse,
@@ -70,6 +71,7 @@ from peers.protocol.messages import (
     chunk_set,
 )
 from peers.protocol.schedule import Schedule
+from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.protocol.troubles import TOLD_AFTER
 from peers.values.leases import PIECE_LIMIT, SampleRange
@@ -523,6 +525,20 @@ def test_who_took_a_state_works_where_that_is() -> None:
     rig.hear("a", LeaseGrant(position=log.position, samples=grant, steps=10))
     said = sends(rig.do(TrainingDone(trained(grant))), Ready)
     assert [one.position for _, one in said] == [log.position]
+
+
+def test_no_entry_of_another_fragment_is_taken_over() -> None:
+    """Regression: one member's word that another fragment was skipped stopped the whole swarm."""
+    rig = Rig(settings=replace(SETTINGS, fragments=2))
+    log = rig.peer.log
+    skipped = log.next_header([Member(peer="a", tokens=0, samples=())], NO_PAYLOAD)
+    slot = rig.peer.slots[1]
+    slot.take(WorkDone(trained((SampleRange(20, 40),))))
+    slot.acceptor.pledge("a")
+    name = Attempt(position=log.of(1).position, number=1, leader="a")
+    slot.take(Adopt(attempt=name, held=Held(attempt=name, header=skipped), holders=("a",), seconds=10.0), "a")
+    assert slot.state is SlotState.READY
+    assert slot.acceptor.held is None
 
 
 @pytest.mark.parametrize("keeps_work", [True, False])
