@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from peers.log.header import Header, Position
 from peers.log.state import LogState
@@ -13,17 +12,13 @@ RECENT_ENTRIES = 64
 """How many of the last headers a peer can name to one that fell behind."""
 
 
-Closed: TypeAlias = tuple[Header | None, tuple[bytes, ...]]
-"""The entry that closed a cycle, and the digests of all of its entries."""
-
-
 class Lineage:
     """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone."""
 
-    def __init__(self, log: LogState) -> None:
+    def __init__(self, log: LogState | None = None) -> None:
         """`log` is where it begins."""
+        self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log} if log else {})
         self._followers: OrderedDict[tuple[bytes, int], Header] = OrderedDict()  # by the place that they are for
-        self._closed: OrderedDict[bytes, Closed] = OrderedDict([(log.position.head, (log.last, log.ends))])
         self._heads: deque[bytes] = deque(maxlen=RECENT_ENTRIES)
         self._end = 0  # cycles in the log, up to the last of these
 
@@ -35,20 +30,17 @@ class Lineage:
         if log.position.index > header.index:
             self._heads.append(log.position.head)
             self._end = log.position.index
-            self._closed[log.position.head] = log.last, log.ends
-            if len(self._closed) > RECENT_ENTRIES + 1:
-                self._closed.popitem(last=False)
+            self._starts[log.position.head] = log
+            if len(self._starts) > RECENT_ENTRIES + 1:
+                self._starts.popitem(last=False)
 
     def after(self, position: Position) -> Header | None:
         """The entry that was made there, if it is a recent one of this lineage."""
         return self._followers.get((position.head, position.fragment))
 
-    def log_at(self, log: LogState, position: Position) -> LogState | None:
-        """The log as it was at a recent position of this lineage. `log` is any of the same run."""
-        closed = self._closed.get(position.head)
-        if closed is None or position.fragment >= log.fragments:
-            return None
-        return log.at(*closed).of(position.fragment)
+    def start(self, head: bytes) -> LogState | None:
+        """The log as it was when a recent cycle of this lineage began."""
+        return self._starts.get(head)
 
     @property
     def entries(self) -> tuple[Header, ...]:
@@ -76,7 +68,7 @@ class Lineage:
             header for header in self.entries if header.index >= oldest and ours.get(header.index) not in heads
         )
         self._followers.clear()
+        self._starts = OrderedDict({log.position.head: log})
         self._heads = deque(heads[: place + 1], maxlen=RECENT_ENTRIES)
         self._end = end.index
-        self._closed = OrderedDict([(end.head, (log.last, log.ends))])
         return left

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState
-from peers.values.leases import Lease, prefix, sample_count
+from peers.values.leases import prefix, sample_count
 from peers.values.wire import Count, Digest, PeerId, Value
 
 Column = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MEMBER_LIMIT)]
@@ -53,7 +53,8 @@ class Turnout(Value):
         roster = self._expected(log)
         for place, count in _numbers(self.samples, len(roster)).items():
             samples = prefix(roster[place].samples, count)
-            roster[place] = _changed(roster[place], samples=samples, tokens=_stated(log, samples, roster[place]))
+            tokens = sample_count(samples) * log.tokens_per_sample
+            roster[place] = _changed(roster[place], samples=samples, tokens=tokens)
         for name in ("tokens", "missed", "wants"):
             for place, number in _numbers(getattr(self, name), len(roster)).items():
                 roster[place] = _changed(roster[place], **{name: number})
@@ -76,7 +77,7 @@ class Turnout(Value):
 
 
 class Outcome(Value):
-    """The entry of one fragment that follows the head `previous`, in brief."""
+    """The entry of a fragment that follows the head `previous`, in brief."""
 
     previous: Digest
     fragment: Count
@@ -98,16 +99,13 @@ def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
         else:
             runs.append((known, known + 1))
         expected.append(foreseen)
-    trained = {
-        place: count
-        for place, one in enumerate(roster)
-        if (count := sample_count(one.samples)) != sample_count(expected[place].samples)
-    }
-    tokens = {
-        place: one.tokens
-        for place, one in enumerate(roster)
-        if one.tokens != _stated(log, one.samples, expected[place])
-    }
+    trained, tokens = dict[int, int](), dict[int, int]()
+    for place, (member, foreseen) in enumerate(zip(roster, expected, strict=True)):
+        count, usual = sample_count(member.samples), foreseen.tokens
+        if count != sample_count(foreseen.samples):
+            trained[place], usual = count, count * log.tokens_per_sample
+        if member.tokens != usual:
+            tokens[place] = member.tokens
     turnout = Turnout(
         known=tuple(runs),
         newcomers=tuple(newcomers),
@@ -122,14 +120,16 @@ def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
 
 
 def outcome_of(log: LogState, header: Header) -> Outcome:
-    """Return the entry in brief. Raises: LogError when it does not follow from the log."""
-    log.append(header)
-    return _outcome_of(log.of(header.fragment), header)
+    """Return an entry of the log's present cycle in brief. Raises: LogError when it does not follow from the log."""
+    return _outcome_of(log.opening(header.fragment), header)
 
 
 def header_of(log: LogState, outcome: Outcome) -> Header:
-    """Return the header that an outcome means. Raises: LogError when there is none."""
-    return _header_of(log, outcome)
+    """Return the entry of the log's present cycle that an outcome means. Raises: LogError when there is none."""
+    if outcome.previous != log.position.head or outcome.fragment >= log.fragments:
+        place = f"{outcome.previous.hex()[:8]}/{outcome.fragment}"
+        raise LogError(f"an entry that follows {place} does not follow {log.position}")
+    return _header_of(log.opening(outcome.fragment), outcome)
 
 
 def follow(log: LogState, outcome: Outcome) -> LogState:
@@ -140,6 +140,7 @@ def follow(log: LogState, outcome: Outcome) -> LogState:
 @lru_cache(maxsize=8)
 def _outcome_of(log: LogState, header: Header) -> Outcome:
     """One entry is told to all members, and written to the disk."""
+    log.append(header)
     turnout = turnout_of(log, header.roster)
     return Outcome(previous=header.previous, fragment=header.fragment, turnout=turnout, payload=header.payload)
 
@@ -147,15 +148,7 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
     """One entry is told by each of those who hold it."""
-    if outcome.previous != log.position.head or outcome.fragment not in log.pending:
-        raise LogError(f"an entry that follows {outcome.previous.hex()[:8]} does not follow {log.position}")
-    view = log.of(outcome.fragment)
-    return view.next_header(outcome.turnout.roster(view), outcome.payload)
-
-
-def _stated(log: LogState, samples: Lease, expected: Member) -> int:
-    """The tokens that a member states, if it states what these samples have; if it names none, as foreseen."""
-    return sample_count(samples) * log.tokens_per_sample if log.closes else expected.tokens
+    return log.next_header(outcome.turnout.roster(log), outcome.payload)
 
 
 def _column(numbers: Mapping[int, int]) -> tuple[tuple[int, int], ...]:

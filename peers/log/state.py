@@ -62,6 +62,10 @@ class LogState:
         """The log as seen from the place of this fragment's next entry."""
         return self if fragment == self.fragment else replace(self, fragment=fragment)
 
+    def opening(self, fragment: int) -> LogState:
+        """The same before any entry of the present cycle was made: what one says does not follow from the others."""
+        return replace(self.of(fragment), made=()) if self.made else self.of(fragment)
+
     @property
     def closes(self) -> bool:
         """Whether the next entry closes the cycle: it alone says which samples were trained, and gives leases."""
@@ -106,9 +110,8 @@ class LogState:
         """
         if grant is not None and not grant < len(self.grants):
             raise LogError(f"{peer}: there is no grant {grant}")
-        samples = self.leases.get(peer, () if grant is None else self.grants[grant])
-        tokens = sample_count(samples) * self.tokens_per_sample
-        samples = samples if self.closes else ()
+        lease = self.leases.get(peer, () if grant is None else self.grants[grant])
+        tokens, samples = sample_count(lease) * self.tokens_per_sample, lease if self.closes else ()
         try:
             return Member(peer=peer, tokens=tokens, samples=samples, wants=self._wanted.get(peer, 0))
         except ValidationError as error:
@@ -116,7 +119,7 @@ class LogState:
 
     @cached_property
     def _wanted(self) -> dict[str, int]:
-        """The samples that members of the last entry wanted."""
+        """The samples that members of the last cycle wanted."""
         return {member.peer: member.wants for member in self.last.roster} if self.last else {}
 
     def grant_of(self, samples: Lease) -> int | None:
@@ -247,7 +250,7 @@ def _append(log: LogState, header: Header) -> LogState:
     """A leader is told of one entry by each of those who hold it."""
     if header.fragment not in log.pending:
         raise LogError(f"entry {header.index}: its fragment does not follow from the log")
-    expected = log.of(header.fragment).next_header(header.roster, header.payload)
+    expected = log.opening(header.fragment).next_header(header.roster, header.payload)
     for field in Header.model_fields:
         if getattr(header, field) != getattr(expected, field):
             raise LogError(f"entry {header.index}: its {field} does not follow from the log")

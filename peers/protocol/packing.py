@@ -21,6 +21,7 @@ from peers.protocol.short_forms import FORMS, Form, lengthen_attempt, shorten_at
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, to_plain
 
 DEFLATED_FROM = 256  # bytes of a message's body
+PLACE = len(Position.model_fields)  # that a body begins with
 
 
 class Whereabouts(Protocol):
@@ -84,9 +85,9 @@ def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[
     if not isinstance(name, str) or name not in KINDS:
         raise WireError(f"unknown kind of message {str(name)[:40]!r}")
     kind, body = KINDS[name], decode(_inflate(content)) if isinstance(content, bytes) else content
-    if not isinstance(body, list) or len(body) != 3 + len(FIELDS[kind]):
+    if not isinstance(body, list) or len(body) != PLACE + len(FIELDS[kind]):
         raise WireError(f"{kind.__name__}: needs {len(FIELDS[kind])} fields beside its position")
-    return kind, from_plain(Position, body[:3]), body[3:]
+    return kind, from_plain(Position, body[:PLACE]), body[PLACE:]
 
 
 def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unread | None:
@@ -97,12 +98,16 @@ def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unr
     Raises: WireError when the bytes are no message of this protocol version and this run.
     """
     kind, position, values = open_envelope(run, data)
-    if kind not in RELATIVE:
-        return _read(kind, position, values, None)
-    is_here = log is not None and position.is_in_cycle_of(log.position) and position.fragment in log.pending
-    if log is None or not is_here:
-        return None if kind is Commit else Unread(position=position)
-    return _read(kind, position, values, log.of(position.fragment))
+    return _understand(kind, position, values, log if log is not None and log.position == position else None)
+
+
+def _understand(
+    kind: type[Message], position: Position, values: Sequence[object], log: LogState | None
+) -> Message | Unread | None:
+    """`log`: at the position, if we are there. Raises: WireError."""
+    if log is not None or kind not in RELATIVE:
+        return _read(kind, position, values, log)
+    return None if kind is Commit else Unread(position=position)
 
 
 def _read(kind: type[Message], position: Position, values: Sequence[object], log: LogState | None) -> Message:
@@ -155,8 +160,15 @@ class Packer:
 
     def unpack(self, data: bytes) -> Message | Unread | None:
         """Return what `unpack_message` does. Raises: WireError."""
-        return unpack_message(self._run, data, self._peer.log)
+        kind, position, values = open_envelope(self._run, data)
+        log = self._peer.log
+        is_here = position.is_in_cycle_of(log.position) and position.fragment < log.fragments
+        return _understand(kind, position, values, log.opening(position.fragment) if is_here else None)
 
     def log_at(self, position: Position) -> LogState | None:
         """Return the log as it was at a recent position: when a message leaves, an entry may have come already."""
-        return self._peer.lineage.log_at(self._peer.log, position)
+        log: LogState | None = self._peer.log
+        if log is not None and not position.is_in_cycle_of(log.position):
+            log = self._peer.lineage.start(position.head)
+        is_there = log is not None and position.fragment < log.fragments
+        return log.opening(position.fragment) if log is not None and is_there else None

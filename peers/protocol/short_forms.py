@@ -130,7 +130,14 @@ def _counts(plain: object, log: LogState) -> tuple[tuple[str, int], ...]:
 
 # Entries ----------------------------------------------------------------------------------------------------------
 def _header(plain: object, log: LogState) -> Header:
-    return header_of(log, from_plain(Outcome, plain))
+    return _told(from_plain(Outcome, plain), log)
+
+
+def _told(outcome: Outcome, log: LogState) -> Header:
+    """Raises: LogError when it is an entry of another fragment than the message."""
+    if outcome.fragment != log.fragment:
+        raise LogError(f"an entry of fragment {outcome.fragment} in a message about {log.position}")
+    return header_of(log, outcome)
 
 
 def _short_held(held: Held, log: LogState) -> ShortHeld:
@@ -139,7 +146,7 @@ def _short_held(held: Held, log: LogState) -> ShortHeld:
 
 def _held(plain: object, log: LogState) -> Held:
     short = from_plain(ShortHeld, plain)
-    return Held(attempt=_attempt(short.attempt, log.position), header=header_of(log, short.outcome))
+    return Held(attempt=_attempt(short.attempt, log.position), header=_told(short.outcome, log))
 
 
 # Rounds -----------------------------------------------------------------------------------------------------------

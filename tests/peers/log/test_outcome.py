@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.log.header import MEMBER_LIMIT, Header, Member
-from peers.log.outcome import Outcome, Turnout, follow, outcome_of, turnout_of
+from peers.log.outcome import Outcome, Turnout, follow, header_of, outcome_of, turnout_of
 from peers.log.state import LogError, LogState
 from peers.values.leases import prefix, sample_count
 from peers.values.wire import digest_of, pack, unpack
@@ -145,3 +145,30 @@ def test_who_wants_as_many_samples_as_last_time_is_not_named_again() -> None:
         outcome = outcome_of(log, header)
         log = log.append(header)
     assert outcome.turnout == nobody(known=((0, 3),))
+
+
+def test_entries_of_all_fragments_are_told() -> None:
+    """Those that close no cycle say nothing of samples; each is read whether the others are made or not."""
+    log = replace(LOG, run="cycles", fragments=3)
+    for cycle in range(3):
+        leases = log.leases or dict(zip("abc", log.grants, strict=False))
+        begins, told = log, list[Outcome]()
+        for fragment in (1, 2, 0):
+            closes = fragment == 2
+            offers = {peer: leases[peer] for peer in "abc"} | ({"x": ()} if cycle == 1 else {})
+            roster = [
+                Member(peer=peer, tokens=sample_count(lease) * 100, samples=lease if closes else ())
+                for peer, lease in offers.items()
+            ]
+            header = log.of(fragment).next_header(roster, digest_of(b"%d" % fragment))
+            told.append(outcome_of(log, header))
+            log = log.append(header)
+            assert header_of(log if log.made else begins, told[-1]) == header_of(begins, told[-1]) == header
+        if cycle:
+            assert all(outcome.turnout.tokens == outcome.turnout.samples == () for outcome in told)
+        followed = begins
+        for outcome in told:
+            followed = follow(followed, outcome)
+        assert followed == log
+        with pytest.raises(LogError, match="does not follow"):
+            header_of(begins, told[0].model_copy(update={"fragment": 3}))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from peers.presence.heartbeat import PeerState
 from peers.presence.membership import FORGOTTEN, Membership
 from tests.peers.builders import LOG, beat
@@ -81,3 +84,27 @@ def test_nothing_grows_for_ever() -> None:
     membership.observe([beat("c", LOG)], FORGOTTEN + 1)
     assert membership.leavers == frozenset()
     assert list(membership.live(FORGOTTEN + 1)) == ["c"]
+
+
+KINDS = ("observe", "unreachable", "heard_from", "left", "nothing")
+DEEDS = st.tuples(st.sampled_from(KINDS), st.sampled_from("abc"), st.floats(0, 6))
+
+
+@given(st.lists(DEEDS, max_size=20))
+def test_who_lives_is_found_anew_whenever_it_may_have_changed(deeds: list[tuple[str, str, float]]) -> None:
+    """In between it is the same object."""
+    asked, now = seen(), 0.0
+    for number, (deed, peer, seconds) in enumerate(deeds):
+        now += seconds
+        match deed:
+            case "observe":
+                asked.observe([beat(peer, LOG, sequence=number)], now)
+            case "heard_from":
+                asked.heard_from(peer, now)
+            case "unreachable":
+                asked.unreachable(peer)
+            case "left":
+                asked.left(peer)
+        live = asked.live(now)
+        assert set(live) == {one for one in "abc" if asked.is_live(one, now)}
+        assert asked.live(now) is live

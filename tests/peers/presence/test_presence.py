@@ -83,3 +83,22 @@ def test_the_fastest_is_one_that_works() -> None:
     presence.membership.observe([beat("d", AHEAD, PeerState.JOINING, speed=900.0)], 0.0)
     assert presence.fastest == 500.0
     assert seeing(names="").fastest == 0.0
+
+
+def test_what_was_found_out_is_found_out_anew_when_what_it_depends_on_changes() -> None:
+    presence = seeing()
+    assert presence.elect(AHEAD, ()) == presence.elect(AHEAD, ()) == "a"
+    assert presence.elect(LOG, ()) == "a"
+    presence.distrust("a")
+    assert presence.elect(AHEAD, ()) == "c"
+    assert presence.elect(AHEAD, ("b",)) == "b"
+    presence.now = DISTRUST + 1
+    presence.membership.observe([beat("a", AHEAD, sequence=2), beat("c", AHEAD, sequence=2)], presence.now)
+    assert presence.elect(AHEAD, ()) == "a", "it is believed again"
+    assert presence.furthest(LOG) == "c"
+    presence.reachability.observe({"c": Reach.NONE}, {})
+    assert presence.furthest(LOG) == "a"
+    assert presence.furthest(AHEAD) is None
+    presence.membership.unreachable("a")
+    assert presence.furthest(LOG) is None
+    assert presence.elect(AHEAD, ()) == "c"

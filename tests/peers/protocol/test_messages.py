@@ -41,7 +41,7 @@ from peers.protocol.messages import (
     chunk_set,
     chunks_in,
 )
-from peers.protocol.packing import FIELDS, RELATIVE, Packer, open_envelope, pack_message, unpack_message
+from peers.protocol.packing import FIELDS, PLACE, RELATIVE, Packer, open_envelope, pack_message, unpack_message
 from peers.values.leases import SampleRange
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError
 from tests.peers.builders import PAYLOAD, RUN, STATE, attempt, first_log, member, ready, round_of
@@ -209,7 +209,7 @@ def test_sets_of_chunks_come_back_as_they_went(chunks: set[int]) -> None:
 def refused(message: Message, field: str, value: object) -> str:
     """Why a message is dropped in which one field is packed as this."""
     body = body_of(message)
-    body[3 + list(FIELDS[type(message)]).index(field)] = value
+    body[PLACE + list(FIELDS[type(message)]).index(field)] = value
     with pytest.raises(WireError) as caught:
         unpacked(with_body(message, body))
     return str(caught.value)
@@ -268,11 +268,11 @@ def test_an_entry_is_adopted_from_somebody(holders: object) -> None:
 
 def test_an_entry_is_adopted_whole() -> None:
     assert "Adopt.held" in refused(of(Adopt), "held", None)
-    name, (previous, fragment, turnout, payload) = body_of(of(Adopt))[4]
+    name, (previous, fragment, turnout, payload) = body_of(of(Adopt))[PLACE + 1]
     assert "payload" in refused(of(Adopt), "held", [name, [previous, fragment, turnout, payload[:31]]])
     assert "does not follow" in refused(of(Adopt), "held", [name, [STATE, fragment, turnout, payload]])
-    assert "does not follow" in refused(of(Adopt), "held", [name, [previous, 1, turnout, payload]])
     assert "nobody" in refused(of(Adopt), "held", [name, [previous, fragment, NOBODY, payload]])
+    assert "fragment 1" in refused(of(Adopt), "held", [name, [previous, 1, turnout, payload]])
 
 
 @pytest.mark.parametrize(
