@@ -21,7 +21,6 @@ CALM = Faults()
 SPEEDS = (1.0, 0.9, 0.4)  # by name: some peers train shorter leases
 PEACE = 1000.0  # seconds in which everybody must agree again
 TIMINGS = (Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0), Timing())  # the second: as manifests have it
-FRAGMENTS = (1, 1, 1, 1, 2, 3)  # that the state is in: plain DiLoCo has one
 BATCH = 25  # seeds that one process takes at once
 
 
@@ -51,8 +50,8 @@ class Life:
         return f"seed {self.seed}, {self.peers} peers, {self.faults}, {self.timing}, {self.fragments} fragments{blows}"
 
 
-def draw_life(seed: int, fragments: int | None = None) -> Life:
-    """2 to 12 peers, a bad network, and a few blows; and, unless it is given, in how many fragments the state is."""
+def draw_life(seed: int, fragments: int = 1) -> Life:
+    """2 to 12 peers, a bad network, and a few blows."""
     draw = random.Random(seed)
     peers = draw.choice((2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 10, 12))
     names = [f"peer{number}" for number in range(peers)]
@@ -76,7 +75,7 @@ def draw_life(seed: int, fragments: int | None = None) -> Life:
         kind = draw.choice(HARD + SOFT if mortal else SOFT)
         victim = draw.choice(mortal if kind in HARD else names)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
-    return Life(seed, peers, faults, tuple(blows), timing, fragments or draw.choice(FRAGMENTS))
+    return Life(seed, peers, faults, tuple(blows), timing, fragments)
 
 
 def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ...]:
@@ -179,7 +178,7 @@ def report(life: Life) -> str:
     return f"{trace}\n{what}\n{life}"
 
 
-def failing_seeds(seeds: range, fragments: int | None) -> list[int]:
+def failing_seeds(seeds: range, fragments: int) -> list[int]:
     return [seed for seed in seeds if failure(draw_life(seed, fragments))]
 
 
@@ -189,7 +188,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
-    parser.add_argument("--fragments", type=int, help="of the state (default: drawn from the seed)")
+    parser.add_argument("--fragments", type=int, default=1, help="of the state; plain DiLoCo has one")
     options = parser.parse_args()
     stop = options.first + options.seeds
     batches = [range(first, min(first + BATCH, stop)) for first in range(options.first, stop, BATCH)]

@@ -11,6 +11,8 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.events import Captured, TrainingDone
 from peers.protocol.slot import SlotState
+from peers.simulator.history import InvariantError
+from peers.simulator.schedules import draw_life, live
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Faults, Swarm
 from peers.values.wire import digest_of
@@ -172,3 +174,14 @@ def test_one_fragment_is_plain_diloco() -> None:
     assert {fragment for _, fragment in entries.by_place} == {0}
     heads = [entries.by_place[index, 0] for index in range(3)]
     assert [header.previous for header in heads[1:]] == [header.digest for header in heads[:-1]]
+
+
+@pytest.mark.parametrize("seed", range(48000, 48006))
+def test_random_lives_of_several_fragments(seed: int) -> None:
+    live(draw_life(seed, fragments=3))
+
+
+@pytest.mark.xfail(raises=InvariantError, strict=True, reason="found by 2,000 lives, and not mended yet")
+@pytest.mark.parametrize(("seed", "fragments"), [(10572, 2), (11906, 3)])
+def test_lives_of_several_fragments_that_end_badly(seed: int, fragments: int) -> None:
+    live(draw_life(seed, fragments))

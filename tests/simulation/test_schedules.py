@@ -33,7 +33,7 @@ from peers.protocol.messages import Adopt, Attempt, Begin, Commit, Complete, Mes
 from peers.protocol.slot import Slot
 from peers.protocol.states import State
 from peers.simulator.history import InvariantError
-from peers.simulator.schedules import CALM, FRAGMENTS, Blow, Life, agreed, draw_life, failure, live, report, smallest
+from peers.simulator.schedules import CALM, Blow, Life, agreed, draw_life, failure, live, report, smallest
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Faults, Swarm
 from peers.values.leases import SampleRange, sample_count
@@ -97,7 +97,6 @@ def test_lives_are_drawn_from_all_there_is() -> None:
     assert draw_life(3) == lives[3]
     assert {blow.kind for life in lives for blow in life.blows} == {"kill", "leave", "cut off", "deafen", "stop"}
     assert {life.peers for life in lives} >= {2, 3, 12}
-    assert {life.fragments for life in lives} == set(FRAGMENTS)
     for life in lives:
         mortal = {blow.peer for blow in life.blows if blow.kind in ("kill", "leave")}
         assert 2 * len(mortal) < life.peers, "who comes back has forgotten everything: only a minority may"
