@@ -15,9 +15,9 @@ RECENT_ENTRIES = 64
 class Lineage:
     """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone."""
 
-    def __init__(self, log: LogState | None = None) -> None:
+    def __init__(self, log: LogState) -> None:
         """`log` is where it begins."""
-        self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log} if log else {})
+        self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log})
         self._followers: OrderedDict[tuple[bytes, int], Header] = OrderedDict()  # by the place that they are for
         self._heads: deque[bytes] = deque(maxlen=RECENT_ENTRIES)
         self._end = 0  # cycles in the log, up to the last of these

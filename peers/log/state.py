@@ -233,6 +233,12 @@ class LogState:
         """Raises: LogError naming the first field that does not follow from the log."""
         return _append(self, header)
 
+    def check_next(self, header: Header) -> None:
+        """Raises: LogError unless this may be the entry of `fragment`. Another one's follows from the log, too."""
+        self.append(header)
+        if header.fragment != self.fragment:
+            raise LogError("it is another fragment's entry")
+
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
         """The state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers vouch
         for). `ends` are the digests of its entries, where it has more than one."""

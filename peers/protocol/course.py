@@ -56,10 +56,10 @@ class Course:
             return State.APPLYING
         if self.trainer.is_training:
             return State.TRAINING
-        states = {slot.state for slot in self.slots.values()}
-        if SlotState.AVERAGING in states:
+        if self._is_averaging:
             return State.AVERAGING
-        return State.READY if SlotState.READY in states else State.JOINING
+        is_ready = any(slot.state is SlotState.READY for slot in self.slots.values())
+        return State.READY if is_ready else State.JOINING
 
     def tick(self) -> None:
         if self._leave_by is not None and self._desk.now >= self._leave_by:
@@ -267,8 +267,7 @@ class Course:
     def look_for_trouble(self) -> None:
         """See whether our work can count. Where it can't, stop training, and wait without a lease."""
         self.troubles.look(self.slot.leadership.elect())
-        is_averaging = any(slot.state is SlotState.AVERAGING for slot in self.slots.values())
-        can_stop = self.state in (State.TRAINING, State.READY) and not is_averaging and not self._holds
+        can_stop = self.state in (State.TRAINING, State.READY) and not self._is_averaging and not self._holds
         if self.troubles.is_aside and can_stop:
             self._drop_work()
             self._await_lease()
@@ -322,9 +321,8 @@ class Course:
         """A round under way is finished first, and its entry noted down, within `leave_by`; all else is dropped."""
         if self._leave_by is None:
             return
-        is_averaging = any(slot.state is SlotState.AVERAGING for slot in self.slots.values())
         is_applying = self.replica.state is ReplicaState.APPLYING or self.replica.undigested is not None
-        is_busy = is_averaging or is_applying
+        is_busy = self._is_averaging or is_applying
         if not is_busy or self._desk.now >= self._leave_by:
             self._leave()
 
@@ -338,6 +336,10 @@ class Course:
         """What to tell the others in the end."""
         may_be_needed = self._holds or bool(self.replica.log.made)  # others may be behind in this cycle
         return Leaving(position=self.replica.log.position, holds=may_be_needed)
+
+    @property
+    def _is_averaging(self) -> bool:
+        return any(slot.state is SlotState.AVERAGING for slot in self.slots.values())
 
     @property
     def _holds(self) -> bool:

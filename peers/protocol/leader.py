@@ -359,10 +359,10 @@ class Leader(Gathering):
 
     def _follows(self, header: Header) -> bool:
         try:
-            self._log.append(header)
+            self._log.check_next(header)
         except LogError:
             return False
-        return header.fragment == self._log.fragment
+        return True
 
     def _holds(self, peer: str, held: Held) -> bool:
         theirs = self._ready[peer].held

@@ -139,8 +139,10 @@ class Slot(Part):
     def _ask_another(self) -> None:
         """As its leader, find out whether the others have made this fragment's entry already: heartbeats do not tell,
         and nobody says so who has no business with us any more."""
+        if self.log.fragments == 1:
+            return  # here they do tell
         others = sorted(peer for peer in self._presence.live() if peer in self.log.roster)
-        if others and self.log.fragments > 1:
+        if others:
             self._asked = next((peer for peer in others if peer > self._asked), others[0])
             self._desk.emit(Send(self._asked, Inquire(position=self.log.position)))
 
@@ -216,9 +218,7 @@ class Slot(Part):
         if held and adopt.held.attempt.order < held.attempt.order:
             return
         try:
-            self.log.append(adopt.held.header)
-            if adopt.held.header.fragment != self.log.fragment:
-                raise LogError("it is another fragment's entry")
+            self.log.check_next(adopt.held.header)
         except LogError as error:
             self._desk.emit(Dropped(sender, "adopt", str(error)))
             return

@@ -40,7 +40,7 @@ def digests(headers: Sequence[Header]) -> tuple[bytes, ...]:
 
 
 def lineage_of(headers: Sequence[Header]) -> Lineage:
-    lineage = Lineage()
+    lineage = Lineage(LOG)
     log = LOG
     for header in headers:
         log = log.append(header)
