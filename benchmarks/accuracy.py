@@ -21,7 +21,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.inner.replica import Replica
+from opendiloco.inner.replica import ModelReplica
 from opendiloco.kernels import FloatArray, Format, Payload, Rounding
 from opendiloco.model.build import build_model
 from peers.values.leases import SamplePool
@@ -36,7 +36,7 @@ def train_pseudo_gradients(config: RunConfig, outer_steps: int) -> list[FloatArr
     """theta - local of each worker after the last of some outer steps; those before move theta by the plain average."""
     tokenizer = build_tokenizer(config.tokenizer)
     data, pool = load_data(config, tokenizer), SamplePool()
-    replicas = [Replica(config, build_model(config, tokenizer), data.samples) for _ in range(WORKERS)]
+    replicas = [ModelReplica(config, build_model(config, tokenizer), data.samples) for _ in range(WORKERS)]
     theta: FloatArray = np.empty(replicas[0].layout.size, np.float32)
     replicas[0].store(theta)
     steps = config.training.inner_steps

@@ -28,7 +28,7 @@ import click
 import numpy as np
 
 from benchmarks.reporting import Bar, report, speed_ratio
-from opendiloco.checkpoints.checkpointer import Checkpointer, Plan
+from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.optimizers import OuterOptimizerSection
@@ -75,7 +75,7 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
     return time.perf_counter() - start
 
 
-async def save_in_a_process(state: OuterState, plan: Plan) -> tuple[float, float, float]:
+async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float, float, float]:
     """Seconds that the trainer loses, until the copy is done, and until the checkpoint is safe on the disk."""
     plan.folder.path.mkdir(parents=True, exist_ok=True)
     storage = FolderStorage(plan.folder.path, available_memory)
@@ -111,7 +111,7 @@ def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[
     state.momentum[:] = draw.standard_normal(values, np.float32)
     tensors = {"momentum": state.momentum, "theta": state.theta}
     as_torch = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
-    plan = Plan(RunFolder(folder / RUN / "peer"), keep_newest=1, rate=rate)
+    plan = KeepingPlan(RunFolder(folder / RUN / "peer"), keep_newest=1, rate=rate)
     at_once: dict[str, Callable[[Path], object]] = {
         SAFETENSORS: lambda path: save_file(tensors, path),
         TORCH: lambda path: torch.save(as_torch, path),

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from benchmarks.processes import memory_of, read_lines, say
-from opendiloco.checkpoints.checkpointer import Checkpointer, Plan
+from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
@@ -34,8 +34,8 @@ CHECKPOINT_RATE = 200e6  # bytes a second: what `join` keeps to if it is not tol
 
 
 class GatedTrainer:
-    """The machine's workers; see `opendiloco.local_workload.Trainer`. Seconds are those that the peer process waits:
-    from theta in shared memory to the trained weights there."""
+    """The machine's workers; see `opendiloco.local_workload.LocalTrainer`. Seconds are those that the peer process
+    waits: from theta in shared memory to the trained weights there."""
 
     def __init__(self, workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
         self.vectors = workers.vectors
@@ -69,7 +69,10 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
     try:
         say("connected", memory=memory_of())
         kept = RunFolder.open(run, identity.peer_id, folder)
-        async with working(run, options) as workload, Checkpointer(Plan(kept, rate=CHECKPOINT_RATE)) as checkpointer:
+        async with (
+            working(run, options) as workload,
+            Checkpointer(KeepingPlan(kept, rate=CHECKPOINT_RATE)) as checkpointer,
+        ):
             workload.trainer = GatedTrainer(workload.workers, lines)
             volunteer = await volunteer_with(workload, run, identity, transport, kept)
             volunteer.checkpoint_with(checkpointer)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from opendiloco.config.run_config import EvaluationSection
 from peers.log.state import LogState
-from peers.presence.heartbeat import Heartbeat, HeldOut
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 
 
 def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
@@ -17,7 +17,7 @@ def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
     return roster[index // section.every % len(roster)] == me
 
 
-def newest_held_out(heartbeats: Iterable[Heartbeat]) -> HeldOut | None:
+def newest_held_out(heartbeats: Iterable[Heartbeat]) -> HeldOutLoss | None:
     """What the peers last found, if any of those who are there did."""
     found = [beat.held_out for beat in heartbeats if beat.held_out is not None]
     return max(found, key=lambda held_out: held_out.index, default=None)

@@ -28,7 +28,7 @@ from peers.errors import DilocoPeerError
 from peers.values.workload import Blocks, InnerLoop, Progress, Trained
 
 
-class Trainer(Protocol):
+class LocalTrainer(Protocol):
     """Whoever makes the inner steps: the machine's workers, or one's own loop."""
 
     vectors: SharedVectors
@@ -44,7 +44,7 @@ class Trainer(Protocol):
 class TrainingWorkload(LocalState):
     """Implements `peers.values.workload.Workload`, whoever trains."""
 
-    def __init__(self, trainer: Trainer, config: RunConfig) -> None:
+    def __init__(self, trainer: LocalTrainer, config: RunConfig) -> None:
         super().__init__(trainer.vectors.theta, config)
         self.trainer = trainer
         self._contribution = self._codec.empty_payload()

@@ -14,7 +14,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
-from opendiloco.inner.replica import Replica
+from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.outer.state import OuterState
@@ -38,7 +38,7 @@ class Reference:
         self._config = config
         self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
         self._data: TrainingData = load_data(config, self._tokenizer)
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, ModelReplica] = {}
         self._judge = self._new_replica()
         theta: Vector = np.empty(self._judge.layout.size, np.float32)
         self._judge.store(theta)
@@ -78,5 +78,5 @@ class Reference:
         batch_size = self._config.training.batch_size
         return held_out_loss(self._judge.model, self._data.held_out, windows, batch_size)[0]
 
-    def _new_replica(self) -> Replica:
-        return Replica(self._config, build_model(self._config, self._tokenizer), self._data.samples)
+    def _new_replica(self) -> ModelReplica:
+        return ModelReplica(self._config, build_model(self._config, self._tokenizer), self._data.samples)

@@ -113,13 +113,13 @@ def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -
     return known[position]
 
 
-class Tracker:
+class StateTracker:
     """The states of a run as they come; `poll` is in seconds."""
 
     def __init__(self, following: Following, audit: Audit, poll: float) -> None:
         self._following = following
         self._audit = audit
-        self._patience = Patience(poll)
+        self._retry = Retrying(poll)
         self._poll = poll
         self._named = 0  # of the audit's disagreements
 
@@ -129,7 +129,7 @@ class Tracker:
         Where what follows cannot be had, or the run went on with another lineage, it begins anew with a snapshot. When
         nobody is there it waits.
         """
-        await self._patience(self._following.begin)
+        await self._retry(self._following.begin)
         is_snapshot = True
         while True:
             reached = self._reached(is_snapshot)
@@ -138,7 +138,7 @@ class Tracker:
                 yield disagreement
             if reached.index >= last:
                 return
-            while (next_is_snapshot := await self._patience(self._advance)) is None:
+            while (next_is_snapshot := await self._retry(self._advance)) is None:
                 for disagreement in self._news():
                     yield disagreement
                 await asyncio.sleep(self._poll)
@@ -172,7 +172,7 @@ class Tracker:
         yield from new
 
 
-class Patience:
+class Retrying:
     """Tries again, every `seconds`, what only needs somebody to be there; says once that it waits."""
 
     def __init__(self, seconds: float) -> None:

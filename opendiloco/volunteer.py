@@ -35,7 +35,7 @@ from peers.log.state import LogState
 from peers.net.findable import keep_findable
 from peers.net.remembered import RememberedPeers
 from peers.net.transport import HivemindTransport
-from peers.presence.heartbeat import Heartbeat, HeldOut
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.transfer.storage import FolderStorage
 from peers.values.clock import now
 from peers.values.identity import Identity
@@ -59,12 +59,12 @@ class RunWorkload(LocalWorkload):
         self._outer_steps = config.total_outer_steps
         self._windows = config.evaluation.windows
         self.is_our_turn: Callable[[], bool] = lambda: False
-        self.on_evaluated: Callable[[HeldOut], None] = lambda held_out: None
+        self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         if self.is_our_turn():
             loss = (await self.evaluate(self._windows)).loss
-            held_out = HeldOut(index=work.index, loss=loss)
+            held_out = HeldOutLoss(index=work.index, loss=loss)
             self.workers.telemetry.evaluated(held_out)
             self.on_evaluated(held_out)
         if work.index >= self._outer_steps:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from opendiloco import kernels
-from opendiloco.checkpoints.checkpointer import Checkpointer, Plan
+from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.outer.codec import BlockCodec
@@ -64,7 +64,7 @@ class ArchivedRun:
         self._format = kernels.FORMATS[run.config.codec.kind]
         self.log = LogFolder.open(self._folder.log, run.settings.empty_log, self._format.block_bytes)
         self._checkpoints = Checkpoints(self._folder.checkpoints, run.run_id)
-        self.checkpointer = Checkpointer(Plan(self._folder))
+        self.checkpointer = Checkpointer(KeepingPlan(self._folder))
         self._state_bytes = 0  # until the model's size is known
         self.buffers: PayloadBuffers | None = None  # from then on
         self._snapshot: Snapshot | None = None

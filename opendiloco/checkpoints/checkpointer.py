@@ -47,7 +47,7 @@ class Frozen(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class KeepingPlan:
     """What is kept of a run and where. Rates are in bytes a second; None: as fast as it goes."""
 
     folder: RunFolder
@@ -81,7 +81,7 @@ class Plan:
 class Checkpointer:
     """Writes one checkpoint at a time, in a process of its own. Nothing that goes wrong here reaches the training."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: KeepingPlan) -> None:
         self.on_saved: Callable[[], None] = lambda: None
         self._plan = plan
         self._waiting: Frozen | None = None

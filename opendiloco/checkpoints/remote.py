@@ -17,7 +17,7 @@ from opendiloco.errors import RemoteError, first_line
 PIECE = 1 << 20  # bytes
 
 
-class Pace:
+class RateLimit:
     """Keeps to a rate by waiting: `done` bytes take at least so many seconds from when this was made."""
 
     def __init__(self, rate: float | None, wait: Callable[[float], None] = time.sleep) -> None:
@@ -90,7 +90,7 @@ class Remote:
         with self._errors():
             try:
                 with self._files.open(partial, "wb") as file:
-                    for piece in _pieces(path, Pace(rate)):
+                    for piece in _pieces(path, RateLimit(rate)):
                         file.write(piece)
                 self._files.mv(partial, self._path(name))
             except BaseException:
@@ -128,13 +128,13 @@ def push_folder(folder: Path, url: str) -> None:
         remote.send(path, path.relative_to(folder).as_posix())
 
 
-def _pieces(path: Path, pace: Pace) -> Iterator[bytes]:
+def _pieces(path: Path, limit: RateLimit) -> Iterator[bytes]:
     done = 0
     with path.open("rb") as file:
-        while piece := file.read(pace.piece(PIECE)):
+        while piece := file.read(limit.piece(PIECE)):
             yield piece
             done += len(piece)
-            pace.passed(done)
+            limit.passed(done)
 
 
 def without_secrets(url: str) -> str:

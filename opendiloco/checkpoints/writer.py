@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendiloco.checkpoints.files import PARTIAL, file_header, file_name, prune, sweep
-from opendiloco.checkpoints.remote import Pace, Remote
+from opendiloco.checkpoints.remote import RateLimit, Remote
 from opendiloco.errors import RemoteError
 
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6
@@ -86,7 +86,7 @@ def write_checkpoint(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)  # not before it is ours
             file.write(header)
-            _copy(descriptor, file.fileno(), state_bytes, Pace(rate))
+            _copy(descriptor, file.fileno(), state_bytes, RateLimit(rate))
             os.fsync(file.fileno())
             os.replace(partial, path)
     except BlockingIOError:
@@ -107,11 +107,11 @@ def send(path: Path, job: Job) -> None:
     remote.prune(job.keep_newest, job.keep_every, job.index)
 
 
-def _copy(source: int, target: int, count: int, pace: Pace) -> None:
+def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
     """The first `count` bytes of a file to where another one is. Offsets are ours: both processes share the file's."""
     done = flushed = 0
     while done < count:
-        copied = os.sendfile(target, source, done, min(pace.piece(PIECE), count - done))
+        copied = os.sendfile(target, source, done, min(limit.piece(PIECE), count - done))
         if copied == 0:
             raise OSError(errno.EIO, "the memory ends before the state does")
         done += copied
@@ -119,7 +119,7 @@ def _copy(source: int, target: int, count: int, pace: Pace) -> None:
             os.fdatasync(target)
             os.posix_fadvise(target, 0, done, os.POSIX_FADV_DONTNEED)
             flushed = done
-        pace.passed(done)
+        limit.passed(done)
 
 
 def _sync_folder(folder: Path) -> None:

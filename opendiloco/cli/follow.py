@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opendiloco.local_workload import LocalWorkload
     from opendiloco.outer.local_state import LocalState
     from opendiloco.run import Run
-    from opendiloco.tracking import Audit, Disagreement, Patience, Reached
+    from opendiloco.tracking import Audit, Disagreement, Reached, Retrying
     from peers.net.transport import HivemindTransport
     from peers.values.manifest import Invite
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class FollowPlan:
     """What to do with every n-th state, and until which."""
 
     every: int
@@ -91,14 +91,14 @@ def command(
     invite = parse_run(run, initial_peers)
     if push_to is not None:
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
-    plan, audit = Plan(every, evaluate, export, push_to, until, as_json), Audit()
+    plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json), Audit()
     with staging(plan) as folder:
         run_interruptible(lambda interrupts: follow(invite, plan, folder, audit))
     audit.check()
 
 
 @contextmanager
-def staging(plan: Plan) -> Iterator[Path | None]:
+def staging(plan: FollowPlan) -> Iterator[Path | None]:
     """Where models are made, so that no half of one is seen; None when there is no need. It outlives the worker.
 
     Raises: MachineError when nothing can be written there.
@@ -125,7 +125,7 @@ def staging(plan: Plan) -> Iterator[Path | None]:
         yield Path(name)
 
 
-async def follow(invite: Invite, plan: Plan, folder: Path | None, audit: Audit) -> None:
+async def follow(invite: Invite, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.run import find_run
     from opendiloco.tracking import unless_failed
     from opendiloco.volunteer import connected
@@ -136,16 +136,16 @@ async def follow(invite: Invite, plan: Plan, folder: Path | None, audit: Audit) 
         await unless_failed(track(run, transport, plan, folder, audit), transport.failure())
 
 
-async def track(run: Run, transport: HivemindTransport, plan: Plan, folder: Path | None, audit: Audit) -> None:
-    from opendiloco.tracking import Disagreement, Patience, Tracker
+async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
+    from opendiloco.tracking import Disagreement, Retrying, StateTracker
     from peers.transfer.following import Following
     from peers.transfer.storage import MemoryStorage
 
     poll = run.settings.timing.heartbeat
     total = run.config.total_outer_steps
     last = total if plan.until is None else min(plan.until, total)
-    async with following_state(run, transport, plan, Patience(poll)) as (state, model):
-        tracker = Tracker(Following(transport, state, run.settings, MemoryStorage()), audit, poll)
+    async with following_state(run, transport, plan, Retrying(poll)) as (state, model):
+        tracker = StateTracker(Following(transport, state, run.settings, MemoryStorage()), audit, poll)
         async for news in tracker.until(last):
             if isinstance(news, Disagreement):
                 show_disagreement(news, plan.as_json)
@@ -157,7 +157,7 @@ async def track(run: Run, transport: HivemindTransport, plan: Plan, folder: Path
 
 @asynccontextmanager
 async def following_state(
-    run: Run, transport: HivemindTransport, plan: Plan, patience: Patience
+    run: Run, transport: HivemindTransport, plan: FollowPlan, retry: Retrying
 ) -> AsyncIterator[tuple[LocalState, LocalWorkload | None]]:
     """The state, and what can evaluate and export it: a worker, which is started only for that."""
     from opendiloco.tracking import state_for
@@ -167,10 +167,10 @@ async def following_state(
         async with working(run) as workload:
             yield workload, workload
     else:
-        yield await patience(partial(state_for, run, transport)), None
+        yield await retry(partial(state_for, run, transport)), None
 
 
-async def use_model(run: Run, reached: Reached, model: LocalWorkload, plan: Plan, folder: Path | None) -> None:
+async def use_model(run: Run, reached: Reached, model: LocalWorkload, plan: FollowPlan, folder: Path | None) -> None:
     """Evaluate and export a state, as far as it is wanted."""
     import asyncio
 
@@ -185,7 +185,7 @@ async def use_model(run: Run, reached: Reached, model: LocalWorkload, plan: Plan
     show_model(reached, facts.held_out_loss, place, plan.as_json)
 
 
-def deliver(made: Path, plan: Plan) -> str | None:
+def deliver(made: Path, plan: FollowPlan) -> str | None:
     """Bring a model to where it is wanted; returns where that is. What is in the way, or out of reach, is logged."""
     import shutil
 

@@ -129,7 +129,7 @@ def command(
     plain: bool,
 ) -> None:
     """Train in a run with this machine until Ctrl-C."""
-    from opendiloco.checkpoints.checkpointer import Checkpointer, Plan
+    from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
     from opendiloco.checkpoints.journal import Journal
     from opendiloco.checkpoints.remote import check_url
     from opendiloco.checkpoints.run_folder import RunFolder
@@ -162,7 +162,7 @@ def command(
             transport.cap(caps)
             found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(data)
             folder = RunFolder.open(found, key.peer_id, state)
-            plan = Plan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
+            plan = KeepingPlan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             kept = folder if keep or keep_every else None
             async with (

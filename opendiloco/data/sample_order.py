@@ -105,7 +105,7 @@ class Windowed(Protocol):
     def read(self, numbers: Numbers) -> Numbers: ...
 
 
-class Shards(Protocol):
+class ShardSource(Protocol):
     """Windows by the shard, each read when it is needed. Short shards, or none, give fewer windows than they should."""
 
     @property
@@ -139,7 +139,7 @@ class ShuffledShards:
     than it should have repeats its own.
     """
 
-    def __init__(self, shards: Shards, seed: int) -> None:
+    def __init__(self, shards: ShardSource, seed: int) -> None:
         self._shards = shards
         self._seed = seed
 

@@ -17,7 +17,7 @@ from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import DataError
 
 
-class HeldOut:
+class HeldOutWindows:
     """The sources' held-out windows, numbered through from the first source's first on."""
 
     def __init__(
@@ -59,7 +59,7 @@ class TrainingData:
     """The sample order for training, and the windows for evaluation."""
 
     samples: SampleOrder
-    held_out: HeldOut
+    held_out: HeldOutWindows
 
 
 def load_data(config: RunConfig, tokenizer: Tokenizer, cache: TokenCache | None = None) -> TrainingData:
@@ -75,7 +75,7 @@ def load_data(config: RunConfig, tokenizer: Tokenizer, cache: TokenCache | None 
         order, windows = _ordered(source, config, data.shuffle_seed + place)
         orders.append(order)
         held_out.append(windows)
-    return TrainingData(SampleOrder(orders, mixture, end), HeldOut(held_out, mixture, end))
+    return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
 
 
 def _ordered(source: TokenizedSource, config: RunConfig, seed: int) -> tuple[Source, Windows]:

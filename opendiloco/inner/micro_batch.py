@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from opendiloco.host_memory import MOMENTS_BYTES, HostMemory
-from opendiloco.inner.replica import Replica
+from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.inner.tensor_memory import peak_while
 from opendiloco.shared_memory import available_memory
@@ -19,7 +19,7 @@ themselves, too, and malloc keeps much that was freed: on the CPU we measured 1.
 times with activation checkpointing."""
 
 
-def fitting_micro_batch(replica: Replica, piece: int, team: Team) -> int:
+def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team) -> int:
     """1 to `piece` windows, and the same number on all workers, who call this together."""
     if piece == 1:
         return 1  # whether it fits or not
@@ -29,7 +29,7 @@ def fitting_micro_batch(replica: Replica, piece: int, team: Team) -> int:
     return team.smallest(max(1, min(int(SHARE[team.device.type] * room / window), piece)))
 
 
-def _taken_later(replica: Replica, team: Team) -> int:
+def _taken_later(replica: ModelReplica, team: Team) -> int:
     """Bytes that nobody has taken yet when workers start: moments; in main memory also what the peer process takes. The
     gradient counts with the first window."""
     moments = MOMENTS_BYTES * replica.layout.size
@@ -39,7 +39,7 @@ def _taken_later(replica: Replica, team: Team) -> int:
     return moments + host.most - host.shared
 
 
-def window_memory(replica: Replica, team: Team, windows: int = 1) -> int:
+def window_memory(replica: ModelReplica, team: Team, windows: int = 1) -> int:
     """Bytes that windows take forward and back, with the weights' gradient. The replica stays as it is."""
     ids = torch.zeros(windows, replica.window_length, dtype=torch.long, device=team.device)
     gpus = [team.device] if team.device.type == "cuda" else []

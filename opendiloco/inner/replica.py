@@ -58,7 +58,7 @@ class ReplicaTrained(Trained):
     waited_seconds: float
 
 
-class Replica:
+class ModelReplica:
     """A model with its inner optimizer's state, which persists while theta replaces the weights at each outer step.
 
     The workers of one machine have one replica together: the `model` of each is sharded (see `sharding.shard_model`),

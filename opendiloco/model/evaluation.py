@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from opendiloco.data.tokenizer import Tokenizer
-from opendiloco.data.training_data import HeldOut
+from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.model.packing import predicted_tokens, window_loss
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, held_out: HeldOut, windows: int, batch_size: int) -> tuple[float, int]:
+def held_out_loss(model: Any, held_out: HeldOutWindows, windows: int, batch_size: int) -> tuple[float, int]:
     """Mean loss in nats per token (per byte with the byte tokenizer), and the number of tokens it is a mean of.
 
     At most `windows` windows are read, evenly spread over the held-out text: the same ones at every call.

@@ -40,7 +40,7 @@ from opendiloco.workers.control import (
     StoreMoments,
 )
 from opendiloco.workers.options import WorkerOptions, choose_devices, needs_gpu_count
-from opendiloco.workers.process import Answer, Descriptors, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
+from opendiloco.workers.process import Answer, Inherited, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
@@ -180,7 +180,7 @@ class WorkerGroup:
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def _start_workers(self, fresh: bool) -> Configured:
-        threads, shared = self._options.threads, Descriptors(self._memory_descriptor, self._moments_descriptor)
+        threads, shared = self._options.threads, Inherited(self._memory_descriptor, self._moments_descriptor)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             self._workers = [await WorkerProcess.start(shared._replace(listener=listener.fileno()), threads)]

@@ -51,7 +51,7 @@ class WorkerDeathError(WorkerError):
     """The worker's process has ended."""
 
 
-class Descriptors(NamedTuple):
+class Inherited(NamedTuple):
     """What a worker inherits: memory files for vectors and for moments, and, if it is the first, where all meet."""
 
     memory: int
@@ -72,7 +72,7 @@ class WorkerProcess:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, descriptors: Descriptors, threads: int) -> WorkerProcess:
+    async def start(cls, descriptors: Inherited, threads: int) -> WorkerProcess:
         """Start a worker that inherits these descriptors."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -187,7 +187,7 @@ class WorkerProcess:
         return WorkerDeathError(f"{self.name} {how}.{said}", remedy)
 
 
-async def _spawn(control: int, descriptors: Descriptors, threads: int) -> asyncio.subprocess.Process:
+async def _spawn(control: int, descriptors: Inherited, threads: int) -> asyncio.subprocess.Process:
     """The worker sees the same modules as we do, whatever folder we were started in, and prints to a pipe of ours.
 
     Its collectives stay on the loopback interface.

@@ -13,7 +13,7 @@ from prometheus_client import Gauge
 
 from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.trackers import Tracker
-from peers.presence.heartbeat import HeldOut
+from peers.presence.heartbeat import HeldOutLoss
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Telemetry:
             index * self._inner_steps + done.inner_steps, {f"training/{name}": value for name, value in values.items()}
         )
 
-    def evaluated(self, held_out: HeldOut) -> None:
+    def evaluated(self, held_out: HeldOutLoss) -> None:
         """This machine has evaluated theta. (`peers.metrics` has the gauge.)"""
         logger.info("held-out loss %.4f after outer step %d", held_out.loss, held_out.index)
         self._track(held_out.index * self._inner_steps, {"held_out/loss": held_out.loss})

@@ -50,7 +50,7 @@ from peers.errors import DilocoPeerError
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
-    from opendiloco.inner.replica import Replica
+    from opendiloco.inner.replica import ModelReplica
 
 
 class ControlChannel:
@@ -113,7 +113,7 @@ class Worker:
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
         self._data: TrainingData = load_data(self._config, self._tokenizer)
 
-        from opendiloco.inner.replica import Replica
+        from opendiloco.inner.replica import ModelReplica
         from opendiloco.inner.team import Team
         from opendiloco.model.utilisation import flops_per_token
         from opendiloco.workers.assembly import assemble_model
@@ -126,7 +126,7 @@ class Worker:
                 os.close(descriptors.listener)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
-        self._replica: Replica = Replica(self._config, model, self._data.samples, self._team)
+        self._replica: ModelReplica = ModelReplica(self._config, model, self._data.samples, self._team)
         self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments

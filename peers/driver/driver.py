@@ -24,7 +24,7 @@ from peers.driver.training import Training
 from peers.errors import DilocoPeerError
 from peers.log.header import Header
 from peers.log.settings import RunSettings
-from peers.presence.heartbeat import Heartbeat, HeldOut
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import events
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.events import Event, HeartbeatsSeen, LeaveRequested, Tick
@@ -181,7 +181,7 @@ class Driver:
             await waiter
 
     # What this peer says of itself ----------------------------------------------------------------------------
-    def evaluated(self, held_out: HeldOut) -> None:
+    def evaluated(self, held_out: HeldOutLoss) -> None:
         """Tell others from now on what this peer found about theta."""
         self._pulse.held_out = held_out
         metrics.HELD_OUT_LOSS.set(held_out.loss)

@@ -24,7 +24,7 @@ ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginnin
 class StreamHeader(Value):
     """The round that a stream's chunks are of."""
 
-    round: Attempt
+    round_name: Attempt
 
 
 class IncomingTransport(Protocol):
@@ -58,11 +58,11 @@ class Incoming:
 
     def tidy(self, present: Attempt | None, members: Collection[str]) -> None:
         """End streams that nobody waits for: of other rounds than `present`, and from members that are lost."""
-        for task, (round, peer) in list(self._receivers.items()):
-            if round == present and peer not in members:
+        for task, (round_name, peer) in list(self._receivers.items()):
+            if round_name == present and peer not in members:
                 task.cancel()
-            elif round != present:
-                asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round, peer))
+            elif round_name != present:
+                asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round_name, peer))
 
     def _cut(self, receiver: asyncio.Task[None], of: tuple[Attempt, str]) -> None:
         """End a stream of an earlier round. Its task may have gone on to another on the same connection."""
@@ -82,31 +82,31 @@ class Incoming:
 
         Raises: RefusalError, RemoteProtocolError.
         """
-        round = unpack_from(sender, StreamHeader, packed).round
+        round_name = unpack_from(sender, StreamHeader, packed).round_name
         try:
             async with asyncio.timeout(ADMISSION_TIMEOUT if self._host.peer.is_live(sender) else 0):
-                await self._host.until(lambda peer: self._admission.is_shared(round, sender))
+                await self._host.until(lambda peer: self._admission.is_shared(round_name, sender))
         except TimeoutError:
-            raise RefusalError(f"not in round {round} with you") from None
-        if list(self._receivers.values()).count((round, sender)) >= MOST:
+            raise RefusalError(f"not in round {round_name} with you") from None
+        if list(self._receivers.values()).count((round_name, sender)) >= MOST:
             raise RefusalError("too many streams of one round")
         task = asyncio.current_task()
         assert task is not None
-        self._receivers[task] = (round, sender)
+        self._receivers[task] = (round_name, sender)
         if sender not in self._from:
             self._from[sender] = RateMeter()
             self._from[sender].begin_round()
 
         def take(header: ChunkHeader, data: bytearray) -> bool:
-            return self._take(sender, round, header, data)
+            return self._take(sender, round_name, header, data)
 
         return StreamArrivals(sender, self._admission, self._buffers, take)
 
-    def _take(self, sender: str, round: Attempt, header: ChunkHeader, data: bytearray) -> bool:
+    def _take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray) -> bool:
         """Take a chunk in. Return whether the sender is rid of it."""
         self.meter.passed(len(data))
         self._from[sender].passed(len(data))
-        event, is_taken = self._admission.take(sender, round, header, data)
+        event, is_taken = self._admission.take(sender, round_name, header, data)
         if event is not None:
             self._host.handle(event)
         return is_taken

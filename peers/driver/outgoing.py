@@ -40,11 +40,11 @@ class Outgoing:
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
 
-    def begin(self, round: Attempt, others: int) -> None:
+    def begin(self, round_name: Attempt, others: int) -> None:
         """Send chunks of this round, which has so many other members."""
         for peer in list(self._senders):
             self._end_streams_to(peer, at_once=False)
-        self._round = round
+        self._round = round_name
         self._lanes.begin_round(others)
         self.meter.begin_round()
 
@@ -69,19 +69,19 @@ class Outgoing:
                 asyncio.get_running_loop().call_later(CLOSING_TIME, task.cancel)
 
     def send(self, send: SendChunk) -> None:
-        if send.round != self._round:
+        if send.round_name != self._round:
             return
         self._queues.setdefault(send.to, asyncio.Queue()).put_nowait(send)
-        self._open_streams_to(send.round, send.to)
+        self._open_streams_to(send.round_name, send.to)
 
-    def _open_streams_to(self, round: Attempt, to: str) -> None:
+    def _open_streams_to(self, round_name: Attempt, to: str) -> None:
         tasks = [task for task in self._senders.get(to, []) if not task.done()]
         most = max(FEWEST, STREAMS // len(self._queues))
         while len(tasks) < min(self._lanes.count, self._buffers.size.chunks, most):
-            tasks.append(self._host.start(self._carry(round, to, self._queues[to])))
+            tasks.append(self._host.start(self._carry(round_name, to, self._queues[to])))
         self._senders[to] = tasks
 
-    async def _carry(self, round: Attempt, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
+    async def _carry(self, round_name: Attempt, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
         """One stream to a member, from the first chunk for it until it breaks or the round is over."""
         first = await queue.get()
         if first is None:
@@ -96,14 +96,14 @@ class Outgoing:
         try:
             async with self._transport.stream(to, CHUNKS) as channel:
                 sender = ChunkSender(channel)
-                await sender.run(pack(StreamHeader(round=round)), following, self._answered)
+                await sender.run(pack(StreamHeader(round_name=round_name)), following, self._answered)
         except PeerUnreachableError:
             unsent = [*waiting, *(sender.pending if sender else ())]
             if not self._is_carried_by_others(to):
                 while not queue.empty():
                     if send := queue.get_nowait():
                         unsent.append(send)
-            self._report_unsent(round, to, unsent)
+            self._report_unsent(round_name, to, unsent)
         except KeyError:
             pass  # the round is over
 
@@ -113,29 +113,29 @@ class Outgoing:
 
     def _data(self, send: SendChunk) -> memoryview:
         read = self._buffers.averaged if send.reduced else self._buffers.contribution
-        return read(send.round, send.chunk)
+        return read(send.round_name, send.chunk)
 
     def _answered(self, send: SendChunk, is_taken: bool) -> None:
         if is_taken:
             start, stop = self._buffers.chunk_bytes(send.chunk)
             self.meter.passed(stop - start)
-            self._widen(send.round, stop - start)
-            self._host.handle(ChunkSent(send.round, send.to, send.chunk, send.reduced))
+            self._widen(send.round_name, stop - start)
+            self._host.handle(ChunkSent(send.round_name, send.to, send.chunk, send.reduced))
         else:
-            self._host.handle(ChunksUnsent(send.round, send.to, (send.chunk,), send.reduced))
+            self._host.handle(ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))
 
-    def _widen(self, round: Attempt, count: int) -> None:
+    def _widen(self, round_name: Attempt, count: int) -> None:
         """Use more connections, where those that there are do not carry all that waits."""
         has_more = any(queue.qsize() for queue in self._queues.values())
-        if self._lanes.passed(count, has_more) and round == self._round:
+        if self._lanes.passed(count, has_more) and round_name == self._round:
             for peer in list(self._senders):
-                self._open_streams_to(round, peer)
+                self._open_streams_to(round_name, peer)
 
-    def _report_unsent(self, round: Attempt, to: str, unsent: Collection[SendChunk]) -> None:
+    def _report_unsent(self, round_name: Attempt, to: str, unsent: Collection[SendChunk]) -> None:
         for reduced in (False, True):
             chunks = tuple(send.chunk for send in unsent if send.reduced == reduced)
             if chunks:
-                self._host.handle(ChunksUnsent(round, to, chunks, reduced))
+                self._host.handle(ChunksUnsent(round_name, to, chunks, reduced))
 
 
 def _header(send: SendChunk) -> ChunkHeader:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from peers import metrics
-from peers.presence.heartbeat import Heartbeat, HeldOut, name_peers
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss, name_peers
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS
 from peers.values.clock import now
@@ -53,7 +53,7 @@ class Pulse:
         self._start = start
         self._sequence = 0
         self._beats = 0
-        self.held_out: HeldOut | None = None
+        self.held_out: HeldOutLoss | None = None
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 

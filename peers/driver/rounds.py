@@ -55,9 +55,9 @@ class Rounds:
             self._host.handle(event)
 
     def assemble(self, assemble: AssemblePayload) -> None:
-        round = assemble.round
-        if self._buffers.round(round):
-            self._host.handle(PayloadAssembled(round, self._buffers.assemble(round)))
+        round_name = assemble.round_name
+        if self._buffers.round(round_name):
+            self._host.handle(PayloadAssembled(round_name, self._buffers.assemble(round_name)))
 
     def follow(self) -> None:
         """Release what belongs to another round than the protocol's present one, or to members that it has lost."""

@@ -29,9 +29,9 @@ class Traffic:
     async def serve(self) -> None:
         await self._incoming.serve()
 
-    def begin(self, round: Attempt, others: int) -> None:
+    def begin(self, round_name: Attempt, others: int) -> None:
         """Move chunks of this round, which has so many other members."""
-        self._outgoing.begin(round, others)
+        self._outgoing.begin(round_name, others)
         self._incoming.begin()
 
     def tidy(self, present: Attempt | None, members: Collection[str]) -> None:

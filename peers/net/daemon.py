@@ -56,7 +56,7 @@ IN_OWN_SESSION = (
 the Ctrl-C nor the hang-up of our terminal, which would end it before we can tell anybody that we leave."""
 
 
-class Position(StrEnum):
+class Exposure(StrEnum):
     """Where a daemon is, as seen by those who want to reach it."""
 
     LOCAL = "local"
@@ -127,7 +127,7 @@ async def start_daemon(
     listen: Sequence[str],
     announce: Sequence[str],
     client_mode: bool,
-    position: Position,
+    exposure: Exposure,
 ) -> Daemon:
     """Start p2pd as `identity` and connect it to at least one of the initial peers.
 
@@ -140,8 +140,8 @@ async def start_daemon(
         _require_free_port(address)
     sweep_sockets()
     _starting.set(attempts := list[Daemon]())
-    local = position is Position.LOCAL
-    relays = list(initial_peers) if position in (Position.PRIVATE, Position.UNKNOWN) else []
+    local = exposure is Exposure.LOCAL
+    relays = list(initial_peers) if exposure in (Exposure.PRIVATE, Exposure.UNKNOWN) else []
     # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
     with _key_file(identity) as key_path, signals_held_back():
         starting = asyncio.ensure_future(
@@ -149,7 +149,7 @@ async def start_daemon(
                 initial_peers=list(initial_peers),
                 host_maddrs=list(listen),
                 announce_maddrs=list(announce) or None,
-                dht_mode="client" if client_mode or position is Position.PRIVATE else "server",
+                dht_mode="client" if client_mode or exposure is Exposure.PRIVATE else "server",
                 identity_path=key_path,
                 check_if_identity_free=False,
                 startup_timeout=START_TIMEOUT,
@@ -159,7 +159,7 @@ async def start_daemon(
                 nat_port_map=not local,
                 auto_nat=not local,
                 trusted_relays=relays,
-                force_reachability=position.value,  # which hivemind ignores unless it is public or private
+                force_reachability=exposure.value,  # which hivemind ignores unless it is public or private
             )
         )
         try:

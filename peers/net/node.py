@@ -21,7 +21,7 @@ from peers.net.daemon import (
     HIVEMIND,
     NETWORK_ERRORS,
     Daemon,
-    Position,
+    Exposure,
     is_loopback,
     parse_addresses,
     start_daemon,
@@ -121,9 +121,9 @@ class HivemindNode:
             local = all(is_loopback(address) for address in initial_peers or listen)
         parse_addresses(initial_peers, needs_peer_id=True)
         contacts = await first_contacts(initial_peers, remembered())
-        position = _position(local, public)
-        waits = bool(initial_peers) and position in (Position.PRIVATE, Position.UNKNOWN)
-        daemon = await start_daemon(identity, contacts, listen, announce, client_mode, position)
+        exposure = _exposure(local, public)
+        waits = bool(initial_peers) and exposure in (Exposure.PRIVATE, Exposure.UNKNOWN)
+        daemon = await start_daemon(identity, contacts, listen, announce, client_mode, exposure)
         try:
             node = await HIVEMIND.node.DHTNode.create(
                 p2p=daemon,
@@ -144,7 +144,7 @@ class HivemindNode:
         foothold = Foothold(transport, daemon, node, initial_peers, remembered, may_serve=waits and not client_mode)
         foothold.start()
         transport._foothold = foothold
-        if position is not Position.LOCAL:
+        if exposure is not Exposure.LOCAL:
             transport._watching = asyncio.create_task(NetworkWatch(foothold.network_changed).run())
         return transport
 
@@ -297,12 +297,12 @@ class HivemindNode:
         return known
 
 
-def _position(local: bool, public: bool | None) -> Position:
+def _exposure(local: bool, public: bool | None) -> Exposure:
     if local:
-        return Position.LOCAL
+        return Exposure.LOCAL
     if public is None:
-        return Position.PRIVATE if is_behind_nat() else Position.UNKNOWN
-    return Position.PUBLIC if public else Position.PRIVATE
+        return Exposure.PRIVATE if is_behind_nat() else Exposure.UNKNOWN
+    return Exposure.PUBLIC if public else Exposure.PRIVATE
 
 
 async def _visible_addresses(daemon: Daemon) -> tuple[str, ...]:

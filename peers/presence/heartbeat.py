@@ -82,7 +82,7 @@ class SignedHeartbeat(Value):
     signature: Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 
 
-class HeldOut(Value):
+class HeldOutLoss(Value):
     """The loss of theta on held-out text after `index` entries, in nats per token."""
 
     index: Count
@@ -117,7 +117,7 @@ class Heartbeat(Value):
     speed: Rate
     addresses: tuple[Address, ...] = Field(max_length=8)
     roster_size: Count
-    held_out: HeldOut | None = None
+    held_out: HeldOutLoss | None = None
     endpoints: Annotated[tuple[Endpoint, ...], Field(max_length=8)] = ()
     relays: Annotated[tuple[Address, ...], Field(max_length=3)] = ()
     relayed: Tails = ()

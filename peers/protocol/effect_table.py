@@ -13,22 +13,22 @@ E = TypeVar("E")
 EFFECTS = frozenset(get_args(Effect))
 
 
-class Row(NamedTuple):
+class Handling(NamedTuple):
     """One kind of effect, and what carries it out."""
 
     kind: type[Any]
     handler: Callable[[Any], None]
 
 
-def row(kind: type[E], handler: Callable[[E], None]) -> Row:
+def row(kind: type[E], handler: Callable[[E], None]) -> Handling:
     """Return a row, in which the handler takes this very kind."""
-    return Row(kind, handler)
+    return Handling(kind, handler)
 
 
 class EffectTable:
     """Every effect has exactly one handler."""
 
-    def __init__(self, *rows: Row) -> None:
+    def __init__(self, *rows: Handling) -> None:
         """Raises: LocalProtocolError when an effect has no handler, or two."""
         self._handlers: dict[type[Any], Callable[[Any], None]] = dict(rows)
         if self._handlers.keys() != EFFECTS or len(rows) != len(EFFECTS):

@@ -73,7 +73,7 @@ class TrainingDone:
 class ContributionArrived:
     """`sender`'s own blocks of a chunk that we reduce are here."""
 
-    round: Attempt
+    round_name: Attempt
     sender: str
     chunk: int
 
@@ -82,7 +82,7 @@ class ContributionArrived:
 class BadBlocks:
     """`sender`'s blocks of a chunk are not what an encoder makes; they were dropped."""
 
-    round: Attempt
+    round_name: Attempt
     sender: str
     chunk: int
     reason: str
@@ -95,7 +95,7 @@ class ReducedArrived:
     `sender` handed it to us.
     """
 
-    round: Attempt
+    round_name: Attempt
     sender: str
     chunk: int
     absent: tuple[str, ...]
@@ -105,7 +105,7 @@ class ReducedArrived:
 class ChunkSent:
     """`peer` confirmed that it has our chunk."""
 
-    round: Attempt
+    round_name: Attempt
     peer: str
     chunk: int
     reduced: bool
@@ -115,7 +115,7 @@ class ChunkSent:
 class ChunksUnsent:
     """The way to `peer` broke off before it had confirmed these chunks."""
 
-    round: Attempt
+    round_name: Attempt
     peer: str
     chunks: tuple[int, ...]
     reduced: bool
@@ -125,7 +125,7 @@ class ChunksUnsent:
 class PayloadAssembled:
     """All chunks of the round are here; the payload has this digest and is kept."""
 
-    round: Attempt
+    round_name: Attempt
     digest: bytes
 
 
@@ -247,7 +247,7 @@ class SendChunk:
     """A chunk to a peer: as it was averaged (`reduced`), with the names of those whose blocks are `absent`, or our own
     blocks of it. Ends in ChunkSent or ChunksUnsent."""
 
-    round: Attempt
+    round_name: Attempt
     to: str
     chunk: int
     reduced: bool
@@ -258,7 +258,7 @@ class SendChunk:
 class ReduceChunk:
     """Average the blocks of these members, in this order, with these tokens; ends in ReducedArrived or BadBlocks."""
 
-    round: Attempt
+    round_name: Attempt
     chunk: int
     members: tuple[tuple[str, int], ...]
     absent: tuple[str, ...]
@@ -268,7 +268,7 @@ class ReduceChunk:
 class AssemblePayload:
     """All chunks are here: keep them as a payload. Ends in PayloadAssembled."""
 
-    round: Attempt
+    round_name: Attempt
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class Peer:
             case PayloadFetched(header) | PayloadNotFetched(header, _):
                 self._take(header.fragment, event)
             case _ if isinstance(event, ExchangeEvent):
-                self._take(event.round.position.fragment, event)
+                self._take(event.round_name.position.fragment, event)
             case _:
                 raise LocalProtocolError(f"no such event: {event!r}")
 
@@ -255,11 +255,11 @@ class Peer:
         """Of the round under way, where there is one fragment."""
         return self.slot.exchange
 
-    def exchange_of(self, round: Attempt) -> Exchange | None:
+    def exchange_of(self, round_name: Attempt) -> Exchange | None:
         """Of this round, if it is under way."""
-        slot = self.slots.get(round.position.fragment)
+        slot = self.slots.get(round_name.position.fragment)
         exchange = slot.exchange if slot else None
-        return exchange if exchange and exchange.name == round else None
+        return exchange if exchange and exchange.name == round_name else None
 
     @property
     def goodbye(self) -> Leaving:

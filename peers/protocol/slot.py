@@ -63,7 +63,7 @@ OPEN, READY, AVERAGING, CONCLUDED = SlotState
 COMMITTED: dict[StrEnum, str] = {CONCLUDED: "what we hold is committed"}
 
 
-class Host(Protocol):
+class Owner(Protocol):
     """Whoever decides what the slot's news means for the rest of the peer."""
 
     def entry_made(self, header: Header) -> None:
@@ -112,7 +112,7 @@ class Slot(Part):
     state: SlotState
 
     def __init__(
-        self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, fragment: int, host: Host
+        self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, fragment: int, host: Owner
     ) -> None:
         super().__init__(OPEN)
         self.acceptor = Acceptor(desk.me)
@@ -296,7 +296,7 @@ class Slot(Part):
     # The exchange ---------------------------------------------------------------------------------------------
     def _exchanged(self, event: ExchangeEvent) -> None:
         """Something of the round's data has moved."""
-        if not self.exchange or event.round != self.exchange.name:
+        if not self.exchange or event.round_name != self.exchange.name:
             return
         if isinstance(event, ChunksUnsent) and self._presence.is_live(event.peer):
             self._presence.reachability.failed(event.peer, self._desk.now)

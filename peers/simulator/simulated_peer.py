@@ -48,7 +48,7 @@ from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
 from peers.transfer.snapshot_fetch import Offered, choose, lineage_of
-from peers.transfer.snapshots import Offer
+from peers.transfer.snapshots import SnapshotOffer
 from peers.values.leases import sample_count
 from peers.values.reach import Reach
 from peers.values.workload import Progress, SnapshotError, Trained
@@ -151,8 +151,8 @@ class SimulatedPeer:
     def is_settled(self) -> bool:
         return self.peer.is_settled and self.peer.state not in (State.LEFT, State.APPLYING)
 
-    def _buffers(self, round: Attempt) -> PayloadBuffers:
-        return self.fragments[round.position.fragment].buffers
+    def _buffers(self, round_name: Attempt) -> PayloadBuffers:
+        return self.fragments[round_name.position.fragment].buffers
 
     @property
     def index(self) -> int:
@@ -240,29 +240,29 @@ class SimulatedPeer:
         self._buffers(opening.round.name).open(opening.round.name)
 
     def _send_chunk(self, send: SendChunk) -> None:
-        buffers = self._buffers(send.round)
-        if buffers.round(send.round):
+        buffers = self._buffers(send.round_name)
+        if buffers.round(send.round_name):
             read = buffers.averaged if send.reduced else buffers.contribution
-            self.world.send_chunk(self, send, bytes(read(send.round, send.chunk)))
+            self.world.send_chunk(self, send, bytes(read(send.round_name, send.chunk)))
 
     def accept(self, sender: str, send: SendChunk, data: bytes) -> Admitted:
         """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""
         header = ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent)
-        admission = self._admissions[send.round.position.fragment]
+        admission = self._admissions[send.round_name.position.fragment]
         admission.check_size(sender, header, len(data))
         self._received.passed(len(data))
-        return admission.take(sender, send.round, header, data)
+        return admission.take(sender, send.round_name, header, data)
 
     def _average(self, reduce: ReduceChunk) -> None:
-        fragment = self.fragments[reduce.round.position.fragment]
+        fragment = self.fragments[reduce.round_name.position.fragment]
         event = run_now(average_chunk(fragment.workload, fragment.buffers, self.name, reduce))
         if event is not None:
             self.world.soon(self, event)
 
     def _assemble(self, assemble: AssemblePayload) -> None:
-        buffers = self._buffers(assemble.round)
-        if buffers.round(assemble.round):
-            self.world.handle(self, PayloadAssembled(assemble.round, buffers.assemble(assemble.round)))
+        buffers = self._buffers(assemble.round_name)
+        if buffers.round(assemble.round_name):
+            self.world.handle(self, PayloadAssembled(assemble.round_name, buffers.assemble(assemble.round_name)))
 
     def _report_rate(self) -> None:
         """What the link carried, in rounds that did not come to an end, too."""
@@ -323,7 +323,7 @@ class SimulatedPeer:
         if self._frozen is None or self._place(self._frozen).index < least:
             self._frozen = self._newest
         last, digest = self._frozen.last, digest_of_states(self._frozen.states)
-        offer = Offer.model_construct(last=last, bytes=0, state_digest=digest, lineage=self.peer.lineage.heads)
+        offer = SnapshotOffer.model_construct(last=last, bytes=0, state_digest=digest, lineage=self.peer.lineage.heads)
         return Offered(offer, self._place(self._frozen), ())
 
     def _place(self, frozen: Frozen) -> Position:

@@ -292,9 +292,9 @@ class Swarm:
                 if event is not None:
                     self.handle(receiver, event)
             if is_taken:
-                self.soon(sender, ChunkSent(send.round, send.to, send.chunk, send.reduced))
+                self.soon(sender, ChunkSent(send.round_name, send.to, send.chunk, send.reduced))
             else:
-                self.soon(sender, ChunksUnsent(send.round, send.to, (send.chunk,), send.reduced))
+                self.soon(sender, ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))
 
         slow = sender.name in self.faults.slow or send.to in self.faults.slow
         is_relayed = self.faults.reach(sender.name, send.to) is Reach.RELAYED

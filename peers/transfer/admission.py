@@ -50,9 +50,9 @@ class Admission:
         self._buffers = buffers
         self._check = check
 
-    def is_shared(self, round: Attempt, sender: str) -> bool:
+    def is_shared(self, round_name: Attempt, sender: str) -> bool:
         """Return whether the sender and this peer are in this round together now."""
-        exchange = self._peer.exchange_of(round)
+        exchange = self._peer.exchange_of(round_name)
         return exchange is not None and sender in exchange.round.remaining
 
     def check_size(self, sender: str, header: ChunkHeader, length: int) -> None:
@@ -64,11 +64,11 @@ class Admission:
         if length != stop - start:
             raise RemoteProtocolError(sender, f"its chunk {chunk} has {length} bytes, not {stop - start}")
 
-    def take(self, sender: str, round: Attempt, header: ChunkHeader, data: bytes | bytearray) -> Admitted:
+    def take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytes | bytearray) -> Admitted:
         """Store a chunk of the announced size, if the round waits for it. Own blocks are stored as they are, and must
         not change; averaged ones are copied."""
-        exchange, current = self._peer.exchange_of(round), self._buffers.round(round)
-        if exchange is None or current is None or not self.is_shared(round, sender):
+        exchange, current = self._peer.exchange_of(round_name), self._buffers.round(round_name)
+        if exchange is None or current is None or not self.is_shared(round_name, sender):
             return NOT_NOW
         chunk = header.chunk
         is_wanted = exchange.wants_reduced if header.reduced else exchange.wants_contribution
@@ -79,9 +79,9 @@ class Admission:
             if header.absent and not exchange.may_lack(header.absent):
                 raise BadBlocksError("nobody is left in it")
         except BadBlocksError as error:
-            return Admitted(BadBlocks(round, sender, chunk, str(error)), is_taken=False)
+            return Admitted(BadBlocks(round_name, sender, chunk, str(error)), is_taken=False)
         if header.reduced:
-            self._buffers.store(round, chunk, data)
-            return Admitted(ReducedArrived(round, sender, chunk, header.absent), is_taken=True)
+            self._buffers.store(round_name, chunk, data)
+            return Admitted(ReducedArrived(round_name, sender, chunk, header.absent), is_taken=True)
         current.contributions[chunk][sender] = data
-        return Admitted(ContributionArrived(round, sender, chunk), is_taken=True)
+        return Admitted(ContributionArrived(round_name, sender, chunk), is_taken=True)

@@ -28,10 +28,10 @@ async def average_chunk(
     Blocks may pass every check at the door and still have no average: BadBlocks names the member that sent them.
     Raises: BadBlocksError or DilocoPeerError when they are this peer's own.
     """
-    round, chunk = reduce.round, reduce.chunk
-    if not buffers.round(round):
+    round_name, chunk = reduce.round_name, reduce.chunk
+    if not buffers.round(round_name):
         return None
-    contributions = buffers.contributions(round, chunk, me, reduce.members)
+    contributions = buffers.contributions(round_name, chunk, me, reduce.members)
     first_block = buffers.chunking.blocks(chunk)[0]
     room = buffers.room(len(contributions[0][0]))
     try:
@@ -40,12 +40,12 @@ async def average_chunk(
         spoiler, _ = reduce.members[await find_spoiler(codec, contributions, first_block)]
         if spoiler == me:
             raise
-        return BadBlocks(round, spoiler, chunk, str(error))
-    if not buffers.round(round):
+        return BadBlocks(round_name, spoiler, chunk, str(error))
+    if not buffers.round(round_name):
         return None
-    buffers.store(round, chunk, average)
+    buffers.store(round_name, chunk, average)
     buffers.give_back([room, *(blocks for blocks, _ in contributions)])
-    return ReducedArrived(round, me, chunk, reduce.absent)
+    return ReducedArrived(round_name, me, chunk, reduce.absent)
 
 
 async def find_spoiler(codec: Reducing, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> int:

@@ -22,7 +22,7 @@ class Request:
 
 
 @dataclass
-class Pace:
+class DonorPace:
     """What donors have given. `at_once` is how many requests each answers beside one another."""
 
     at_once: int

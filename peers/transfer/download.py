@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 from peers.errors import RemoteProtocolError
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError, Serve
-from peers.transfer.donor_pace import MOST, UNKNOWN, Pace, Request
+from peers.transfer.donor_pace import MOST, UNKNOWN, DonorPace, Request
 from peers.transfer.donors import PLACES, ReachingTransport, best_first
 from peers.values.wire import digest_of
 
@@ -65,7 +65,7 @@ class Download:
         self._reasons: dict[str, str] = {}  # why who failed us
         self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
         self._began: dict[str, float] = {}  # when who was first asked
-        self._pace = Pace(RANGES)
+        self._pace = DonorPace(RANGES)
         self._changed = asyncio.Event()
         self._now = asyncio.get_running_loop().time
 

@@ -14,7 +14,7 @@ from peers.log.state import LogState
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.donors import CHANCE, to_ask
 from peers.transfer.download import Download, DownloadError, PullTransport, Wanted
-from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot, Offer, SnapshotRequest
+from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot, SnapshotOffer, SnapshotRequest
 from peers.transfer.state_chunks import StateChunking, chunks_of
 from peers.transfer.storage import Storage
 from peers.values.wire import DIGEST_BYTES, pack, unpack_from
@@ -31,7 +31,7 @@ DIGESTS_LIMIT = 1 << 26  # bytes; of a state of two TiB
 class Offered:
     """An offer, and the digests of the chunks that it is made of."""
 
-    offer: Offer
+    offer: SnapshotOffer
     position: Position
     chunk_digests: tuple[bytes, ...]
 
@@ -129,7 +129,7 @@ async def ask_offer(
     """
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
     packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
-    offer = unpack_from(donor, Offer, packed)
+    offer = unpack_from(donor, SnapshotOffer, packed)
     chunks = chunks_of(donor, SNAPSHOT, digests, offer.bytes, offer.state_digest)
     if offer.last is not None and offer.last.run != log.run:
         raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")

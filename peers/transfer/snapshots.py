@@ -38,7 +38,7 @@ class SnapshotRequest(Value):
     last: Count
 
 
-class Offer(Value):
+class SnapshotOffer(Value):
     """A donor's newest snapshot: the last entry in it (None: before the first), its bytes and its digest.
 
     `lineage` are the digests of the donor's newest entries, oldest first, those after the snapshot included. The
@@ -130,7 +130,7 @@ def requested_bytes(sender: str, size: int, first: int, last: int) -> tuple[int,
 async def _offer(source: SnapshotSource, least: int) -> tuple[bytes, bytes]:
     snapshot = await source.newest(least)
     snapshot.offered_at = time.monotonic()
-    offer = Offer(
+    offer = SnapshotOffer(
         last=snapshot.last,
         bytes=len(snapshot.data),
         state_digest=snapshot.state_digest,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from opendiloco.checkpoints.checkpointer import Plan
+from opendiloco.checkpoints.checkpointer import KeepingPlan
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.checkpoints.writer import Job
 from peers.log.header import Header, Member
@@ -45,8 +45,8 @@ def frozen(index: int, values: int = VALUES, run: str = RUN) -> FrozenState:
     return FrozenState(header_at(index, run) if index else None, digest_of_state([state]), memory)
 
 
-def plan(base: Path, **more: Any) -> Plan:
-    return Plan(RunFolder(base / RUN / "PeerA"), **more)
+def plan(base: Path, **more: Any) -> KeepingPlan:
+    return KeepingPlan(RunFolder(base / RUN / "PeerA"), **more)
 
 
 def job(folder: Path, state: FrozenState, **more: Any) -> Job:

@@ -176,7 +176,7 @@ def test_a_file_that_another_writer_has_is_left_alone(folder: Path, monkeypatch:
 
 def test_it_waits_as_its_rate_demands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("opendiloco.checkpoints.remote.Pace.__init__.__defaults__", (waits.append,))
+    monkeypatch.setattr("opendiloco.checkpoints.remote.RateLimit.__init__.__defaults__", (waits.append,))
     monkeypatch.setattr("opendiloco.checkpoints.remote.time.monotonic", lambda: 0.0)  # the disk itself takes no time
     write(folder, frozen(6), rate=1e6)
     assert waits[-1] == pytest.approx(2.4)

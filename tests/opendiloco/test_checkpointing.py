@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.checkpoints.checkpointer import CHECKPOINTS, Checkpointer, Plan
+from opendiloco.checkpoints.checkpointer import CHECKPOINTS, Checkpointer, KeepingPlan
 from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.volunteer import Volunteer
 from tests.child_processes import child_processes
@@ -19,7 +19,7 @@ from tests.opendiloco.frozen_states import RUN, frozen, plan
 Story = Callable[[Checkpointer], Coroutine[None, None, None]]
 
 
-def play(plan: Plan, story: Story) -> None:
+def play(plan: KeepingPlan, story: Story) -> None:
     """Also sees to it that no process is left."""
     before = child_processes()
 
@@ -31,7 +31,7 @@ def play(plan: Plan, story: Story) -> None:
     assert child_processes() == before
 
 
-def written(plan: Plan) -> list[int]:
+def written(plan: KeepingPlan) -> list[int]:
     return Checkpoints(plan.folder.checkpoints, RUN).indices()
 
 

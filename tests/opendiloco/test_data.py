@@ -12,7 +12,7 @@ from opendiloco.data.sample_order import Mixture
 from opendiloco.data.token_cache import TokenCache
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import HeldOut, TrainingData, load_data
+from opendiloco.data.training_data import HeldOutWindows, TrainingData, load_data
 from opendiloco.errors import DataError
 
 END = ByteTokenizer.end
@@ -96,7 +96,7 @@ def test_the_short_form_reads_what_a_table_reads(small_content: dict[str, Any]) 
 
 def test_held_out_windows_are_evenly_spread_and_none_is_read_twice() -> None:
     parts = [Windows(np.arange(start, start + count + 1, dtype=np.uint16), 1) for start, count in ((0, 90), (500, 7))]
-    alone, mixed = HeldOut(parts[:1]), HeldOut(parts, Mixture([3, 1]))
+    alone, mixed = HeldOutWindows(parts[:1]), HeldOutWindows(parts, Mixture([3, 1]))
     assert alone.spread(9).tolist() == list(range(0, 90, 10))
     assert alone.spread(1000).tolist() == list(range(90))
     read = mixed.read(mixed.spread(8))[:, 0]

@@ -15,7 +15,7 @@ from opendiloco.volunteer import RunWorkload
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.telemetry import Telemetry
-from peers.presence.heartbeat import HeldOut
+from peers.presence.heartbeat import HeldOutLoss
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress, Trained
 from tests.opendiloco.trainings import NotingTracker
@@ -35,7 +35,7 @@ def test_nobody_evaluates_where_the_manifest_does_not_say_so() -> None:
 
 
 def test_the_newest_finding_is_shown() -> None:
-    found = (HeldOut(index=16, loss=2.0), None, HeldOut(index=24, loss=1.5), HeldOut(index=8, loss=3.0))
+    found = (HeldOutLoss(index=16, loss=2.0), None, HeldOutLoss(index=24, loss=1.5), HeldOutLoss(index=8, loss=3.0))
     beats = [beat(peer, LOG, held_out=held_out) for peer, held_out in zip("abcd", found, strict=True)]
     assert newest_held_out(beats) == found[2]
     assert held_out_lines(beats) == ["held-out loss 1.500 (perplexity 4.5) after outer step 24"]
@@ -44,7 +44,7 @@ def test_the_newest_finding_is_shown() -> None:
 
 @pytest.mark.parametrize("loss", [1e300, -1e300])
 def test_whatever_others_claim_can_be_shown(loss: float) -> None:
-    assert len(held_out_lines([beat("a", LOG, held_out=HeldOut(index=1, loss=loss))])) == 1
+    assert len(held_out_lines([beat("a", LOG, held_out=HeldOutLoss(index=1, loss=loss))])) == 1
 
 
 class Workers(WorkerGroup):
@@ -71,7 +71,7 @@ def test_who_has_the_turn_evaluates_theta_before_training_changes_anything(small
     async def story() -> None:
         workers = Workers()
         workload = RunWorkload(workers, small_config)
-        found: list[HeldOut] = []
+        found: list[HeldOutLoss] = []
         workload.on_evaluated = found.append
         tracker = NotingTracker()
         workers.telemetry.trackers.append(tracker)
@@ -79,7 +79,7 @@ def test_who_has_the_turn_evaluates_theta_before_training_changes_anything(small
             workload.is_our_turn = lambda turn=turn: turn  # type: ignore[misc]
             await workload.train(InnerLoop(3 + turn, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         assert workers.asked == ["train 3", f"evaluate {small_config.evaluation.windows}", "train 4"]
-        assert found == [HeldOut(index=4, loss=2.5)]
+        assert found == [HeldOutLoss(index=4, loss=2.5)]
         assert tracker.records == [(40, {"held_out/loss": 2.5})]
 
     asyncio.run(story())

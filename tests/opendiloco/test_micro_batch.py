@@ -13,7 +13,7 @@ from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import HostMemory
 from opendiloco.inner import micro_batch
 from opendiloco.inner.micro_batch import fitting_micro_batch, window_memory
-from opendiloco.inner.replica import Replica
+from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.kernels import INT8
 from opendiloco.model.build import build_model
@@ -22,19 +22,19 @@ TEAM = Team(torch.device("cpu"))
 
 
 @pytest.fixture
-def replica(small_config: RunConfig) -> Replica:
+def replica(small_config: RunConfig) -> ModelReplica:
     return replica_of(small_config)
 
 
-def replica_of(config: RunConfig) -> Replica:
-    return Replica(config, build_model(config, ByteTokenizer()), load_data(config, ByteTokenizer()).samples)
+def replica_of(config: RunConfig) -> ModelReplica:
+    return ModelReplica(config, build_model(config, ByteTokenizer()), load_data(config, ByteTokenizer()).samples)
 
 
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
 
 
-def test_more_windows_take_more(replica: Replica) -> None:
+def test_more_windows_take_more(replica: ModelReplica) -> None:
     """By what none of them can do without: logits, and what blocks keep."""
     two, eight = window_memory(replica, TEAM, windows=2), window_memory(replica, TEAM, windows=8)
     length, config = replica.window_length - 1, replica.model.config
@@ -57,7 +57,7 @@ def test_it_is_found_however_the_run_trains(small_config: RunConfig, changes: di
     assert window_memory(replica_of(with_training(small_config, **changes)), TEAM) > 1000
 
 
-def test_the_replica_stays_as_it_is(replica: Replica) -> None:
+def test_the_replica_stays_as_it_is(replica: ModelReplica) -> None:
     before, random = [tensor.clone() for tensor in replica.model.state_dict().values()], torch.get_rng_state()
     window_memory(replica, TEAM)
     after = replica.model.state_dict().values()
@@ -68,7 +68,7 @@ def test_the_replica_stays_as_it_is(replica: Replica) -> None:
 
 @pytest.mark.parametrize(("windows", "expected"), [(100, 8), (8, 8), (5, 5), (1, 1), (0, 1), (-9, 1)])
 def test_as_many_as_fit_into_a_quarter_of_what_is_left(
-    replica: Replica, windows: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    replica: ModelReplica, windows: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = HostMemory(replica.layout.size, INT8).most  # moments, where theta and local have been taken
     free = later + 4 * windows * window_memory(replica, TEAM)
@@ -77,7 +77,7 @@ def test_as_many_as_fit_into_a_quarter_of_what_is_left(
 
 
 def test_the_machines_memory_is_shared_and_who_has_least_decides(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
+    replica: ModelReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Two(Team):
         def smallest(self, value: int) -> int:
@@ -89,6 +89,6 @@ def test_the_machines_memory_is_shared_and_who_has_least_decides(
     assert fitting_micro_batch(replica, 8, two) == 3
 
 
-def test_nothing_is_tried_where_there_is_no_choice(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_tried_where_there_is_no_choice(replica: ModelReplica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(micro_batch, "window_memory", lambda replica, team: pytest.fail("a window was tried"))
     assert fitting_micro_batch(replica, 1, TEAM) == 1

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.inner.replica import Replica
+from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model, build_skeleton, layout_of
 from opendiloco.model.export import RunFacts, export_model
 from peers.errors import ManifestError
@@ -44,7 +44,7 @@ def test_a_model_trains_travels_as_a_flat_vector_and_is_exported(config: RunConf
     tokenizer = ByteTokenizer()
     build_skeleton(config, tokenizer)
     samples = load_data(config, tokenizer).samples
-    one, other = (Replica(config, build_model(config, tokenizer), samples) for _ in range(2))
+    one, other = (ModelReplica(config, build_model(config, tokenizer), samples) for _ in range(2))
     theta, moved, back = (np.empty(one.layout.size, np.float32) for _ in range(3))
     one.store(theta)
     trained = one.train(theta, 0, (SampleRange(0, 8),), 4)

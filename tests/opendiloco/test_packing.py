@@ -12,7 +12,7 @@ import torch
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import HeldOut
+from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.packing import check_document_mask, document_positions, predicted_tokens, window_loss
@@ -100,7 +100,7 @@ def test_evaluation_weighs_each_predicted_token_alike(small_content: dict[str, A
     model = model_of(small_content, "llama")
     tokens = np.random.default_rng(0).integers(0, 256, 161).astype(np.uint16)
     tokens[:80:5] = END
-    windows = HeldOut([Windows(tokens, 16)], document_end=END)
+    windows = HeldOutWindows([Windows(tokens, 16)], document_end=END)
     loss, predicted = held_out_loss(model, windows, windows=10, batch_size=3)
     assert predicted == 160 - np.count_nonzero(tokens[:160] == END)
     assert held_out_loss(model, windows, windows=10, batch_size=10)[0] == pytest.approx(loss, rel=1e-5)

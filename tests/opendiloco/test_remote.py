@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.registry import known_implementations
 
 from opendiloco.checkpoints.files import file_name
-from opendiloco.checkpoints.remote import Pace, Remote, check_url, push_folder, without_secrets
+from opendiloco.checkpoints.remote import RateLimit, Remote, check_url, push_folder, without_secrets
 from opendiloco.errors import RemoteError
 
 URL = "memory://bucket/run"
@@ -122,10 +122,15 @@ def test_passwords_are_not_shown() -> None:
 def test_a_pace_is_kept_by_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waits = 100.0, list[float]()
     monkeypatch.setattr("opendiloco.checkpoints.remote.time.monotonic", lambda: now)
-    pace = Pace(1000.0, waits.append)
-    assert (pace.piece(1 << 20), pace.piece(10), Pace(None).piece(10), Pace(0.5).piece(10)) == (100, 10, 10, 1)
-    pace.passed(100)
+    limit = RateLimit(1000.0, waits.append)
+    assert (limit.piece(1 << 20), limit.piece(10), RateLimit(None).piece(10), RateLimit(0.5).piece(10)) == (
+        100,
+        10,
+        10,
+        1,
+    )
+    limit.passed(100)
     now += 1.0
-    pace.passed(200)
-    pace.passed(1500)
+    limit.passed(200)
+    limit.passed(1500)
     assert waits == pytest.approx([0.1, 0.0, 0.5])

@@ -11,17 +11,17 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import WorkerError
-from opendiloco.inner.replica import Replica
+from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.packing import window_loss
 from opendiloco.shared_memory import Vector
 from peers.values.leases import SampleRange
 
 
-def make_replica(config: RunConfig) -> tuple[Replica, Vector]:
+def make_replica(config: RunConfig) -> tuple[ModelReplica, Vector]:
     tokenizer = ByteTokenizer()
     model = build_model(config, tokenizer)
-    replica = Replica(config, model, load_data(config, tokenizer).samples)
+    replica = ModelReplica(config, model, load_data(config, tokenizer).samples)
     theta = np.empty(replica.layout.size, np.float32)
     replica.store(theta)
     return replica, theta
@@ -99,7 +99,7 @@ def test_the_learning_rate_goes_by_the_runs_tokens_if_the_schedule_does(small_co
     for tokens in (0, 160, 352):
         replica, theta = make_replica(config)
 
-        def note(step: int, loss: float, norm: float, samples: int, replica: Replica = replica) -> None:
+        def note(step: int, loss: float, norm: float, samples: int, replica: ModelReplica = replica) -> None:
             rates.append(replica._optimizer.param_groups[0]["lr"])
 
         replica.train(theta, 0, (SampleRange(0, 8),), 4, note, tokens=tokens)
@@ -208,7 +208,7 @@ def test_a_batch_in_parts_is_the_batch_up_to_rounding(small_content: dict[str, A
     locals_, losses = [], []
     for size in (None, micro_batch):
         whole, theta = make_replica(config)
-        replica = Replica(config, whole.model, load_data(config, ByteTokenizer()).samples, micro_batch=size)
+        replica = ModelReplica(config, whole.model, load_data(config, ByteTokenizer()).samples, micro_batch=size)
         losses.append(replica.train(theta, 0, (SampleRange(0, 12),), 4).loss)  # the last batch has two windows
         locals_.append(np.empty_like(theta))
         replica.store(locals_[-1])

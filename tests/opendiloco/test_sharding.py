@@ -18,7 +18,7 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import MachineError
 from opendiloco.inner.micro_batch import window_memory
-from opendiloco.inner.replica import Replica
+from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
 from opendiloco.inner.team import Team
 from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
@@ -95,7 +95,7 @@ def test_what_is_not_trained_comes_from_the_first_worker(small_config: RunConfig
 
 def trained(config: RunConfig, team: Team, options: WorkerOptions | None = None) -> tuple[float, Any]:
     model = assemble_model(config, ByteTokenizer(), team, options or WorkerOptions(), None)
-    replica = Replica(config, model, load_data(config, ByteTokenizer()).samples, team)
+    replica = ModelReplica(config, model, load_data(config, ByteTokenizer()).samples, team)
     theta = initial_theta(config)
     loss = replica.train(theta, 0, LEASE, 4).loss
     local = np.empty_like(theta)
@@ -121,7 +121,7 @@ def test_a_worker_with_all_shards_computes_as_one_without(
 def test_to_try_a_window_changes_nothing(small_config: RunConfig) -> None:
     for team in (Team(CPU), only_one()):
         model = assemble_model(small_config, ByteTokenizer(), team, WorkerOptions(), None)
-        replica = Replica(small_config, model, load_data(small_config, ByteTokenizer()).samples, team)
+        replica = ModelReplica(small_config, model, load_data(small_config, ByteTokenizer()).samples, team)
         replica.load(initial_theta(small_config))
         assert window_memory(replica, team, windows=2) > window_memory(replica, team)
         assert replica.train(initial_theta(small_config), 0, LEASE, 4).loss == trained(small_config, team)[0]

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from opendiloco.workers.control import InnerStepDone
 from opendiloco.workers.telemetry import VALUES, Telemetry, values_of
-from peers.presence.heartbeat import HeldOut
+from peers.presence.heartbeat import HeldOutLoss
 from tests.opendiloco.trainings import NotingTracker, training_done
 
 EXPECTED = {
@@ -59,7 +59,7 @@ def test_a_training_of_no_time_has_values() -> None:
 def test_trackers_count_the_inner_steps_of_the_run() -> None:
     telemetry, tracker = Telemetry(inner_steps=10), NotingTracker()
     telemetry.trackers.append(tracker)
-    telemetry.evaluated(HeldOut(index=3, loss=2.5))
+    telemetry.evaluated(HeldOutLoss(index=3, loss=2.5))
     telemetry.progressed(3, InnerStepDone(inner_step=1, loss=2.0, gradient_norm=0.1, tokens_per_second=5.0))
     assert tracker.records == [
         (30, {"held_out/loss": 2.5}),
@@ -77,6 +77,6 @@ def test_a_tracker_that_fails_is_given_up_and_training_goes_on(caplog: pytest.Lo
     telemetry, broken, sound = Telemetry(inner_steps=10), BrokenTracker(), NotingTracker()
     telemetry.trackers.extend([broken, sound])
     for index in range(2):
-        telemetry.evaluated(HeldOut(index=index, loss=2.5))
+        telemetry.evaluated(HeldOutLoss(index=index, loss=2.5))
     assert (len(broken.records), len(sound.records)) == (1, 2)
     assert caplog.text.count("BrokenTracker takes no more values: the disk is full") == 1

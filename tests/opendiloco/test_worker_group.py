@@ -20,7 +20,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.errors import WorkerError
-from opendiloco.inner.replica import Replica
+from opendiloco.inner.replica import ModelReplica
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.evaluation import held_out_loss
@@ -103,7 +103,7 @@ def alone(config: RunConfig) -> Alone:
     data: TrainingData = load_data(config, ByteTokenizer())
     model = build_model(config, ByteTokenizer())
     held_out = held_out_loss(model, data.held_out, 8, 5)[0]
-    replica = Replica(config, model, data.samples)
+    replica = ModelReplica(config, model, data.samples)
     theta, local = np.empty((2, replica.layout.size), np.float32)
     replica.store(theta)
     losses: list[float] = []

@@ -15,7 +15,7 @@ from opendiloco.shared_memory import reserve
 from opendiloco.workers.control import Configure, Configured, ControlMessage, InnerStepDone, RunInnerLoop
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.process import Descriptors, WorkerDeathError, WorkerProcess
+from opendiloco.workers.process import Inherited, WorkerDeathError, WorkerProcess
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress
 from tests.opendiloco.trainings import training_done
@@ -37,7 +37,7 @@ class Played(WorkerProcess):
         self.ended = asyncio.Event()
 
     @classmethod
-    async def start(cls, descriptors: Descriptors, threads: int) -> Played:
+    async def start(cls, descriptors: Inherited, threads: int) -> Played:
         cls.all.append(cls(descriptors.memory))
         return cls.all[-1]
 

@@ -32,7 +32,7 @@ from peers.simulator.schedules import agreed
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm
 from peers.transfer.snapshot_fetch import Offered, choose
-from peers.transfer.snapshots import Offer
+from peers.transfer.snapshots import SnapshotOffer
 from peers.values.wire import digest_of
 from tests.simulation.test_broken_links import Tally
 
@@ -264,7 +264,7 @@ def test_one_liar_is_not_believed_against_fifteen_donors() -> None:
         return log.next_header((Member(peer=peer, tokens=200, samples=log.grants[0]),), digest_of(peer.encode()))
 
     def offered(header: Header, state: bytes, lineage: tuple[bytes, ...]) -> Offered:
-        offer = Offer(last=header, bytes=8, state_digest=digest_of(state), lineage=lineage)
+        offer = SnapshotOffer(last=header, bytes=8, state_digest=digest_of(state), lineage=lineage)
         return Offered(offer, log.at(header).position, (bytes(1),))
 
     honest, invented = entry("a"), entry(STRANGER).model_copy(update={"lineage_tokens": 2**61, "index": 5000})

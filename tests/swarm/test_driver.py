@@ -163,7 +163,7 @@ class DiesAfterItsFirstChunk:
         self._carry_out(effect)
 
     def handle(self, event: Event) -> None:
-        if self._chosen and isinstance(event, ChunkSent) and event.round == self.round:
+        if self._chosen and isinstance(event, ChunkSent) and event.round_name == self.round:
             self.confirmed.set()
         self._handle(event)
 

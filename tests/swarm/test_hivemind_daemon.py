@@ -11,7 +11,7 @@ import pytest
 
 from peers.errors import LocalNetworkError
 from peers.net import daemon
-from peers.net.daemon import P2P, Daemon, Position, start_daemon, stop_daemon
+from peers.net.daemon import P2P, Daemon, Exposure, start_daemon, stop_daemon
 from peers.values.identity import Identity
 
 pytestmark = pytest.mark.swarm
@@ -20,7 +20,7 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
 
 async def start() -> Daemon:
-    return await start_daemon(Identity.generate(), (), LOOPBACK, (), client_mode=False, position=Position.LOCAL)
+    return await start_daemon(Identity.generate(), (), LOOPBACK, (), client_mode=False, exposure=Exposure.LOCAL)
 
 
 def test_it_has_a_session_of_its_own() -> None:

@@ -55,7 +55,7 @@ class SlowChannel:
         self.round: Attempt | None = None
 
     async def send_prelude(self, header: bytes, length: int) -> None:
-        self.round = unpack(StreamHeader, header).round
+        self.round = unpack(StreamHeader, header).round_name
         self.streaming[self.peer, self.round] += 1
         await asyncio.Event().wait()
 

@@ -80,7 +80,7 @@ class Member:
 
     async def talk(self, channel: Channel) -> None:
         header, _ = await channel.read_prelude()
-        round = unpack(StreamHeader, header).round
+        round = unpack(StreamHeader, header).round_name
         if self.refusal is not None:
             await channel.refuse(self.refusal)
             return
@@ -537,7 +537,7 @@ class Sender:
 
     async def open(self) -> None:
         """Raises: PeerRefusedError."""
-        await self.channel.send_prelude(pack(StreamHeader(round=self.round)), 0)
+        await self.channel.send_prelude(pack(StreamHeader(round_name=self.round)), 0)
         await self.channel.read_verdict()
 
     async def send(self, chunk: int, data: bytes, reduced: bool = False, absent: tuple[str, ...] = ()) -> bool:

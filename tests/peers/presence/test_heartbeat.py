@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from peers.errors import RemoteProtocolError
-from peers.presence.heartbeat import SIGNING_CONTEXT, SIZE_LIMIT, Heartbeat, HeldOut, PeerState, SignedHeartbeat
+from peers.presence.heartbeat import SIGNING_CONTEXT, SIZE_LIMIT, Heartbeat, HeldOutLoss, PeerState, SignedHeartbeat
 from peers.values.identity import Identity
 from peers.values.wire import pack, to_plain
 
@@ -54,7 +54,7 @@ def test_lifetime_is_part_of_what_is_signed() -> None:
 def test_largest_heartbeat_fits() -> None:
     most = 2**62 - 1
     counts = dict.fromkeys(("sequence", "index", "lineage_tokens", "inner_step", "roster_size"), most)
-    held_out = HeldOut(index=most, loss=1e300)
+    held_out = HeldOutLoss(index=most, loss=1e300)
     largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, held_out=held_out, **counts)
     signed = largest.sign(IDENTITY)
     assert len(signed) <= SIZE_LIMIT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.errors import LocalProtocolError
-from peers.protocol.effect_table import EFFECTS, EffectTable, Row, row
+from peers.protocol.effect_table import EFFECTS, EffectTable, Handling, row
 from peers.protocol.events import Effect, Note, Stop, Trouble
 
 done: list[Effect] = []
@@ -25,6 +25,6 @@ def test_an_effect_is_carried_out_by_its_own_handler(effect: Effect) -> None:
     [[one for one in ROWS if one.kind is not Trouble], [*ROWS, row(Trouble, done.append)]],
     ids=["one is forgotten", "one is named twice"],
 )
-def test_a_table_with_no_handler_or_two_is_a_bug_of_ours(rows: list[Row]) -> None:
+def test_a_table_with_no_handler_or_two_is_a_bug_of_ours(rows: list[Handling]) -> None:
     with pytest.raises(LocalProtocolError, match="exactly one handler: see Trouble"):
         EffectTable(*rows)

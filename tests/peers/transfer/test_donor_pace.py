@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from peers.transfer.donor_pace import LEAST, SLOWER, UNKNOWN, Pace
+from peers.transfer.donor_pace import LEAST, SLOWER, UNKNOWN, DonorPace
 
 SIZE = 100  # bytes
 ENOUGH = SLOWER * 4 * SIZE  # bytes
 
 
-def pace(seconds: float = 2.0) -> Pace:
+def pace(seconds: float = 2.0) -> DonorPace:
     """Donor "a" takes so long."""
-    pace = Pace(at_once=4)
+    pace = DonorPace(at_once=4)
     pace.answered(pace.ask("a", SIZE, 10.0), 10.0 + seconds)
     return pace
 

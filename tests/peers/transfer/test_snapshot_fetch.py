@@ -14,7 +14,7 @@ from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer import state_chunks
 from peers.transfer.download import Download
 from peers.transfer.snapshot_fetch import ASKED, OFFER_TIMEOUT, Offered, choose, fetch_snapshot
-from peers.transfer.snapshots import Offer, Snapshot, SnapshotRequest, serve_snapshots
+from peers.transfer.snapshots import Snapshot, SnapshotOffer, SnapshotRequest, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
 from peers.transfer.storage import FolderStorage, MemoryStorage, Storage
 from peers.values.reach import Reach
@@ -97,7 +97,7 @@ class Donors:
 def offered(log: LogState, state: bytes = b"", lineage: tuple[bytes, ...] | None = None) -> Offered:
     digest = digest_of(log.position.head + state)
     heads = heads_up_to(ROUND[1]) if lineage is None else lineage
-    return Offered(Offer(last=log.last, bytes=SIZE, state_digest=digest, lineage=heads), log.position, ())
+    return Offered(SnapshotOffer(last=log.last, bytes=SIZE, state_digest=digest, lineage=heads), log.position, ())
 
 
 def chosen(offers: dict[str, Offered], least: int = 0, first: str = "a") -> tuple[int, list[str]]:

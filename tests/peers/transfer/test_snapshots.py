@@ -16,8 +16,8 @@ from peers.transfer.snapshots import (
     PULLS,
     SNAPSHOT,
     STRANGERS,
-    Offer,
     Snapshot,
+    SnapshotOffer,
     SnapshotRequest,
     serve_snapshots,
 )
@@ -100,7 +100,7 @@ def test_what_there_is() -> None:
     async def scenario() -> None:
         source = FakeSource()
         packed, digests = await give(await serving(source), ask(least=1))
-        offer, snapshot = unpack(Offer, packed), source.snapshot
+        offer, snapshot = unpack(SnapshotOffer, packed), source.snapshot
         assert (offer.last, offer.bytes, offer.state_digest) == (snapshot.last, len(STATE), snapshot.state_digest)
         assert offer.lineage == source.lineage
         assert digests == b"".join(snapshot.chunk_digests)
