@@ -99,9 +99,14 @@ class LogState:
         return {lease.peer: lease.samples for lease in self.last.leases} if self.last else {}
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The peers that have a lease: the last roster in its order, then those who are late."""
+        return tuple(self.leases)
+
+    @cached_property
     def known(self) -> dict[str, int]:
-        """The peers that have a lease, and their places: the last roster in its order, then those who are late."""
-        return {lease.peer: place for place, lease in enumerate(self.last.leases)} if self.last else {}
+        """The places of these peers."""
+        return {peer: place for place, peer in enumerate(self.names)}
 
     def expected(self, peer: str, grant: int | None = None) -> Member:
         """Return what a peer brings if all goes as the log foresees: its whole lease, or this one of the grants.

@@ -8,7 +8,7 @@ from peers.log.header import MEMBER_LIMIT
 from peers.log.state import LogState
 from peers.presence.election import broken_pairs, elect
 from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
-from peers.presence.membership import DONATING, PARTICIPATING, Membership
+from peers.presence.membership import DONATING, Membership, Roll
 from peers.presence.reachability import Reachability
 from peers.presence.standing import Standing
 
@@ -38,21 +38,17 @@ class Presence:
         self._ahead: tuple[tuple[object, ...], str | None] = ((), None)
 
     # Who lives ------------------------------------------------------------------------------------------------
-    def live(self) -> Mapping[str, Heartbeat]:
+    def live(self) -> Roll:
         """The last heartbeats of the other peers that are alive and not leaving, by peer."""
         return self.membership.live(self.now)
 
     def is_live(self, peer: str) -> bool:
         return self.membership.is_live(peer, self.now)
 
-    def at_work(self) -> list[Heartbeat]:
-        """Of the others that work on the next entry."""
-        return [beat for beat in self.live().values() if beat.state in PARTICIPATING]
-
     @property
     def fastest(self) -> float:
         """The most tokens a second that another peer says it trains; 0: nobody says."""
-        return max((beat.speed for beat in self.at_work()), default=0.0)
+        return self.live().fastest
 
     # Whom we reach, and believe -------------------------------------------------------------------------------
     @property
@@ -119,12 +115,12 @@ class Presence:
         return self._elected[1]
 
     def _find_leader(self, log: LogState, at_work: Collection[str]) -> str | None:
-        live, index = self.live(), log.position.index
-        able = {peer for peer, beat in live.items() if beat.state in PARTICIPATING and beat.index + 1 >= index}
-        joining = {peer for peer, beat in live.items() if beat.index == index and beat.state is not PeerState.ARCHIVING}
+        live, index, distrusted = self.live(), log.position.index, self.distrusted
+        able = {peer for peer, beat in live.at_work.items() if beat.index + 1 >= index}
         able |= {peer for peer in at_work if peer == self._me or peer in live}
+        joining = {peer for peer, beat in live.items() if beat.index == index and beat.state is not PeerState.ARCHIVING}
         candidates = joining | {self._me}
-        return elect(log.roster, able - self.distrusted, candidates - self.distrusted, self._broken_pairs(live))
+        return elect(log.roster, able - distrusted, candidates - distrusted, self._broken_pairs(live))
 
     def _broken_pairs(self, live: Mapping[str, Heartbeat]) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since

@@ -105,6 +105,8 @@ class Troubles:
     def _cut_off(self, leader: str | None) -> Hindrance | None:
         """Whether we can talk to nobody, or not to the one whom all others take for their leader."""
         unreached = self._presence.unreached
+        if not unreached:
+            return None
         others = {peer for peer, beat in self._presence.live().items() if beat.state is not PeerState.ARCHIVING}
         if not unreached & others:
             return None
