@@ -21,6 +21,16 @@ class Roll(dict[str, Heartbeat]):
     swarm it is long, and looked at all the time."""
 
     @cached_property
+    def trainers(self) -> dict[str, Heartbeat]:
+        """Those of peers that train, or will once they have joined: of all but archives."""
+        return {peer: beat for peer, beat in self.items() if beat.state is not PeerState.ARCHIVING}
+
+    @cached_property
+    def unreached(self) -> dict[str, tuple[str, ...]]:
+        """By trainer, the tails of those that it cannot reach, if there are any."""
+        return {peer: beat.unreached for peer, beat in self.items() if beat.unreached and peer in self.trainers}
+
+    @cached_property
     def at_work(self) -> dict[str, Heartbeat]:
         """Those of peers that work on the next entry."""
         return {peer: beat for peer, beat in self.items() if beat.state in PARTICIPATING}

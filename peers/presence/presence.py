@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from peers.log.header import MEMBER_LIMIT
 from peers.log.state import LogState
 from peers.presence.election import broken_pairs, elect
-from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
+from peers.presence.heartbeat import TAIL, name_peers
 from peers.presence.membership import DONATING, Membership, Roll
 from peers.presence.reachability import Reachability
 from peers.presence.standing import Standing
@@ -118,18 +118,17 @@ class Presence:
         live, index, distrusted = self.live(), log.position.index, self.distrusted
         able = {peer for peer, beat in live.at_work.items() if beat.index + 1 >= index}
         able |= {peer for peer in at_work if peer == self._me or peer in live}
-        joining = {peer for peer, beat in live.items() if beat.index == index and beat.state is not PeerState.ARCHIVING}
-        candidates = joining | {self._me}
-        return elect(log.roster, able - distrusted, candidates - distrusted, self._broken_pairs(live))
+        able -= distrusted
+        joining = () if able else (peer for peer, beat in live.trainers.items() if beat.index == index)
+        return elect(log.roster, able, {*joining, self._me} - distrusted, self._broken_pairs(live))
 
-    def _broken_pairs(self, live: Mapping[str, Heartbeat]) -> Mapping[str, int]:
+    def _broken_pairs(self, live: Roll) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since
         whoever knew more than the others would elect another leader."""
-        others = {peer: beat.unreached for peer, beat in live.items() if beat.state is not PeerState.ARCHIVING}
-        unreached = {peer: tails for peer, tails in others.items() if tails}
+        unreached = dict(live.unreached)
         if self.unreached:
             unreached[self._me] = name_peers(self.unreached)
-        return broken_pairs(unreached, {*others, self._me}, TAIL) if unreached else {}
+        return broken_pairs(unreached, {*live.trainers, self._me}, TAIL) if unreached else {}
 
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:

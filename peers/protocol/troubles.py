@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.events import Trouble
@@ -107,7 +106,7 @@ class Troubles:
         unreached = self._presence.unreached
         if not unreached:
             return None
-        others = {peer for peer, beat in self._presence.live().items() if beat.state is not PeerState.ARCHIVING}
+        others = self._presence.live().trainers.keys()
         if not unreached & others:
             return None
         was_cut_off = self._hindrance is not None and self._hindrance.kind == "cut off"
