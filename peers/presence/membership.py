@@ -21,29 +21,24 @@ class Roll(dict[str, Heartbeat]):
     swarm it is long, and looked at all the time."""
 
     @cached_property
-    def trainers(self) -> dict[str, Heartbeat]:
-        """Those of peers that train, or will once they have joined: of all but archives."""
-        return {peer: beat for peer, beat in self.items() if beat.state is not PeerState.ARCHIVING}
+    def trainers(self) -> tuple[Heartbeat, ...]:
+        """Of those that train, or will once they have joined: of all but archives."""
+        return tuple(beat for beat in self.values() if beat.state is not PeerState.ARCHIVING)
 
     @cached_property
-    def unreached(self) -> dict[str, tuple[str, ...]]:
-        """By trainer, the tails of those that it cannot reach, if there are any."""
-        return {peer: beat.unreached for peer, beat in self.items() if beat.unreached and peer in self.trainers}
+    def at_work(self) -> tuple[Heartbeat, ...]:
+        """Of those that work on the next entry."""
+        return tuple(beat for beat in self.values() if beat.state in PARTICIPATING)
 
     @cached_property
-    def at_work(self) -> dict[str, Heartbeat]:
-        """Those of peers that work on the next entry."""
-        return {peer: beat for peer, beat in self.items() if beat.state in PARTICIPATING}
-
-    @cached_property
-    def ready(self) -> frozenset[str]:
+    def ready(self) -> tuple[str, ...]:
         """The peers that are done, and wait for a round to begin."""
-        return frozenset(peer for peer, beat in self.items() if beat.state is PeerState.READY)
+        return tuple(beat.peer for beat in self.at_work if beat.state is PeerState.READY)
 
     @cached_property
     def fastest(self) -> float:
         """The most tokens a second that one of those at work says it trains; 0: nobody says."""
-        return max((beat.speed for beat in self.at_work.values()), default=0.0)
+        return max((beat.speed for beat in self.at_work), default=0.0)
 
 
 @dataclass(slots=True)

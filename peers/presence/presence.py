@@ -116,19 +116,20 @@ class Presence:
 
     def _find_leader(self, log: LogState, at_work: Collection[str]) -> str | None:
         live, index, distrusted = self.live(), log.position.index, self.distrusted
-        able = {peer for peer, beat in live.at_work.items() if beat.index + 1 >= index}
+        able = {beat.peer for beat in live.at_work if beat.index + 1 >= index}
         able |= {peer for peer in at_work if peer == self._me or peer in live}
         able -= distrusted
-        joining = () if able else (peer for peer, beat in live.trainers.items() if beat.index == index)
+        joining = () if able else (beat.peer for beat in live.trainers if beat.index == index)
         return elect(log.roster, able, {*joining, self._me} - distrusted, self._broken_pairs(live))
 
     def _broken_pairs(self, live: Roll) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since
         whoever knew more than the others would elect another leader."""
-        unreached = dict(live.unreached)
+        unreached = {beat.peer: beat.unreached for beat in live.trainers if beat.unreached}
         if self.unreached:
             unreached[self._me] = name_peers(self.unreached)
-        return broken_pairs(unreached, {*live.trainers, self._me}, TAIL) if unreached else {}
+        others = (beat.peer for beat in live.trainers)
+        return broken_pairs(unreached, {*others, self._me}, TAIL) if unreached else {}
 
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:

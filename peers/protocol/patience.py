@@ -31,7 +31,7 @@ class Patience:
         return overdue or now - self._since > schedule.begin(everyone_is_ready=False)
 
     def _are_most_ready(self) -> bool:
-        ready = self._presence.live().ready | {self._desk.me}
+        ready = {self._desk.me, *self._presence.live().ready}
         if not self._log.roster:
             return len(ready) >= self._desk.settings.minimum_peers
         return quorum(self._log.roster, self._presence.membership.leavers, ready)

@@ -106,7 +106,7 @@ class Troubles:
         unreached = self._presence.unreached
         if not unreached:
             return None
-        others = self._presence.live().trainers.keys()
+        others = {beat.peer for beat in self._presence.live().trainers}
         if not unreached & others:
             return None
         was_cut_off = self._hindrance is not None and self._hindrance.kind == "cut off"

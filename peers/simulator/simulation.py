@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from peers.log.header import Header
 from peers.log.settings import RunSettings
-from peers.log.state import LogError
+from peers.log.state import LogError, LogState
 from peers.protocol.events import (
     Captured,
     ChunkSent,
@@ -103,6 +103,7 @@ class Swarm:
         self.history = History(self.one_child)
         self.messages: Counter[str] = Counter()  # sent, by sender
         self.chunks: Counter[str] = Counter()
+        self._checked: dict[str, tuple[LogState, tuple[bytes, ...]]] = {}  # where each peer was when it was checked
         self._sequence = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -235,8 +236,10 @@ class Swarm:
                 return
             peer.carry_out(effect)
         peer.go_on(event)
-        if peer.is_settled:
+        place = peer.peer.log, peer.states
+        if place != self._checked.get(peer.name) and peer.is_settled:
             self.history.check(peer.name, peer.peer.log, peer.state)
+            self._checked[peer.name] = place
 
     def tell(self, peer: SimulatedPeer, event: Event) -> list[Effect]:
         """Tell the peer's protocol. Returns what it wants done."""
