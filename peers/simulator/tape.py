@@ -8,7 +8,7 @@ started is played again to the same protocol code, in a process that has nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -52,16 +52,21 @@ def play(tape: Tape, scenes: Sequence[range]) -> list[float]:
     Counted is what a peer does with its control messages: to unpack and check those that come, to decide, and to pack
     those that go.
     """
+    times = [time.thread_time(), *(time.thread_time() for _ in replayed(tape))]
+    return [times[scene.stop] - times[scene.start] for scene in scenes]
+
+
+def replayed(tape: Tape) -> Iterator[list[Effect]]:
+    """Yield what a peer wants done about each thing that happened, with its messages packed."""
     peer = Peer(tape.me, tape.settings, tape.payload, tape.state_digest, tape.started_at)
     packer = Packer(peer)
-    times = [time.thread_time()]
     for now, what in tape.happened:
-        for effect in _told(peer, packer, now, what):
+        effects = _told(peer, packer, now, what)
+        for effect in effects:
             if isinstance(effect, Send):
                 with suppress(LogError):  # of a lineage that the peer has left meanwhile
                     packer.pack(effect.message)
-        times.append(time.thread_time())
-    return [times[scene.stop] - times[scene.start] for scene in scenes]
+        yield effects
 
 
 def _told(peer: Peer, packer: Packer, now: float, what: Event | Packed) -> list[Effect]:
