@@ -219,7 +219,6 @@ class LogState:
         peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
-        closing = _closing(self, tuple(roster))
         try:
             return Header(
                 run=self.run,
@@ -228,7 +227,7 @@ class LogState:
                 previous=self.position.head,
                 roster=tuple(roster),
                 payload=payload,
-                **closing,
+                **_closing(self, tuple(roster)),
             )
         except ValidationError as error:
             raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
