@@ -1,8 +1,8 @@
 """What happened to one simulated peer, and what the same costs a peer that is alone in its process.
 
 In a simulated swarm a thousand peers share one process: what one of them has worked out is there for the others, and
-each finds the processor's cache cold. So the processor time of one is measured elsewhere: all that happened to it since it
-started is played again to the same protocol code, in a process that has nothing else.
+each finds the processor's cache cold. So the processor time of one is measured elsewhere: all that happened to it since
+it started is played again to the same protocol code, in a process that has nothing else.
 """
 
 from __future__ import annotations
