@@ -39,6 +39,10 @@ class Member(Value):
     missed: Count = 0
     wants: Count = 0
 
+    def __hash__(self) -> int:
+        """A roster is looked up by its members, which are many."""
+        return hash(self.peer)
+
     def lacking(self, missed: int) -> Member:
         """The same share, of whose blocks so many chunks are missing."""
         return self if missed == self.missed else self.model_copy(update={"missed": missed})

@@ -64,7 +64,7 @@ class Turnout(Value):
         """The members, each as the log foresees it."""
         if sum(last - first for first, last in self.known) + len(self.newcomers) > MEMBER_LIMIT:
             raise LogError(f"a roster has at most {MEMBER_LIMIT} members")
-        peers, roster = tuple(log.known), list[Member]()
+        peers, roster = log.names, list[Member]()
         for first, last in self.known:
             if not first < last <= len(peers):
                 raise LogError(f"there are no places {first} to {last} among {len(peers)} peers with a lease")

@@ -10,6 +10,7 @@ Plain DiLoCo has one fragment, whose entry closes the cycle.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -99,18 +100,36 @@ class LogState:
         return {lease.peer: lease.samples for lease in self.last.leases} if self.last else {}
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The peers that have a lease: the last roster in its order, then those who are late."""
+        return tuple(self.leases)
+
+    @cached_property
     def known(self) -> dict[str, int]:
-        """The peers that have a lease, and their places: the last roster in its order, then those who are late."""
-        return {lease.peer: place for place, lease in enumerate(self.last.leases)} if self.last else {}
+        """The places of these peers."""
+        return {peer: place for place, peer in enumerate(self.names)}
 
     def expected(self, peer: str, grant: int | None = None) -> Member:
         """Return what a peer brings if all goes as the log foresees: its whole lease, or this one of the grants.
 
         Raises: LogError when there is no such grant, or its samples are too many to count.
         """
+        if grant is None and peer in self.foreseen:
+            return self.foreseen[peer]
         if grant is not None and not grant < len(self.grants):
             raise LogError(f"{peer}: there is no grant {grant}")
-        lease = self.leases.get(peer, () if grant is None else self.grants[grant])
+        return self._bringing_all(peer, self.leases.get(peer, () if grant is None else self.grants[grant]))
+
+    @cached_property
+    def foreseen(self) -> dict[str, Member]:
+        """What each peer that has a lease brings if all goes as the log foresees, where it can be counted."""
+        foreseen: dict[str, Member] = {}
+        for peer, lease in self.leases.items():
+            with suppress(LogError):
+                foreseen[peer] = self._bringing_all(peer, lease)
+        return foreseen
+
+    def _bringing_all(self, peer: str, lease: Lease) -> Member:
         tokens, samples = sample_count(lease) * self.tokens_per_sample, lease if self.closes else ()
         try:
             return Member(peer=peer, tokens=tokens, samples=samples, wants=self._wanted.get(peer, 0))
@@ -151,6 +170,8 @@ class LogState:
 
     def check_member(self, member: Member) -> None:
         """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""
+        if member == self.foreseen.get(member.peer):
+            return
         self.lease_of(member.peer, member.samples)
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle says which samples were trained")
@@ -198,9 +219,6 @@ class LogState:
         peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
-        if not self.closes:
-            for member in roster:
-                self.check_member(member)
         try:
             return Header(
                 run=self.run,
@@ -209,13 +227,20 @@ class LogState:
                 previous=self.position.head,
                 roster=tuple(roster),
                 payload=payload,
-                **(self._closing(roster) if self.closes else OPEN_CYCLE),
+                **_closing(self, tuple(roster)),
             )
         except ValidationError as error:
             raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
 
-    def _closing(self, roster: Sequence[Member]) -> dict[str, Any]:
-        """What the entry that closes a cycle says besides: the next leases, the pool, and the tokens so far."""
+    def closing(self, roster: Sequence[Member]) -> dict[str, Any]:
+        """What the entry that closes a cycle says besides: the next leases, the pool, and the tokens so far.
+
+        Raises: LogError when a member trained what was not for it.
+        """
+        if not self.closes:
+            for member in roster:
+                self.check_member(member)
+            return OPEN_CYCLE
         index = self.position.index
         leases, pool = self.pool_after(roster).deal(member.wants or self.samples_per_lease for member in roster)
         pool = pool.bounded(FREE_LIMIT)
@@ -243,6 +268,12 @@ class LogState:
         """The state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers vouch
         for). `ends` are the digests of its entries, where it has more than one."""
         return replace(self, last=header, ends=ends or ((header.digest,) if header else ()), made=())
+
+
+@lru_cache(maxsize=8)
+def _closing(log: LogState, roster: tuple[Member, ...]) -> dict[str, Any]:
+    """Asked when a round begins, whether it can lead to an entry; and again when it is known to which one."""
+    return log.closing(roster)
 
 
 @lru_cache(maxsize=8)

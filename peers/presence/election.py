@@ -22,10 +22,11 @@ def elect(
     only before the first entry. `broken`: with how many of the others a peer can't talk; whoever has the fewest of
     these goes before all others, since a leader must be reached by all.
     """
-    broken = broken or {}
-    place = {peer: place for place, peer in enumerate(roster)}
-    order = {peer: (broken.get(peer, 0), place.get(peer, len(place)), peer) for peer in able or candidates}
-    return min(order, key=lambda peer: order[peer], default=None)
+    among = able or candidates
+    if broken:
+        fewest = min((broken.get(peer, 0) for peer in among), default=0)
+        among = {peer for peer in among if broken.get(peer, 0) == fewest}
+    return next((peer for peer in roster if peer in among), None) or min(among, default=None)
 
 
 def broken_pairs(unreached: Mapping[str, Iterable[str]], peers: Iterable[str], tail: int) -> Counter[str]:

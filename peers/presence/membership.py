@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from peers.presence.heartbeat import Heartbeat, PeerState
 
@@ -13,6 +14,31 @@ DONATING = PARTICIPATING | {PeerState.ARCHIVING}
 """States in which a peer has the run's state to give."""
 FORGOTTEN = 3600.0
 """Seconds of silence after which a peer is forgotten; heartbeats older than that are expired everywhere."""
+
+
+class Roll(dict[str, Heartbeat]):
+    """The latest heartbeats of the other peers that are alive and not leaving, by peer. It does not change: in a large
+    swarm it is long, and looked at all the time."""
+
+    @cached_property
+    def trainers(self) -> tuple[Heartbeat, ...]:
+        """Of those that train, or will once they have joined: of all but archives."""
+        return tuple(beat for beat in self.values() if beat.state is not PeerState.ARCHIVING)
+
+    @cached_property
+    def at_work(self) -> tuple[Heartbeat, ...]:
+        """Of those that work on the next entry."""
+        return tuple(beat for beat in self.values() if beat.state in PARTICIPATING)
+
+    @cached_property
+    def ready(self) -> tuple[str, ...]:
+        """The peers that are done, and wait for a round to begin."""
+        return tuple(beat.peer for beat in self.at_work if beat.state is PeerState.READY)
+
+    @cached_property
+    def fastest(self) -> float:
+        """The most tokens a second that one of those at work says it trains; 0: nobody says."""
+        return max((beat.speed for beat in self.at_work), default=0.0)
 
 
 @dataclass(slots=True)
@@ -30,7 +56,7 @@ class Membership:
         self._expiry = expiry
         self._seen: dict[str, _Sighting] = {}
         self._left: set[str] = set()
-        self._live: dict[str, Heartbeat] | None = None  # as found last; None: something has changed since
+        self._live: Roll | None = None  # as found last; None: something has changed since
         self._live_until = 0.0  # then somebody may have expired
         self.polled = False
 
@@ -77,18 +103,15 @@ class Membership:
     def leavers(self) -> frozenset[str]:
         return frozenset(self._left)
 
-    def live(self, now: float) -> Mapping[str, Heartbeat]:
-        """Return the latest heartbeats of the other peers that are alive and not leaving, by peer.
-
-        It is the same object as long as nothing changes: in a large swarm they are many, and looked at all the time.
-        """
+    def live(self, now: float) -> Roll:
+        """Return who is alive and not leaving: the same object as long as nothing changes."""
         if self._live is None or now > self._live_until:
             live = {
                 peer: sighting
                 for peer, sighting in self._seen.items()
                 if sighting.reachable and now - sighting.advanced_at <= self._expiry and peer not in self._left
             }
-            self._live = {peer: sighting.heartbeat for peer, sighting in live.items()}
+            self._live = Roll((peer, sighting.heartbeat) for peer, sighting in live.items())
             oldest = min((sighting.advanced_at for sighting in live.values()), default=now)
             self._live_until = oldest + self._expiry
         return self._live

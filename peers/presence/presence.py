@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from peers.log.header import MEMBER_LIMIT
 from peers.log.state import LogState
 from peers.presence.election import broken_pairs, elect
-from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
-from peers.presence.membership import DONATING, PARTICIPATING, Membership
+from peers.presence.heartbeat import TAIL, name_peers
+from peers.presence.membership import DONATING, Membership, Roll
 from peers.presence.reachability import Reachability
 from peers.presence.standing import Standing
 
@@ -38,21 +38,17 @@ class Presence:
         self._ahead: tuple[tuple[object, ...], str | None] = ((), None)
 
     # Who lives ------------------------------------------------------------------------------------------------
-    def live(self) -> Mapping[str, Heartbeat]:
+    def live(self) -> Roll:
         """The last heartbeats of the other peers that are alive and not leaving, by peer."""
         return self.membership.live(self.now)
 
     def is_live(self, peer: str) -> bool:
         return self.membership.is_live(peer, self.now)
 
-    def at_work(self) -> list[Heartbeat]:
-        """Of the others that work on the next entry."""
-        return [beat for beat in self.live().values() if beat.state in PARTICIPATING]
-
     @property
     def fastest(self) -> float:
         """The most tokens a second that another peer says it trains; 0: nobody says."""
-        return max((beat.speed for beat in self.at_work()), default=0.0)
+        return self.live().fastest
 
     # Whom we reach, and believe -------------------------------------------------------------------------------
     @property
@@ -119,20 +115,20 @@ class Presence:
         return self._elected[1]
 
     def _find_leader(self, log: LogState, at_work: Collection[str]) -> str | None:
-        live, index = self.live(), log.position.index
-        able = {peer for peer, beat in live.items() if beat.state in PARTICIPATING and beat.index + 1 >= index}
-        joining = {peer for peer, beat in live.items() if beat.index == index and beat.state is not PeerState.ARCHIVING}
+        live, index, distrusted = self.live(), log.position.index, self.distrusted
+        able = {beat.peer for beat in live.at_work if beat.index + 1 >= index}
         able |= {peer for peer in at_work if peer == self._me or peer in live}
-        candidates = joining | {self._me}
-        return elect(log.roster, able - self.distrusted, candidates - self.distrusted, self._broken_pairs(live))
+        able -= distrusted
+        joining = () if able else (beat.peer for beat in live.trainers if beat.index == index)
+        return elect(log.roster, able, {*joining, self._me} - distrusted, self._broken_pairs(live))
 
-    def _broken_pairs(self, live: Mapping[str, Heartbeat]) -> Mapping[str, int]:
+    def _broken_pairs(self, live: Roll) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since
         whoever knew more than the others would elect another leader."""
-        others = {peer: beat.unreached for peer, beat in live.items() if beat.state is not PeerState.ARCHIVING}
-        unreached = {peer: tails for peer, tails in others.items() if tails}
+        unreached = {beat.peer: beat.unreached for beat in live.trainers if beat.unreached}
         if self.unreached:
             unreached[self._me] = name_peers(self.unreached)
+        others = (beat.peer for beat in live.trainers)
         return broken_pairs(unreached, {*others, self._me}, TAIL) if unreached else {}
 
 

@@ -69,6 +69,10 @@ class Exchange:
         missed = Counter(peer for absent in self._here.values() for peer in absent)
         return {peer: missed[peer] for peer in self.round.peers if missed[peer]}
 
+    def is_with(self, peer: str) -> bool:
+        """Whether the peer is in the round, and not lost."""
+        return peer in self._remaining
+
     # Who is lost ----------------------------------------------------------------------------------------------
     def go_on(self, attempt: Attempt, round: Round) -> list[Effect]:
         """A later attempt goes on with this round. Nobody who was lost comes back."""

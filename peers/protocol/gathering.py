@@ -105,6 +105,8 @@ class Gathering:
     def _take_in(self, sender: str, ready: Ready, now: float) -> list[Effect]:
         if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:
             return []  # as many as one entry can take
+        if ready == self._ready.get(sender) and ready.last_attempt == self._last_number:
+            return []  # it says again what it said, since we have not begun
         if ready.state_digest != self._state_digest:
             return [self._refuse(sender, "its state at this position is not ours")]
         if ready.last_attempt < self._last_number:
@@ -159,8 +161,8 @@ class Gathering:
 
     def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
         """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""
-        is_older = peer in self._log.roster and beat.index < self._log.position.index
-        return beat.state in PARTICIPATING or is_older
+        is_older = beat.index < self._log.position.index
+        return beat.state in PARTICIPATING or (is_older and peer in self._log.roster)
 
     @property
     def is_full(self) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from peers.log.state import LogError
-from peers.presence.heartbeat import PeerState
-from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.events import Dropped, Send
@@ -31,12 +29,11 @@ class Joiner:
     def may_start(self) -> bool:
         """Before the first entry: wait until peers can have seen each other and enough of them are there."""
         live = self._presence.live()
-        if self._replica.log.position.index > 0 or any(beat.state in PARTICIPATING for beat in live.values()):
+        if self._replica.log.position.index > 0 or live.at_work:
             return True
         settings = self._desk.settings
         settled = self._desk.now - self._desk.started_at >= 2 * settings.timing.heartbeat
-        trainers = [beat for beat in live.values() if beat.state is not PeerState.ARCHIVING]
-        return settled and len(trainers) + 1 >= settings.minimum_peers
+        return settled and len(live.trainers) + 1 >= settings.minimum_peers
 
     def ask(self, leader: str | None) -> None:
         """Ask the leader for a lease, again and again."""

@@ -55,7 +55,7 @@ class Leader(Gathering):
     ) -> None:
         super().__init__(me, log, state_digest, settings, payload, standing)
         self._running: Begin | Adopt | None = None
-        self._members: tuple[str, ...] = ()  # who remains in the running attempt
+        self._members: dict[str, None] = {}  # who remains in the running attempt, in order
         self._in_minority = False
         self._began_at = self._moved_at = self._seconds = 0.0
         self._moved: dict[str, int] = {}  # chunks, as members say
@@ -181,7 +181,7 @@ class Leader(Gathering):
 
     def _run(self, running: Begin | Adopt, members: Sequence[str], what: str, now: float) -> list[Effect]:
         self._running = running
-        self._members = tuple(members)
+        self._members = dict.fromkeys(members)
         self._began_at = self._moved_at = now
         self._seconds = running.seconds
         self._unseen_since.clear()
@@ -198,7 +198,7 @@ class Leader(Gathering):
     # Who is lost ----------------------------------------------------------------------------------------------
     def _lose(self, peers: Iterable[str], reason: str, now: float) -> list[Effect]:
         """Go on without these peers; what has arrived of theirs counts."""
-        lost = [peer for peer in peers if peer in self._members and peer != self._me]
+        lost = dict.fromkeys(peer for peer in peers if peer in self._members and peer != self._me)
         running = self._running
         if running is None or not lost:
             return []
@@ -259,7 +259,7 @@ class Leader(Gathering):
     def _abort(self, reason: str) -> list[Effect]:
         assert self._running is not None
         attempt, members = self._running.attempt, self._members
-        self._running, self._members = None, ()
+        self._running, self._members = None, {}
         self._ready.clear()  # everyone says Ready again, with what it holds by then
         self._barred.clear()
         return [Note("warning", f"attempt {attempt} failed: {reason}"), *self._ends(attempt, members, reason)]
@@ -279,11 +279,10 @@ class Leader(Gathering):
 
     def _plan_anew(self, sender: str, unreached: Iterable[str], now: float) -> list[Effect]:
         """A pair that needs each other's data can't talk: begin another round, in which it need not."""
-        if not isinstance(self._running, Begin):
+        others = {peer for peer in unreached if peer in self._members and peer != sender}
+        if not others or not isinstance(self._running, Begin):
             return []
-        round, others = self._running.round, set(unreached).intersection(self._members) - {sender}
-        if not others:
-            return []
+        round = self._running.round
         reducers = _reducers(round)
         pairs = self._standing.pairs(self._members)
         known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
@@ -307,7 +306,7 @@ class Leader(Gathering):
         return has_been_heard and now - since >= self._settings.timing.heartbeat_expiry
 
     def on_accuse(self, sender: str, accuse: Accuse, now: float) -> list[Effect]:
-        if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= set(self._members):
+        if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= self._members.keys():
             return []
         self._bar(accuse.accused, now)
         return self._lose([accuse.accused], f"{accuse.accused} sent {sender} bad blocks: {accuse.reason}", now)

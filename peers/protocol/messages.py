@@ -31,6 +31,10 @@ Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)
 """Peers, and bytes a second."""
 
 
+BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
+"""The bits that are set in each byte."""
+
+
 def chunk_set(chunks: Iterable[int]) -> bytes:
     """The mask with these bits."""
     wanted = sorted(chunks)
@@ -42,7 +46,7 @@ def chunk_set(chunks: Iterable[int]) -> bytes:
 
 def chunks_in(mask: bytes) -> list[int]:
     """The bits that are set, in order."""
-    return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+    return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in BITS[byte]]
 
 
 class Attempt(Value):
@@ -89,7 +93,7 @@ class Round(Value):
     shares: Annotated[tuple[Share, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
     lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
 
-    @property
+    @cached_property
     def roster(self) -> tuple[Member, ...]:
         return tuple(share.member for share in self.shares)
 

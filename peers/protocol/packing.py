@@ -144,19 +144,22 @@ def _inflate(data: bytes) -> bytes:
 class Packer:
     """Packs and unpacks the messages of one peer.
 
-    The same message is packed once: what a leader tells all its members says much of all of them.
+    What is told to many is packed once: a leader's Begin and Commit say much of all members, and each member that fell
+    behind is told the same entry.
     """
 
     def __init__(self, peer: Whereabouts) -> None:
         self._peer = peer
         self._run = peer.log.run
-        self._last: tuple[Message | None, bytes] = (None, b"")
+        self._last: dict[type[Message], tuple[Message, bytes]] = {}  # the last one of each kind, as it was packed
 
     def pack(self, message: Message) -> bytes:
         """Raises: LogError when the message is about a position that is not in our recent log any more."""
-        if message is not self._last[0]:
-            self._last = message, pack_message(self._run, message, self.log_at(message.position))
-        return self._last[1]
+        last, packed = self._last.get(type(message), (None, b""))
+        if message != last:
+            packed = pack_message(self._run, message, self.log_at(message.position))
+            self._last[type(message)] = message, packed
+        return packed
 
     def unpack(self, data: bytes) -> Message | Unread | None:
         """Return what `unpack_message` does. Raises: WireError."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from peers.log.state import LogState
 from peers.presence.election import quorum
-from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 
@@ -32,8 +31,7 @@ class Patience:
         return overdue or now - self._since > schedule.begin(everyone_is_ready=False)
 
     def _are_most_ready(self) -> bool:
-        live = self._presence.live()
-        ready = {self._desk.me} | {peer for peer, beat in live.items() if beat.state is PeerState.READY}
+        ready = {self._desk.me, *self._presence.live().ready}
         if not self._log.roster:
             return len(ready) >= self._desk.settings.minimum_peers
         return quorum(self._log.roster, self._presence.membership.leavers, ready)

@@ -103,7 +103,7 @@ def _short_peers(peers: Iterable[str], log: LogState) -> ShortPeers:
 def _peers(plain: object, log: LogState) -> tuple[str, ...]:
     """The names in their order: what messages name is a set."""
     short = from_plain(ShortPeers, plain)
-    return tuple(sorted({*_at(tuple(log.known), short.places), *short.others}))
+    return tuple(sorted({*_at(log.names, short.places), *short.others}))
 
 
 def _at(peers: Sequence[str], places: bytes) -> list[str]:
@@ -119,8 +119,7 @@ def _short_counts(counts: Iterable[tuple[str, int]], log: LogState) -> ShortCoun
 
 
 def _counts(plain: object, log: LogState) -> tuple[tuple[str, int], ...]:
-    names = tuple(log.known)
-    counts = []
+    names, counts = log.names, list[tuple[str, int]]()
     for peer, count in from_plain(ShortCounts, plain).counts:
         if isinstance(peer, int) and peer >= len(names):
             raise LogError(f"there is no place {peer} among {len(names)} peers")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.events import Trouble
@@ -105,7 +104,9 @@ class Troubles:
     def _cut_off(self, leader: str | None) -> Hindrance | None:
         """Whether we can talk to nobody, or not to the one whom all others take for their leader."""
         unreached = self._presence.unreached
-        others = {peer for peer, beat in self._presence.live().items() if beat.state is not PeerState.ARCHIVING}
+        if not unreached:
+            return None
+        others = {beat.peer for beat in self._presence.live().trainers}
         if not unreached & others:
             return None
         was_cut_off = self._hindrance is not None and self._hindrance.kind == "cut off"

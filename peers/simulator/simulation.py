@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 
 from peers.log.header import Header
 from peers.log.settings import RunSettings
-from peers.log.state import LogError
+from peers.log.state import LogError, LogState
 from peers.protocol.events import (
     Captured,
     ChunkSent,
     ChunksUnsent,
+    Effect,
     Event,
     HeartbeatsSeen,
     LeaveRequested,
@@ -102,6 +103,7 @@ class Swarm:
         self.history = History(self.one_child)
         self.messages: Counter[str] = Counter()  # sent, by sender
         self.chunks: Counter[str] = Counter()
+        self._checked: dict[str, tuple[LogState, tuple[bytes, ...]]] = {}  # where each peer was when it was checked
         self._sequence = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -201,17 +203,18 @@ class Swarm:
         peer.beat()
         if peer.name in self.deaf:
             return
-        others = [other for other in self.living if self.side[other.name] == self.side[peer.name]]
+        side = self.side[peer.name]
+        others = [other for other in self.peers.values() if other.is_there and self.side[other.name] == side]
         beats = tuple(other.heartbeat for other in others if other.heartbeat)
         self.soon(peer, HeartbeatsSeen(beats))
-        self._learn_reach(peer, [other.name for other in others])
+        self._learn_reach(peer, others)
 
-    def _learn_reach(self, peer: SimulatedPeer, others: list[str]) -> None:
+    def _learn_reach(self, peer: SimulatedPeer, others: list[SimulatedPeer]) -> None:
         """A while after something changed its links know of it. Of peers that nothing stands between they say nothing,
         but for those of which they said something before."""
         if not (self.faults.broken or self.faults.relayed or peer.reach):
             return
-        now = {other: self.faults.reach(peer.name, other) for other in others if other != peer.name}
+        now = {other.name: self.faults.reach(peer.name, other.name) for other in others if other is not peer}
         reach = {other: way for other, way in now.items() if way is not Reach.OPEN or other in peer.reach}
         if reach != peer.reach:
             peer.reach = reach
@@ -227,14 +230,20 @@ class Swarm:
             return
         if isinstance(event, Captured | TrainingDone) and not peer.is_of_present_training(event):
             return
-        for effect in peer.peer.handle(event, peer.time(self.now)):
+        for effect in self.tell(peer, event):
             self.on_effect(peer.name)
             if not peer.alive:
                 return
             peer.carry_out(effect)
         peer.go_on(event)
-        if peer.is_settled:
+        place = peer.peer.log, peer.states
+        if place != self._checked.get(peer.name) and peer.is_settled:
             self.history.check(peer.name, peer.peer.log, peer.state)
+            self._checked[peer.name] = place
+
+    def tell(self, peer: SimulatedPeer, event: Event) -> list[Effect]:
+        """Tell the peer's protocol. Returns what it wants done."""
+        return peer.peer.handle(event, peer.time(self.now))
 
     def recorded(self, peer: SimulatedPeer, header: Header) -> None:
         self.history.record(header, peer.peer.log)

@@ -53,7 +53,7 @@ class Admission:
     def is_shared(self, round_name: Attempt, sender: str) -> bool:
         """Return whether the sender and this peer are in this round together now."""
         exchange = self._peer.exchange_of(round_name)
-        return exchange is not None and sender in exchange.round.remaining
+        return exchange is not None and exchange.is_with(sender)
 
     def check_size(self, sender: str, header: ChunkHeader, length: int) -> None:
         """Raises: RemoteProtocolError unless this is a whole chunk of this run's payloads."""
@@ -68,7 +68,7 @@ class Admission:
         """Store a chunk of the announced size, if the round waits for it. Own blocks are stored as they are, and must
         not change; averaged ones are copied."""
         exchange, current = self._peer.exchange_of(round_name), self._buffers.round(round_name)
-        if exchange is None or current is None or not self.is_shared(round_name, sender):
+        if exchange is None or current is None or not exchange.is_with(sender):
             return NOT_NOW
         chunk = header.chunk
         is_wanted = exchange.wants_reduced if header.reduced else exchange.wants_contribution

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from peers.protocol.events import Send
+from peers.protocol.messages import Begin
 from peers.simulator import crowds
 from peers.simulator.crowds import LARGEST, Bar, bars
+from peers.simulator.tape import play, replayed
 
 PEERS = 6
 
@@ -26,6 +29,8 @@ def test_rounds_and_takeovers_are_counted(
     for row in report["rows"]:
         assert 0 < row["MB by the leader"] < row["MB"] < 0.1
         assert 0 < row["by the leader"] < row["messages"]
+        assert row["leader's CPU s"] > 0
+        assert row["a member's CPU s"] > 0
     assert calm["by the leader"] >= 2 * PEERS - 2, "Begin and Commit to all others"
     assert at_commit["what"] == "its leader dies at its commit"
     printed = capsys.readouterr().out
@@ -41,5 +46,18 @@ def test_a_death_may_cost_three_times_as_much() -> None:
     row = {"peers": 9, "what": "a round", "MB by the leader": 3.5, "MB": 19.0, "leader's CPU s": 0.5}
     assert [(bar.at_most, bar.is_met) for bar in bars(row)] == [(3.0, False), (20.0, True), (1.0, True)]
     death = row | {"what": "its leader dies at its commit"}
-    assert [(bar.at_most, bar.is_met) for bar in bars(death)] == [(9.0, True), (60.0, True)]
+    assert [(bar.at_most, bar.is_met) for bar in bars(death)] == [(9.0, True), (60.0, True), (3.0, True)]
     assert str(Bar("bytes", 2.0, 1.0)) == "bytes: 2.00, bar 1: MISSED"
+
+
+def test_a_tape_leads_a_peer_where_it_was() -> None:
+    crowd = crowds.gather(PEERS)
+    scene = crowds.calm(crowd)
+    tape = crowd.tapes[crowd.leader]
+    part = scene.on_tapes[crowd.leader]
+    assert 0 < part.start < part.stop == len(tape)
+    said = [[(send.to, send.message) for send in effects if isinstance(send, Send)] for effects in replayed(tape)]
+    begun = {to for sends in said[part.start :] for to, message in sends if isinstance(message, Begin)}
+    assert begun == crowd.peers.keys() - {crowd.leader}
+    (seconds,) = play(tape, [part])
+    assert seconds > 0

@@ -108,3 +108,16 @@ def test_who_lives_is_found_anew_whenever_it_may_have_changed(deeds: list[tuple[
         live = asked.live(now)
         assert set(live) == {one for one in "abc" if asked.is_live(one, now)}
         assert asked.live(now) is live
+
+
+def test_a_roll_says_who_does_what() -> None:
+    membership = Membership("me", expiry=10.0)
+    states = {"a": PeerState.READY, "b": PeerState.TRAINING, "c": PeerState.JOINING, "d": PeerState.ARCHIVING}
+    membership.observe([beat(name, LOG, state) for name, state in states.items()], 0.0)
+    roll = membership.live(0.0)
+    assert [one.peer for one in roll.trainers] == ["a", "b", "c"]
+    assert [one.peer for one in roll.at_work] == ["a", "b"]
+    assert roll.ready == ("a",)
+    assert roll.fastest == max(one.speed for one in roll.at_work)
+    membership.observe([beat("a", LOG, PeerState.TRAINING, sequence=2)], 1.0)
+    assert membership.live(1.0).ready == ()

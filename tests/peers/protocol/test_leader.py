@@ -449,6 +449,14 @@ def test_the_lost_may_come_back_at_the_next_attempt_that_begins_anew() -> None:
     assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b", "c"]
 
 
+def test_who_says_the_same_again_changes_nothing() -> None:
+    lead = Lead()
+    assert lead.ready("ab") == []
+    lead.tick(after=5.0)
+    assert lead.ready("b") == []
+    assert sends(lead.ready("b", last_attempt=1), Abort), "a later attempt is something else: a must say Ready again"
+
+
 def test_a_later_number_from_outside_changes_nothing_for_those_who_are_in_an_attempt() -> None:
     """They have promised, and go on when one of them dies, whoever else says Ready meanwhile."""
     lead = Lead()

@@ -108,6 +108,22 @@ def test_entries_are_told_as_long_as_they_are_recent(snapshot: int) -> None:
     assert Packer(here).pack(ready(FIRST, "a"))
 
 
+def test_what_is_told_to_many_is_packed_once() -> None:
+    rig = at_second()
+    packer = Packer(rig.peer)
+    header = rig.peer.log.last
+    assert header is not None
+    told = [
+        packer.pack(Commit(header=header)),
+        packer.pack(ready(rig.peer.log, "a")),
+        packer.pack(Commit(header=header)),
+    ]
+    assert told[0] is told[2]
+    assert unpack_message(RUN, told[1], rig.peer.log) == ready(rig.peer.log, "a")
+    later = ready(rig.peer.log, "a", last_attempt=3)
+    assert unpack_message(RUN, packer.pack(later), rig.peer.log) == later
+
+
 def test_a_message_about_two_positions_is_not_packed() -> None:
     other = Held(attempt=attempt(OTHER), header=HEADER)
     with pytest.raises(LogError, match="in a message about"):
