@@ -332,9 +332,6 @@ class Driver:
         """What there is to say about this peer now."""
         return self._pulse.heartbeat()
 
-    def signed_heartbeat(self) -> bytes:
-        return self._pulse.signed_heartbeat()
-
     # The training side ----------------------------------------------------------------------------------------
     async def _train(self, train: Train) -> None:
         async with self._worker:  # a training that was stopped needs a moment to end

@@ -9,6 +9,8 @@ from prometheus_client import REGISTRY
 
 from peers.driver.pulse import REFRESH_BEATS, Pulse
 from peers.presence.heartbeat import Heartbeat
+from peers.presence.life_signs import LifeSign
+from peers.presence.voice import Pace
 from peers.protocol.peer import Peer
 from peers.values.identity import Identity
 from peers.values.reach import Reach
@@ -26,7 +28,8 @@ class Network:
         self.addresses: tuple[str, ...] = (EARLY,)
         self.endpoints: tuple[str, ...] = ()
         self.relays: tuple[str, ...] = ()
-        self.spreading: list[bytes] = []
+        self.signs: list[LifeSign] = []
+        self.slowly = Pace()
         self.reaches: dict[str, Reach] = {}
         self.asked = 0
         self.published: list[Heartbeat] = []
@@ -46,15 +49,17 @@ class Network:
         self.connected.append(peer_id)
         return True
 
-    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
-        self.published.append(Heartbeat.verify(heartbeat, run_id))
+    def pace(self, run_id: str) -> Pace:
+        return self.slowly
+
+    async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
+        if heartbeat is not None:
+            self.published.append(Heartbeat.verify(heartbeat, run_id))
+        self.signs += [sign] if sign is not None else []
         return True
 
     def reach(self) -> dict[str, Reach]:
         return self.reaches
-
-    async def spread(self, heartbeat: bytes) -> None:
-        self.spreading.append(heartbeat)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return self.present

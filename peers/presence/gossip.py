@@ -1,0 +1,321 @@
+"""Gossip: how the peers of a run tell each other who is there, without input or output.
+
+Each peer keeps up exchanges with a few *partners*, chosen by chance and replaced one after another. In an exchange both
+sides tell what the other one may lack: signs of life, and whole heartbeats where these are asked for. Whatever proves
+itself is told on, so that news is everywhere after as many exchanges as the logarithm of the number of peers. Where
+there are few peers, each tells its own heartbeats to all others at once.
+
+Who answers an exchange remembers nothing of it: a request says up to which of our numbers its sender has our news.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeAlias
+
+from peers.errors import RemoteProtocolError
+from peers.presence.allowances import Allowances
+from peers.presence.heard import HEARTBEATS_AT_ONCE, NO_TAG, Heard, Word
+from peers.presence.heartbeat import Heartbeat
+from peers.presence.life_signs import LifeSign
+from peers.presence.news import HEARTBEATS_LIMIT, SIGNS_LIMIT, WHOLES_LIMIT, News, Request, Whole
+from peers.values.wire import digest_of, pack
+
+PARTNERS = 3
+CLOSE = 16  # other peers at most, for each to tell its heartbeats to all of them
+EAGER = 40  # other peers at most, for each new heartbeat to be told on whole, without being asked for, by all
+PERIOD = 0.5  # seconds between two exchanges with one partner
+COUNT_PERIOD = 1.0  # seconds between two looks at who seems to be there
+IDLE_PERIOD = 2.0  # seconds, when there is nothing to tell
+TERM = 15.0  # seconds after which one of the partners is replaced
+ANSWER_PERIOD = 1.5  # seconds for which nobody else is asked for the same heartbeat
+ASKED_LIMIT = 4096
+PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds for which a peer that did not answer is left alone
+ANSWERS_BURST, ANSWERS_RATE = 1 << 19, 1 << 16  # bytes, and bytes a second, that one peer is told in answers at most
+FROM_DHT = ""  # the source of what no peer has told us
+STRANGER = "stranger"  # all who are not in the run share what one peer may have
+
+Version: TypeAlias = tuple[bytes, int, int]
+"""Which chain of a peer, how many slots of it, which heartbeat."""
+
+
+@dataclass
+class Exchanges:
+    """Where we are with one peer that we tell things."""
+
+    told: int = 0
+    """The number of ours up to which it was told everything."""
+    heard: int = 0
+    """The number of its own up to which it has told us everything."""
+    telling: int = 0
+    """What `told` will be once it answers."""
+    is_under_way: bool = False
+    due: float = 0.0
+    has: dict[str, Version] = field(default_factory=dict)
+    """What it told us last, of each peer of which that was no news."""
+    wanted: dict[bytes, int] = field(default_factory=dict)
+    """Tags of chains of which it has newer heartbeats than we, and their numbers."""
+    owed: tuple[bytes, ...] = ()
+    """Tags of chains whose heartbeats it has asked for."""
+
+
+class Gossip:
+    """One peer's part in the gossip of one run. Every method that is given `now` may change what is `due`."""
+
+    def __init__(self, me: str, run: str, seed: bytes, wall: float) -> None:
+        """`seed`: what nobody else knows, so that nobody can foresee whom we choose."""
+        self.me = me
+        self.heard = Heard(run, int(wall * 1000))
+        self.own: Word | None = None
+        self.echo = 0
+        """The highest sequence of a heartbeat of ours that others know: from before a restart, perhaps."""
+        self.avoided: Collection[str] = ()
+        """Peers that are better not chosen as partners: hard to reach, or not at all."""
+        self.answered_at = -float("inf")
+        """When another peer last took part in an exchange with us."""
+        self._seed = seed
+        self._draws = 0
+        self._others: list[str] = []
+        self._counted = 0
+        self._counted_at = -float("inf")
+        self._partners: list[str] = []
+        self._replaced_at = -float("inf")
+        self._exchanges: dict[str, Exchanges] = {}
+        self._asked: dict[bytes, float] = {}
+        self._pauses: dict[str, tuple[float, float]] = {}  # until when, and for how long
+        self._allowances = Allowances(ANSWERS_BURST, ANSWERS_RATE)
+
+    # What is known --------------------------------------------------------------------------------------------
+    def say(self, signed: bytes | None, sign: LifeSign | None, now: float, wall: float) -> None:
+        """Tell a heartbeat of our own from now on, or a sign of life, or both."""
+        if self.own is not None:
+            self.own.allowance = HEARTBEATS_AT_ONCE
+        if signed is not None:
+            self.heard.take(signed, 0, b"", self.me, now, wall)
+        if sign is not None:
+            self.heard.confirm(sign, self.me, now, wall)
+        self.own = self.heard.get(self.me)
+
+    def found(self, signed: bytes, now: float, wall: float) -> bool:
+        """Take in what lies in the DHT. Returns whether it was news. Raises: RemoteProtocolError."""
+        return self._hear(signed, 0, b"", FROM_DHT, now, wall)
+
+    def _hear(self, signed: bytes, slots: int, link: bytes, source: str, now: float, wall: float) -> bool:
+        """Take in a heartbeat. Of ourselves we know better; but after a restart what we said before counts."""
+        heartbeat = Heartbeat.verify(signed, self.heard.run)
+        if heartbeat.peer == self.me:
+            self.echo = max(self.echo, heartbeat.sequence)
+            return False
+        return self.heard.take(signed, slots, link, source, now, wall)
+
+    def heartbeats(self, now: float) -> list[Heartbeat]:
+        """Return the newest of every peer, by peer id."""
+        return sorted((word.newest for word in self.heard.fresh(now)), key=lambda heartbeat: heartbeat.peer)
+
+    def others(self, now: float) -> list[str]:
+        """Return the other peers that seem to be there; they are counted anew each second, and when one is new."""
+        if len(self.heard) != self._counted or now - self._counted_at >= COUNT_PERIOD:
+            self._counted, self._counted_at = len(self.heard), now
+            words = (word for word in self.heard.fresh(now) if word.is_present(now))
+            self._others = [word.heartbeat.peer for word in words if word.heartbeat.peer != self.me]
+        return self._others
+
+    # Whom to tell ---------------------------------------------------------------------------------------------
+    def due(self, now: float) -> list[str]:
+        """Return the peers with which an exchange is due now; each is to be followed by `request`."""
+        others = self.others(now)
+        self._choose_partners(others, now)
+        audience = others if len(others) <= CLOSE else self._partners
+        for peer in self._exchanges.keys() - set(audience) - set(self._partners):
+            if not self._exchanges[peer].is_under_way:
+                del self._exchanges[peer]
+        return [peer for peer in dict.fromkeys((*self._partners, *audience)) if self._is_due(peer, now)]
+
+    def _is_due(self, peer: str, now: float) -> bool:
+        exchanges = self._exchanges.setdefault(peer, Exchanges())
+        if exchanges.is_under_way or self._is_paused(peer, now):
+            return False
+        if self.own is not None and self.own.serial > exchanges.told:
+            return True
+        if peer not in self._partners:
+            return False
+        if exchanges.wanted or exchanges.owed:
+            return True
+        if now < exchanges.due:
+            return False
+        return now >= exchanges.due + IDLE_PERIOD - PERIOD or self._has_news_for(peer, exchanges, now)
+
+    def _has_news_for(self, peer: str, exchanges: Exchanges, now: float) -> bool:
+        return any(
+            self._lacks(peer, word, exchanges.has) for word in self.heard.after(exchanges.told, now, SIGNS_LIMIT)
+        )
+
+    def _choose_partners(self, others: list[str], now: float) -> None:
+        """Replace partners that are gone, and now and then one of the others."""
+        present = set(others)
+        self._partners = [peer for peer in self._partners if peer in present and not self._is_paused(peer, now)]
+        if len(self._partners) == PARTNERS < len(others) and now - self._replaced_at > TERM:
+            self._partners.pop(0)
+            self._replaced_at = now
+        while len(self._partners) < PARTNERS:
+            rest = [peer for peer in others if peer not in self._partners and not self._is_paused(peer, now)]
+            if not rest:
+                break
+            self._partners.append(self._draw([peer for peer in rest if peer not in self.avoided] or rest))
+
+    def _draw(self, peers: list[str]) -> str:
+        """Return one of the peers by chance. Every third time it is one of those that have been there for longest, so
+        that whoever makes up many new peers does not get all our exchanges."""
+        self._draws += 1
+        if self._draws % 3 == 0:
+            peers = sorted(peers, key=self._known_since)[: (len(peers) + 1) // 2]
+        chance = digest_of(self._seed + self._draws.to_bytes(8, "big"))
+        return peers[int.from_bytes(chance[:8], "big") % len(peers)]
+
+    def _known_since(self, peer: str) -> float:
+        word = self.heard.get(peer)
+        return word.first_at if word else 0.0
+
+    def _is_paused(self, peer: str, now: float) -> bool:
+        return peer in self._pauses and now < self._pauses[peer][0]
+
+    # Exchanges that we begin ----------------------------------------------------------------------------------
+    def request(self, peer: str, now: float) -> bytes:
+        """Begin an exchange: what to send to the peer. `answer_of` or `failed` ends it."""
+        exchanges = self._exchanges.setdefault(peer, Exchanges())
+        exchanges.is_under_way = True
+        exchanges.due = now + PERIOD
+        owed, exchanges.owed = exchanges.owed, ()
+        asked = self._ask(exchanges.wanted, now)
+        news = self._news(peer, exchanges.told, exchanges.has, owed, asked, now)
+        exchanges.telling, exchanges.has = news.upto, {}
+        return pack(Request(run=self.heard.run, after=exchanges.heard, news=news.packed))
+
+    def answer_of(self, peer: str, packed: bytes, now: float, wall: float) -> None:
+        """End an exchange with what the peer has answered. Raises: RemoteProtocolError, after which it has failed."""
+        exchanges = self._exchanges.get(peer)
+        if exchanges is None:
+            return
+        exchanges.is_under_way = False
+        try:
+            news = News.unpack(peer, packed)
+            lacking = self._take(peer, news, exchanges.has, now, wall)
+        except RemoteProtocolError:
+            self.failed(peer, now)
+            raise
+        self._pauses.pop(peer, None)
+        self.answered_at = now
+        exchanges.told, exchanges.heard = max(exchanges.told, exchanges.telling), news.upto
+        exchanges.owed = news.asked
+        room = ASKED_LIMIT - len(exchanges.wanted)
+        exchanges.wanted.update(islice(lacking.items(), max(0, room)))
+        if news.is_cut:
+            exchanges.due = now
+
+    def failed(self, peer: str, now: float) -> None:
+        """End an exchange that came to nothing: the peer is left alone for a while, longer each time."""
+        exchanges = self._exchanges.pop(peer, None)
+        if exchanges is not None:
+            exchanges.is_under_way = False
+        _, length = self._pauses.get(peer, (0.0, PAUSE_FIRST / 2))
+        length = min(PAUSE_LAST, 2 * length)
+        if len(self._pauses) >= ASKED_LIMIT:
+            self._pauses = {one: pause for one, pause in self._pauses.items() if now < pause[0]}
+        self._pauses[peer] = (now + length, length)
+
+    def _ask(self, wanted: dict[bytes, int], now: float) -> list[bytes]:
+        """Return for which chains to ask now, which are then wanted no more: those of whose heartbeat nobody else was
+        asked a moment ago."""
+        asked = list[bytes]()
+        while wanted and len(asked) < HEARTBEATS_LIMIT:
+            tag, number = wanted.popitem()
+            if self._is_newer(tag, number) and self._may_ask(tag, now):
+                asked.append(tag)
+        return asked
+
+    def _is_newer(self, tag: bytes, number: int) -> bool:
+        """Whether we lack the heartbeat with this number."""
+        word = self.heard.by_tag(tag)
+        return word is None or word.sign.number < number
+
+    def _may_ask(self, tag: bytes, now: float) -> bool:
+        if now - self._asked.get(tag, -ANSWER_PERIOD) < ANSWER_PERIOD:
+            return False
+        if len(self._asked) >= ASKED_LIMIT:
+            self._asked = {one: at for one, at in self._asked.items() if now - at < ANSWER_PERIOD}
+        if len(self._asked) >= ASKED_LIMIT:
+            return False
+        self._asked[tag] = now
+        return True
+
+    # Exchanges that others begin ------------------------------------------------------------------------------
+    def answer(self, sender: str, request: Request, now: float, wall: float) -> bytes:
+        """Return our answer to a peer's request, or to anybody else's who wants to know who is in the run.
+
+        Raises: RemoteProtocolError.
+        """
+        told = News.of(sender, request.news)
+        has: dict[str, Version] = {}
+        lacking = self._take(sender, told, has, now, wall)
+        is_member = self.heard.get(sender) is not None
+        account = sender if is_member else STRANGER
+        if not self._allowances.has_some(account, now):
+            return News(request.after).pack()
+        if is_member:
+            self._pauses.pop(sender, None)
+            self.answered_at = now
+        wanted = self._ask(lacking, now) if is_member else []
+        after = request.after if self.heard.first_serial <= request.after <= self.heard.serial else 0
+        answer = self._news(sender, after, has, told.asked, wanted, now).pack()
+        self._allowances.spend(account, len(answer))
+        return answer
+
+    # Both -----------------------------------------------------------------------------------------------------
+    def _lacks(self, peer: str, word: Word, has: dict[str, Version]) -> bool:
+        """Whether a peer may not know a word yet. Nobody needs to be told of itself."""
+        subject, sign = word.heartbeat.peer, word.sign
+        if peer in (word.source, subject):
+            return False
+        tag, slots, number = has.get(subject, (NO_TAG, 0, 0))
+        return tag != sign.tag or slots < sign.slots or number < sign.number or tag == NO_TAG
+
+    def _news(
+        self, peer: str, after: int, has: dict[str, Version], owed: Sequence[bytes], asked: Sequence[bytes], now: float
+    ) -> News:
+        """Return what a peer may lack of what came after a serial, with the heartbeats that it has asked for."""
+        words = self.heard.after(after, now, SIGNS_LIMIT)
+        is_cut = len(words) == SIGNS_LIMIT
+        upto = words[-1].serial if is_cut else self.heard.serial
+        lacking = [word for word in words if self._lacks(peer, word, has)]
+        whole = [word for tag in owed if (word := self.heard.by_tag(tag)) and word.is_fresh(now)]
+        is_eager = CLOSE < len(self._others) <= EAGER
+        whole += [
+            word
+            for word in lacking
+            if word.sign.tag == NO_TAG or (word.began > after and (is_eager or word is self.own))
+        ]
+        wholes = dict.fromkeys(whole[:WHOLES_LIMIT])
+        signs = [word.sign for word in lacking if word not in wholes and word.sign.tag != NO_TAG]
+        return News(upto, is_cut, tuple(signs), tuple(asked), tuple(map(_whole, wholes)))
+
+    def _take(self, sender: str, news: News, has: dict[str, Version], now: float, wall: float) -> dict[bytes, int]:
+        """Take in what a peer tells, note what of it we knew, and return the chains of which it has newer heartbeats.
+
+        Raises: RemoteProtocolError.
+        """
+        for whole in news.wholes:
+            self._hear(whole.signed, whole.slots, whole.link, sender, now, wall)
+        lacking = dict[bytes, int]()
+        for sign in news.signs:
+            word = self.heard.by_tag(sign.tag)
+            if word is None or word.sign.number < sign.number:
+                lacking[sign.tag] = sign.number
+            if word is not None and not self.heard.confirm(sign, sender, now, wall):
+                has[word.heartbeat.peer] = sign.tag, sign.slots, sign.number
+        return lacking
+
+
+def _whole(word: Word) -> Whole:
+    return Whole(signed=word.signed, slots=word.sign.slots, link=word.sign.link)
