@@ -24,7 +24,7 @@ from peers.values.wire import digest_of
 logger = logging.getLogger(__name__)
 
 GOSSIP = "gossip"  # name of the call; payload: a Request, answer: News
-LOOK = 0.25  # seconds between two looks at which exchanges are due
+LOOK = 0.125  # seconds between two looks at which exchanges are due
 ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a partner has to answer
 SAMPLE = 32  # peers whose heartbeats are kept in the DHT; all, while there are no more
 SAMPLE_PERIOD = 60.0  # seconds after which it is others

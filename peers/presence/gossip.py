@@ -10,7 +10,7 @@ Who answers an exchange remembers nothing of it: a request says up to which of o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
@@ -26,7 +26,11 @@ from peers.values.wire import digest_of, pack
 PARTNERS = 3
 CLOSE = 16  # other peers at most, for each to tell its heartbeats to all of them
 EAGER = 40  # other peers at most, for each new heartbeat to be told on whole, without being asked for, by all
-PERIOD = 0.5  # seconds between two exchanges with one partner
+CALLERS = 4  # peers, where there are many, of which we are a partner: what one of them costs is the same for all
+CALLER_TERM = 3.0  # seconds without an exchange after which one of them is none any more
+PERIOD = 0.25  # seconds between two exchanges with one partner
+SLOW = 0.75  # seconds without an answer after which a partner has a stand-in
+CLOSE_PERIOD = 0.5  # seconds, where all tell all of themselves
 COUNT_PERIOD = 1.0  # seconds between two looks at who seems to be there
 IDLE_PERIOD = 2.0  # seconds, when there is nothing to tell
 TERM = 15.0  # seconds after which one of the partners is replaced
@@ -35,6 +39,7 @@ ASKED_LIMIT = 4096
 PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds for which a peer that did not answer is left alone
 ANSWERS_BURST, ANSWERS_RATE = 1 << 19, 1 << 16  # bytes, and bytes a second, that one peer is told in answers at most
 FROM_DHT = ""  # the source of what no peer has told us
+BUSY = b""
 STRANGER = "stranger"  # all who are not in the run share what one peer may have
 
 Version: TypeAlias = tuple[bytes, int, int]
@@ -52,6 +57,7 @@ class Exchanges:
     telling: int = 0
     """What `told` will be once it answers."""
     is_under_way: bool = False
+    begun: float = 0.0
     due: float = 0.0
     has: dict[str, Version] = field(default_factory=dict)
     """What it told us last, of each peer of which that was no news."""
@@ -71,7 +77,7 @@ class Gossip:
         self.own: Word | None = None
         self.echo = 0
         """The highest sequence of a heartbeat of ours that others know: from before a restart, perhaps."""
-        self.avoided: Collection[str] = ()
+        self.avoided: Container[str] = ()
         """Peers that are better not chosen as partners: hard to reach, or not at all."""
         self.answered_at = -float("inf")
         """When another peer last took part in an exchange with us."""
@@ -85,6 +91,7 @@ class Gossip:
         self._exchanges: dict[str, Exchanges] = {}
         self._asked: dict[bytes, float] = {}
         self._pauses: dict[str, tuple[float, float]] = {}  # until when, and for how long
+        self._callers: dict[str, float] = {}  # when they last called
         self._allowances = Allowances(ANSWERS_BURST, ANSWERS_RATE)
 
     # What is known --------------------------------------------------------------------------------------------
@@ -93,7 +100,7 @@ class Gossip:
         if self.own is not None:
             self.own.allowance = HEARTBEATS_AT_ONCE
         if signed is not None:
-            self.heard.take(signed, 0, b"", self.me, now, wall)
+            self.heard.take(self.heard.word_of(signed, 0, b"", self.me, now), wall)
         if sign is not None:
             self.heard.confirm(sign, self.me, now, wall)
         self.own = self.heard.get(self.me)
@@ -104,11 +111,12 @@ class Gossip:
 
     def _hear(self, signed: bytes, slots: int, link: bytes, source: str, now: float, wall: float) -> bool:
         """Take in a heartbeat. Of ourselves we know better; but after a restart what we said before counts."""
-        heartbeat = Heartbeat.verify(signed, self.heard.run)
-        if heartbeat.peer == self.me:
-            self.echo = max(self.echo, heartbeat.sequence)
+        word = self.heard.word_of(signed, slots, link, source, now)
+        self._asked.pop(word.sign.tag, None)
+        if word.heartbeat.peer == self.me:
+            self.echo = max(self.echo, word.sequence)
             return False
-        return self.heard.take(signed, slots, link, source, now, wall)
+        return self.heard.take(word, wall)
 
     def heartbeats(self, now: float) -> list[Heartbeat]:
         """Return the newest of every peer, by peer id."""
@@ -145,7 +153,7 @@ class Gossip:
             return True
         if now < exchanges.due:
             return False
-        return now >= exchanges.due + IDLE_PERIOD - PERIOD or self._has_news_for(peer, exchanges, now)
+        return now >= exchanges.due + IDLE_PERIOD or self._has_news_for(peer, exchanges, now)
 
     def _has_news_for(self, peer: str, exchanges: Exchanges, now: float) -> bool:
         return any(
@@ -153,17 +161,23 @@ class Gossip:
         )
 
     def _choose_partners(self, others: list[str], now: float) -> None:
-        """Replace partners that are gone, and now and then one of the others."""
+        """Replace partners that are gone, and now and then one of the others. One that takes long to answer, and may be
+        dead, has a stand-in."""
         present = set(others)
         self._partners = [peer for peer in self._partners if peer in present and not self._is_paused(peer, now)]
-        if len(self._partners) == PARTNERS < len(others) and now - self._replaced_at > TERM:
-            self._partners.pop(0)
+        if now - self._replaced_at > TERM and len(self._partners) < len(others):
+            del self._partners[: len(self._partners) + 1 - PARTNERS]
             self._replaced_at = now
-        while len(self._partners) < PARTNERS:
+        missing = PARTNERS - sum(not self._is_slow(peer, now) for peer in self._partners)
+        for _ in range(min(missing, 2 * PARTNERS - len(self._partners))):
             rest = [peer for peer in others if peer not in self._partners and not self._is_paused(peer, now)]
             if not rest:
                 break
             self._partners.append(self._draw([peer for peer in rest if peer not in self.avoided] or rest))
+
+    def _is_slow(self, peer: str, now: float) -> bool:
+        exchanges = self._exchanges.get(peer)
+        return exchanges is not None and exchanges.is_under_way and now - exchanges.begun > SLOW
 
     def _draw(self, peers: list[str]) -> str:
         """Return one of the peers by chance. Every third time it is one of those that have been there for longest, so
@@ -185,8 +199,8 @@ class Gossip:
     def request(self, peer: str, now: float) -> bytes:
         """Begin an exchange: what to send to the peer. `answer_of` or `failed` ends it."""
         exchanges = self._exchanges.setdefault(peer, Exchanges())
-        exchanges.is_under_way = True
-        exchanges.due = now + PERIOD
+        exchanges.is_under_way, exchanges.begun = True, now
+        exchanges.due = now + (PERIOD if len(self._others) > CLOSE else CLOSE_PERIOD)
         owed, exchanges.owed = exchanges.owed, ()
         asked = self._ask(exchanges.wanted, now)
         news = self._news(peer, exchanges.told, exchanges.has, owed, asked, now)
@@ -199,6 +213,9 @@ class Gossip:
         if exchanges is None:
             return
         exchanges.is_under_way = False
+        if packed == BUSY:
+            self.failed(peer, now)
+            return
         try:
             news = News.unpack(peer, packed)
             lacking = self._take(peer, news, exchanges.has, now, wall)
@@ -252,25 +269,44 @@ class Gossip:
 
     # Exchanges that others begin ------------------------------------------------------------------------------
     def answer(self, sender: str, request: Request, now: float, wall: float) -> bytes:
-        """Return our answer to a peer's request, or to anybody else's who wants to know who is in the run.
+        """Return our answer to a peer's request, or to anybody else's who wants to know who is in the run: `BUSY`, if
+        it had better ask another one.
 
         Raises: RemoteProtocolError.
         """
+        if request.run != self.heard.run:
+            raise RemoteProtocolError(sender, f"it asks about run {request.run}, not {self.heard.run}")
         told = News.of(sender, request.news)
         has: dict[str, Version] = {}
         lacking = self._take(sender, told, has, now, wall)
         is_member = self.heard.get(sender) is not None
         account = sender if is_member else STRANGER
-        if not self._allowances.has_some(account, now):
-            return News(request.after).pack()
+        if not self._allowances.has_some(account, now) or (is_member and not self._has_place_for(sender, now)):
+            return BUSY
         if is_member:
             self._pauses.pop(sender, None)
             self.answered_at = now
         wanted = self._ask(lacking, now) if is_member else []
         after = request.after if self.heard.first_serial <= request.after <= self.heard.serial else 0
-        answer = self._news(sender, after, has, told.asked, wanted, now).pack()
+        owed = (*told.asked, *self._echo_for(sender, told))
+        answer = self._news(sender, after, has, owed, wanted, now).pack()
         self._allowances.spend(account, len(answer))
         return answer
+
+    def _has_place_for(self, caller: str, now: float) -> bool:
+        """Whether we can be one more peer's partner. What it has told us counts in any case."""
+        self._callers = {peer: at for peer, at in self._callers.items() if now - at < CALLER_TERM}
+        if len(self._callers) >= CALLERS and len(self.others(now)) > CLOSE and caller not in self._callers:
+            return False
+        self._callers[caller] = now
+        return True
+
+    def _echo_for(self, sender: str, told: News) -> tuple[bytes, ...]:
+        """Return the chain of a sender that says of itself what is older than what it has said before: its clock was
+        set back, and nobody would listen to it until it knows."""
+        known = self.heard.get(sender)
+        sequences = [beat.sequence for one in told.wholes if (beat := Heartbeat.verify(one.signed)).peer == sender]
+        return (known.sign.tag,) if known and sequences and max(sequences) < known.heartbeat.sequence else ()
 
     # Both -----------------------------------------------------------------------------------------------------
     def _lacks(self, peer: str, word: Word, has: dict[str, Version]) -> bool:

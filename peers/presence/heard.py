@@ -18,6 +18,7 @@ CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 HEARTBEATS_AT_ONCE = 4.0  # that one peer may utter one after another
 SECONDS_PER_HEARTBEAT = 0.5  # in the long run: what everybody is told must not be more
 NO_TAG = b""
+NOBODY = "nobody"  # the source of what was put together from what several peers have told
 
 
 @dataclass(eq=False)
@@ -30,7 +31,7 @@ class Word:
     """What to tell others; without a chain, its tag is `NO_TAG`."""
     salt: bytes
     source: str
-    """The peer that told us first; "" for one that was found in the DHT."""
+    """The peer that told us first, and need not be told; "" where it was found in the DHT."""
     serial: int
     began: int
     """The serial with which the heartbeat came."""
@@ -39,21 +40,31 @@ class Word:
     first_at: float
     """When anything was heard first."""
     allowance: float = HEARTBEATS_AT_ONCE
+    """Heartbeats that it may still utter at once, as of `allowed_at`."""
+    allowed_at: float = 0.0
     _dated: Heartbeat | None = field(default=None, repr=False)
 
     @property
+    def slots(self) -> int:
+        """How many slots of its chain its peer was alive, as the heartbeat or the sign of life proves."""
+        seal = self.heartbeat.seal
+        return max(self.sign.slots, (self.heartbeat.sequence - seal.since) // SLOT) if seal else 0
+
+    @property
     def sequence(self) -> int:
-        """Grows with each heartbeat and each sign of life."""
+        """Grows with each sign of life, and with a farewell. A heartbeat that comes later than a sign of the same slot
+        is not newer: that its peer lives was known."""
         seal = self.heartbeat.seal
         if seal is None:
             return self.heartbeat.sequence
-        return max(self.heartbeat.sequence, seal.since + self.sign.slots * SLOT + seal.number)
+        return seal.since + self.slots * SLOT + (self.heartbeat.state is PeerState.LEAVING)
 
     @property
     def newest(self) -> Heartbeat:
         """The heartbeat, with the sequence of the newest sign of life."""
-        if self._dated is None or self._dated.sequence != self.sequence:
-            self._dated = self.heartbeat.model_copy(update={"sequence": self.sequence})
+        sequence = self.sequence
+        if self._dated is None or self._dated.sequence != sequence:
+            self._dated = self.heartbeat.model_copy(update={"sequence": sequence})
         return self._dated
 
     def is_fresh(self, now: float) -> bool:
@@ -100,26 +111,12 @@ class Heard:
         return newer[::-1][:most]
 
     # Taking in ------------------------------------------------------------------------------------------------
-    def take(self, signed: bytes, slots: int, link: bytes, source: str, now: float, wall: float) -> bool:
-        """Take in a heartbeat, and the newest link of its chain (`slots` 0: none). Returns whether that was news.
+    def word_of(self, signed: bytes, slots: int, link: bytes, source: str, now: float) -> Word:
+        """Return what a heartbeat says, and the newest link of its chain (`slots` 0: there is none).
 
         Raises: RemoteProtocolError when it does not prove itself.
         """
         heartbeat = Heartbeat.verify(signed, self.run)
-        known = self._words.get(heartbeat.peer)
-        if known is not None and heartbeat.sequence <= known.heartbeat.sequence:
-            return False
-        word = self._word(heartbeat, signed, slots, link, source, now)
-        if not _is_of_our_time(word, wall):
-            return False
-        if known is None:
-            return self._has_room(wall) and self._put(word)
-        if known.sign.tag != word.sign.tag and heartbeat.sequence <= known.sequence:
-            return False
-        return self._is_allowed(known, word, now) and self._replace(known, word)
-
-    def _word(self, heartbeat: Heartbeat, signed: bytes, slots: int, link: bytes, source: str, now: float) -> Word:
-        """Raises: RemoteProtocolError when the link does not lead to the seal."""
         seal = heartbeat.seal
         if seal is None:
             return Word(heartbeat, signed, LifeSign(NO_TAG, 0, 0, b""), b"", source, 0, 0, now, now)
@@ -128,23 +125,39 @@ class Heard:
         proven = known.sign if known else LifeSign(tag, 0, seal.number, seal.link)
         if slots <= proven.slots:
             sign = proven._replace(number=seal.number)
+            source = NOBODY if slots < proven.slots else source
         elif leads_to(link, slots - proven.slots, proven.link, salt):
             sign = LifeSign(tag, slots, seal.number, link)
         else:
             raise RemoteProtocolError(heartbeat.peer, "a sign of life that does not lead to the seal of its heartbeat")
         return Word(heartbeat, signed, sign, salt, source, 0, 0, now, now)
 
-    def _is_allowed(self, known: Word, word: Word, now: float) -> bool:
+    def take(self, word: Word, wall: float) -> bool:
+        """Take in a word that was just heard. Returns whether it was news."""
+        known = self._words.get(word.heartbeat.peer)
+        if not _is_of_our_time(word, wall):
+            return False
+        if known is None:
+            return self._has_room(wall) and self._put(word)
+        if word.heartbeat.sequence <= known.heartbeat.sequence:
+            is_later = word.sign.tag == known.sign.tag and word.sign.slots > known.sign.slots
+            return is_later and self._advance(known, word.sign, word.source, word.at, wall)
+        if known.sign.tag != word.sign.tag and word.heartbeat.sequence <= known.sequence:
+            return False
+        return self._is_allowed(known, word) and self._replace(known, word)
+
+    def _is_allowed(self, known: Word, word: Word) -> bool:
         """Whoever utters heartbeats faster than anybody needs to is heard now and then, so that it can't have a whole
         swarm pass on what it says."""
         is_farewell = PeerState.LEAVING is word.heartbeat.state is not known.heartbeat.state
-        allowance = min(HEARTBEATS_AT_ONCE, known.allowance + (now - known.at) / SECONDS_PER_HEARTBEAT)
-        word.allowance = max(0.0, allowance - 1.0)
+        earned = (word.at - known.allowed_at) / SECONDS_PER_HEARTBEAT
+        allowance = min(HEARTBEATS_AT_ONCE, known.allowance + earned)
+        word.allowance, word.allowed_at = max(0.0, allowance - 1.0), word.at
         return is_farewell or allowance >= 1.0
 
     def _replace(self, known: Word, word: Word) -> bool:
         word.first_at = known.first_at
-        if word.heartbeat.sequence <= known.sequence and word.sign.slots == known.sign.slots:
+        if word.sign.tag == known.sign.tag != NO_TAG and word.slots <= known.slots:
             word.at = known.at  # what it says is news, that it lives is not
         del self._words[word.heartbeat.peer]
         self._by_tag.pop(known.sign.tag, None)
@@ -169,13 +182,19 @@ class Heard:
             return False
         if not leads_to(sign.link, steps, word.sign.link, word.salt):
             raise RemoteProtocolError(source or word.heartbeat.peer, "a sign of life that is not its owner's")
-        before, word.sign = word.sign, sign._replace(number=word.sign.number)
+        return self._advance(word, sign, source, now, wall)
+
+    def _advance(self, word: Word, sign: LifeSign, source: str, now: float, wall: float) -> bool:
+        before, slots = word.sign, word.slots
+        word.sign = sign._replace(number=before.number)
         if not _is_of_our_time(word, wall):
             word.sign = before
             return False
+        if word.slots > slots:  # else its heartbeat has told us so before, and others may not have that
+            word.at = now
         self.serial += 1
-        word.allowance = min(HEARTBEATS_AT_ONCE, word.allowance + (now - word.at) / SECONDS_PER_HEARTBEAT)
-        word.source, word.at, word.serial = source, now, self.serial
+        word.source = NOBODY if sign.number < before.number else source
+        word.serial = self.serial
         self._words[word.heartbeat.peer] = self._words.pop(word.heartbeat.peer)
         return True
 

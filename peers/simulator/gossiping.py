@@ -19,7 +19,7 @@ from peers.values.wire import digest_of
 
 RUN = "simulated-" + "a" * 32
 WALL = 1_800_000_000.0  # seconds since the epoch when the simulation begins
-LOOK = 0.25  # seconds between two looks at which exchanges are due
+LOOK = 0.125  # seconds between two looks at which exchanges are due
 TIMEOUT = 3.0  # seconds that a peer waits for an answer
 OVERHEAD = 150  # bytes of TLS, TCP and IP around one message
 TIMING = Timing()
@@ -66,6 +66,17 @@ class GossipingPeer:
         return is_there and word is not None and self.swarm.now - word.at <= TIMING.heartbeat_expiry
 
 
+class _Detours:
+    """The peers that one peer's links have found hard to reach."""
+
+    def __init__(self, crowd: Crowd, name: str) -> None:
+        self._crowd = crowd
+        self._name = name
+
+    def __contains__(self, other: object) -> bool:
+        return self._crowd.is_detour(self._name, str(other))
+
+
 class Crowd:
     """A simulated swarm that does nothing but gossip."""
 
@@ -77,7 +88,8 @@ class Crowd:
         self.now = 0.0
         self.peers: dict[str, GossipingPeer] = {}
         self.side: dict[str, int] = defaultdict(int)
-        self.meddle: Callable[[str, str, bytes], bytes | None] = lambda sender, to, message: message
+        self.meddle: Callable[[str, str, bytes, bool], bytes] = lambda sender, to, message, is_request: message
+        """(sender, receiver, message, whether it is a request) -> what arrives."""
         self.refused: Counter[str] = Counter()
         """Messages that did not prove themselves, by who sent them."""
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -97,6 +109,7 @@ class Crowd:
     ) -> GossipingPeer:
         """A peer starts, and finds in the DHT what the `known` ones have said last."""
         peer = GossipingPeer(identity or Identity.generate(), self)
+        peer.gossip.avoided = _Detours(self, peer.name)
         self.peers[peer.name] = peer
         for other in known:
             if other.gossip.own is not None:
@@ -158,6 +171,10 @@ class Crowd:
         """Return a number between 0 and 1 that is the pair's own."""
         return int.from_bytes(digest_of("".join(sorted((one, other))).encode())[:4], "big") / (1 << 32)
 
+    def is_detour(self, one: str, other: str) -> bool:
+        """Whether nothing passes between two peers, or only with detours."""
+        return not self.weather.cut <= self._pair(one, other) <= 1 - self.weather.relayed
+
     def _delay(self, one: str, other: str) -> float:
         delay = self.random.uniform(self.weather.shortest, self.weather.longest)
         return delay * (5 if self._pair(one, other) > 1 - self.weather.relayed else 1)
@@ -195,17 +212,15 @@ class Crowd:
             if not there.is_alive:
                 return
             there.received += len(request) + OVERHEAD
-            told = self.meddle(peer.name, other, request)
             try:
-                answer = there.answer(peer.name, told) if told is not None else None
+                answer = there.answer(peer.name, self.meddle(peer.name, other, request, True))
             except RemoteProtocolError:
                 self.refused[peer.name] += 1
                 return
-            answer = self.meddle(other, peer.name, answer) if answer is not None else None
-            if answer is not None:
-                there.sent += len(answer) + OVERHEAD
-                if self._passes(other, peer.name):
-                    self.at(self._delay(peer.name, other), lambda: answered(answer))
+            there.sent += len(answer) + OVERHEAD
+            answer = self.meddle(other, peer.name, answer, False)
+            if self._passes(other, peer.name):
+                self.at(self._delay(peer.name, other), lambda: answered(answer))
 
         peer.messages += 1
         peer.sent += len(request) + OVERHEAD
