@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeAlias
 
 from peers.errors import RemoteProtocolError
 from peers.presence.allowances import Allowances
@@ -42,9 +41,6 @@ FROM_DHT = ""  # the source of what no peer has told us
 BUSY = b""
 STRANGER = "stranger"  # all who are not in the run share what one peer may have
 
-Version: TypeAlias = tuple[bytes, int, int]
-"""Which chain of a peer, how many slots of it, which heartbeat."""
-
 
 @dataclass
 class Exchanges:
@@ -59,7 +55,7 @@ class Exchanges:
     is_under_way: bool = False
     begun: float = 0.0
     due: float = 0.0
-    has: dict[str, Version] = field(default_factory=dict)
+    has: dict[str, LifeSign] = field(default_factory=dict)
     """What it told us last, of each peer of which that was no news."""
     wanted: dict[bytes, int] = field(default_factory=dict)
     """Tags of chains of which it has newer heartbeats than we, and their numbers."""
@@ -107,11 +103,10 @@ class Gossip:
 
     def found(self, signed: bytes, now: float, wall: float) -> bool:
         """Take in what lies in the DHT. Returns whether it was news. Raises: RemoteProtocolError."""
-        return self._hear(signed, 0, b"", FROM_DHT, now, wall)
+        return self._hear(self.heard.word_of(signed, 0, b"", FROM_DHT, now), wall)
 
-    def _hear(self, signed: bytes, slots: int, link: bytes, source: str, now: float, wall: float) -> bool:
+    def _hear(self, word: Word, wall: float) -> bool:
         """Take in a heartbeat. Of ourselves we know better; but after a restart what we said before counts."""
-        word = self.heard.word_of(signed, slots, link, source, now)
         self._asked.pop(word.sign.tag, None)
         if word.heartbeat.peer == self.me:
             self.echo = max(self.echo, word.sequence)
@@ -277,7 +272,7 @@ class Gossip:
         if request.run != self.heard.run:
             raise RemoteProtocolError(sender, f"it asks about run {request.run}, not {self.heard.run}")
         told = News.of(sender, request.news)
-        has: dict[str, Version] = {}
+        has: dict[str, LifeSign] = {}
         lacking = self._take(sender, told, has, now, wall)
         is_member = self.heard.get(sender) is not None
         account = sender if is_member else STRANGER
@@ -309,16 +304,16 @@ class Gossip:
         return (known.sign.tag,) if known and sequences and max(sequences) < known.heartbeat.sequence else ()
 
     # Both -----------------------------------------------------------------------------------------------------
-    def _lacks(self, peer: str, word: Word, has: dict[str, Version]) -> bool:
+    def _lacks(self, peer: str, word: Word, has: dict[str, LifeSign]) -> bool:
         """Whether a peer may not know a word yet. Nobody needs to be told of itself."""
         subject, sign = word.heartbeat.peer, word.sign
         if peer in (word.source, subject):
             return False
-        tag, slots, number = has.get(subject, (NO_TAG, 0, 0))
-        return tag != sign.tag or slots < sign.slots or number < sign.number or tag == NO_TAG
+        told = has.get(subject)
+        return told is None or told.tag != sign.tag or told.slots < sign.slots or told.number < sign.number
 
     def _news(
-        self, peer: str, after: int, has: dict[str, Version], owed: Sequence[bytes], asked: Sequence[bytes], now: float
+        self, peer: str, after: int, has: dict[str, LifeSign], owed: Sequence[bytes], asked: Sequence[bytes], now: float
     ) -> News:
         """Return what a peer may lack of what came after a serial, with the heartbeats that it has asked for."""
         words = self.heard.after(after, now, SIGNS_LIMIT)
@@ -326,7 +321,7 @@ class Gossip:
         upto = words[-1].serial if is_cut else self.heard.serial
         lacking = [word for word in words if self._lacks(peer, word, has)]
         whole = [word for tag in owed if (word := self.heard.by_tag(tag)) and word.is_fresh(now)]
-        is_eager = CLOSE < len(self._others) <= EAGER
+        is_eager = CLOSE < len(self._others) <= EAGER and after > 0
         whole += [
             word
             for word in lacking
@@ -336,20 +331,22 @@ class Gossip:
         signs = [word.sign for word in lacking if word not in wholes and word.sign.tag != NO_TAG]
         return News(upto, is_cut, tuple(signs), tuple(asked), tuple(map(_whole, wholes)))
 
-    def _take(self, sender: str, news: News, has: dict[str, Version], now: float, wall: float) -> dict[bytes, int]:
+    def _take(self, sender: str, news: News, has: dict[str, LifeSign], now: float, wall: float) -> dict[bytes, int]:
         """Take in what a peer tells, note what of it we knew, and return the chains of which it has newer heartbeats.
 
         Raises: RemoteProtocolError.
         """
         for whole in news.wholes:
-            self._hear(whole.signed, whole.slots, whole.link, sender, now, wall)
+            told = self.heard.word_of(whole.signed, whole.slots, whole.link, sender, now)
+            if not self._hear(told, wall) and told.sign.tag != NO_TAG:
+                has[told.heartbeat.peer] = told.sign._replace(slots=whole.slots)
         lacking = dict[bytes, int]()
         for sign in news.signs:
             word = self.heard.by_tag(sign.tag)
             if word is None or word.sign.number < sign.number:
                 lacking[sign.tag] = sign.number
             if word is not None and not self.heard.confirm(sign, sender, now, wall):
-                has[word.heartbeat.peer] = sign.tag, sign.slots, sign.number
+                has[word.heartbeat.peer] = sign
         return lacking
 
 

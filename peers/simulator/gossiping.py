@@ -1,4 +1,4 @@
-"""What gossip costs, and how fast it is, in a simulated swarm: `python -m peers.simulator.gossiping 16 128 1000`."""
+"""A simulated swarm that does nothing but gossip, on a clock and a network that misbehaves."""
 
 from __future__ import annotations
 

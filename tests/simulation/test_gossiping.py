@@ -8,6 +8,7 @@ import pytest
 
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.news import News, Request
+from peers.simulator import gossip_costs
 from peers.simulator.gossiping import TIMING, Crowd, GossipingPeer, Weather
 from peers.values.wire import pack
 
@@ -138,5 +139,14 @@ def test_what_each_sends_is_bounded() -> None:
     for one in crowd.living:
         one.sent = one.received = 0
     crowd.run(20.0)
-    assert all(max(one.sent, one.received) / 20.0 < 25_000 for one in crowd.living)
+    assert all(max(one.sent, one.received) / 20.0 < 15_000 for one in crowd.living)
     assert not crowd.refused
+
+
+def test_costs_are_counted_where_all_speak_and_where_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SETTLE", 6.0), ("MEASURE", 4.0), ("ALL_SPEAK", 6), ("FEW", (3, 6))):
+        monkeypatch.setattr(gossip_costs, name, value)
+    small, large = gossip_costs.costs_of(6), gossip_costs.costs_of(20)
+    assert 0.0 < small.sent <= small.most
+    assert large.sent > 0.0
+    assert large.slowest < LATENCY
