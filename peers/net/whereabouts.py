@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Protocol
 
@@ -57,7 +57,8 @@ class Whereabouts:
         self._lifetime = LIFETIME
         self._published = 0
         self._searched_at = self._stored_at = -float("inf")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._exchanging: set[asyncio.Task[None]] = set()
+        self._telling: asyncio.Task[None] | None = None
         self._connected: set[str] = set()
 
     @property
@@ -82,16 +83,18 @@ class Whereabouts:
         was_member = self.is_member
         self.gossip.avoided = self._network.hard_to_reach()
         self.gossip.say(signed, sign, now(), time.time())
-        telling = self._tell()
+        self._tell()
         if not was_member:
-            self._begin(self._keep_telling())
+            self._telling = asyncio.create_task(self._keep_telling())
         if said is None or signed is None:
             return True
         self._published, self._lifetime = said.sequence, said.lifetime
         is_farewell = said.state is PeerState.LEAVING
         is_stored = not (is_farewell or self._is_to_be_stored(now())) or await self._store(said, signed)
-        if is_farewell and telling:
-            await asyncio.wait(telling)
+        if is_farewell:
+            await asyncio.gather(*self._exchanging)
+            self._tell()  # those that were being told something else
+            await asyncio.gather(*self._exchanging)
         return is_stored
 
     async def _store(self, said: Heartbeat, signed: bytes) -> bool:
@@ -122,15 +125,12 @@ class Whereabouts:
             self._tell()
             await asyncio.sleep(LOOK)
 
-    def _tell(self) -> list[asyncio.Task[None]]:
+    def _tell(self) -> None:
         """Begin the exchanges that are due."""
-        return [self._begin(self._exchange(peer)) for peer in self.gossip.due(now())]
-
-    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        for peer in self.gossip.due(now()):
+            task = asyncio.create_task(self._exchange(peer))
+            self._exchanging.add(task)
+            task.add_done_callback(self._exchanging.discard)
 
     async def _exchange(self, peer: str) -> None:
         try:
@@ -150,9 +150,10 @@ class Whereabouts:
         return self.gossip.answer(sender, request, now(), time.time())
 
     async def close(self) -> None:
-        for task in list(self._tasks):
+        tasks = [*self._exchanging, *([self._telling] if self._telling else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # What is known --------------------------------------------------------------------------------------------
     async def heartbeats(self) -> list[Heartbeat]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
+import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver.pulse import REFRESH_BEATS, Pulse
@@ -82,6 +83,17 @@ def test_addresses_are_asked_for_now_and_then() -> None:
     asyncio.run(beats(network, new_peer(), REFRESH_BEATS + 1))
     assert network.asked == 2
     assert {heartbeat.addresses for heartbeat in network.published} == {(LATE,)}
+
+
+def test_among_many_most_beats_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, clock = Network(), iter(range(100, 200))
+    network.slowly = Pace(others=1_000_000)
+    monkeypatch.setattr("peers.driver.pulse.now", lambda: float(next(clock)))
+    asyncio.run(beats(network, new_peer(), 10))
+    assert len(network.published) == 1
+    assert len(network.signs) == 9
+    slots = [sign.slots for sign in network.signs]
+    assert slots == sorted(set(slots))
 
 
 def test_a_silent_dht_node_does_not_use_up_a_beat() -> None:
