@@ -39,6 +39,7 @@ PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds for which a peer that did not ans
 ANSWERS_BURST, ANSWERS_RATE = 1 << 19, 1 << 16  # bytes, and bytes a second, that one peer is told in answers at most
 FROM_DHT = ""  # the source of what no peer has told us
 BUSY = b""
+NOTHING = 2**62 - 1  # the serial after which whoever knocks wants to be told
 STRANGER = "stranger"  # all who are not in the run share what one peer may have
 
 
@@ -83,7 +84,7 @@ class Gossip:
         self._counted = 0
         self._counted_at = -float("inf")
         self._partners: list[str] = []
-        self._replaced_at = -float("inf")
+        self._replaced_at = self._told_all_at = -float("inf")
         self._exchanges: dict[str, Exchanges] = {}
         self._asked: dict[bytes, float] = {}
         self._pauses: dict[str, tuple[float, float]] = {}  # until when, and for how long
@@ -197,10 +198,24 @@ class Gossip:
         exchanges.is_under_way, exchanges.begun = True, now
         exchanges.due = now + (PERIOD if len(self._others) > CLOSE else CLOSE_PERIOD)
         owed, exchanges.owed = exchanges.owed, ()
-        asked = self._ask(exchanges.wanted, now)
-        news = self._news(peer, exchanges.told, exchanges.has, owed, asked, now)
+        if self._is_only_to_knock(exchanges, now):
+            own = (_whole(self.own),) if self.own is not None else ()
+            news, after = News(self.heard.serial, wholes=own), NOTHING
+        else:
+            asked = self._ask(exchanges.wanted, now)
+            news, after = self._news(peer, exchanges.told, exchanges.has, owed, asked, now), exchanges.heard
         exchanges.telling, exchanges.has = news.upto, {}
-        return pack(Request(run=self.heard.run, after=exchanges.heard, news=news.packed))
+        return pack(Request(run=self.heard.run, after=after, news=news.packed))
+
+    def _is_only_to_knock(self, exchanges: Exchanges, now: float) -> bool:
+        """Whether a new partner is told nothing yet but who we are. Where there are many peers, all of them are told
+        only to one partner in a term: the others hear of all soon enough, and one that is busy need not hear it."""
+        if exchanges.told or exchanges.heard or len(self._others) <= CLOSE:
+            return False
+        if now - self._told_all_at >= TERM:
+            self._told_all_at = now
+            return False
+        return True
 
     def answer_of(self, peer: str, packed: bytes, now: float, wall: float) -> None:
         """End an exchange with what the peer has answered. Raises: RemoteProtocolError, after which it has failed."""
@@ -228,9 +243,9 @@ class Gossip:
 
     def failed(self, peer: str, now: float) -> None:
         """End an exchange that came to nothing: the peer is left alone for a while, longer each time."""
-        exchanges = self._exchanges.pop(peer, None)
-        if exchanges is not None:
-            exchanges.is_under_way = False
+        self._exchanges.pop(peer, None)
+        if now - self.answered_at > TERM:  # nobody has told us anything yet
+            self._told_all_at = -float("inf")
         _, length = self._pauses.get(peer, (0.0, PAUSE_FIRST / 2))
         length = min(PAUSE_LAST, 2 * length)
         if len(self._pauses) >= ASKED_LIMIT:
@@ -282,7 +297,8 @@ class Gossip:
             self._pauses.pop(sender, None)
             self.answered_at = now
         wanted = self._ask(lacking, now) if is_member else []
-        after = request.after if self.heard.first_serial <= request.after <= self.heard.serial else 0
+        is_ours = self.heard.first_serial <= request.after <= self.heard.serial
+        after = request.after if is_ours else self.heard.serial if request.after == NOTHING else 0
         owed = (*told.asked, *self._echo_for(sender, told))
         answer = self._news(sender, after, has, owed, wanted, now).pack()
         self._allowances.spend(account, len(answer))

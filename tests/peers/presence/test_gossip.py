@@ -6,7 +6,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.presence import gossip as module
-from peers.presence.gossip import ANSWERS_BURST, CLOSE, PARTNERS, PAUSE_LAST, TERM
+from peers.presence.gossip import ANSWERS_BURST, BUSY, CALLERS, CLOSE, PARTNERS, PAUSE_LAST, TERM
 from peers.presence.heartbeat import PeerState
 from peers.presence.life_signs import SIGN
 from peers.presence.news import HEARTBEATS_LIMIT, News, Request
@@ -143,6 +143,36 @@ def test_among_many_it_keeps_to_a_few_which_change(clock: Clock) -> None:
                 each.say()
             one.finds(*others)
     assert PARTNERS + 100 / TERM - 2 <= len(partners) <= PARTNERS + 100 / TERM + 2
+
+
+def test_among_many_only_one_new_partner_in_a_term_is_told_everything(clock: Clock) -> None:
+    one, *others = peers(clock, 60)
+    one.finds(*others)
+    one.gossip.due(clock.now)
+    first, second, third = others[:3]
+    for other in others[:3]:
+        other.finds(*others)
+    assert one.tells(first)[0] > 58 * SIGN.size
+    assert max(one.tells(second)) < 800, "we knock, and are let in"
+    third.gossip._callers = {other.name: clock.now for other in others[:CALLERS]}
+    third.gossip.due(clock.now)
+    assert one.tells(third)[1] == len(BUSY), "it is a partner of others"
+    assert one.name in third.knows(), "yet it has heard us"
+    clock.now += TERM
+    for each in (one, *others):
+        each.say()
+    one.finds(*others)
+    assert one.tells(others[5])[0] > 58 * SIGN.size
+
+
+def test_a_newcomer_is_told_everything_by_the_first_that_is_not_busy(clock: Clock) -> None:
+    new, *others = peers(clock, 60)
+    new.finds(*others)
+    new.gossip.due(clock.now)
+    for other in others[:5]:
+        new.gossip.request(other.name, clock.now)
+        new.gossip.failed(other.name, clock.now)
+    assert new.tells(others[6])[0] > 58 * SIGN.size
 
 
 def test_whoever_does_not_answer_is_left_alone_for_longer_each_time(clock: Clock) -> None:
