@@ -11,6 +11,9 @@ from peers.values.identity import Identity
 CALM, URGENT = 0.02, 0.007
 """Seconds from one whole heartbeat to the next, for each other peer: of 210 bytes each, all together are then 10 KB a
 second at most, or 30 while everybody has something to tell that others act upon."""
+SIGNS = 0.003
+"""Seconds from one sign of life to the next, for each other peer: at three copies of 22 bytes, 22 KB a second."""
+LONGEST_SILENCE = 0.2  # of a heartbeat's lifetime, from one sign to the next at most: others wait half of that lifetime
 RESERVE = 0.25  # of a chain's length, which is left for the next heartbeat to bring a new chain in time
 
 
@@ -35,6 +38,7 @@ class Voice:
         self._number = 0
         self._tag = b""
         self._slots = 0
+        self._signed_at = -float("inf")
 
     def say(self, heartbeat: Heartbeat, pace: Pace, now: float) -> tuple[bytes | None, LifeSign | None]:
         """Return what to tell others now: the signed heartbeat or nothing, and a sign of life or, so soon, none."""
@@ -42,9 +46,11 @@ class Voice:
         if pace.is_whole or self._is_due(heartbeat, pace.others, now):
             said = self._whole(heartbeat, now, pace.above)
         slots = self._slots_at(now)
-        if slots <= self._slots or slots > SLOTS or self._chain is None:
+        silence = min(SIGNS * pace.others, LONGEST_SILENCE * heartbeat.lifetime)
+        is_too_soon = slots <= self._slots or (said is None and now - self._signed_at < silence)
+        if is_too_soon or slots > SLOTS or self._chain is None:
             return said, None
-        self._slots = slots
+        self._slots, self._signed_at = slots, now
         return said, LifeSign(self._tag, slots, self._number, self._chain.link(slots))
 
     def _is_due(self, heartbeat: Heartbeat, others: int, now: float) -> bool:

@@ -1,6 +1,7 @@
 """What gossip costs, and how fast it is: `python -m peers.simulator.gossip_costs 16 128 1000`.
 
-In large swarms only some of the peers say anything, and what all would cost follows from two such swarms.
+What a large swarm costs follows from two smaller ones, whose peers say as little as those of the large one, and in one
+of which only some say anything. How fast its news is shows a swarm of its size in which a few speak.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import NamedTuple
 from peers.simulator.gossiping import Crowd, GossipingPeer, Weather
 
 WEATHER = Weather(loss=0.01, cut=0.05, relayed=0.1)
-SETTLE, MEASURE = 15.0, 10.0  # seconds
+START, SETTLE, MEASURE = 15.0, 10.0, 20.0  # seconds
 STEP = 0.1  # seconds between two looks at who knows what
 ALL_SPEAK = 130  # peers at most, for all of them to speak
-FEW = (40, 120)  # that speak in larger swarms
+SMALLER = 200  # peers of the swarms in the place of a larger one
+SOME = 70  # of them, that speak in one of the two
+FEW = 40  # that speak in the swarm of the true size
 TRACED = 8  # peers whose news is followed
 
 
@@ -58,13 +61,14 @@ class Tracer:
                 del self._said[name, sequence]
 
 
-def measure(size: int, speaking: int) -> Costs:
-    """Let a swarm settle, and count what it says then."""
-    crowd = Crowd(1, WEATHER, scale=size if speaking < size else 0)
+def measure(size: int, speaking: int, scale: int) -> Costs:
+    """Let a swarm settle, and count what it says then. Its peers take it for as large as `scale`."""
+    crowd = Crowd(1, WEATHER, scale)
     for number in range(size):
         peer = crowd.start(crowd.living[-8:], speaks=number < speaking)
         if number < speaking:
             peer.say()
+            crowd.run(START / speaking)  # so that not all say the same at once
     if speaking < size:
         _know_the_silent(crowd)
     crowd.run(SETTLE)
@@ -93,11 +97,13 @@ def _know_the_silent(crowd: Crowd) -> None:
 
 def costs_of(size: int) -> Costs:
     if size <= ALL_SPEAK:
-        return measure(size, size)
-    fewer, more = (measure(size, speaking) for speaking in FEW)
-    times = (size - FEW[0]) / (FEW[1] - FEW[0])
-    costs = [first + times * (second - first) for first, second in zip(fewer, more, strict=True)]
-    return Costs(*costs)._replace(median=more.median, slowest=more.slowest)
+        return measure(size, size, size)
+    some, all_speak = (measure(SMALLER, speaking, size) for speaking in (SOME, SMALLER))
+    times = (size - SOME) / (SMALLER - SOME)
+    costs = Costs(*(first + times * (second - first) for first, second in zip(some, all_speak, strict=True)))
+    news = measure(size, FEW, size)
+    most = costs.sent * all_speak.most / all_speak.sent
+    return costs._replace(most=most, median=news.median, slowest=news.slowest)
 
 
 def main(sizes: Sequence[int]) -> None:

@@ -144,7 +144,8 @@ def test_what_each_sends_is_bounded() -> None:
 
 
 def test_costs_are_counted_where_all_speak_and_where_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SETTLE", 6.0), ("MEASURE", 4.0), ("ALL_SPEAK", 6), ("FEW", (3, 6))):
+    smaller = {"START": 2.0, "SETTLE": 6.0, "MEASURE": 4.0, "ALL_SPEAK": 6, "SMALLER": 8, "SOME": 4, "FEW": 3}
+    for name, value in smaller.items():
         monkeypatch.setattr(gossip_costs, name, value)
     small, large = gossip_costs.costs_of(6), gossip_costs.costs_of(20)
     assert 0.0 < small.sent <= small.most

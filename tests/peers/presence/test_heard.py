@@ -57,7 +57,7 @@ def test_a_sign_of_life_is_as_good_as_a_heartbeat(listener: Listener) -> None:
 
 def test_what_was_heard_before_keeps_nobody_alive(listener: Listener) -> None:
     for _ in range(3):
-        listener.says_after(2.0)
+        listener.says_after(4.0)
     assert listener.confirm()
     listener.clock.now += 5.0
     assert not any(listener.confirm(at) for at in (-1, -2, -3))
@@ -135,7 +135,7 @@ def test_neither_the_far_future_nor_the_far_past_is_believed(listener: Listener)
 def test_signs_that_were_held_back_are_worth_nothing_after_a_while(listener: Listener) -> None:
     """Whoever alone heard a peer's last signs can't keep it alive with them one by one."""
     for _ in range(10):
-        listener.says_after(2.0)
+        listener.says_after(4.0)
     listener.clock.now += CLOCK_TOLERANCE + 21.0
     assert not any(listener.confirm(at) for at in range(10))
 
