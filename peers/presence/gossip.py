@@ -145,10 +145,11 @@ class Gossip:
             return True
         if peer not in self._partners:
             return False
-        if exchanges.wanted or exchanges.owed:
-            return True
+        is_asked = bool(exchanges.wanted or exchanges.owed)
         if now < exchanges.due:
-            return False
+            return is_asked and len(self._others) <= EAGER  # where there are many, others will be asked for, too
+        if is_asked:
+            return True
         return now >= exchanges.due + IDLE_PERIOD or self._has_news_for(peer, exchanges, now)
 
     def _has_news_for(self, peer: str, exchanges: Exchanges, now: float) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from peers.simulator.gossiping import Crowd, GossipingPeer, Weather
 
 WEATHER = Weather(loss=0.01, cut=0.05, relayed=0.1)
-START, SETTLE, MEASURE = 15.0, 10.0, 20.0  # seconds
+START, SETTLE, MEASURE = 30.0, 10.0, 30.0  # seconds; as long as a peer of 1,000 takes from heartbeat to heartbeat
 STEP = 0.1  # seconds between two looks at who knows what
 ALL_SPEAK = 130  # peers at most, for all of them to speak
 SMALLER = 200  # peers of the swarms in the place of a larger one
@@ -65,13 +65,12 @@ def measure(size: int, speaking: int, scale: int) -> Costs:
     """Let a swarm settle, and count what it says then. Its peers take it for as large as `scale`."""
     crowd = Crowd(1, WEATHER, scale)
     for number in range(size):
-        peer = crowd.start(crowd.living[-8:], speaks=number < speaking)
-        if number < speaking:
+        peer = crowd.start(crowd.living[-8:], after=START * number / speaking if number < speaking else None)
+        if speaking == size:
             peer.say()
-            crowd.run(START / speaking)  # so that not all say the same at once
     if speaking < size:
-        _know_the_silent(crowd)
-    crowd.run(SETTLE)
+        _know_all(crowd)
+    crowd.run(START + SETTLE)
     tracer = Tracer(crowd, crowd.living[:TRACED])
     for peer in crowd.living:
         peer.sent = peer.received = 0
@@ -87,8 +86,8 @@ def measure(size: int, speaking: int, scale: int) -> Costs:
     return Costs(*means, most / MEASURE, statistics.median(delays), max(delays), cpu)
 
 
-def _know_the_silent(crowd: Crowd) -> None:
-    """Have all choose their partners among all, of most of whom they hear nothing."""
+def _know_all(crowd: Crowd) -> None:
+    """Have all choose their partners among all, even those of whom they hear nothing."""
     names = list(crowd.peers)
     for peer in crowd.living:
         others = [name for name in names if name != peer.name]

@@ -105,17 +105,18 @@ class Crowd:
 
     # Peers ----------------------------------------------------------------------------------------------------
     def start(
-        self, known: Iterable[GossipingPeer] = (), identity: Identity | None = None, speaks: bool = True
+        self, known: Iterable[GossipingPeer] = (), identity: Identity | None = None, after: float | None = 0.0
     ) -> GossipingPeer:
-        """A peer starts, and finds in the DHT what the `known` ones have said last."""
+        """A peer starts, and finds in the DHT what the `known` ones have said last. It begins to speak `after` so many
+        seconds; None: never."""
         peer = GossipingPeer(identity or Identity.generate(), self)
         peer.gossip.avoided = _Detours(self, peer.name)
         self.peers[peer.name] = peer
         for other in known:
             if other.gossip.own is not None:
                 peer.gossip.found(other.gossip.own.signed, self.now, self.wall)
-        if speaks:
-            self._repeat(peer, TIMING.heartbeat, peer.say)
+        if after is not None:
+            self.at(after, lambda: self._repeat(peer, TIMING.heartbeat, peer.say))
         self._repeat(peer, LOOK, lambda: self._look(peer))
         return peer
 

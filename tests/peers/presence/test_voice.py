@@ -35,7 +35,8 @@ def test_among_few_each_is_a_whole_heartbeat() -> None:
 def test_among_many_whole_ones_are_rare() -> None:
     speaker = Speaker(others=1000)
     wholes = [speaker.says_whole(inner_step=step) for step in range(100)]
-    assert sum(wholes) == 1 + int(200 / (CALM * 1000))
+    paced = 1 + int(200 / (CALM * 1000))
+    assert paced <= sum(wholes) <= paced + 3, "and one for each new chain"
 
 
 def test_what_others_act_upon_is_said_sooner_and_a_farewell_at_once() -> None:
