@@ -35,7 +35,7 @@ class Membership:
         self.polled = False
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float) -> None:
-        """Take in the heartbeats that the DHT returned; old ones change nothing."""
+        """Take in the heartbeats that were heard; old ones change nothing."""
         self.polled = True
         self._live = None
         for peer in [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]:
