@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 from peers import metrics
+from peers.links.links import EAGER
 from peers.presence.heartbeat import Heartbeat, HeldOut, name_peers
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice
+from peers.protocol.events import HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS
 from peers.values.clock import now
@@ -36,6 +38,7 @@ class PulseTransport(Protocol):
     def pace(self, run_id: str) -> Pace: ...
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
+    def silences(self, run_id: str) -> dict[str, float]: ...
 
 
 class Pulse:
@@ -59,20 +62,25 @@ class Pulse:
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
-    async def beat(self) -> tuple[Heartbeat, ...]:
-        """Publish ours; returns the newest of every peer, and begins to connect to those that are new."""
+    async def beat(self) -> HeartbeatsSeen:
+        """Publish ours; returns what is known of every peer, and begins to connect to those that are new."""
         if self._beats % REFRESH_BEATS == 0:
             await self._transport.refresh_addresses()
         self._beats += 1
         await self.publish()
-        heartbeats = await self._transport.heartbeats(self._peer.settings.run)
+        run = self._peer.settings.run
+        heartbeats = await self._transport.heartbeats(run)
+        self._connect_to_new(heartbeats)
+        self._measure()
+        return HeartbeatsSeen(tuple(heartbeats), self._transport.silences(run))
+
+    def _connect_to_new(self, heartbeats: Sequence[Heartbeat]) -> None:
+        """Begin to connect to strangers; in a large swarm to nobody, before there is something to say to it."""
         self._connected &= {heartbeat.peer for heartbeat in heartbeats}
-        for stranger in heartbeats:
+        for stranger in heartbeats if len(heartbeats) <= EAGER else ():
             if stranger.peer not in self._connected | {self._peer.me}:
                 self._connected.add(stranger.peer)
                 self._start(self._connect(stranger))
-        self._measure()
-        return tuple(heartbeats)
 
     async def publish(self) -> None:
         """Say that we are here, and how we are if that is due."""

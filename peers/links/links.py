@@ -204,8 +204,10 @@ class Links:
 
     def prepare(self, peer: str) -> None:
         """Begin to make the link with a peer for what is to come, where links are not made with everybody."""
-        is_wanted = len(self._contacts) > EAGER and peer in self._contacts and not self.is_up(peer)
-        if is_wanted and self.clock() >= self._attempts.setdefault(peer, _Attempts()).retry_at:
+        if len(self._contacts) <= EAGER or peer not in self._contacts or self.is_up(peer):
+            return
+        is_room = sum(link.is_up for link in self._links.values()) < EAGER
+        if is_room and self.clock() >= self._attempts.setdefault(peer, _Attempts()).retry_at:
             self._try(peer)
 
     def drop_all(self) -> None:

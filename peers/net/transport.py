@@ -17,7 +17,7 @@ from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolErro
 from peers.links.arranging import INTRODUCE, MEET
 from peers.links.contacts import contacts_of, host_of, open_volunteers
 from peers.links.dialling import MORE
-from peers.links.links import Links
+from peers.links.links import EAGER, Links
 from peers.links.opening import PROBED_PORTS
 from peers.links.probing import probe
 from peers.links.relays import LINK_INFO, LinkInfo
@@ -73,6 +73,7 @@ class HivemindTransport(HivemindNode):
         self._links: Links | None = None
         self._is_eager = False
         self._whereabouts: dict[str, Whereabouts] = {}
+        self._unmet: dict[str, tuple[str, ...]] = {}  # addresses of peers of a large run, to be dialled when needed
         self.no_round = asyncio.Event()
         """Whether bulk data that is in no hurry may have the link to itself."""
         self.no_round.set()
@@ -194,7 +195,12 @@ class HivemindTransport(HivemindNode):
         if self._links:
             self._links.observe(contacts_of(found), self._is_eager)
             self._links.arranging.volunteers = open_volunteers(found, self.peer_id)
+        self._unmet = {one.peer: one.addresses for one in found} if self._is_eager and len(found) > EAGER else {}
         return found
+
+    def silences(self, run_id: str) -> dict[str, float]:
+        """Return for how many seconds nothing new was heard of each peer of a run."""
+        return self._whereabouts_of(run_id).silences()
 
     async def _hear(self, sender: str, payload: bytes) -> bytes:
         request = Request.unpack(sender, payload)
@@ -202,6 +208,11 @@ class HivemindTransport(HivemindNode):
         if whereabouts is None or not whereabouts.is_member:
             raise RefusalError(f"we are not in the run {request.run}")
         return whereabouts.answer(sender, request)
+
+    async def _meet(self, peer_id: str) -> None:
+        """Connect to a peer of a large run, in which nobody connects to all others beforehand."""
+        if addresses := self._unmet.pop(peer_id, ()):
+            await self.connect(peer_id, addresses)
 
     async def _ask_link_info(self, peer_id: str, address: str) -> LinkInfo:
         await self.connect(peer_id, [address])
@@ -253,6 +264,7 @@ class HivemindTransport(HivemindNode):
                 if self._links.is_up(peer_id):
                     raise
                 logger.debug("%s; over libp2p, then", error)
+        await self._meet(peer_id)
         return await self._call_over_libp2p(peer_id, name, payload, timeout)
 
     async def _call_over_libp2p(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
@@ -327,6 +339,8 @@ class HivemindTransport(HivemindNode):
         Raises: PeerUnreachableError, PeerRefusedError, also for what goes wrong inside.
         """
         link = await self._links.link_with(peer_id) if self._links else None
+        if link is None:
+            await self._meet(peer_id)
         with _peer_errors(peer_id):
             async with link.conversation(protocol) if link else self._libp2p_stream(peer_id, protocol) as channel:
                 yield channel

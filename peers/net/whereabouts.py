@@ -12,26 +12,20 @@ from typing import Protocol
 
 from peers import metrics
 from peers.errors import LocalProtocolError, RemoteProtocolError
-from peers.presence.gossip import FROM_DHT, Gossip
+from peers.presence.gossip import Gossip
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.life_signs import LifeSign
+from peers.presence.meeting_place import MeetingPlace
 from peers.presence.news import Request
 from peers.presence.voice import Pace
 from peers.streams.channel import PeerUnreachableError
 from peers.values.clock import now
-from peers.values.wire import digest_of
 
 logger = logging.getLogger(__name__)
 
 GOSSIP = "gossip"  # name of the call; payload: a Request, answer: News
 LOOK = 0.125  # seconds between two looks at which exchanges are due
 ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a partner has to answer
-SAMPLE = 32  # peers whose heartbeats are kept in the DHT; all, while there are no more
-SAMPLE_PERIOD = 60.0  # seconds after which it is others
-STORE_SHARE = 0.4  # of a heartbeat's lifetime, from one that goes into the DHT to the next
-SEARCH_SHARE = 0.25  # of a heartbeat's lifetime, from one search of the DHT to the next
-SEARCH_CALM, SEARCH_UNEASY = 0.5, 0.05  # seconds besides, for each other peer
-SEARCH_LAST = 300.0  # seconds
 LOOK_LIMIT = 5.0  # seconds that somebody outside the run takes to ask who is in it
 LIFETIME = 20.0  # seconds; of heartbeats, while none is known
 
@@ -53,10 +47,9 @@ class Whereabouts:
     def __init__(self, run: str, network: WhereaboutsNetwork) -> None:
         self._network = network
         self.gossip = Gossip(network.peer_id, run, os.urandom(16), time.time())
+        self.dht = MeetingPlace(self.gossip, LIFETIME)
         self._run = run
-        self._lifetime = LIFETIME
         self._published = 0
-        self._searched_at = self._stored_at = -float("inf")
         self._exchanging: set[asyncio.Task[None]] = set()
         self._telling: asyncio.Task[None] | None = None
         self._connected: set[str] = set()
@@ -69,7 +62,7 @@ class Whereabouts:
     # What we say ----------------------------------------------------------------------------------------------
     def pace(self) -> Pace:
         """Return what the next thing that we say of ourselves depends on."""
-        return Pace(len(self.gossip.others(now())), self._is_to_be_stored(now()), self.gossip.echo)
+        return Pace(len(self.gossip.others(now())), self.dht.is_to_be_stored(now(), time.time()))
 
     async def say(self, signed: bytes | None, sign: LifeSign | None) -> bool:
         """Tell others of ourselves: those that gossip has us tell, and now and then the DHT. A farewell has been told
@@ -81,16 +74,17 @@ class Whereabouts:
         if said is not None and said.sequence <= self._published:
             raise LocalProtocolError(f"heartbeat {said.sequence} does not follow {self._published}")
         was_member = self.is_member
-        self.gossip.avoided = self._network.hard_to_reach()
+        self.gossip.partners.avoided = self._network.hard_to_reach()
         self.gossip.say(signed, sign, now(), time.time())
         self._tell()
         if not was_member:
             self._telling = asyncio.create_task(self._keep_telling())
         if said is None or signed is None:
             return True
-        self._published, self._lifetime = said.sequence, said.lifetime
+        self._published, self.dht.lifetime = said.sequence, said.lifetime
         is_farewell = said.state is PeerState.LEAVING
-        is_stored = not (is_farewell or self._is_to_be_stored(now())) or await self._store(said, signed)
+        is_for_dht = is_farewell or self.dht.is_to_be_stored(now(), time.time())
+        is_stored = not is_for_dht or await self._store(said, signed)
         if is_farewell:
             await asyncio.gather(*self._exchanging)
             self._tell()  # those that were being told something else
@@ -98,26 +92,8 @@ class Whereabouts:
         return is_stored
 
     async def _store(self, said: Heartbeat, signed: bytes) -> bool:
-        self._stored_at = now()
+        self.dht.stored(now())
         return await self._network.store_heartbeat(said, signed)
-
-    def _is_to_be_stored(self, at: float) -> bool:
-        """Whether the DHT should have our heartbeat: always while gossip does not reach everybody, else often enough
-        for newcomers; in a large run, while we are in the sample."""
-        if self._is_settled(at) and at - self._stored_at < STORE_SHARE * self._lifetime:
-            return False
-        others = self.gossip.others(at)
-        if len(others) < SAMPLE:
-            return True
-        period = str(int(time.time() / SAMPLE_PERIOD))
-        mine = _place(self.gossip.me, period)
-        return sum(_place(other, period) < mine for other in others) < SAMPLE
-
-    def _is_settled(self, at: float) -> bool:
-        """Whether gossip works, and nobody is only known from the DHT."""
-        recent = at - self._lifetime / 2
-        strays = (word for word in self.gossip.heard.fresh(at) if word.source == FROM_DHT and word.at > recent)
-        return self.gossip.answered_at > recent and next(strays, None) is None
 
     # Gossip ---------------------------------------------------------------------------------------------------
     async def _keep_telling(self) -> None:
@@ -136,7 +112,7 @@ class Whereabouts:
         try:
             request = self.gossip.request(peer, now())
             self._network.prepare(peer)
-            answer = await self._network.call(peer, GOSSIP, request, ANSWER_SHARE * self._lifetime / 2)
+            answer = await self._network.call(peer, GOSSIP, request, ANSWER_SHARE * self.dht.lifetime / 2)
             self.gossip.answer_of(peer, answer, now(), time.time())
         except PeerUnreachableError as error:
             logger.debug("%s", error)
@@ -158,7 +134,7 @@ class Whereabouts:
     # What is known --------------------------------------------------------------------------------------------
     async def heartbeats(self) -> list[Heartbeat]:
         """Return the newest heartbeat of every peer of the run, ours included, by peer id."""
-        if self._is_search_due(now()):
+        if self.dht.is_search_due(now()):
             await self._search()
         if not self.is_member:
             with suppress(TimeoutError):
@@ -166,16 +142,13 @@ class Whereabouts:
                     await self._ask_around()
         return self.gossip.heartbeats(now())
 
-    def _is_search_due(self, at: float) -> bool:
-        others = len(self.gossip.others(at))
-        pause = SEARCH_UNEASY * others
-        if others and (self._is_settled(at) or not self.is_member):
-            pause = max(SEARCH_SHARE * self._lifetime, SEARCH_CALM * others)
-        return at - self._searched_at >= min(SEARCH_LAST, pause)
+    def silences(self) -> dict[str, float]:
+        """Return for how many seconds nothing new was heard of each peer."""
+        return self.gossip.silences(now())
 
     async def _search(self) -> None:
         """Take in what the DHT has of the run's peers."""
-        self._searched_at = now()
+        self.dht.searched(now())
         self.gossip.heard.forget(time.time())
         for signed in await self._network.find_heartbeats(self._run):
             self.gossip.found(signed, now(), time.time())
@@ -188,8 +161,3 @@ class Whereabouts:
                 if word is not None and await self._network.connect(peer, word.heartbeat.addresses):
                     self._connected.add(peer)
             await asyncio.gather(*map(self._exchange, due))
-
-
-def _place(peer: str, period: str) -> bytes:
-    """Return a peer's place in a period's order, which nobody can choose."""
-    return digest_of(f"{period} {peer}".encode())

@@ -1,16 +1,16 @@
 """Gossip: how the peers of a run tell each other who is there, without input or output.
 
-Each peer keeps up exchanges with a few *partners*, chosen by chance and replaced one after another. In an exchange both
-sides tell what the other one may lack: signs of life, and whole heartbeats where these are asked for. Whatever proves
-itself is told on, so that news is everywhere after as many exchanges as the logarithm of the number of peers. Where
-there are few peers, each tells its own heartbeats to all others at once.
+Each peer keeps up exchanges with a few partners (`Partners`). In an exchange both sides tell what the other one may
+lack: signs of life, and whole heartbeats where these are asked for. Whatever proves itself is told on, so that news is
+everywhere after as many exchanges as the logarithm of the number of peers. Where there are few peers, each tells its
+own heartbeats to all others at once.
 
 Who answers an exchange remembers nothing of it: a request says up to which of our numbers its sender has our news.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -20,23 +20,19 @@ from peers.presence.heard import HEARTBEATS_AT_ONCE, NO_TAG, Heard, Word
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.news import HEARTBEATS_LIMIT, SIGNS_LIMIT, WHOLES_LIMIT, News, Request, Whole
-from peers.values.wire import digest_of, pack
+from peers.presence.partners import TERM, Partners
+from peers.values.wire import pack
 
-PARTNERS = 3
 CLOSE = 16  # other peers at most, for each to tell its heartbeats to all of them
-EAGER = 40  # other peers at most, for each new heartbeat to be told on whole, without being asked for, by all
-CALLERS = 4  # peers, where there are many, of which we are a partner: what one of them costs is the same for all
-CALLER_TERM = 3.0  # seconds without an exchange after which one of them is none any more
 PERIOD = 0.25  # seconds between two exchanges with one partner
 SLOW = 0.75  # seconds without an answer after which a partner has a stand-in
 CLOSE_PERIOD = 0.5  # seconds, where all tell all of themselves
 COUNT_PERIOD = 1.0  # seconds between two looks at who seems to be there
 IDLE_PERIOD = 2.0  # seconds, when there is nothing to tell
-TERM = 15.0  # seconds after which one of the partners is replaced
 ANSWER_PERIOD = 1.5  # seconds for which nobody else is asked for the same heartbeat
 ASKED_LIMIT = 4096
-PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds for which a peer that did not answer is left alone
-ANSWERS_BURST, ANSWERS_RATE = 1 << 19, 1 << 16  # bytes, and bytes a second, that one peer is told in answers at most
+EXCHANGE_BURST, EXCHANGE_RATE = 1 << 19, 1 << 16  # bytes, and bytes a second, that one peer may have us hear and answer
+TOGETHER = 4  # times that, for all peers together
 FROM_DHT = ""  # the source of what no peer has told us
 BUSY = b""
 NOTHING = 2**62 - 1  # the serial after which whoever knocks wants to be told
@@ -72,24 +68,15 @@ class Gossip:
         self.me = me
         self.heard = Heard(run, int(wall * 1000))
         self.own: Word | None = None
-        self.echo = 0
-        """The highest sequence of a heartbeat of ours that others know: from before a restart, perhaps."""
-        self.avoided: Container[str] = ()
-        """Peers that are better not chosen as partners: hard to reach, or not at all."""
+        self.partners = Partners(seed, self._known_since)
         self.answered_at = -float("inf")
         """When another peer last took part in an exchange with us."""
-        self._seed = seed
-        self._draws = 0
         self._others: list[str] = []
         self._counted = 0
         self._counted_at = -float("inf")
-        self._partners: list[str] = []
-        self._replaced_at = self._told_all_at = -float("inf")
         self._exchanges: dict[str, Exchanges] = {}
         self._asked: dict[bytes, float] = {}
-        self._pauses: dict[str, tuple[float, float]] = {}  # until when, and for how long
-        self._callers: dict[str, float] = {}  # when they last called
-        self._allowances = Allowances(ANSWERS_BURST, ANSWERS_RATE)
+        self._allowances = Allowances(EXCHANGE_BURST, EXCHANGE_RATE, TOGETHER)
 
     # What is known --------------------------------------------------------------------------------------------
     def say(self, signed: bytes | None, sign: LifeSign | None, now: float, wall: float) -> None:
@@ -101,22 +88,29 @@ class Gossip:
         if sign is not None:
             self.heard.confirm(sign, self.me, now, wall)
         self.own = self.heard.get(self.me)
+        if self.own is not None:
+            self.heard.lifetime = self.own.heartbeat.lifetime
 
     def found(self, signed: bytes, now: float, wall: float) -> bool:
         """Take in what lies in the DHT. Returns whether it was news. Raises: RemoteProtocolError."""
         return self._hear(self.heard.word_of(signed, 0, b"", FROM_DHT, now), wall)
 
     def _hear(self, word: Word, wall: float) -> bool:
-        """Take in a heartbeat. Of ourselves we know better; but after a restart what we said before counts."""
+        """Take in a heartbeat. Of ourselves we know better."""
         self._asked.pop(word.sign.tag, None)
-        if word.heartbeat.peer == self.me:
-            self.echo = max(self.echo, word.sequence)
-            return False
-        return self.heard.take(word, wall)
+        return word.heartbeat.peer != self.me and self.heard.take(word, wall)
 
     def heartbeats(self, now: float) -> list[Heartbeat]:
         """Return the newest of every peer, by peer id."""
         return sorted((word.newest for word in self.heard.fresh(now)), key=lambda heartbeat: heartbeat.peer)
+
+    def silences(self, now: float) -> dict[str, float]:
+        """Return for how many seconds nothing new was heard of each peer."""
+        return {word.heartbeat.peer: now - word.at for word in self.heard.fresh(now)}
+
+    def _known_since(self, peer: str) -> float:
+        word = self.heard.get(peer)
+        return word.first_at if word else 0.0
 
     def others(self, now: float) -> list[str]:
         """Return the other peers that seem to be there; they are counted anew each second, and when one is new."""
@@ -130,67 +124,34 @@ class Gossip:
     def due(self, now: float) -> list[str]:
         """Return the peers with which an exchange is due now; each is to be followed by `request`."""
         others = self.others(now)
-        self._choose_partners(others, now)
-        audience = others if len(others) <= CLOSE else self._partners
-        for peer in self._exchanges.keys() - set(audience) - set(self._partners):
+        self.partners.choose(others, lambda peer: self._is_slow(peer, now), now)
+        audience = dict.fromkeys((*self.partners.chosen, *(others if len(others) <= CLOSE else ())))
+        for peer in self._exchanges.keys() - audience.keys():
             if not self._exchanges[peer].is_under_way:
                 del self._exchanges[peer]
-        return [peer for peer in dict.fromkeys((*self._partners, *audience)) if self._is_due(peer, now)]
+        return [peer for peer in audience if self._is_due(peer, now)]
 
     def _is_due(self, peer: str, now: float) -> bool:
         exchanges = self._exchanges.setdefault(peer, Exchanges())
-        if exchanges.is_under_way or self._is_paused(peer, now):
+        if exchanges.is_under_way or self.partners.is_paused(peer, now):
             return False
         if self.own is not None and self.own.serial > exchanges.told:
             return True
-        if peer not in self._partners:
+        if peer not in self.partners.chosen:
             return False
         is_asked = bool(exchanges.wanted or exchanges.owed)
         if now < exchanges.due:
-            return is_asked and len(self._others) <= EAGER  # where there are many, others will be asked for, too
-        if is_asked:
-            return True
-        return now >= exchanges.due + IDLE_PERIOD or self._has_news_for(peer, exchanges, now)
+            return is_asked and self.own is None  # whoever only looks wants to be done
+        return is_asked or now >= exchanges.due + IDLE_PERIOD or self._has_news_for(peer, exchanges, now)
 
     def _has_news_for(self, peer: str, exchanges: Exchanges, now: float) -> bool:
         return any(
             self._lacks(peer, word, exchanges.has) for word in self.heard.after(exchanges.told, now, SIGNS_LIMIT)
         )
 
-    def _choose_partners(self, others: list[str], now: float) -> None:
-        """Replace partners that are gone, and now and then one of the others. One that takes long to answer, and may be
-        dead, has a stand-in."""
-        present = set(others)
-        self._partners = [peer for peer in self._partners if peer in present and not self._is_paused(peer, now)]
-        if now - self._replaced_at > TERM and len(self._partners) < len(others):
-            del self._partners[: len(self._partners) + 1 - PARTNERS]
-            self._replaced_at = now
-        missing = PARTNERS - sum(not self._is_slow(peer, now) for peer in self._partners)
-        for _ in range(min(missing, 2 * PARTNERS - len(self._partners))):
-            rest = [peer for peer in others if peer not in self._partners and not self._is_paused(peer, now)]
-            if not rest:
-                break
-            self._partners.append(self._draw([peer for peer in rest if peer not in self.avoided] or rest))
-
     def _is_slow(self, peer: str, now: float) -> bool:
         exchanges = self._exchanges.get(peer)
         return exchanges is not None and exchanges.is_under_way and now - exchanges.begun > SLOW
-
-    def _draw(self, peers: list[str]) -> str:
-        """Return one of the peers by chance. Every third time it is one of those that have been there for longest, so
-        that whoever makes up many new peers does not get all our exchanges."""
-        self._draws += 1
-        if self._draws % 3 == 0:
-            peers = sorted(peers, key=self._known_since)[: (len(peers) + 1) // 2]
-        chance = digest_of(self._seed + self._draws.to_bytes(8, "big"))
-        return peers[int.from_bytes(chance[:8], "big") % len(peers)]
-
-    def _known_since(self, peer: str) -> float:
-        word = self.heard.get(peer)
-        return word.first_at if word else 0.0
-
-    def _is_paused(self, peer: str, now: float) -> bool:
-        return peer in self._pauses and now < self._pauses[peer][0]
 
     # Exchanges that we begin ----------------------------------------------------------------------------------
     def request(self, peer: str, now: float) -> bytes:
@@ -209,14 +170,11 @@ class Gossip:
         return pack(Request(run=self.heard.run, after=after, news=news.packed))
 
     def _is_only_to_knock(self, exchanges: Exchanges, now: float) -> bool:
-        """Whether a new partner is told nothing yet but who we are. Where there are many peers, all of them are told
-        only to one partner in a term: the others hear of all soon enough, and one that is busy need not hear it."""
-        if exchanges.told or exchanges.heard or len(self._others) <= CLOSE:
-            return False
-        if now - self._told_all_at >= TERM:
-            self._told_all_at = now
-            return False
-        return True
+        """Whether a new partner is told nothing but who we are, and tells only what it hears from now on. Where there
+        are many peers, whoever takes part in the gossip hears soon enough of all others that live, and a partner that
+        is busy need not hear of them."""
+        is_new = not (exchanges.told or exchanges.heard)
+        return is_new and len(self._others) > CLOSE and now - self.answered_at < TERM
 
     def answer_of(self, peer: str, packed: bytes, now: float, wall: float) -> None:
         """End an exchange with what the peer has answered. Raises: RemoteProtocolError, after which it has failed."""
@@ -233,7 +191,7 @@ class Gossip:
         except RemoteProtocolError:
             self.failed(peer, now)
             raise
-        self._pauses.pop(peer, None)
+        self.partners.end_pause(peer)
         self.answered_at = now
         exchanges.told, exchanges.heard = max(exchanges.told, exchanges.telling), news.upto
         exchanges.owed = news.asked
@@ -245,13 +203,7 @@ class Gossip:
     def failed(self, peer: str, now: float) -> None:
         """End an exchange that came to nothing: the peer is left alone for a while, longer each time."""
         self._exchanges.pop(peer, None)
-        if now - self.answered_at > TERM:  # nobody has told us anything yet
-            self._told_all_at = -float("inf")
-        _, length = self._pauses.get(peer, (0.0, PAUSE_FIRST / 2))
-        length = min(PAUSE_LAST, 2 * length)
-        if len(self._pauses) >= ASKED_LIMIT:
-            self._pauses = {one: pause for one, pause in self._pauses.items() if now < pause[0]}
-        self._pauses[peer] = (now + length, length)
+        self.partners.pause(peer, now)
 
     def _ask(self, wanted: dict[bytes, int], now: float) -> list[bytes]:
         """Return for which chains to ask now, which are then wanted no more: those of whose heartbeat nobody else was
@@ -288,37 +240,30 @@ class Gossip:
         if request.run != self.heard.run:
             raise RemoteProtocolError(sender, f"it asks about run {request.run}, not {self.heard.run}")
         told = News.of(sender, request.news)
+        is_member = self._is_member(sender, told)
+        account = sender if is_member else STRANGER
+        if not self._allowances.has_some(account, now):
+            return BUSY
+        self._allowances.spend(account, told.size)
         has: dict[str, LifeSign] = {}
         lacking = self._take(sender, told, has, now, wall)
-        is_member = self.heard.get(sender) is not None
-        account = sender if is_member else STRANGER
-        if not self._allowances.has_some(account, now) or (is_member and not self._has_place_for(sender, now)):
-            return BUSY
         if is_member:
-            self._pauses.pop(sender, None)
+            if len(self.others(now)) > CLOSE and not self.partners.has_place_for(sender, now):
+                return BUSY  # what it has told us counts all the same
+            self.partners.end_pause(sender)
             self.answered_at = now
         wanted = self._ask(lacking, now) if is_member else []
         is_ours = self.heard.first_serial <= request.after <= self.heard.serial
         after = request.after if is_ours else self.heard.serial if request.after == NOTHING else 0
-        owed = (*told.asked, *self._echo_for(sender, told))
-        answer = self._news(sender, after, has, owed, wanted, now).pack()
+        answer = self._news(sender, after, has, told.asked, wanted, now).pack()
         self._allowances.spend(account, len(answer))
         return answer
 
-    def _has_place_for(self, caller: str, now: float) -> bool:
-        """Whether we can be one more peer's partner. What it has told us counts in any case."""
-        self._callers = {peer: at for peer, at in self._callers.items() if now - at < CALLER_TERM}
-        if len(self._callers) >= CALLERS and len(self.others(now)) > CLOSE and caller not in self._callers:
-            return False
-        self._callers[caller] = now
-        return True
-
-    def _echo_for(self, sender: str, told: News) -> tuple[bytes, ...]:
-        """Return the chain of a sender that says of itself what is older than what it has said before: its clock was
-        set back, and nobody would listen to it until it knows."""
-        known = self.heard.get(sender)
-        sequences = [beat.sequence for one in told.wholes if (beat := Heartbeat.verify(one.signed)).peer == sender]
-        return (known.sign.tag,) if known and sequences and max(sequences) < known.heartbeat.sequence else ()
+    def _is_member(self, sender: str, told: News) -> bool:
+        """Whether a peer says, or has said, who it is in this run. Its own heartbeat comes first."""
+        if self.heard.get(sender) is not None:
+            return True
+        return bool(told.wholes) and Heartbeat.verify(told.wholes[0].signed, self.heard.run).peer == sender
 
     # Both -----------------------------------------------------------------------------------------------------
     def _lacks(self, peer: str, word: Word, has: dict[str, LifeSign]) -> bool:
@@ -337,13 +282,9 @@ class Gossip:
         is_cut = len(words) == SIGNS_LIMIT
         upto = words[-1].serial if is_cut else self.heard.serial
         lacking = [word for word in words if self._lacks(peer, word, has)]
-        whole = [word for tag in owed if (word := self.heard.by_tag(tag)) and word.is_fresh(now)]
-        is_eager = CLOSE < len(self._others) <= EAGER and after > 0
-        whole += [
-            word
-            for word in lacking
-            if word.sign.tag == NO_TAG or (word.began > after and (is_eager or word is self.own))
-        ]
+        whole = [word for word in lacking if word is self.own and word.began > after]
+        whole += [word for tag in owed if (word := self.heard.by_tag(tag)) and word.is_fresh(now)]
+        whole += [word for word in lacking if word.sign.tag == NO_TAG]
         wholes = dict.fromkeys(whole[:WHOLES_LIMIT])
         signs = [word.sign for word in lacking if word not in wholes and word.sign.tag != NO_TAG]
         return News(upto, is_cut, tuple(signs), tuple(asked), tuple(map(_whole, wholes)))

@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from peers.errors import RemoteProtocolError
-from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.heartbeat import DEFAULT_LIFETIME, Heartbeat, PeerState
 from peers.presence.life_signs import SLOT, LifeSign, leads_to, salt_of, tag_of
+from peers.presence.voice import URGENT, longest_silence
 
 PEERS_LIMIT = 10_000  # that are remembered at most
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 HEARTBEATS_AT_ONCE = 4.0  # that one peer may utter one after another
 SECONDS_PER_HEARTBEAT = 0.5  # in the long run: what everybody is told must not be more
+HEARTBEAT_BYTES = 1024  # that count as one heartbeat; a larger one counts as several
+HASTE = 3.0  # times as fast as the number of peers allows may anybody speak; what comes sooner is not told on
 NO_TAG = b""
 NOBODY = "nobody"  # the source of what was put together from what several peers have told
 
@@ -82,6 +85,8 @@ class Heard:
     def __init__(self, run: str, first_serial: int) -> None:
         """`first_serial` must be larger than any serial before a restart."""
         self.run = run
+        self.lifetime = DEFAULT_LIFETIME
+        """Seconds, of heartbeats in this run: whoever names another one is heard no more often for it."""
         self.serial = self.first_serial = first_serial
         self._words: dict[str, Word] = {}  # in the order of their serials
         self._by_tag: dict[bytes, Word] = {}
@@ -144,16 +149,22 @@ class Heard:
             return is_later and self._advance(known, word.sign, word.source, word.at, wall)
         if known.sign.tag != word.sign.tag and word.heartbeat.sequence <= known.sequence:
             return False
-        return self._is_allowed(known, word) and self._replace(known, word)
+        if self._is_allowed(known, word):
+            return self._replace(known, word)
+        is_later = word.sign.tag == known.sign.tag and word.sign.slots > known.sign.slots
+        return is_later and self._advance(known, word.sign, word.source, word.at, wall)
 
     def _is_allowed(self, known: Word, word: Word) -> bool:
         """Whoever utters heartbeats faster than anybody needs to is heard now and then, so that it can't have a whole
         swarm pass on what it says."""
         is_farewell = PeerState.LEAVING is word.heartbeat.state is not known.heartbeat.state
-        earned = (word.at - known.allowed_at) / SECONDS_PER_HEARTBEAT
-        allowance = min(HEARTBEATS_AT_ONCE, known.allowance + earned)
-        word.allowance, word.allowed_at = max(0.0, allowance - 1.0), word.at
-        return is_farewell or allowance >= 1.0
+        period = max(SECONDS_PER_HEARTBEAT, URGENT * len(self._words) / HASTE)
+        allowance = min(HEARTBEATS_AT_ONCE, known.allowance + (word.at - known.allowed_at) / period)
+        cost = min(HEARTBEATS_AT_ONCE, max(1.0, len(word.signed) / HEARTBEAT_BYTES))
+        if not is_farewell and allowance < cost:
+            return False
+        word.allowance, word.allowed_at = max(0.0, allowance - cost), word.at
+        return True
 
     def _replace(self, known: Word, word: Word) -> bool:
         word.first_at = known.first_at
@@ -186,6 +197,8 @@ class Heard:
 
     def _advance(self, word: Word, sign: LifeSign, source: str, now: float, wall: float) -> bool:
         before, slots = word.sign, word.slots
+        if (sign.slots - before.slots) * SLOT < 1000 * longest_silence(len(self._words), self.lifetime) / HASTE:
+            return False
         word.sign = sign._replace(number=before.number)
         if not _is_of_our_time(word, wall):
             word.sign = before

@@ -66,6 +66,11 @@ class News(NamedTuple):
             wholes=zlib.compress(pack(Wholes(wholes=self.wholes)), 1) if self.wholes else b"",
         )
 
+    @property
+    def size(self) -> int:
+        """Return about how many bytes it takes to hear this."""
+        return SIGN.size * len(self.signs) + TAG_BYTES * len(self.asked) + sum(len(one.signed) for one in self.wholes)
+
     def pack(self) -> bytes:
         return pack(self.packed)
 

@@ -19,11 +19,15 @@ RESERVE = 0.25  # of a chain's length, which is left for the next heartbeat to b
 
 class Pace(NamedTuple):
     """What the next thing that a peer says of itself depends on. With more `others` heartbeats come more slowly, unless
-    it must be a whole one. Its sequence will be `above` the given one."""
+    it must be a whole one."""
 
     others: int = 0
     is_whole: bool = False
-    above: int = 0
+
+
+def longest_silence(others: int, lifetime: float) -> float:
+    """Return how many seconds pass from one sign of life to the next, at most."""
+    return min(SIGNS * others, LONGEST_SILENCE * lifetime)
 
 
 class Voice:
@@ -44,9 +48,9 @@ class Voice:
         """Return what to tell others now: the signed heartbeat or nothing, and a sign of life or, so soon, none."""
         said = None
         if pace.is_whole or self._is_due(heartbeat, pace.others, now):
-            said = self._whole(heartbeat, now, pace.above)
+            said = self._whole(heartbeat, now)
         slots = self._slots_at(now)
-        silence = min(SIGNS * pace.others, LONGEST_SILENCE * heartbeat.lifetime)
+        silence = longest_silence(pace.others, heartbeat.lifetime)
         is_too_soon = slots <= self._slots or (said is None and now - self._signed_at < silence)
         if is_too_soon or slots > SLOTS or self._chain is None:
             return said, None
@@ -65,10 +69,11 @@ class Voice:
     def _is_used_up(self, now: float) -> bool:
         return self._slots_at(now) > (1 - RESERVE) * SLOTS or self._number + 1 >= NUMBERS
 
-    def _whole(self, heartbeat: Heartbeat, now: float, above: int) -> bytes:
+    def _whole(self, heartbeat: Heartbeat, now: float) -> bytes:
+        sequence = heartbeat.sequence
         if self._last is not None and self._chain is not None:
-            above = max(above, self._last.sequence, self._chain.since + self._slots * SLOT + self._number)
-        sequence = max(heartbeat.sequence, above + 1)
+            said = self._chain.since + self._slots * SLOT + self._number
+            sequence = max(sequence, self._last.sequence + 1, said + 1)
         if self._chain is None or self._is_used_up(now):
             self._chain = Chain(self._identity, heartbeat.run, sequence)
             self._chained_at, self._number, self._slots = now, 0, 0

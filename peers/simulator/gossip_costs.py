@@ -64,6 +64,7 @@ class Tracer:
 def measure(size: int, speaking: int, scale: int) -> Costs:
     """Let a swarm settle, and count what it says then. Its peers take it for as large as `scale`."""
     crowd = Crowd(1, WEATHER, scale)
+    crowd.has_dht = size == scale  # else a larger share of all would be in its sample
     for number in range(size):
         peer = crowd.start(crowd.living[-8:], after=START * number / speaking if number < speaking else None)
         if speaking == size:

@@ -1,4 +1,4 @@
-"""A simulated swarm that does nothing but gossip, on a clock and a network that misbehaves."""
+"""A simulated swarm that does nothing but gossip, on a clock, a network that misbehaves, and a DHT."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from peers.errors import RemoteProtocolError
 from peers.log.settings import Timing
 from peers.presence.gossip import Gossip
 from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.meeting_place import MeetingPlace
 from peers.presence.news import Request
 from peers.presence.voice import Pace, Voice
 from peers.values.identity import Identity
@@ -22,6 +23,8 @@ WALL = 1_800_000_000.0  # seconds since the epoch when the simulation begins
 LOOK = 0.125  # seconds between two looks at which exchanges are due
 TIMEOUT = 3.0  # seconds that a peer waits for an answer
 OVERHEAD = 150  # bytes of TLS, TCP and IP around one message
+SEARCH_TIME = 1.0  # seconds that a search of the DHT takes
+FOUND = 64  # heartbeats at most that it finds
 TIMING = Timing()
 
 
@@ -48,13 +51,21 @@ class GossipingPeer:
         self.state = PeerState.TRAINING
         self.voice = Voice(identity)
         self.gossip = Gossip(self.name, RUN, swarm.random.randbytes(16), swarm.wall)
+        self.dht = MeetingPlace(self.gossip, 2 * TIMING.heartbeat_expiry)
         self.sent = self.received = self.messages = 0
 
     def say(self) -> None:
         swarm = self.swarm
         others = swarm.scale or len(self.gossip.others(swarm.now))
-        signed, sign = self.voice.say(swarm.heartbeat_of(self), Pace(others, above=self.gossip.echo), swarm.now)
+        is_for_dht = swarm.has_dht and self.dht.is_to_be_stored(swarm.now, swarm.wall)
+        signed, sign = self.voice.say(swarm.heartbeat_of(self), Pace(others, is_for_dht), swarm.now)
         self.gossip.say(signed, sign, swarm.now, swarm.wall)
+        if is_for_dht and signed is not None:
+            self.dht.stored(swarm.now)
+            swarm.store(self, signed)
+        if swarm.has_dht and self.dht.is_search_due(swarm.now):
+            self.dht.searched(swarm.now)
+            swarm.at(SEARCH_TIME, lambda: swarm.search(self))
 
     def answer(self, sender: str, request: bytes) -> bytes:
         return self.gossip.answer(sender, Request.unpack(sender, request), self.swarm.now, self.swarm.wall)
@@ -92,6 +103,10 @@ class Crowd:
         """(sender, receiver, message, whether it is a request) -> what arrives."""
         self.refused: Counter[str] = Counter()
         """Messages that did not prove themselves, by who sent them."""
+        self.behind_nat: set[str] = set()
+        """Peers with which nobody can begin an exchange."""
+        self.has_dht = True
+        self._dht: dict[str, tuple[float, int, bytes]] = {}  # until when, on which side, what
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._steps = 0
 
@@ -107,10 +122,10 @@ class Crowd:
     def start(
         self, known: Iterable[GossipingPeer] = (), identity: Identity | None = None, after: float | None = 0.0
     ) -> GossipingPeer:
-        """A peer starts, and finds in the DHT what the `known` ones have said last. It begins to speak `after` so many
+        """Start a peer that has found in the DHT what the `known` ones said last. It begins to speak `after` so many
         seconds; None: never."""
         peer = GossipingPeer(identity or Identity.generate(), self)
-        peer.gossip.avoided = _Detours(self, peer.name)
+        peer.gossip.partners.avoided = _Detours(self, peer.name)
         self.peers[peer.name] = peer
         for other in known:
             if other.gossip.own is not None:
@@ -142,6 +157,17 @@ class Crowd:
             endpoints=(f"{host}:31338",),
             relays=(relay,),
         )
+
+    # The DHT --------------------------------------------------------------------------------------------------
+    def store(self, peer: GossipingPeer, signed: bytes) -> None:
+        """Keep a heartbeat where those who are on the same side find it."""
+        self._dht[peer.name] = self.now + 2 * TIMING.heartbeat_expiry, self.side[peer.name], signed
+
+    def search(self, peer: GossipingPeer) -> None:
+        """Let a peer know some of those whose heartbeats are kept."""
+        kept = [one for until, side, one in self._dht.values() if until > self.now and side == self.side[peer.name]]
+        for signed in self.random.sample(kept, min(FOUND, len(kept))):
+            peer.gossip.found(signed, self.now, self.wall)
 
     # The clock ------------------------------------------------------------------------------------------------
     def at(self, delay: float, action: Callable[[], None]) -> None:
@@ -226,5 +252,5 @@ class Crowd:
         peer.messages += 1
         peer.sent += len(request) + OVERHEAD
         self.at(TIMEOUT, fail)
-        if self._passes(peer.name, other):
+        if other not in self.behind_nat and self._passes(peer.name, other):
             self.at(self._delay(peer.name, other), asked)

@@ -8,8 +8,10 @@ import pytest
 
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.news import News, Request
+from peers.presence.voice import Pace
 from peers.simulator import gossip_costs
 from peers.simulator.gossiping import TIMING, Crowd, GossipingPeer, Weather
+from peers.values.identity import Identity
 from peers.values.wire import pack
 
 BAD_WEATHER = Weather(loss=0.03, cut=0.08, relayed=0.1)
@@ -72,20 +74,52 @@ def test_few_know_each_other_at_once() -> None:
     assert nobody_knows([one for one in crowd.living if one is not leaver], [leaver])
 
 
-def test_two_halves_that_were_parted_become_one_as_soon_as_one_finds_another() -> None:
-    crowd = crowd_of(24)
-    one_side, other_side = crowd.living[:12], crowd.living[12:]
+@pytest.mark.parametrize("parted", [1, 10])
+def test_those_who_were_parted_for_minutes_find_each_other_again(parted: int) -> None:
+    crowd = crowd_of(11 if parted == 1 else 20)
+    one_side, other_side = crowd.living[parted:], crowd.living[:parted]
     crowd.side.update({peer.name: 1 for peer in other_side})
     crowd.run(TIMING.heartbeat_expiry + LATENCY)
     assert nobody_knows(one_side, other_side)
+    assert nobody_knows(other_side, one_side)
     assert everybody_knows(one_side, one_side)
-    crowd.run(20.0)
+    crowd.run(120.0)
     crowd.side.clear()
-    said = other_side[5].gossip.own
-    assert said is not None
-    one_side[3].gossip.found(said.signed, crowd.now, crowd.wall)  # in the DHT
-    crowd.run(3 * LATENCY)
+    crowd.run(25.0)
     assert everybody_knows(crowd.living, crowd.living)
+
+
+def test_a_peer_whose_partners_all_die_at_once_stays_known() -> None:
+    crowd = crowd_of(30)
+    one = crowd.living[7]
+    dead = [crowd.peers[name] for name in one.gossip.partners.chosen]
+    for each in dead:
+        each.is_alive = False
+    for _ in range(30):
+        crowd.run(0.5)
+        assert everybody_knows(crowd.living, [one])
+        assert everybody_knows([one], crowd.living)
+    assert nobody_knows(crowd.living, dead)
+
+
+def test_those_behind_a_nat_are_known_to_all_and_know_all() -> None:
+    """They can call others; nobody can call them."""
+    crowd = Crowd(3, BAD_WEATHER, MANY)
+    for number in range(30):
+        peer = crowd.start(crowd.living[-4:])
+        if number % 3 == 2:
+            crowd.behind_nat.add(peer.name)
+        peer.say()
+    crowd.run(15.0)
+    for _ in range(30):
+        assert everybody_knows(crowd.living, crowd.living)
+        crowd.run(0.5)
+    newcomer = crowd.start(crowd.living[:3])
+    crowd.behind_nat.add(newcomer.name)
+    newcomer.say()
+    crowd.run(2 * LATENCY)  # a third of those that it calls do not answer
+    assert everybody_knows(crowd.living, [newcomer])
+    assert everybody_knows([newcomer], crowd.living)
 
 
 def only_of_itself(sender: str, message: bytes, is_request: bool) -> bytes:
@@ -132,6 +166,29 @@ def test_those_who_repeat_what_they_have_heard_keep_nobody_alive() -> None:
     for _ in range(20):
         assert nobody_knows(crowd.living, dead)
         crowd.run(0.5)
+
+
+def test_whoever_makes_up_peers_cannot_have_all_send_without_end() -> None:
+    """A liar speaks for a hundred peers that it made up, as often and as much as it can."""
+    crowd = crowd_of(12)
+    for one in crowd.living:
+        one.sent = 0
+    liar, made_up = crowd.living[5], [GossipingPeer(Identity.generate(), crowd) for _ in range(100)]
+    honest = [one for one in crowd.living if one is not liar]
+
+    def speak() -> None:
+        for one in made_up:
+            signed, sign = one.voice.say(crowd.heartbeat_of(one), Pace(is_whole=True), crowd.now)
+            one.gossip.say(signed, sign, crowd.now, crowd.wall)
+            if signed is not None:
+                liar.gossip.found(signed, crowd.now, crowd.wall)
+        crowd.at(0.5, speak)
+
+    speak()
+    for _ in range(20):
+        crowd.run(0.5)
+        assert everybody_knows(honest, honest)
+    assert max(one.sent for one in honest) / 10.0 < 60_000
 
 
 def test_what_each_sends_is_bounded() -> None:

@@ -9,9 +9,11 @@ import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver.pulse import REFRESH_BEATS, Pulse
+from peers.links.links import EAGER
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace
+from peers.protocol.events import HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.values.identity import Identity
 from peers.values.reach import Reach
@@ -31,6 +33,7 @@ class Network:
         self.relays: tuple[str, ...] = ()
         self.signs: list[LifeSign] = []
         self.slowly = Pace()
+        self.silent: dict[str, float] = {}
         self.reaches: dict[str, Reach] = {}
         self.asked = 0
         self.published: list[Heartbeat] = []
@@ -64,6 +67,9 @@ class Network:
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return self.present
+
+    def silences(self, run_id: str) -> dict[str, float]:
+        return self.silent
 
 
 async def beats(network: Network, peer: Peer, count: int) -> None:
@@ -117,6 +123,30 @@ def test_peers_that_are_gone_are_forgotten() -> None:
 
     asyncio.run(scenario())
     assert network.connected == [OTHER.peer_id] * 2
+
+
+def test_in_a_large_swarm_nobody_dials_all_others() -> None:
+    network = Network()
+    network.present = [beat(f"peer{number}", LOG) for number in range(EAGER + 1)]
+    asyncio.run(beats(network, new_peer(), 2))
+    assert network.connected == []
+
+
+def test_a_beat_says_for_how_long_others_were_silent() -> None:
+    """Regression: a peer was taken to be alive from the beat at which this was heard, not from when it came, so a death
+    was noticed up to a heartbeat later than the time limits of rounds allow for."""
+    network, peer = Network(), new_peer()
+    network.present = [beat(OTHER.peer_id, LOG)]
+    network.silent = {OTHER.peer_id: 4.0}
+
+    async def scenario() -> HeartbeatsSeen:
+        async with asyncio.TaskGroup() as tasks:
+            return await Pulse(peer, ME, network, tasks.create_task).beat()
+
+    peer.handle(asyncio.run(scenario()), 100.0)
+    expiry = peer.settings.timing.heartbeat_expiry
+    assert peer.membership.is_live(OTHER.peer_id, 96.0 + expiry)
+    assert not peer.membership.is_live(OTHER.peer_id, 96.1 + expiry)
 
 
 def measured(name: str) -> float:

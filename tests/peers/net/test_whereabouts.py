@@ -9,8 +9,9 @@ import pytest
 
 from peers.errors import LocalProtocolError
 from peers.net import whereabouts as module
-from peers.net.whereabouts import GOSSIP, SAMPLE, SEARCH_LAST, Whereabouts
+from peers.net.whereabouts import GOSSIP, Whereabouts
 from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.meeting_place import SAMPLE, SEARCH_LAST
 from peers.presence.news import Request
 from peers.presence.voice import Voice
 from peers.streams.channel import PeerUnreachableError
@@ -205,11 +206,11 @@ def test_the_dht_has_a_sample_of_a_large_run(world: World) -> None:
 def test_a_large_run_is_searched_for_rarely(world: World) -> None:
     node = Node(world)
     node.whereabouts.gossip.others = lambda now: ["x"] * 5000  # type: ignore[method-assign]
-    node.whereabouts._searched_at = 1000.0
+    node.whereabouts.dht.searched(1000.0)
     world.seconds = SEARCH_LAST - 100.0
-    assert not node.whereabouts._is_search_due(1000.0 + world.seconds)
+    assert not node.whereabouts.dht.is_search_due(1000.0 + world.seconds)
     world.seconds = SEARCH_LAST
-    assert node.whereabouts._is_search_due(1000.0 + world.seconds)
+    assert node.whereabouts.dht.is_search_due(1000.0 + world.seconds)
 
 
 def test_a_stranger_asks_until_it_is_told_of_all(world: World) -> None:
