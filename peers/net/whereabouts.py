@@ -73,11 +73,10 @@ class Whereabouts:
         said = None if signed is None else Heartbeat.verify(signed, self._run)
         if said is not None and said.sequence <= self._published:
             raise LocalProtocolError(f"heartbeat {said.sequence} does not follow {self._published}")
-        was_member = self.is_member
         self.gossip.partners.avoided = self._network.hard_to_reach()
         self.gossip.say(signed, sign, now(), time.time())
         self._tell()
-        if not was_member:
+        if self._telling is None:
             self._telling = asyncio.create_task(self._keep_telling())
         if said is None or signed is None:
             return True
@@ -114,6 +113,9 @@ class Whereabouts:
             self._network.prepare(peer)
             answer = await self._network.call(peer, GOSSIP, request, ANSWER_SHARE * self.dht.lifetime / 2)
             self.gossip.answer_of(peer, answer, now(), time.time())
+        except asyncio.CancelledError:
+            self.gossip.failed(peer, now())  # else it would seem to be under way for ever
+            raise
         except PeerUnreachableError as error:
             logger.debug("%s", error)
             self.gossip.failed(peer, now())

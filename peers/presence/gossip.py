@@ -85,7 +85,9 @@ class Gossip:
             self.own.allowance = HEARTBEATS_AT_ONCE
         if signed is not None:
             self.heard.take(self.heard.word_of(signed, 0, b"", self.me, now), wall)
-        if sign is not None:
+        if (
+            sign is not None and self.heard.by_tag(sign.tag) is not None
+        ):  # else our clock was set, and the next is whole
             self.heard.confirm(sign, self.me, now, wall)
         self.own = self.heard.get(self.me)
         if self.own is not None:
@@ -174,7 +176,8 @@ class Gossip:
         are many peers, whoever takes part in the gossip hears soon enough of all others that live, and a partner that
         is busy need not hear of them."""
         is_new = not (exchanges.told or exchanges.heard)
-        return is_new and len(self._others) > CLOSE and now - self.answered_at < TERM
+        takes_part = self.own is not None and now - self.answered_at < TERM
+        return is_new and takes_part and len(self._others) > CLOSE
 
     def answer_of(self, peer: str, packed: bytes, now: float, wall: float) -> None:
         """End an exchange with what the peer has answered. Raises: RemoteProtocolError, after which it has failed."""

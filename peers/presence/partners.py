@@ -71,9 +71,15 @@ class Partners:
 
     # Others' --------------------------------------------------------------------------------------------------
     def has_place_for(self, caller: str, now: float) -> bool:
-        """Whether we can be a caller's partner, where there are many peers; it is one from now on, then."""
+        """Whether we can be a caller's partner, where there are many peers; it is one from now on, then.
+
+        Whoever has been known for longer comes first, so that a few made-up peers can't take the places of all others.
+        """
         self._callers = {peer: at for peer, at in self._callers.items() if now - at < CALLER_TERM}
         if len(self._callers) >= CALLERS and caller not in self._callers:
-            return False
+            newest = max(self._callers, key=self._known_since)
+            if self._known_since(newest) <= self._known_since(caller):
+                return False
+            del self._callers[newest]
         self._callers[caller] = now
         return True

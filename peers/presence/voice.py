@@ -14,6 +14,7 @@ a second at most, or 35 while everybody has something to tell that others act up
 SIGNS = 0.003
 """Seconds from one sign of life to the next, for each other peer: at three copies of 22 bytes, 22 KB a second."""
 LONGEST_SILENCE = 0.2  # of a heartbeat's lifetime, from one sign to the next at most: others wait half of that lifetime
+AHEAD = 4  # slots that the clock may gain on a chain before there is a new one
 RESERVE = 0.25  # of a chain's length, which is left for the next heartbeat to bring a new chain in time
 
 
@@ -58,7 +59,7 @@ class Voice:
         return said, LifeSign(self._tag, slots, self._number, self._chain.link(slots))
 
     def _is_due(self, heartbeat: Heartbeat, others: int, now: float) -> bool:
-        if self._last is None or heartbeat.state is PeerState.LEAVING or self._is_used_up(now):
+        if self._last is None or heartbeat.state is PeerState.LEAVING or self._is_over(heartbeat, now):
             return True
         pace = URGENT if _urgent(self._last) != _urgent(heartbeat) else CALM
         return now - self._said_at >= pace * others
@@ -66,15 +67,19 @@ class Voice:
     def _slots_at(self, now: float) -> int:
         return int((now - self._chained_at) * 1000 / SLOT)
 
-    def _is_used_up(self, now: float) -> bool:
-        return self._slots_at(now) > (1 - RESERVE) * SLOTS or self._number + 1 >= NUMBERS
+    def _is_over(self, heartbeat: Heartbeat, now: float) -> bool:
+        """Whether there is no chain, or it is used up, or our clock was set forward and is far ahead of it."""
+        if self._chain is None:
+            return True
+        is_used_up = self._slots_at(now) > (1 - RESERVE) * SLOTS or self._number + 1 >= NUMBERS
+        return is_used_up or heartbeat.sequence > self._chain.since + (self._slots_at(now) + AHEAD) * SLOT
 
     def _whole(self, heartbeat: Heartbeat, now: float) -> bytes:
         sequence = heartbeat.sequence
         if self._last is not None and self._chain is not None:
             said = self._chain.since + self._slots * SLOT + self._number
             sequence = max(sequence, self._last.sequence + 1, said + 1)
-        if self._chain is None or self._is_used_up(now):
+        if self._chain is None or self._is_over(heartbeat, now):
             self._chain = Chain(self._identity, heartbeat.run, sequence)
             self._chained_at, self._number, self._slots = now, 0, 0
             self._tag = tag_of(self._identity.peer_id, self._chain.seal(0))

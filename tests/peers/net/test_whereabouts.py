@@ -245,6 +245,33 @@ def test_a_stranger_is_content_with_the_dht_when_nobody_answers(world: World) ->
     asyncio.run(scenario())
 
 
+def test_whoever_only_looks_asks_again_after_it_was_interrupted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: an exchange that was cut off at the end of a look seemed to be under way for ever."""
+
+    async def scenario() -> None:
+        nodes = [Node(world) for _ in range(2)]
+        await beats(world, nodes, 3)
+        stranger = Node(world)
+        call = stranger.call
+
+        async def never(peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
+            await asyncio.get_running_loop().create_future()
+            return b""
+
+        monkeypatch.setattr(module, "LOOK_LIMIT", 0.0)
+        stranger.call = never  # type: ignore[method-assign]
+        await stranger.sees()
+        monkeypatch.setattr(module, "LOOK_LIMIT", 5.0)
+        stranger.call = call  # type: ignore[method-assign]
+        world.seconds += 2.0
+        world.dht.clear()
+        await stranger.sees()
+        assert stranger.whereabouts.gossip.answered_at == 1000.0 + world.seconds
+        await closed(*nodes)
+
+    asyncio.run(scenario())
+
+
 def test_nothing_goes_backwards(world: World) -> None:
     async def scenario() -> None:
         node = Node(world)

@@ -162,6 +162,7 @@ def test_among_many_whoever_takes_part_is_not_told_of_all_again(clock: Clock) ->
     assert one.tells(second)[1] < 800, "it tells what it has heard since"
     one.tells(second)
     assert one.knows()[first.name].index == 4
+    third.finds(one)
     third.gossip.partners._callers = {other.name: clock.now for other in others[:CALLERS]}
     third.gossip.due(clock.now)
     assert one.tells(third)[1] == len(BUSY), "it is a partner of others"
@@ -314,3 +315,14 @@ def test_whoever_answers_after_a_restart_tells_everything_again(clock: Clock) ->
         one.tells(again)
     assert one.knows()[other.name].sequence == again.knows()[other.name].sequence
     assert one.knows()[third.name].index == 4
+
+
+def test_a_clock_that_is_set_breaks_nothing(clock: Clock) -> None:
+    """Regression: what a peer had said itself was too old to be kept, and its next sign of life led to nothing."""
+    one, other = peers(clock, 2)
+    one.gossip.heard.forget(clock.wall + 300.0)
+    clock.now += 2.0
+    one.say(LARGE)
+    assert one.gossip.own is None
+    one.say().tells(other)
+    assert one.name in other.knows()

@@ -6,8 +6,9 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.presence import heard as module
-from peers.presence.heard import CLOCK_TOLERANCE, HEARTBEATS_AT_ONCE, Heard
+from peers.presence.heard import CLOCK_TOLERANCE, HEARTBEATS_AT_ONCE, Heard, Word
 from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.voice import Pace
 from tests.peers.presence.whispers import LARGE, RUN, Clock, Whisperer
 
 TELLER = "teller"
@@ -147,6 +148,29 @@ def test_who_talks_without_end_is_heard_now_and_then(listener: Listener) -> None
         taken += listener.take(listener.one.say(index=sequence).signed)
     assert taken <= HEARTBEATS_AT_ONCE + 10.0 / module.SECONDS_PER_HEARTBEAT
     assert listener.take(listener.one.say(state=PeerState.LEAVING).signed), "but always its farewell"
+
+
+def test_where_there_are_many_whoever_gives_signs_all_the_time_is_heard_now_and_then(listener: Listener) -> None:
+    """Each sign that is news is told on by everybody."""
+    for _ in range(999):
+        other = Whisperer(listener.clock)
+        listener.heard._words[other.name] = Word.__new__(Word)
+    taken, silence = 0, 0.0
+    for _ in range(60):
+        listener.clock.now += 0.5
+        listener.one.say(Pace(others=0))
+        taken += listener.confirm()
+        silence = max(silence, listener.silence)
+    assert taken <= 30.0 / (0.003 * 1000) * module.HASTE + 1
+    assert silence <= 1.0
+
+
+def test_a_large_heartbeat_counts_as_several(listener: Listener) -> None:
+    taken = 0
+    for sequence in range(1, 21):
+        listener.clock.now += 0.5
+        taken += listener.take(listener.one.say(index=sequence, addresses=("/ip4/" + "1" * 250,) * 8).signed)
+    assert 4 <= taken <= 10
 
 
 def test_no_more_peers_are_remembered_than_there_is_room_for(

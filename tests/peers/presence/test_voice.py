@@ -74,3 +74,16 @@ def test_signs_of_life_go_on_when_a_chain_ends() -> None:
         one.tells(listener)
         before = listener.knows()[one.name].sequence
         assert abs(before / 1000 - clock.wall) < 3.0
+
+
+def test_when_the_clock_is_set_forward_a_new_chain_begins() -> None:
+    """Regression: the old chain was behind the clock, and its signs told nobody anything until it was used up."""
+    clock = Clock()
+    one, listener = Whisperer(clock).say(), Whisperer(clock).say()
+    one.tells(listener)
+    ahead = 30_000
+    for _ in range(8):
+        clock.now += 2.0
+        one.say(Pace(others=500), sequence=int(clock.wall * 1000) + ahead)
+        one.tells(listener)
+        assert listener.gossip.silences(clock.now)[one.name] == 0.0
