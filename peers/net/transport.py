@@ -209,10 +209,10 @@ class HivemindTransport(HivemindNode):
             raise RefusalError(f"we are not in the run {request.run}")
         return whereabouts.answer(sender, request)
 
-    async def _meet(self, peer_id: str) -> None:
+    async def _meet(self, peer_id: str, timeout: float) -> None:
         """Connect to a peer of a large run, in which nobody connects to all others beforehand."""
         if addresses := self._unmet.pop(peer_id, ()):
-            await self.connect(peer_id, addresses)
+            await self.connect(peer_id, addresses, timeout)
 
     async def _ask_link_info(self, peer_id: str, address: str) -> LinkInfo:
         await self.connect(peer_id, [address])
@@ -264,7 +264,7 @@ class HivemindTransport(HivemindNode):
                 if self._links.is_up(peer_id):
                     raise
                 logger.debug("%s; over libp2p, then", error)
-        await self._meet(peer_id)
+        await self._meet(peer_id, min(CALL_TIMEOUT, timeout))
         return await self._call_over_libp2p(peer_id, name, payload, timeout)
 
     async def _call_over_libp2p(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
@@ -340,7 +340,7 @@ class HivemindTransport(HivemindNode):
         """
         link = await self._links.link_with(peer_id) if self._links else None
         if link is None:
-            await self._meet(peer_id)
+            await self._meet(peer_id, CALL_TIMEOUT)
         with _peer_errors(peer_id):
             async with link.conversation(protocol) if link else self._libp2p_stream(peer_id, protocol) as channel:
                 yield channel

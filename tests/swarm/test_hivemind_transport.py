@@ -346,6 +346,40 @@ async def are_open(node: HivemindTransport, count: int) -> bool:
     return list(node.reach().values()) == [Reach.OPEN] * count
 
 
+def test_in_a_large_run_a_peer_is_dialled_when_there_is_something_to_say_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.net.transport.EAGER", 1)
+    identities = [Identity.generate() for _ in range(2)]
+
+    async def echo(sender: str, payload: bytes) -> bytes:
+        return payload
+
+    async def main() -> None:
+        async with swarm(3, identities) as (_, left, right):
+            left._is_eager = True
+            await right.on_call("echo", echo)
+            said = heartbeat(identities[1], milliseconds(), addresses=right.addresses)
+            await right.publish(said.sign(identities[1]), RUN)
+            await left.publish(heartbeat(identities[0], milliseconds()).sign(identities[0]), RUN)
+            dialled: list[str] = []
+            connect = left.connect
+
+            async def count(peer_id: str, addresses: Sequence[str], timeout: float = TIMEOUT) -> bool:
+                dialled.append(peer_id)
+                return await connect(peer_id, addresses, timeout)
+
+            monkeypatch.setattr(left, "connect", count)
+
+            async def knows() -> bool:
+                return len(await left.heartbeats(RUN)) == 2
+
+            await eventually(knows, "the DHT has both")
+            assert dialled == []
+            assert await left.call(right.peer_id, "echo", b"hello", TIMEOUT) == b"hello"
+            assert dialled == [right.peer_id]
+
+    asyncio.run(main())
+
+
 def test_where_there_is_a_link_everything_goes_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """libp2p's daemon is not asked for anything."""
 
