@@ -20,7 +20,7 @@ from peers.presence.heard import HEARTBEATS_AT_ONCE, NO_TAG, Heard, Word
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.news import HEARTBEATS_LIMIT, SIGNS_LIMIT, WHOLES_LIMIT, News, Request, Whole
-from peers.presence.partners import TERM, Partners
+from peers.presence.partners import Partners
 from peers.values.wire import pack
 
 CLOSE = 16  # other peers at most, for each to tell its heartbeats to all of them
@@ -28,6 +28,7 @@ PERIOD = 0.25  # seconds between two exchanges with one partner
 SLOW = 0.75  # seconds without an answer after which a partner has a stand-in
 CLOSE_PERIOD = 0.5  # seconds, where all tell all of themselves
 COUNT_PERIOD = 1.0  # seconds between two looks at who seems to be there
+LATELY = 1.0  # seconds; whoever took part in an exchange since has missed nothing
 IDLE_PERIOD = 2.0  # seconds, when there is nothing to tell
 ANSWER_PERIOD = 1.5  # seconds for which nobody else is asked for the same heartbeat
 ASKED_LIMIT = 4096
@@ -176,7 +177,7 @@ class Gossip:
         are many peers, whoever takes part in the gossip hears soon enough of all others that live, and a partner that
         is busy need not hear of them."""
         is_new = not (exchanges.told or exchanges.heard)
-        takes_part = self.own is not None and now - self.answered_at < TERM
+        takes_part = self.own is not None and now - self.answered_at < LATELY
         return is_new and takes_part and len(self._others) > CLOSE
 
     def answer_of(self, peer: str, packed: bytes, now: float, wall: float) -> None:

@@ -8,7 +8,7 @@ from peers.values.wire import digest_of
 
 PARTNERS = 3
 TERM = 15.0  # seconds after which one of the partners is replaced
-CALLERS = 4  # peers, where there are many, of which we are a partner: what one of them costs is the same for all
+CALLERS = 8  # peers at most, where there are many, of which we are a partner: some of all can call and not be called
 CALLER_TERM = 3.0  # seconds without an exchange after which one of them is none any more
 PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds for which a peer that did not answer is left alone
 PAUSES_LIMIT = 4096

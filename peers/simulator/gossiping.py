@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from peers.errors import RemoteProtocolError
 from peers.log.settings import Timing
 from peers.presence.gossip import Gossip
@@ -124,7 +126,7 @@ class Crowd:
     ) -> GossipingPeer:
         """Start a peer that has found in the DHT what the `known` ones said last. It begins to speak `after` so many
         seconds; None: never."""
-        peer = GossipingPeer(identity or Identity.generate(), self)
+        peer = GossipingPeer(identity or self.new_identity(), self)
         peer.gossip.partners.avoided = _Detours(self, peer.name)
         self.peers[peer.name] = peer
         for other in known:
@@ -134,6 +136,10 @@ class Crowd:
             self.at(after, lambda: self._repeat(peer, TIMING.heartbeat, peer.say))
         self._repeat(peer, LOOK, lambda: self._look(peer))
         return peer
+
+    def new_identity(self) -> Identity:
+        """Return a peer's key, the same ones for each seed."""
+        return Identity(Ed25519PrivateKey.from_private_bytes(self.random.randbytes(32)))
 
     def heartbeat_of(self, peer: GossipingPeer) -> Heartbeat:
         relay = f"/ip4/198.51.100.7/tcp/31337/p2p/{peer.name}"
@@ -199,8 +205,8 @@ class Crowd:
         return int.from_bytes(digest_of("".join(sorted((one, other))).encode())[:4], "big") / (1 << 32)
 
     def is_detour(self, one: str, other: str) -> bool:
-        """Whether nothing passes between two peers, or only with detours."""
-        return not self.weather.cut <= self._pair(one, other) <= 1 - self.weather.relayed
+        """Whether nothing passes from one peer to another, or only with detours."""
+        return other in self.behind_nat or not self.weather.cut <= self._pair(one, other) <= 1 - self.weather.relayed
 
     def _delay(self, one: str, other: str) -> float:
         delay = self.random.uniform(self.weather.shortest, self.weather.longest)

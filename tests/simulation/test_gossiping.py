@@ -11,7 +11,6 @@ from peers.presence.news import News, Request
 from peers.presence.voice import Pace
 from peers.simulator import gossip_costs
 from peers.simulator.gossiping import TIMING, Crowd, GossipingPeer, Weather
-from peers.values.identity import Identity
 from peers.values.wire import pack
 
 BAD_WEATHER = Weather(loss=0.03, cut=0.08, relayed=0.1)
@@ -173,7 +172,7 @@ def test_whoever_makes_up_peers_cannot_have_all_send_without_end() -> None:
     crowd = crowd_of(12)
     for one in crowd.living:
         one.sent = 0
-    liar, made_up = crowd.living[5], [GossipingPeer(Identity.generate(), crowd) for _ in range(100)]
+    liar, made_up = crowd.living[5], [GossipingPeer(crowd.new_identity(), crowd) for _ in range(100)]
     honest = [one for one in crowd.living if one is not liar]
 
     def speak() -> None:
