@@ -10,7 +10,7 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.news import News, Request
 from peers.presence.voice import Pace
 from peers.simulator import gossip_costs
-from peers.simulator.gossiping import TIMING, Crowd, GossipingPeer, Weather
+from peers.simulator.gossiping import TIMEOUT, TIMING, Crowd, GossipingPeer, Weather
 from peers.values.wire import pack
 
 BAD_WEATHER = Weather(loss=0.03, cut=0.08, relayed=0.1)
@@ -78,7 +78,7 @@ def test_those_who_were_parted_for_minutes_find_each_other_again(parted: int) ->
     crowd = crowd_of(11 if parted == 1 else 20)
     one_side, other_side = crowd.living[parted:], crowd.living[:parted]
     crowd.side.update({peer.name: 1 for peer in other_side})
-    crowd.run(TIMING.heartbeat_expiry + LATENCY)
+    crowd.run(TIMING.heartbeat_expiry + LATENCY + TIMEOUT)  # half of all partners are on the other side, and time out
     assert nobody_knows(one_side, other_side)
     assert nobody_knows(other_side, one_side)
     assert everybody_knows(one_side, one_side)
