@@ -27,7 +27,7 @@ from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import events
 from peers.protocol.effect_table import EffectTable, row
-from peers.protocol.events import Event, HeartbeatsSeen, LeaveRequested, Tick
+from peers.protocol.events import Event, LeaveRequested, Tick
 from peers.protocol.peer import Peer
 from peers.transfer.companion import CompanionDonor
 from peers.transfer.companion_fetch import CompanionJoiner
@@ -137,7 +137,7 @@ class Driver:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timing.heartbeat_expiry):
-                    self.handle(HeartbeatsSeen(await self._pulse.beat()))
+                    self.handle(await self._pulse.beat())
             self._scout.look()
             await asyncio.sleep(timing.heartbeat)
 

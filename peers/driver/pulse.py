@@ -1,14 +1,18 @@
-"""A peer's heartbeat: what it says of itself, and what it hears from the others."""
+"""A peer's pulse: what it says of itself, and what it hears of the others."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 from peers import metrics
+from peers.links.links import EAGER
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss, name_peers
+from peers.presence.life_signs import LifeSign
+from peers.presence.voice import Pace, Voice
+from peers.protocol.events import HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS
 from peers.values.clock import now
@@ -28,12 +32,13 @@ class PulseTransport(Protocol):
     def endpoints(self) -> tuple[str, ...]: ...
     @property
     def relays(self) -> tuple[str, ...]: ...
-    async def spread(self, heartbeat: bytes) -> None: ...
     def expect_answers_within(self, seconds: float) -> None: ...
     async def refresh_addresses(self) -> tuple[str, ...]: ...
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
-    async def publish(self, heartbeat: bytes, run_id: str) -> bool: ...
+    def pace(self, run_id: str) -> Pace: ...
+    async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
+    def silences(self, run_id: str) -> dict[str, float]: ...
 
 
 class Pulse:
@@ -48,7 +53,7 @@ class Pulse:
     ) -> None:
         """`start` runs something beside us: connecting to a peer that is gone takes long, and a beat must not wait."""
         self._peer = peer
-        self._identity = identity
+        self._voice = Voice(identity)
         self._transport = transport
         self._start = start
         self._sequence = 0
@@ -57,26 +62,31 @@ class Pulse:
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
-    async def beat(self) -> tuple[Heartbeat, ...]:
-        """Publish ours; returns the newest of every peer, and begins to connect to those that are new."""
+    async def beat(self) -> HeartbeatsSeen:
+        """Publish ours; returns what is known of every peer, and begins to connect to those that are new."""
         if self._beats % REFRESH_BEATS == 0:
             await self._transport.refresh_addresses()
         self._beats += 1
         await self.publish()
-        heartbeats = await self._transport.heartbeats(self._peer.settings.run)
+        run = self._peer.settings.run
+        heartbeats = await self._transport.heartbeats(run)
+        self._connect_to_new(heartbeats)
+        self._measure()
+        return HeartbeatsSeen(tuple(heartbeats), self._transport.silences(run))
+
+    def _connect_to_new(self, heartbeats: Sequence[Heartbeat]) -> None:
+        """Begin to connect to strangers; in a large swarm to nobody, before there is something to say to it."""
         self._connected &= {heartbeat.peer for heartbeat in heartbeats}
-        for stranger in heartbeats:
+        for stranger in heartbeats if len(heartbeats) <= EAGER else ():
             if stranger.peer not in self._connected | {self._peer.me}:
                 self._connected.add(stranger.peer)
                 self._start(self._connect(stranger))
-        self._measure()
-        return tuple(heartbeats)
 
     async def publish(self) -> None:
-        """Tell the DHT, and those that we have links with: the run goes on where there is no DHT any more."""
-        signed = self.signed_heartbeat()
-        self._start(self._transport.spread(signed))
-        await self._transport.publish(signed, self._peer.settings.run)
+        """Say that we are here, and how we are if that is due."""
+        run = self._peer.settings.run
+        signed, sign = self._voice.say(self.heartbeat(), self._transport.pace(run), now())
+        await self._transport.publish(signed, run, sign)
 
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now. Never the same twice: the sequence grows."""
@@ -105,9 +115,6 @@ class Pulse:
             unreached=name_peers(peer.presence.unreached),
             trouble=printable(peer.troubles.told),
         )
-
-    def signed_heartbeat(self) -> bytes:
-        return self.heartbeat().sign(self._identity)
 
     async def _connect(self, stranger: Heartbeat) -> None:
         if not await self._transport.connect(stranger.peer, stranger.addresses):

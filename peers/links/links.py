@@ -202,6 +202,14 @@ class Links:
                 await asyncio.wait([self._try(peer)], timeout=LINK_TIMEOUT)
         return self._links[peer] if self.is_up(peer) else None
 
+    def prepare(self, peer: str) -> None:
+        """Begin to make the link with a peer for what is to come, where links are not made with everybody."""
+        if len(self._contacts) <= EAGER or peer not in self._contacts or self.is_up(peer):
+            return
+        is_room = sum(link.is_up for link in self._links.values()) < EAGER
+        if is_room and self.clock() >= self._attempts.setdefault(peer, _Attempts()).retry_at:
+            self._try(peer)
+
     def drop_all(self) -> None:
         """Our network has changed: whatever was connected is not any more, and is dialled anew."""
         self.credentials = Credentials(self._identity)  # by which the others see it, too

@@ -9,7 +9,8 @@ from peers.net.daemon import HIVEMIND
 from peers.net.records import RecordBudget
 
 DHTLocalStorage: Any = HIVEMIND.protocol.DHTLocalStorage
-OWN_BYTES = 8 << 20  # for each key that this node has a part in: some 4,000 heartbeats
+OWN_BYTES = 1 << 20  # for each key that this node has a part in
+RECORDS = 256  # under one key: whoever asks for it is sent them all. Of a run's peers a sample is enough
 OTHERS_BYTES = 64 << 20  # for everything else together
 
 
@@ -33,8 +34,13 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
         return self._admits(key, None, value, expiration_time) and super().store(key, value, expiration_time)
 
     def store_subkey(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
-        admitted = self._admits(key, subkey, value, expiration_time)
+        admitted = self._has_place_under(key, subkey) and self._admits(key, subkey, value, expiration_time)
         return admitted and super().store_subkey(key, subkey, value, expiration_time)
+
+    def _has_place_under(self, key: Any, subkey: Any) -> bool:
+        held = self.get(key)
+        under = held.value if held is not None and isinstance(held.value, HIVEMIND.protocol.DictionaryDHTValue) else ()
+        return len(under) < RECORDS or subkey in under
 
     def _admits(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         budget = self._favoured.get(key, self._others)

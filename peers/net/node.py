@@ -1,4 +1,4 @@
-"""A node of hivemind's DHT, with libp2p's daemon below it: finding the swarm, manifests and heartbeats.
+"""A node of hivemind's DHT, with libp2p's daemon below it: finding the swarm, manifests and first heartbeats.
 
 Everything runs in the caller's asyncio loop; the only other process is the daemon. Only records that prove themselves
 get into this node's part of the DHT, or out of what others answer.
@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from peers import metrics
-from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, ManifestError, RemoteProtocolError
+from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, RemoteProtocolError
 from peers.links.network_watch import NetworkWatch
 from peers.links.own_network import is_behind_nat
 from peers.net.daemon import (
@@ -32,10 +32,9 @@ from peers.net.daemon import (
 from peers.net.dht_storage import bounded
 from peers.net.first_contact import first_contacts
 from peers.net.foothold import Foothold
-from peers.net.records import CLOCK_TOLERANCE, heartbeats_key, manifest_key, record_is_valid
+from peers.net.records import heartbeats_key, manifest_key, record_is_valid
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.streams.channel import PeerUnreachableError
-from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -44,8 +43,6 @@ logger = logging.getLogger(__name__)
 RecordValidatorBase: Any = HIVEMIND.validation.RecordValidatorBase
 ADDRESS_LIMIT = 8
 DHT_WAIT = 5.0  # seconds for one request to one DHT node
-HEARD = 10_000  # heartbeats that are kept at most
-FRESH = 5.0  # seconds for which the DHT is not asked again, if all whom we know tell us themselves
 DHT_OPTIONS = {
     "wait_timeout": DHT_WAIT,
     # No caches: a heartbeat is worth something only while it is the latest one.
@@ -81,10 +78,6 @@ class HivemindNode:
     def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
         self._daemon = daemon
         self._node = node
-        self._newest: dict[tuple[str, str], Heartbeat] = {}
-        self._told_at: dict[tuple[str, str], float] = {}  # by the peers themselves
-        self._asked_at: dict[str, float] = {}  # the DHT, by run
-        self._published = 0
         self._foothold: Foothold | None = None
         self._watching: asyncio.Task[None] | None = None
         self.peer_id = str(daemon.peer_id)
@@ -229,72 +222,28 @@ class HivemindNode:
             logger.warning("dropped a manifest for %s: %s", run_id, error)
             return None
 
-    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
-        """Keep our signed heartbeat in the DHT until it expires. Whether any node took it.
-
-        Raises: LocalProtocolError when it is not newer than the one before.
-        """
-        seen = Heartbeat.verify(heartbeat, run_id)
-        if seen.sequence <= self._published:
-            raise LocalProtocolError(f"heartbeat {seen.sequence} does not follow {self._published}")
-        self._published = seen.sequence
-        key = heartbeats_key(run_id)
+    async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool:
+        """Keep a signed heartbeat in the DHT until it expires. Returns whether any node took it."""
+        key = heartbeats_key(heartbeat.run)
         self._node.protocol.storage.favour(HIVEMIND.protocol.DHTID.generate(key))
-        stored: bool = await self._node.store(key, heartbeat, seen.expires, subkey=seen.peer)
+        stored: bool = await self._node.store(key, signed, heartbeat.expires, subkey=heartbeat.peer)
         return stored
 
-    async def heartbeats(self, run_id: str) -> list[Heartbeat]:
-        """The newest heartbeat of every peer of the run that the DHT has one of, ours included, by peer id.
-
-        A search of the DHT takes a dozen messages, so there is one only now and then while everybody tells us directly.
-        """
-        oldest = time.time() - CLOCK_TOLERANCE
-        self._newest = {key: known for key, known in self._newest.items() if known.expires >= oldest}
-        if not self._is_told_all(run_id):
-            await self._search(run_id, oldest)
-        current = [known for (run, _), known in self._newest.items() if run == run_id]
-        return sorted(current, key=lambda heartbeat: heartbeat.peer)
-
-    def _is_told_all(self, run_id: str) -> bool:
-        """Whether every other peer has told us of itself of late, and the DHT has been asked for unknown ones."""
-        fresh = now() - FRESH
-        self._told_at = {key: at for key, at in self._told_at.items() if at > fresh}
-        others = {key for key in self._newest if key[0] == run_id and key[1] != self.peer_id}
-        return bool(others) and others <= self._told_at.keys() and self._asked_at.get(run_id, 0.0) > fresh
-
-    async def _search(self, run_id: str, oldest: float) -> None:
-        """Take in what the DHT has of a run's peers."""
-        self._asked_at[run_id] = now()
+    async def find_heartbeats(self, run_id: str) -> list[bytes]:
+        """Search the DHT for signed heartbeats of a run's peers: of all of them, or in a large run of some."""
         found = await self._node.get(heartbeats_key(run_id), latest=True)
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
+        proven = []
         for subkey, entry in entries.items():
             try:
                 heartbeat = Heartbeat.verify(entry.value, run_id)
                 if heartbeat.peer != subkey:
                     raise RemoteProtocolError(heartbeat.peer, f"its heartbeat lies under {subkey!r:.80}")
+                proven.append(entry.value)
             except (RemoteProtocolError, TypeError) as error:
                 metrics.DROPPED.labels("heartbeat").inc()
                 logger.warning("dropped a heartbeat: %s", error)
-                continue
-            if heartbeat.expires >= oldest:
-                self._newer(run_id, heartbeat)
-
-    def take_in(self, heartbeat: bytes) -> None:
-        """Know a heartbeat that its peer told us, and not the DHT. Raises: RemoteProtocolError."""
-        heard = Heartbeat.verify(heartbeat)
-        if heard.expires > time.time() + CLOCK_TOLERANCE + heard.lifetime:
-            raise RemoteProtocolError(heard.peer, "its heartbeat is from the future")
-        if len(self._newest) < HEARD or (heard.run, heard.peer) in self._newest:
-            before = self._newest.get((heard.run, heard.peer))
-            if self._newer(heard.run, heard) is not before:
-                self._told_at[heard.run, heard.peer] = now()
-
-    def _newer(self, run_id: str, heartbeat: Heartbeat) -> Heartbeat:
-        """A peer's sequence never goes backwards, whatever replica answers."""
-        known = self._newest.get((run_id, heartbeat.peer))
-        if known is None or heartbeat.sequence > known.sequence:
-            self._newest[run_id, heartbeat.peer] = known = heartbeat
-        return known
+        return proven
 
 
 def _exposure(local: bool, public: bool | None) -> Exposure:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Self, TypeAlias
@@ -18,7 +17,7 @@ from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolErro
 from peers.links.arranging import INTRODUCE, MEET
 from peers.links.contacts import contacts_of, host_of, open_volunteers
 from peers.links.dialling import MORE
-from peers.links.links import Links
+from peers.links.links import EAGER, Links
 from peers.links.opening import PROBED_PORTS
 from peers.links.probing import probe
 from peers.links.relays import LINK_INFO, LinkInfo
@@ -26,7 +25,11 @@ from peers.links.settings import LinkSettings
 from peers.net.daemon import NETWORK_ERRORS, Daemon, to_peer_id
 from peers.net.first_contact import endpoint
 from peers.net.node import HivemindNode
+from peers.net.whereabouts import GOSSIP, Whereabouts
 from peers.presence.heartbeat import Heartbeat
+from peers.presence.life_signs import LifeSign
+from peers.presence.news import Request
+from peers.presence.voice import Pace
 from peers.streams.channel import (
     Channel,
     PeerRefusedError,
@@ -52,8 +55,6 @@ PROTOCOL_PREFIX = "/diloco-peer/1"
 OPEN_TIMEOUT = 15.0  # seconds to reach a peer
 CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream; nobody reads a byte a minute for ever
 CALL_TIMEOUT = 10.0  # seconds for messages of the transport's own
-HEARTBEAT = "heartbeat"  # name of the call: this is my newest
-TOLD = 16  # peers that are told a heartbeat directly; the others hear it through the DHT
 ANSWER, REFUSAL = b"\x01", b"\x00"
 
 
@@ -71,6 +72,8 @@ class HivemindTransport(HivemindNode):
         self._answers: dict[str, CallHandler] = {}
         self._links: Links | None = None
         self._is_eager = False
+        self._whereabouts: dict[str, Whereabouts] = {}
+        self._unmet: dict[str, tuple[str, ...]] = {}  # addresses of peers of a large run, to be dialled when needed
         self.no_round = asyncio.Event()
         """Whether bulk data that is in no hurry may have the link to itself."""
         self.no_round.set()
@@ -121,7 +124,7 @@ class HivemindTransport(HivemindNode):
         await self.on_call(MORE, links.dialling.on_more)
         await self.on_call(INTRODUCE, links.arranging.on_introduce)
         await self.on_call(MEET, links.arranging.on_meet)
-        await self.on_call(HEARTBEAT, self._hear)
+        await self.on_call(GOSSIP, self._hear)
         self.on_move = links.drop_all
         links.use_relays(initial_peers)
 
@@ -130,6 +133,8 @@ class HivemindTransport(HivemindNode):
         self._upload, self._download = Throttle(caps.upload), Throttle(caps.download)
 
     async def close(self) -> None:
+        for whereabouts in self._whereabouts.values():
+            await whereabouts.close()
         if self._links:
             await self._links.close()
         for task in self._serving:
@@ -161,25 +166,53 @@ class HivemindTransport(HivemindNode):
     def reach_of(self, peer_id: str) -> Reach | None:
         return self._links.reach_of(peer_id) if self._links else None
 
+    def hard_to_reach(self) -> set[str]:
+        """Return the peers that are reached through a relay only, or not at all."""
+        return {peer for peer, reach in self.reach().items() if not reach.is_direct}
+
+    def prepare(self, peer_id: str) -> None:
+        """Begin to make a link with a peer that will be told something again and again."""
+        if self._links and self._is_eager:
+            self._links.prepare(peer_id)
+
+    # Who is there ---------------------------------------------------------------------------------------------
+    def _whereabouts_of(self, run_id: str) -> Whereabouts:
+        if run_id not in self._whereabouts:
+            self._whereabouts[run_id] = Whereabouts(run_id, self)
+        return self._whereabouts[run_id]
+
+    def pace(self, run_id: str) -> Pace:
+        """Return what the next thing that we say of ourselves in a run depends on."""
+        return self._whereabouts_of(run_id).pace()
+
+    async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
+        """Tell a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
+        return await self._whereabouts_of(run_id).say(heartbeat, sign)
+
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
-        found = await super().heartbeats(run_id)
+        """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
+        found = await self._whereabouts_of(run_id).heartbeats()
         if self._links:
             self._links.observe(contacts_of(found), self._is_eager)
             self._links.arranging.volunteers = open_volunteers(found, self.peer_id)
+        self._unmet = {one.peer: one.addresses for one in found} if self._is_eager and len(found) > EAGER else {}
         return found
 
-    async def spread(self, heartbeat: bytes) -> None:
-        """Tell our heartbeat to some of those that we have links with: they need no DHT for it."""
-        if self._links is None:
-            return
-        linked = [peer for peer in self._links.reach() if self._links.is_up(peer)]
-        chosen = random.sample(linked, min(len(linked), TOLD))
-        told = (self._links.link(peer).call(HEARTBEAT, heartbeat, CALL_TIMEOUT) for peer in chosen)
-        await asyncio.gather(*told, return_exceptions=True)
+    def silences(self, run_id: str) -> dict[str, float]:
+        """Return for how many seconds nothing new was heard of each peer of a run."""
+        return self._whereabouts_of(run_id).silences()
 
-    async def _hear(self, sender: str, heartbeat: bytes) -> bytes:
-        self.take_in(heartbeat)
-        return b""
+    async def _hear(self, sender: str, payload: bytes) -> bytes:
+        request = Request.unpack(sender, payload)
+        whereabouts = self._whereabouts.get(request.run)
+        if whereabouts is None or not whereabouts.is_member:
+            raise RefusalError(f"we are not in the run {request.run}")
+        return whereabouts.answer(sender, request)
+
+    async def _meet(self, peer_id: str, timeout: float) -> None:
+        """Connect to a peer of a large run, in which nobody connects to all others beforehand."""
+        if addresses := self._unmet.pop(peer_id, ()):
+            await self.connect(peer_id, addresses, timeout)
 
     async def _ask_link_info(self, peer_id: str, address: str) -> LinkInfo:
         await self.connect(peer_id, [address])
@@ -231,6 +264,7 @@ class HivemindTransport(HivemindNode):
                 if self._links.is_up(peer_id):
                     raise
                 logger.debug("%s; over libp2p, then", error)
+        await self._meet(peer_id, min(CALL_TIMEOUT, timeout))
         return await self._call_over_libp2p(peer_id, name, payload, timeout)
 
     async def _call_over_libp2p(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
@@ -305,6 +339,8 @@ class HivemindTransport(HivemindNode):
         Raises: PeerUnreachableError, PeerRefusedError, also for what goes wrong inside.
         """
         link = await self._links.link_with(peer_id) if self._links else None
+        if link is None:
+            await self._meet(peer_id, CALL_TIMEOUT)
         with _peer_errors(peer_id):
             async with link.conversation(protocol) if link else self._libp2p_stream(peer_id, protocol) as channel:
                 yield channel

@@ -33,6 +33,8 @@ ENDPOINT_LENGTH = 64  # characters
 NAMED_PEERS = 16  # that a heartbeat names at most for each kind of reachability
 TAIL = 8  # characters by which a heartbeat names another peer: the last ones of its id
 DEFAULT_LIFETIME = 30.0  # seconds
+LINK_BYTES = 12
+NUMBERS = 256  # heartbeats that one chain of life signs may have
 SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # a signature made for anything else is worth nothing here
 UNKNOWN_PEER = "unknown"
 
@@ -89,6 +91,17 @@ class HeldOutLoss(Value):
     loss: Loss
 
 
+class Seal(Value):
+    """What a heartbeat shows of the chain of life signs that follow it: its end, and since when it is used.
+
+    `number` counts the heartbeats with this chain.
+    """
+
+    since: Count  # milliseconds since the epoch
+    number: Annotated[int, Field(strict=True, ge=0, lt=NUMBERS)]
+    link: Annotated[bytes, Field(strict=True, min_length=LINK_BYTES, max_length=LINK_BYTES)]
+
+
 class Heartbeat(Value):
     """One peer of one run at one moment.
 
@@ -98,7 +111,8 @@ class Heartbeat(Value):
 
     `endpoints` are where bulk connections to it may be dialled, `relays` the addresses of nodes that can introduce it
     to others and pass bytes on. `relayed` and `unreached` name the peers that it reaches only so, or not at all.
-    `trouble` says why its work does not count at present, and what to do about it; empty: it does.
+    `trouble` says why its work does not count at present, and what to do about it; empty: it does. Its `seal` is what
+    later signs of life (`LifeSign`) lead to; None: there will be none.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -123,6 +137,7 @@ class Heartbeat(Value):
     relayed: Tails = ()
     unreached: Tails = ()
     trouble: Reason = ""
+    seal: Seal | None = None
 
     @property
     def expires(self) -> float:

@@ -60,8 +60,8 @@ class Membership:
         self._live_until = 0.0  # then somebody may have expired
         self.polled = False
 
-    def observe(self, heartbeats: Iterable[Heartbeat], now: float) -> None:
-        """Take in the heartbeats that the DHT returned; old ones change nothing."""
+    def observe(self, heartbeats: Iterable[Heartbeat], now: float, silences: Mapping[str, float] | None = None) -> None:
+        """Take in the heartbeats that were heard, some of them `silences` seconds ago; old ones change nothing."""
         self.polled = True
         self._live = None
         for peer in [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]:
@@ -71,10 +71,12 @@ class Membership:
             peer, sighting = heartbeat.peer, self._seen.get(heartbeat.peer)
             if peer == self._me or (sighting and heartbeat.sequence <= sighting.heartbeat.sequence):
                 continue
+            heard_at = now - silences.get(peer, 0.0) if silences else now
             if sighting is None:
-                self._seen[peer] = _Sighting(heartbeat, now)
+                self._seen[peer] = _Sighting(heartbeat, heard_at)
             else:
-                sighting.heartbeat, sighting.advanced_at, sighting.reachable = heartbeat, now, True
+                sighting.heartbeat, sighting.reachable = heartbeat, True
+                sighting.advanced_at = max(sighting.advanced_at, heard_at)
             if heartbeat.state is PeerState.LEAVING:
                 self._left.add(peer)
             else:

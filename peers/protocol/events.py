@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from peers.log.header import Header
 from peers.presence.heartbeat import Heartbeat
@@ -20,7 +20,11 @@ class Tick:
 
 @dataclass(frozen=True)
 class HeartbeatsSeen:
+    """The newest heartbeat of each peer, and for how many seconds nothing newer had come of it (not named: it comes
+    only now)."""
+
     heartbeats: tuple[Heartbeat, ...]
+    silences: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

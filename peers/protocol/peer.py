@@ -112,8 +112,8 @@ class Peer:
         match event:
             case Tick():
                 course.tick()
-            case HeartbeatsSeen(heartbeats):
-                self.membership.observe(heartbeats, self._desk.now)
+            case HeartbeatsSeen(heartbeats, silences):
+                self.membership.observe(heartbeats, self._desk.now, silences)
                 course.catch_up()
                 course.look_for_trouble()
             case ReachSeen(reach, rates, sought):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -53,13 +53,15 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def swarm(size: int) -> AsyncIterator[list[HivemindTransport]]:
-    """Nodes that know each other through the first one; afterwards nothing of them is left."""
+async def swarm(size: int, identities: Sequence[Identity] = ()) -> AsyncIterator[list[HivemindTransport]]:
+    """Nodes that know each other through the first one; afterwards nothing of them is left. The last of them have
+    these identities."""
     nodes: list[HivemindTransport] = []
+    anybody = [Identity.generate() for _ in range(size - len(identities))]
     try:
-        for _ in range(size):
+        for identity in (*anybody, *identities):
             known = nodes[0].addresses if nodes else ()
-            nodes.append(await HivemindTransport.create(Identity.generate(), known, LOOPBACK))
+            nodes.append(await HivemindTransport.create(identity, known, LOOPBACK))
         yield nodes
     finally:
         for node in nodes:
@@ -151,20 +153,47 @@ def test_manifest_is_found_by_its_run_id_alone() -> None:
 def test_heartbeats_are_seen_by_everybody_and_only_move_forward() -> None:
     async def main() -> None:
         first, second = Identity.generate(), Identity.generate()
-        async with swarm(3) as (reader, one, two):
+        async with swarm(3, (first, second)) as (reader, one, two):
             now = milliseconds()
             assert await one.publish(heartbeat(first, now).sign(first), RUN)
             assert await two.publish(heartbeat(second, now).sign(second), RUN)
-            assert await one.publish(heartbeat(first, now + 1, inner_step=5).sign(first), RUN)
-            for node in (reader, one, two):
+            await one.publish(heartbeat(first, now + 1, inner_step=5).sign(first), RUN)
+
+            async def is_seen_by(node: HivemindTransport) -> bool:
                 seen = {item.peer: item for item in await node.heartbeats(RUN)}
-                assert set(seen) == {first.peer_id, second.peer_id}
-                assert seen[first.peer_id].inner_step == 5
+                return set(seen) == {first.peer_id, second.peer_id} and seen[first.peer_id].inner_step == 5
+
+            for node in (reader, one, two):
+                await eventually(lambda node=node: is_seen_by(node), "a peer does not see them")  # type: ignore[misc]
             assert await reader.heartbeats("other-" + "a" * 32) == []
             with pytest.raises(LocalProtocolError):
                 await one.publish(heartbeat(first, now).sign(first), RUN)
-            reader._newest[RUN, second.peer_id] = heartbeat(second, now + 100)  # a replica that lags behind answers
-            assert {item.sequence for item in await reader.heartbeats(RUN)} == {now + 1, now + 100}
+
+    asyncio.run(main())
+
+
+def test_a_stranger_is_told_of_all_peers_though_the_dht_has_only_some() -> None:
+    """Whoever looks at a run asks one of its peers who else is in it."""
+    identities = [Identity.generate() for _ in range(3)]
+
+    async def main() -> None:
+        async with swarm(4, identities) as (reader, *nodes):
+
+            async def all_know_all() -> bool:
+                for identity, node in zip(identities, nodes, strict=True):
+                    await node.publish(heartbeat(identity, milliseconds()).sign(identity), RUN)
+                return all([len(await node.heartbeats(RUN)) == len(nodes) for node in nodes])
+
+            await eventually(all_know_all, "the peers do not find each other")
+            one = await reader.find_heartbeats(RUN)
+
+            async def find_one(run_id: str) -> list[bytes]:
+                return one[:1]
+
+            reader.find_heartbeats = find_one  # type: ignore[method-assign]
+            seen = await reader.heartbeats(RUN)
+            assert {item.peer for item in seen} == {identity.peer_id for identity in identities}
+            assert reader.peer_id not in {item.peer for node in nodes for item in await node.heartbeats(RUN)}
 
     asyncio.run(main())
 
@@ -174,7 +203,7 @@ def test_a_frozen_node_makes_nobody_deaf() -> None:
     expiry = 3.0  # at which beats are cut off; less than node.DHT_WAIT
 
     async def main() -> None:
-        identity = Identity.generate()
+        identity, silent = Identity.generate(), Identity.generate()
 
         async def beat(speaker: HivemindTransport, listener: HivemindTransport) -> list[Heartbeat]:
             with suppress(TimeoutError):
@@ -183,7 +212,7 @@ def test_a_frozen_node_makes_nobody_deaf() -> None:
                     return await listener.heartbeats(RUN)
             return []
 
-        async with swarm(3) as (one, other, frozen):
+        async with swarm(3, (identity, silent)) as (other, one, frozen):
             for node in (one, other):
                 node.expect_answers_within(expiry / 4)
             os.kill(frozen._daemon._child.pid, signal.SIGSTOP)
@@ -315,6 +344,40 @@ async def linked(*nodes: HivemindTransport) -> None:
 
 async def are_open(node: HivemindTransport, count: int) -> bool:
     return list(node.reach().values()) == [Reach.OPEN] * count
+
+
+def test_in_a_large_run_a_peer_is_dialled_when_there_is_something_to_say_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.net.transport.EAGER", 1)
+    identities = [Identity.generate() for _ in range(2)]
+
+    async def echo(sender: str, payload: bytes) -> bytes:
+        return payload
+
+    async def main() -> None:
+        async with swarm(3, identities) as (_, left, right):
+            left._is_eager = True
+            await right.on_call("echo", echo)
+            said = heartbeat(identities[1], milliseconds(), addresses=right.addresses)
+            await right.publish(said.sign(identities[1]), RUN)
+            await left.publish(heartbeat(identities[0], milliseconds()).sign(identities[0]), RUN)
+            dialled: list[str] = []
+            connect = left.connect
+
+            async def count(peer_id: str, addresses: Sequence[str], timeout: float = TIMEOUT) -> bool:
+                dialled.append(peer_id)
+                return await connect(peer_id, addresses, timeout)
+
+            monkeypatch.setattr(left, "connect", count)
+
+            async def knows() -> bool:
+                return len(await left.heartbeats(RUN)) == 2
+
+            await eventually(knows, "the DHT has both")
+            assert dialled == []
+            assert await left.call(right.peer_id, "echo", b"hello", TIMEOUT) == b"hello"
+            assert dialled == [right.peer_id]
+
+    asyncio.run(main())
 
 
 def test_where_there_is_a_link_everything_goes_over_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 
+import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver.pulse import REFRESH_BEATS, Pulse
+from peers.links.links import EAGER
 from peers.presence.heartbeat import Heartbeat
+from peers.presence.life_signs import LifeSign
+from peers.presence.voice import Pace
+from peers.protocol.events import HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.values.identity import Identity
 from peers.values.reach import Reach
@@ -26,7 +31,9 @@ class Network:
         self.addresses: tuple[str, ...] = (EARLY,)
         self.endpoints: tuple[str, ...] = ()
         self.relays: tuple[str, ...] = ()
-        self.spreading: list[bytes] = []
+        self.signs: list[LifeSign] = []
+        self.slowly = Pace()
+        self.silent: dict[str, float] = {}
         self.reaches: dict[str, Reach] = {}
         self.asked = 0
         self.published: list[Heartbeat] = []
@@ -46,18 +53,23 @@ class Network:
         self.connected.append(peer_id)
         return True
 
-    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
-        self.published.append(Heartbeat.verify(heartbeat, run_id))
+    def pace(self, run_id: str) -> Pace:
+        return self.slowly
+
+    async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
+        if heartbeat is not None:
+            self.published.append(Heartbeat.verify(heartbeat, run_id))
+        self.signs += [sign] if sign is not None else []
         return True
 
     def reach(self) -> dict[str, Reach]:
         return self.reaches
 
-    async def spread(self, heartbeat: bytes) -> None:
-        self.spreading.append(heartbeat)
-
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return self.present
+
+    def silences(self, run_id: str) -> dict[str, float]:
+        return self.silent
 
 
 async def beats(network: Network, peer: Peer, count: int) -> None:
@@ -77,6 +89,17 @@ def test_addresses_are_asked_for_now_and_then() -> None:
     asyncio.run(beats(network, new_peer(), REFRESH_BEATS + 1))
     assert network.asked == 2
     assert {heartbeat.addresses for heartbeat in network.published} == {(LATE,)}
+
+
+def test_among_many_most_beats_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, clock = Network(), iter(range(100, 200))
+    network.slowly = Pace(others=660)  # just so many that a sign of life comes at each beat
+    monkeypatch.setattr("peers.driver.pulse.now", lambda: float(next(clock)))
+    asyncio.run(beats(network, new_peer(), 10))
+    assert len(network.published) == 1
+    assert len(network.signs) == 9
+    slots = [sign.slots for sign in network.signs]
+    assert slots == sorted(set(slots))
 
 
 def test_a_silent_dht_node_does_not_use_up_a_beat() -> None:
@@ -100,6 +123,30 @@ def test_peers_that_are_gone_are_forgotten() -> None:
 
     asyncio.run(scenario())
     assert network.connected == [OTHER.peer_id] * 2
+
+
+def test_in_a_large_swarm_nobody_dials_all_others() -> None:
+    network = Network()
+    network.present = [beat(f"peer{number}", LOG) for number in range(EAGER + 1)]
+    asyncio.run(beats(network, new_peer(), 2))
+    assert network.connected == []
+
+
+def test_a_beat_says_for_how_long_others_were_silent() -> None:
+    """Regression: a peer was taken to be alive from the beat at which this was heard, not from when it came, so a death
+    was noticed up to a heartbeat later than the time limits of rounds allow for."""
+    network, peer = Network(), new_peer()
+    network.present = [beat(OTHER.peer_id, LOG)]
+    network.silent = {OTHER.peer_id: 4.0}
+
+    async def scenario() -> HeartbeatsSeen:
+        async with asyncio.TaskGroup() as tasks:
+            return await Pulse(peer, ME, network, tasks.create_task).beat()
+
+    peer.handle(asyncio.run(scenario()), 100.0)
+    expiry = peer.settings.timing.heartbeat_expiry
+    assert peer.membership.is_live(OTHER.peer_id, 96.0 + expiry)
+    assert not peer.membership.is_live(OTHER.peer_id, 96.1 + expiry)
 
 
 def measured(name: str) -> float:

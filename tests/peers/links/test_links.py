@@ -172,6 +172,22 @@ def test_both_dial_at_once() -> None:
     run(scenario())
 
 
+def test_in_a_crowd_links_are_made_with_some_of_those_that_are_told_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partners of gossip change for ever; links stay."""
+    monkeypatch.setattr(links, "EAGER", 1)
+
+    async def scenario() -> None:
+        async with nodes(3) as (one, other, third):
+            one.know(other.contact(), third.contact())
+            assert one.links._attempts == {}
+            one.links.prepare(other.peer)
+            await one.until_up(other)
+            one.links.prepare(third.peer)
+            assert third.peer not in one.links._attempts
+
+    run(scenario())
+
+
 def test_who_cannot_dial_asks_for_more_connections() -> None:
     """Its many conversations at once need as many, and the other side dials them."""
 

@@ -45,3 +45,15 @@ def test_what_a_node_had_before_is_taken_over(storage: BoundedStorage) -> None:
     after = bounded(before)
     assert after.get(RUN).value.get("a").value == b"heartbeat"
     assert tuple(after.get(STRANGE)) == (b"manifest", LATER + 1)
+
+
+def test_no_key_has_more_records_than_a_reader_should_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_storage, "RECORDS", 2)
+    storage = BoundedStorage()
+    storage.favour(RUN)
+    for key in (RUN, STRANGE):
+        assert storage.store_subkey(key, "a", b"heartbeat", LATER)
+        assert storage.store_subkey(key, "b", b"heartbeat", LATER)
+        assert not storage.store_subkey(key, "c", b"heartbeat", LATER)
+        assert storage.store_subkey(key, "a", b"newer", LATER + 1)
+        assert len(storage.get(key).value) == 2

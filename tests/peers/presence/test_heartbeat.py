@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from peers.errors import RemoteProtocolError
 from peers.presence.heartbeat import SIGNING_CONTEXT, SIZE_LIMIT, Heartbeat, HeldOutLoss, PeerState, SignedHeartbeat
 from peers.values.identity import Identity
-from peers.values.wire import pack, to_plain
+from peers.values.wire import PROTOCOL_VERSION, pack, to_plain
 
 IDENTITY = Identity.generate()
 RUN = "tiny-" + "a" * 32
@@ -84,7 +84,7 @@ def test_forged_heartbeat_is_refused() -> None:
 def test_other_protocol_version_is_named() -> None:
     payload = pack(heartbeat(version=9))
     signed = pack(SignedHeartbeat(payload=payload, signature=IDENTITY.sign(SIGNING_CONTEXT + payload)))
-    with pytest.raises(RemoteProtocolError, match="protocol version is 9, ours is 3"):
+    with pytest.raises(RemoteProtocolError, match=f"protocol version is 9, ours is {PROTOCOL_VERSION}"):
         Heartbeat.verify(signed, RUN)
 
 

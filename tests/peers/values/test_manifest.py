@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.manifest import SIZE_LIMIT, Invite, SignedManifest
-from peers.values.wire import pack
+from peers.values.wire import PROTOCOL_VERSION, pack
 
 IDENTITY = Identity.generate()
 CONTENT: dict[str, Any] = {"name": "tiny", "outer": {"momentum": 0.9, "learning_rate": 0.7}, "text": "é"}
@@ -76,7 +76,7 @@ def test_digest_must_match_the_run_id() -> None:
         ({"name": "other"}, "signature"),
         ({"signature": bytes(64)}, "signature"),
         ({"name": "No Good"}, "name"),
-        ({"version": 9}, "version is 9, ours is 3"),
+        ({"version": 9}, f"version is 9, ours is {PROTOCOL_VERSION}"),
     ],
     ids=["content", "organiser", "name", "signature", "bad name", "version"],
 )
