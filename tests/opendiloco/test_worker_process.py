@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from opendiloco.errors import DataError, MachineError, WorkerError
 from opendiloco.inner.moments import Moments, check_moments, moments_size
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.worker import nothing_collected
 from peers.net.signals import LEAVE_SIGNALS
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress, SnapshotError
@@ -234,3 +236,13 @@ def test_workers_that_cannot_be_configured_leave_no_process(
     with pytest.raises(error):
         asyncio.run(asyncio.wait_for(WorkerGroup.start(config, options), 90))
     assert child_processes() == before
+
+
+def test_garbage_is_looked_for_again_after_imports_and_not_among_them() -> None:
+    gc.collect()
+    before = gc.get_freeze_count()
+    with suppress(ImportError), nothing_collected():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
