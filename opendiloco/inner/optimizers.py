@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from opendiloco.config.optimizers import (
     AdafactorSection,
@@ -89,8 +88,9 @@ def _muon(
     model: torch.nn.Module, trainable: Sequence[torch.nn.Parameter], section: MuonSection
 ) -> torch.optim.Optimizer:
     outer: list[Any] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    if isinstance(model, PreTrainedModel):
-        outer.append(model.get_output_embeddings())
+    output_embeddings = getattr(model, "get_output_embeddings", None)  # as models of transformers have it
+    if output_embeddings is not None:
+        outer.append(output_embeddings())
     not_hidden = {id(parameter) for module in outer for parameter in module.parameters()}
     hidden = [p for p in trainable if p.ndim == 2 and id(p) not in not_hidden]
     chosen = {id(p) for p in hidden}
