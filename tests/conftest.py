@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import shutil
@@ -28,6 +29,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # whose tests look for what theirs have
 # No deadline for an example: the time that one takes says more about the machine's load than about our code.
 settings.register_profile("diloco-peer", deadline=None, derandomize=True, database=None)
 settings.load_profile("diloco-peer")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected here stays to the end. To search it for garbage takes half a second, whenever a
+    test wants that, and now and then in any other."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgpack
@@ -137,22 +138,22 @@ def deflated(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "data",
+    "make",
     [
-        b"",
-        b"nonsense",
-        zlib.compress(bytes(MESSAGE_LIMIT + 1)),
-        zlib.compress(bytes(1 << 28)),
-        zlib.compress(b"\xc0") + b"more",
-        zlib.compress(b"\xc0")[:-1],
-        zlib.compress(b"\xc0"),
-        zlib.compress(b"\xc1"),
+        lambda: b"",
+        lambda: b"nonsense",
+        lambda: zlib.compress(bytes(MESSAGE_LIMIT + 1)),
+        lambda: zlib.compress(bytes(1 << 28), level=1),
+        lambda: zlib.compress(b"\xc0") + b"more",
+        lambda: zlib.compress(b"\xc0")[:-1],
+        lambda: zlib.compress(b"\xc0"),
+        lambda: zlib.compress(b"\xc1"),
     ],
     ids=["nothing", "nonsense", "too long", "a bomb", "and more", "cut short", "no list", "no msgpack"],
 )
-def test_what_does_not_inflate_to_a_body_is_refused(data: bytes) -> None:
+def test_what_does_not_inflate_to_a_body_is_refused(make: Callable[[], bytes]) -> None:
     with pytest.raises(WireError):
-        unpack_message(RUN, deflated(data), FIRST)
+        unpack_message(RUN, deflated(make()), FIRST)
 
 
 def test_a_long_body_is_deflated() -> None:
