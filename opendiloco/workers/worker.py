@@ -261,7 +261,7 @@ class Worker:
 @contextmanager
 def nothing_collected() -> Iterator[None]:
     """While it imports, Python would look for garbage again and again among half a million objects, of which most stay:
-    a seventh of the time. It looks once instead, at the end, and never again at what it finds in use."""
+    a tenth of the time. It looks once instead, at the end, and never again at what it finds in use."""
     gc.disable()
     try:
         yield
