@@ -206,7 +206,7 @@ class Slot(Part):
             if self.exchange.payload is not None:
                 self._hold_round(self.exchange)
         else:
-            self._presence.reachability.round_begins()
+            self._presence.reachability.round_begins(self.log.fragment)
             self.exchange = Exchange(self._desk.me, begin.attempt, begin.round)
             self._desk.emit(*self.exchange.open())
 
@@ -299,7 +299,7 @@ class Slot(Part):
         if not self.exchange or event.round != self.exchange.name:
             return
         if isinstance(event, ChunksUnsent) and self._presence.is_live(event.peer):
-            self._presence.reachability.failed(event.peer, self._desk.now)
+            self._presence.reachability.failed(event.peer, self._desk.now, self.log.fragment)
         elif isinstance(event, ChunkSent):
             self._presence.reachability.passed(event.peer)
         self._desk.emit(*self.exchange.handle(event))
