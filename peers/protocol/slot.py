@@ -365,6 +365,11 @@ class Slot(Part):
     def holds(self, header: Header) -> bool:
         return self.acceptor.held is not None and self.acceptor.held.header == header
 
+    def was_in(self, header: Header) -> bool:
+        """Return whether the entry is of a round that we were in: it was made after we came here."""
+        offers = set(self.exchange.round.roster) if self.exchange else set()
+        return self._desk.me in header.peers and {member.lacking(0) for member in header.roster} <= offers
+
     def _committed(self, commit: Commit, _: str) -> None:
         if self.holds(commit.header):
             self._make(commit.header)
