@@ -175,12 +175,19 @@ class LogState:
         self.lease_of(member.peer, member.samples)
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle says which samples were trained")
-        samples = sample_count(member.samples) if self.closes else self.samples_per_lease
-        tokens = samples * self.tokens_per_sample
+        tokens = self._samples_behind(member) * self.tokens_per_sample
         if member.tokens > tokens:
             raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
         if member.wants > self.samples_per_lease:
             raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
+
+    def _samples_behind(self, member: Member) -> int:
+        """Return how many samples a member may have trained. Where the entry does not say which, that is all of its
+        lease, or a whole grant if it has none yet."""
+        if self.closes:
+            return sample_count(member.samples)
+        lease = self.leases.get(member.peer)
+        return self.samples_per_lease if lease is None else sample_count(lease)
 
     def carried(self, roster: Sequence[Member]) -> tuple[Assignment, ...]:
         """The leases of those who are not in the roster and may contribute to a later entry."""

@@ -22,7 +22,7 @@ class Reachability:
         self.sought: frozenset[str] = frozenset()
         """Peers to which a way is still looked for."""
         self._rates: dict[str, int] = {}
-        self._failing_since: dict[str, float] = {}
+        self._failing_since: dict[tuple[str, int], float] = {}  # by peer and fragment
         self._doubted_until: dict[str, float] = {}
 
     def observe(
@@ -36,19 +36,21 @@ class Reachability:
             self.passed(peer)
         return bool(changed)
 
-    def failed(self, peer: str, now: float) -> None:
-        """A chunk did not reach the peer, which is alive."""
-        if now - self._failing_since.setdefault(peer, now) >= self._patience:
+    def failed(self, peer: str, now: float, fragment: int = 0) -> None:
+        """A chunk of this fragment's round did not reach the peer, which is alive."""
+        if now - self._failing_since.setdefault((peer, fragment), now) >= self._patience:
             self._doubted_until[peer] = now + DOUBT
 
     def passed(self, peer: str) -> None:
         """A chunk has reached the peer, or its link has changed."""
-        self._failing_since.pop(peer, None)
+        self._failing_since = {failing: since for failing, since in self._failing_since.items() if failing[0] != peer}
         self._doubted_until.pop(peer, None)
 
-    def round_begins(self) -> None:
-        """What failed before was of another round, which the peer may not have been in."""
-        self._failing_since.clear()
+    def round_begins(self, fragment: int = 0) -> None:
+        """What failed of this fragment before was of another round, which the peer may not have been in."""
+        self._failing_since = {
+            failing: since for failing, since in self._failing_since.items() if failing[1] != fragment
+        }
 
     @property
     def unreached(self) -> frozenset[str]:

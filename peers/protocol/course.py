@@ -211,14 +211,14 @@ class Course:
     def _replay(self, sender: str, header: Header, slot: Slot) -> None:
         """Others went on without us."""
         was_asked = self.state is State.JOINING or slot.was_asked(sender)
-        behind = self.replica.follow(sender, header, was_asked)
+        behind = self.replica.follow(sender, header, was_asked, slot.was_in(header))
         if behind is None:
             return
         if self.replica.log.is_closing(header):
             self._keeps_work = self.trainer.outlives(header)
             if not self._keeps_work:
                 self.trainer.take(WorkEnds(self.replica.log.position, header))
-        self.slots[header.fragment] = self._open_slot(header.fragment)
+            self.slots[header.fragment] = self._open_slot(header.fragment)
         self.replica.take(behind)
         if header.payload == NO_PAYLOAD:
             self.entry_made(header)
@@ -228,10 +228,14 @@ class Course:
         ahead = self.replica.furthest()
         if ahead is not None:
             self._fetch(self.replica.far_behind(ahead))
-        else:
+        elif self.replica.log.is_closing(header):
             self._drop_work()
+            self.replica.joins_here()  # what its slot had promised is forgotten
             self.replica.take(NobodyAhead())
             self._await_lease()
+        else:  # its slot goes on: who has the entry tells us again
+            self.replica.take(NobodyAhead())
+            self._turn()
 
     def _fetch(self, far: FarBehind) -> None:
         self._drop_work()

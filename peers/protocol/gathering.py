@@ -48,6 +48,8 @@ class Gathering:
         self._ready: dict[str, Ready] = {}
         self._barred: dict[str, Ready] = {}
         self._taken_in = set[str]()  # though they are barred
+        self._forgetful = set[str]()  # who have said that they do not count at this position
+        self._most_are_here = False  # of the last roster, whether they count or not
         self.left: Collection[str] = ()
         self.unreached: Collection[str] = ()
         self.lease: Lease | None = None  # our own
@@ -90,6 +92,8 @@ class Gathering:
 
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
+        if not ready.incumbent and sender in self._log.roster:
+            self._forgetful.add(sender)
         if sender in self._standing.barred(now):
             self._barred[sender] = ready  # it held an attempt up; the others may go on without it meanwhile
             return []
@@ -177,9 +181,9 @@ class Gathering:
         """
         if self._first_ready_at is None:
             return False
-        at_work = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)}
+        at_work = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)} - set(self.unreached)
         incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent}
-        coming = at_work - self._ready.keys() - set(self.unreached) | incumbents
+        coming = at_work - self._ready.keys() - self._forgetful | incumbents
         enough = quorum(self._log.roster, self.left, coming) if self._log.roster else len(coming) >= self._minimum
         enough = enough or self._is_behind(live)
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
@@ -190,6 +194,7 @@ class Gathering:
         self._ticked_at = now
         since = max(self._together_at, self._first_ready_at)
         is_hopeless = now - self._first_ready_at >= self._schedule.hopeless
+        self._most_are_here = not is_hopeless and self._are_most(at_work | self._ready.keys())
         return now - since >= self._settings.timing.partition_grace or is_hopeless
 
     def _is_behind(self, live: Mapping[str, Heartbeat]) -> bool:
@@ -231,6 +236,18 @@ class Gathering:
             return len(peers) >= self._minimum
         incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent and peer in peers}
         return quorum(self._log.roster, self.left, incumbents)
+
+    def _are_most(self, peers: Collection[str]) -> bool:
+        """Return whether these are more than half of the last roster by their names, though some may not count."""
+        return bool(self._log.roster) and quorum(self._log.roster, self.left, peers)
+
+    def _may_go_on_alone(self, peers: Collection[str]) -> bool:
+        """Return whether these may make the entry once the partition grace is over.
+
+        A minority may. Where most are here, and too few count since they have forgotten what they held, most must take
+        part, so that there can't be two such groups.
+        """
+        return not self._most_are_here or self._are_most(peers)
 
     def _may_overtake(self, sender: str, now: float) -> bool:
         """Whether the others must say Ready again for this peer's higher number; each peer may ask that a few times."""

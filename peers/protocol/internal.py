@@ -39,11 +39,11 @@ class EntryMade:
 
 @dataclass(frozen=True)
 class Behind:
-    """The others have this entry, with which our log would be `log`; the donors have its payload."""
+    """The others have this entry; the donors have its payload. `with_us`: it is of a round that we were in."""
 
     header: Header
-    log: LogState
     donors: tuple[str, ...]
+    with_us: bool
 
 
 @dataclass(frozen=True)

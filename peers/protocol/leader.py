@@ -104,7 +104,7 @@ class Leader(Gathering):
             effects += self._leave_out(plan)
             if not plan.reducers:
                 return effects
-        if self._enough(self._ready) or is_cut_off:
+        if self._enough(self._ready) or (is_cut_off and self._may_go_on_alone(self._ready)):
             effects += self._begin(now)
         return effects
 
@@ -153,7 +153,7 @@ class Leader(Gathering):
         lost = {peer for round in others.values() for peer in round.lost}
         round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
         able = self._me in round.remaining and bool(_reducers(round)) and self._is_connected(round)
-        return round if able and (self._in_minority or self._enough(round.remaining)) else None
+        return round if able and self._is_enough(round.remaining) else None
 
     def _is_connected(self, round: Round) -> bool:
         """Whether all who remain can exchange data with all of them who reduce, as far as we know."""
@@ -195,6 +195,10 @@ class Leader(Gathering):
         self._last_number += 1
         return Attempt(position=self._log.position, number=self._last_number, leader=self._me)
 
+    def _is_enough(self, peers: Collection[str]) -> bool:
+        """Return whether these are enough for the attempt that begins or runs."""
+        return self._enough(peers) or (self._in_minority and self._may_go_on_alone(peers))
+
     # Who is lost ----------------------------------------------------------------------------------------------
     def _lose(self, peers: Iterable[str], reason: str, now: float) -> list[Effect]:
         """Go on without these peers; what has arrived of theirs counts."""
@@ -203,7 +207,7 @@ class Leader(Gathering):
         if running is None or not lost:
             return []
         remaining = [peer for peer in self._members if peer not in lost]
-        if not (self._in_minority or self._enough(remaining)):
+        if not self._is_enough(remaining):
             return self._abort(reason)
         farewell = self._ends(running.attempt, lost, reason)
         what = f"goes on ({reason})"
@@ -236,10 +240,11 @@ class Leader(Gathering):
             self._bar(peer, now)
         why = "nothing moves" if has_stalled else "time is up"
         reason = f"{why}; held up by {', '.join(slow) or 'nobody in particular'}"
-        effects = self._lose(slow, reason, now)
-        if not effects and has_stalled and isinstance(self._running, Begin):
-            self._spoiled.add(self._running.round.name)  # whatever is wrong with it: a new one begins with all blocks
-        return effects or self._abort(reason)
+        stalled = self._running
+        effects = self._lose(slow, reason, now) or self._abort(reason)
+        if has_stalled and isinstance(stalled, Begin) and not self.running:
+            self._spoiled.add(stalled.round.name)  # whatever is wrong with it: a new one begins with all blocks
+        return effects
 
     def _culprits(self) -> tuple[str, ...]:
         """Who holds the attempt up: of an entry that nobody could fetch, those who say that they hold it.

@@ -65,7 +65,9 @@ class Replica(Part):
         REPLAYING: {
             EntryMade: Row("_apply_or_wait", {APPLYING: "has the entry's payload"}),
             FarBehind: Row("_fetch", {FETCHING: "nobody has the payload any more"}),
-            NobodyAhead: Row("_give_up", {LEVEL: "nobody is ahead any more"}),
+            NobodyAhead: Row(
+                "_give_up", {LEVEL: "nobody is ahead any more", APPLYING: "another fragment's entry is made"}
+            ),
         }
         | DIGESTED,
         APPLYING: DIGESTED
@@ -86,6 +88,7 @@ class Replica(Part):
         self.replaying: Header | None = None
         self.joined_at = log.position.head
         """What we held at this position or before is forgotten: there we count in no quorum."""
+        self._was_in_cycle = False  # an entry of it was made with us: we cannot have been in the next one before
         self._desk = desk
         self._presence = presence
         self._waiting: deque[EntryMade] = deque()  # of other fragments
@@ -106,12 +109,19 @@ class Replica(Part):
         """From now on we are one that has joined at this position: what we promised and held here is forgotten."""
         self._waiting.clear()
         self.joined_at = self.log.position.head
+        self._was_in_cycle = False
 
     # Entries --------------------------------------------------------------------------------------------------
     def _apply(self, made: EntryMade) -> None:
+        was_incumbent = self.is_incumbent
+        self._was_in_cycle |= made.header != self.replaying
         self.log = self.log.append(made.header)
         self.lineage.append(made.header, self.log)
         self.replaying = None
+        if not self.log.made:
+            if not (was_incumbent or self._was_in_cycle):  # we may have been here before, and forgotten what we held
+                self.joined_at = self.log.position.head
+            self._was_in_cycle = False
         self._enter(APPLYING)
         self._desk.emit(Apply(made.header, made.keeps_work))
 
@@ -130,6 +140,10 @@ class Replica(Part):
             index, roster = self.log.position.index, self.log.roster
             self.undigested = self.log
             self._desk.emit(Note("info", f"outer step {index} applied, {len(roster)} peers"))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Apply another fragment's entry that was made meanwhile, if there is one."""
         while self._waiting:
             made = self._waiting.popleft()
             if made.header.fragment in self.log.pending:  # else it was replayed meanwhile
@@ -176,32 +190,35 @@ class Replica(Part):
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else 0, known_from))
 
-    def follow(self, sender: str, header: Header, was_asked: bool) -> Behind | None:
+    def follow(self, sender: str, header: Header, was_asked: bool, with_us: bool = False) -> Behind | None:
         """What there is to replay, if the sender can be believed to have this entry: its heartbeats say that it is
-        further on, or we asked it. Which peers are donors follows from that, too."""
-        donors = {peer for peer, beat in self._presence.live().items() if beat.index > header.index}
+        further on, or we asked it. Which peers are donors follows from that, too. `with_us`: it is of a round that we
+        were in."""
+        live = self._presence.live()
+        donors = {peer for peer, beat in live.items() if beat.index > header.index}
         if was_asked and self._presence.is_live(sender):
             donors.add(sender)
         if sender not in donors:
             return None
+        if self.log.fragments > 1:  # of who is in our cycle heartbeats do not tell which of its entries it has
+            donors |= {peer for peer, beat in live.items() if beat.head == header.previous}
         try:
-            return Behind(header, self.log.append(header), tuple(sorted(donors)))
+            self.log.append(header)
         except LogError as error:
             self._desk.emit(Dropped(sender, "commit", str(error)))
             return None
+        return Behind(header, tuple(sorted(donors)), with_us)
 
     def _replay(self, behind: Behind) -> None:
-        if not self.is_incumbent:  # we may have been there before, and forgotten what we held
-            self.joined_at = behind.log.position.head
+        self._was_in_cycle |= behind.with_us
         self._enter(REPLAYING)
         self.replaying = behind.header
         if behind.header.payload != NO_PAYLOAD:
             self._desk.emit(FetchPayload(behind.header, behind.donors))
 
     def _give_up(self, _: NobodyAhead) -> None:
-        self.joins_here()
         self.replaying = None
-        self._enter(LEVEL)
+        self._go_on()
 
     def _fetch(self, far: FarBehind) -> None:
         self.joins_here()  # also when the fetch fails

@@ -206,7 +206,7 @@ class Slot(Part):
             if self.exchange.payload is not None:
                 self._hold_round(self.exchange)
         else:
-            self._presence.reachability.round_begins()
+            self._presence.reachability.round_begins(self.log.fragment)
             self.exchange = Exchange(self._desk.me, begin.attempt, begin.round)
             self._desk.emit(*self.exchange.open())
 
@@ -299,7 +299,7 @@ class Slot(Part):
         if not self.exchange or event.round_name != self.exchange.name:
             return
         if isinstance(event, ChunksUnsent) and self._presence.is_live(event.peer):
-            self._presence.reachability.failed(event.peer, self._desk.now)
+            self._presence.reachability.failed(event.peer, self._desk.now, self.log.fragment)
         elif isinstance(event, ChunkSent):
             self._presence.reachability.passed(event.peer)
         self._desk.emit(*self.exchange.handle(event))
@@ -364,6 +364,11 @@ class Slot(Part):
 
     def holds(self, header: Header) -> bool:
         return self.acceptor.held is not None and self.acceptor.held.header == header
+
+    def was_in(self, header: Header) -> bool:
+        """Return whether the entry is of a round that we were in: it was made after we came here."""
+        offers = set(self.exchange.round.roster) if self.exchange else set()
+        return self._desk.me in header.peers and {member.lacking(0) for member in header.roster} <= offers
 
     def _committed(self, commit: Commit, _: str) -> None:
         if self.holds(commit.header):

@@ -192,7 +192,8 @@ class Rig:
         """Training the first lease, as the leader a granted it."""
         self.see(state=PeerState.JOINING)
         self.tick(5.0)
-        self.hear("a", LeaseGrant(position=LOG.position, samples=(SampleRange(20, 40),), steps=10))
+        closing = self.peer.slot.log.position
+        self.hear("a", LeaseGrant(position=closing, samples=(SampleRange(20, 40),), steps=10))
         assert self.peer.state is State.TRAINING
         self.see()
         return self

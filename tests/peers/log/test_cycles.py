@@ -87,6 +87,17 @@ def test_nobody_weighs_more_than_a_whole_lease() -> None:
         LOG.next_header([Member(peer="a", tokens=most + 1, samples=())], PAYLOAD)
 
 
+def test_who_has_a_short_lease_weighs_no_more_than_that() -> None:
+    """Regression: who was slow, or said so, weighed a whole lease in all entries but the closing one."""
+    closing = LOG.of(2).next_header([member("a", 0, 20).model_copy(update={"wants": 5})], PAYLOAD)
+    log = LOG
+    for header in (entry(LOG, 0), entry(LOG, 1), closing):
+        log = log.append(header)
+    assert log.next_header([Member(peer="a", tokens=5 * SETTINGS.tokens_per_sample, samples=())], PAYLOAD)
+    with pytest.raises(LogError, match="501 tokens are more than the 500"):
+        log.next_header([Member(peer="a", tokens=5 * SETTINGS.tokens_per_sample + 1, samples=())], PAYLOAD)
+
+
 def test_a_state_is_taken_over_at_the_end_of_a_cycle() -> None:
     log = after_cycle(after_cycle(LOG))
     assert LOG.at(log.last, log.ends) == log

@@ -220,6 +220,40 @@ def test_those_who_may_have_forgotten_do_not_count() -> None:
     assert sends(lead.tick(), Begin)
 
 
+def forgetful() -> Lead:
+    """Two of three have said that they have forgotten what they held."""
+    lead = Lead()
+    lead.ready("a")
+    lead.ready("bc", incumbent=False)
+    return lead
+
+
+def test_most_who_are_there_go_on_together_though_they_have_forgotten() -> None:
+    """Regression: each of two leaders went on with those who were left to it, and made an entry of its own."""
+    lead = forgetful()
+    begin = sends(lead.tick(after=TIMING.partition_grace), Begin)[0][1]
+    goes_on(lead.gone("c"), "ab", lost="c")
+    effects = lead.gone("b")
+    assert begin.round.lost == ()
+    assert not sends(effects, Begin)
+    assert sends(effects, Abort)
+
+
+def test_one_who_counts_does_not_go_on_without_those_who_have_forgotten() -> None:
+    """They say Ready to another leader, perhaps. That they are at work does not mean that they will count."""
+    lead = forgetful()
+    for name in "bc":
+        del lead.leader._ready[name]
+    assert lead.tick(after=2 * TIMING.partition_grace) == []
+    lead.ready("b", incumbent=False)
+    assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
+
+
+def test_one_who_counts_goes_on_without_the_forgetful_when_they_are_gone() -> None:
+    lead = forgetful()
+    assert sends(lead.tick(live="", after=TIMING.partition_grace), Begin)
+
+
 def test_the_first_entry_needs_the_minimum_of_peers() -> None:
     lead = Lead(EMPTY)
     for place, name in enumerate("ab"):
@@ -769,6 +803,17 @@ def test_a_round_that_came_to_two_ends_is_not_gone_on_with() -> None:
     lead.complete("a", begin)
     lead.complete("b", begin)
     assert len(sends(lead.complete("c", begin, OTHER), Abort)) == 3
+    lead.now += TIMING.round_timeout + 1
+    lead.ready("abc", last_attempt=1, round=begin.round)
+    assert new_round(lead)
+
+
+def test_a_round_that_stalled_is_not_gone_on_with_when_all_are_needed() -> None:
+    """Regression: one had forgotten what came to it, and was taken into the same round again: it stalled for ever."""
+    lead = Lead()
+    lead.ready("ac")
+    begin = lead.begun("b", incumbent=False)
+    assert len(sends(lags(lead, begin), Abort)) == 3
     lead.now += TIMING.round_timeout + 1
     lead.ready("abc", last_attempt=1, round=begin.round)
     assert new_round(lead)

@@ -85,6 +85,7 @@ from tests.peers.builders import (
     SIZE,
     STATE,
     TIMING,
+    TOKENS,
     Rig,
     attempt,
     beat,
@@ -1106,6 +1107,24 @@ def test_who_did_not_count_before_does_not_because_it_replayed() -> None:
     """It may have been at the next position, too, and have forgotten what it held there."""
     assert not say_ready(replays(newcomer())).incumbent
     assert not say_ready(replays(replays(newcomer()))).incumbent
+
+
+def test_who_replays_the_entry_of_a_round_that_it_was_in_counts_from_there_on() -> None:
+    """Regression: of eleven that made the first entry all but two heard of it when they had left the round. They did
+    not count, so the two could not be a majority, and after the partition grace two leaders made two entries."""
+    rig = newcomer()
+    assert not say_ready(rig).incumbent
+    leases = {"a": rig.peer.log.leases["a"], "b": rig.peer.log.grants[0]}
+    roster = [Member(peer=name, tokens=TOKENS, samples=lease) for name, lease in leases.items()]
+    name = rig.attempt()
+    rig.hear("a", Begin(attempt=name, round=round_of(name, roster), seconds=TIMING.round_timeout, open=False))
+    assert rig.is_in(State.AVERAGING)
+    header = rig.peer.log.next_header(roster, OTHER)
+    rig.see(rig.peer.log.append(header))
+    rig.hear("c", Commit(header=header))
+    rig.do(PayloadFetched(header))
+    rig.step(header)
+    assert say_ready(rig).incumbent
 
 
 def test_who_did_not_count_before_does_not_because_it_failed_to_replay() -> None:

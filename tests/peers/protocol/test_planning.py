@@ -262,6 +262,15 @@ def test_doubts_end(news: str) -> None:
     assert reachability.doubted(10.0) == frozenset()
 
 
+def test_another_fragments_round_is_no_reason_to_doubt_less() -> None:
+    """Regression: of several fragments a round begins so often that nobody was ever doubted."""
+    reachability = Reachability(10.0)
+    reachability.failed("a", 0.0, fragment=1)
+    reachability.round_begins(fragment=0)
+    reachability.failed("a", 10.0, fragment=1)
+    assert reachability.doubted(10.0) == {"a"}
+
+
 def test_in_a_large_swarm_as_many_speak_of_each() -> None:
     names = [f"{number:04}" for number in range(300)]
     told: dict[str, int] = dict.fromkeys(names, 0)
