@@ -115,7 +115,9 @@ class ArchivedRun:
         """Return a message that says what followed a place in the log; nothing if that is where it ends."""
         before, followed = self._log_at(inquiry.position), self.log.header_at(inquiry.position.index)
         if before is not None and followed is not None and followed.previous == inquiry.position.head:
-            return pack_message(self.run.run_id, Commit(header=followed), before)
+            return pack_message(
+                self.run.run_id, Commit(header=followed, certificate=self.log.certificate_at(followed.index)), before
+            )
         if inquiry.position == self.end.position:
             return None
         return pack_message(self.run.run_id, Elsewhere(position=self.end.position), None)
@@ -131,6 +133,7 @@ class ArchivedRun:
         heartbeat = Heartbeat(
             run=self.run.run_id,
             peer=self._identity.peer_id,
+            incarnation=0,
             sequence=time.time_ns() // 1_000_000,
             lifetime=self.run.settings.timing.heartbeat_expiry * 2,
             state=PeerState.ARCHIVING,
@@ -177,11 +180,11 @@ class ArchivedRun:
     async def _keep_next(self, donors: Sequence[str]) -> None:
         """Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
         assert self.buffers is not None
-        end = await next_in_log(self._transport, donors[0], self.end)
+        end, certificate = await next_in_log(self._transport, donors[0], self.end)
         assert end.last is not None
         await Payloads(self._transport, self.run.run_id, self.buffers).fetch(end.last, donors)
         payload = self.buffers.kept.get(end.last.payload)
-        await asyncio.to_thread(self.log.append, end.last, None, payload)
+        await asyncio.to_thread(self.log.append, end.last, None, payload, certificate)
         self.buffers.kept.lies_on_disk(end.last.payload)
         self.end = end
 

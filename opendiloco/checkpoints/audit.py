@@ -1,4 +1,4 @@
-"""Whether a log on disk is what its digests say: the chain of headers, the payloads, and the states that they lead to.
+"""Whether a log on disk is what its digests and signatures say: headers, payloads, and the states that they lead to.
 
 Nothing on the disk is changed. Neither torch nor the model is needed, except for the states from the manifest on.
 """
@@ -19,9 +19,13 @@ from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
+from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.chain import Entry
 from peers.log.files import ENTRIES, PAYLOADS, payload_path, read_chain, read_payload
 from peers.log.folder import LogFolderError
+from peers.log.header import Header
+from peers.log.state import LogState
+from peers.values.identity import verify
 from peers.values.workload import BadBlocksError, Blocks
 
 
@@ -90,6 +94,34 @@ class States:
             self._broken = f"which follow from the wrong entry {index}"
 
 
+class Signatures:
+    """Holds each entry's certificate against the log before it."""
+
+    def __init__(self, empty_log: LogState, findings: Findings) -> None:
+        self._log = empty_log
+        self._findings = findings
+
+    def check(self, entry: Entry, header: Header) -> None:
+        before, self._log = self._log, entry.after(self._log)
+        if before.position.head != header.previous:
+            self._findings.is_unverified("signatures, since what came before is not here", entry.index)
+        elif entry.proof is None:
+            self._findings.is_unverified("signatures, which are not here", entry.index)
+        else:
+            self._prove(entry.proof, before, header)
+
+    def _prove(self, certificate: Certificate, before: LogState, header: Header) -> None:
+        try:
+            proof = prove(certificate, before, header, verify)
+        except CertificateError as error:
+            self._findings.wrong.append((header.index, str(error)))
+            return
+        if proof.is_certified:
+            self._findings.is_verified("signatures of most of the roster before", header.index)
+        else:
+            self._findings.is_unverified("entries that a minority made", header.index)
+
+
 def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findings:
     """Verify all that can be verified of the log in a folder.
 
@@ -112,7 +144,8 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findi
 
 def check_chain(file: Path, run: Run, findings: Findings) -> list[Entry]:
     """The entries that follow from each other. Raises: OSError."""
-    read, problem = read_chain(file, run.settings.empty_log)
+    signatures = Signatures(run.settings.empty_log, findings)
+    read, problem = read_chain(file, run.settings.empty_log, signatures.check)
     chain, first = read.entries, read.first
     origin = "the first that is here" if first else "the manifest"
     for entry in chain:

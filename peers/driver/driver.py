@@ -8,6 +8,7 @@ rounds, the training side, the run's state, and what people are told.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Protocol
@@ -35,9 +36,11 @@ from peers.transfer.download import PullTransport
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.clock import now
 from peers.values.identity import Identity
+from peers.values.signing import IdentityKeys
 from peers.values.workload import CompanionState, Workload
 
 TICK = 0.25  # seconds
+INCARNATION_BITS = 61
 FAREWELL_TIMEOUT = 3.0  # seconds
 
 
@@ -63,7 +66,16 @@ class Driver:
     ) -> None:
         """With a `companion` state, a peer that joins in the middle of the run copies another peer's."""
         stores = keeping.stores(workload, settings.empty_log)
-        self.peer = Peer(identity.peer_id, settings, stores.buffers.size, keeping.state_digest, now(), keeping.position)
+        self.peer = Peer(
+            identity.peer_id,
+            settings,
+            stores.buffers.size,
+            keeping.state_digest,
+            now(),
+            secrets.randbits(INCARNATION_BITS),
+            IdentityKeys(identity),
+            keeping.position,
+        )
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
         self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
         self._tasks: asyncio.TaskGroup
@@ -143,10 +155,9 @@ class Driver:
 
     async def _say_goodbye(self) -> None:
         """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more."""
-        goodbye, others = self.peer.goodbye, self.peer.membership.live(now())
-        last_words = self._messenger.last_words(goodbye, others, FAREWELL_TIMEOUT)
-        if not goodbye.holds:  # a heartbeat that says "leaving" ends our say in quorums, too
-            last_words.append(self._pulse.publish())
+        others = self.peer.membership.live(now())
+        last_words = self._messenger.last_words(self.peer.goodbye, others, FAREWELL_TIMEOUT)
+        last_words.append(self._pulse.publish())
         with suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_TIMEOUT):
                 await asyncio.gather(*last_words, return_exceptions=True)

@@ -14,7 +14,7 @@ from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice
 from peers.protocol.events import HeartbeatsSeen
 from peers.protocol.peer import Peer
-from peers.protocol.states import SHOWN_AS
+from peers.protocol.states import SHOWN_AS, State
 from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.wire import printable
@@ -92,9 +92,11 @@ class Pulse:
         """What there is to say about this peer now. Never the same twice: the sequence grows."""
         self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
         peer, progress, log = self._peer, self._peer.trainer.progress, self._peer.settled
+        goodbye = peer.goodbye if peer.state is State.LEFT else None
         return Heartbeat(
             run=peer.settings.run,
             peer=peer.me,
+            incarnation=peer.incarnation,
             sequence=self._sequence,
             lifetime=peer.settings.timing.heartbeat_expiry * 2,
             state=SHOWN_AS[peer.state],
@@ -114,6 +116,8 @@ class Pulse:
             relayed=name_peers(peer.presence.reachability.relayed),
             unreached=name_peers(peer.presence.unreached),
             trouble=printable(peer.troubles.told),
+            departure=goodbye.departure if goodbye else 0,
+            farewell=goodbye.signature if goodbye else b"",
         )
 
     async def _connect(self, stranger: Heartbeat) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
 from peers.errors import RemoteProtocolError
+from peers.log.certificate import Certificate
 from peers.log.folder import LogFolderError, RunLog
 from peers.log.header import Header
 from peers.log.payload import Payload
@@ -44,18 +45,20 @@ class Recorder:
         self._turn = asyncio.Lock()
         self._last: asyncio.Task[None] | None = None
 
-    def add(self, header: Header, state_digest: bytes, payload: Payload) -> None:
-        self._last = self._start(self._add(header, state_digest, payload))
+    def add(self, header: Header, state_digest: bytes, payload: Payload, certificate: Certificate | None) -> None:
+        self._last = self._start(self._add(header, state_digest, payload, certificate))
 
     async def finish(self) -> None:
         """Wait for what has been added, within seconds."""
         if self._last is not None:
             await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
 
-    async def _add(self, header: Header, state_digest: bytes, payload: Payload) -> None:
+    async def _add(
+        self, header: Header, state_digest: bytes, payload: Payload, certificate: Certificate | None
+    ) -> None:
         async with self._turn:
             try:
-                await asyncio.to_thread(self._log.append, header, state_digest, payload)
+                await asyncio.to_thread(self._log.append, header, state_digest, payload, certificate)
             except LogFolderError as error:  # the run goes on all the same
                 logger.warning("entry %d is not kept: %s", header.index, error)
             else:

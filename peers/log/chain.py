@@ -8,9 +8,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from peers.log.certificate import Certificate, prove
 from peers.log.header import Header
 from peers.log.outcome import Outcome, follow, outcome_of
 from peers.log.state import LogError, LogState
+from peers.values.identity import verify
 from peers.values.wire import Value, pack, unpack
 
 FRAMES = 32
@@ -22,10 +24,17 @@ HEADER_LIMIT = 1 << 20  # bytes
 
 class Stretch(Value):
     """Consecutive entries, as one peer tells them to another: the first as a whole `header`, unless the reader is to
-    know what it follows."""
+    know what it follows. `certificates` are those of the entries, in order; None: not known to who tells it."""
 
     header: Header | None
     outcomes: Annotated[tuple[Outcome, ...], Field(max_length=STRETCH_LIMIT)]
+    certificates: Annotated[tuple[Certificate | None, ...], Field(max_length=STRETCH_LIMIT + 1)] = ()
+
+    @property
+    def told(self) -> tuple[tuple[Header | Outcome, Certificate | None], ...]:
+        """The entries, each with its certificate."""
+        entries = (*((self.header,) if self.header else ()), *self.outcomes)
+        return tuple(zip(entries, (*self.certificates, *(None for _ in entries)), strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ class Entry:
     """An entry as a log keeps it: `told` is a packed outcome, or a packed header where nothing before it is known.
 
     `digest` is the header's, its name in the chain; `state_digest` that of the state after it, if it is known.
+    `certificate` is packed, too: with many members it is larger than the entry.
     """
 
     index: int
@@ -40,16 +50,22 @@ class Entry:
     told: bytes
     is_whole: bool
     state_digest: bytes | None
+    certificate: bytes | None = None
 
     @classmethod
-    def whole(cls, header: Header, state_digest: bytes | None) -> Entry:
+    def whole(cls, header: Header, state_digest: bytes | None, certificate: Certificate | None = None) -> Entry:
         """Create an entry that can be read by itself."""
-        return cls(header.index, header.digest, pack(header), True, state_digest)
+        proof = None if certificate is None else pack(certificate)
+        return cls(header.index, header.digest, pack(header), True, state_digest, proof)
 
-    @classmethod
-    def brief(cls, log: LogState, header: Header, state_digest: bytes | None) -> Entry:
-        """Create an entry that is read where the log before it is known. Raises: LogError when it does not follow."""
-        return cls(header.index, header.digest, pack(outcome_of(log, header)), False, state_digest)
+    def brief(self, log: LogState, header: Header) -> Entry:
+        """Return the same in brief, to be read where the log before it is known. Raises: LogError when it does not
+        follow."""
+        return replace(self, told=pack(outcome_of(log, header)), is_whole=False)
+
+    @property
+    def proof(self) -> Certificate | None:
+        return None if self.certificate is None else unpack(Certificate, self.certificate)
 
     @property
     def content(self) -> Header | Outcome:
@@ -106,17 +122,26 @@ class Chain:
         end = entry.after(self.end)
         assert end.last is not None
         if entry.is_whole and entry.index == self.end.position.index:
-            entry = Entry.brief(self.end, end.last, entry.state_digest)
+            entry = entry.brief(self.end, end.last)
         self.entries.append(entry)
         self.end = end
         if entry.index % FRAMES == 0:
             self._frames[entry.index] = pack(end.last)
         return entry
 
-    def recall(self, index: int, state_digest: bytes) -> None:
-        """Note the digest of the state after an entry that is here."""
-        place = index - self.first
-        self.entries[place] = replace(self.entries[place], state_digest=state_digest)
+    def complete(self, entry: Entry) -> bool:
+        """Note what was not known of an entry that is here: the digest of the state after it, and its certificate.
+
+        Returns whether that is new.
+        """
+        known = self.entries[entry.index - self.first]
+        completed = replace(
+            known,
+            state_digest=known.state_digest or entry.state_digest,
+            certificate=known.certificate or entry.certificate,
+        )
+        self.entries[entry.index - self.first] = completed
+        return completed != known
 
     def cut(self, index: int) -> None:
         """Drop the entries from this one on."""
@@ -151,34 +176,37 @@ class Chain:
         entries = self.entries[max(0, first - self.first) : max(0, last - self.first)][:STRETCH_LIMIT]
         if not entries or entries[0].index != first:
             return Stretch(header=None, outcomes=())
-        header = None
+        header, certificates = None, list[Certificate | None]()
         if entries[0].is_whole or (is_whole and first > 0):
-            header, entries = next(self.headers(first, first + 1)), entries[1:]
+            header = next(self.headers(first, first + 1))
+            certificates.append(entries[0].proof)
+            entries = entries[1:]
         size, outcomes = 0, list[Outcome]()
         for entry in entries:
-            size += len(entry.told)
+            size += len(entry.told) + len(entry.certificate or b"")
             if size > STRETCH_BYTES and outcomes:
                 break
             outcomes.append(unpack(Outcome, entry.told, HEADER_LIMIT))
-        return Stretch(header=header, outcomes=tuple(outcomes))
+            certificates.append(entry.proof)
+        return Stretch(header=header, outcomes=tuple(outcomes), certificates=tuple(certificates))
 
     def led_up_to(self, stretch: Stretch) -> Chain:
         """Return this chain with entries before it. Their digests vouch for them, so they may come from anybody.
 
-        Raises: LogError when they do not lead up to it.
+        Raises: LogError when they do not lead up to it, or a signature among them is false.
         """
         wrong = LogError(f"these headers do not lead up to entry {self.first}")
         if not self.entries or not self.entries[0].is_whole:
             raise wrong
         chain = Chain(self.empty_log)
-        if stretch.header is not None:
-            chain.add(Entry.whole(stretch.header, None))
-        for outcome in stretch.outcomes:
-            if chain.next_index >= self.first:
+        for told, certificate in stretch.told:
+            if chain.next_index >= self.first and len(chain):
                 raise wrong
-            log = follow(chain.end, outcome)
-            assert log.last is not None
-            chain.add(Entry.brief(chain.end, log.last, None))
+            header = told if isinstance(told, Header) else follow(chain.end, told).last
+            assert header is not None
+            if certificate is not None and header.previous == chain.end.position.head:
+                prove(certificate, chain.end, header, verify)
+            chain.add(Entry.whole(header, None, certificate))
         if chain.end.position.index != self.first:
             raise wrong
         try:

@@ -72,6 +72,7 @@ def entry_line(entry: Entry) -> bytes:
             "header" if entry.is_whole else "outcome": entry.told.hex(),
             "digest": entry.digest.hex(),
             "state_digest": None if entry.state_digest is None else entry.state_digest.hex(),
+            "certificate": None if entry.certificate is None else entry.certificate.hex(),
         }
     )
 
@@ -84,7 +85,9 @@ def read_entry(line: bytes) -> Entry:
         told, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
         unpack(Header if is_whole else Outcome, told, HEADER_LIMIT)
         state_digest = bytes.fromhex(fields["state_digest"] or "") or None
-        entry = Entry(fields["index"], digest, told, is_whole, state_digest)
+        certificate = bytes.fromhex(fields["certificate"] or "") or None
+        entry = Entry(fields["index"], digest, told, is_whole, state_digest, certificate)
+        _ = entry.proof
         is_ours = entry_line(entry) == line
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LogError("it is corrupt, or cut short") from error

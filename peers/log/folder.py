@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from peers.errors import DilocoPeerError
+from peers.log.certificate import Certificate
 from peers.log.chain import Chain, Entry, Stretch
 from peers.log.files import (
     ENTRIES,
@@ -79,6 +80,11 @@ class RunLog(ABC):
         entry = self._chain.entry(index)
         return None if entry is None else entry.state_digest
 
+    def certificate_at(self, index: int) -> Certificate | None:
+        """What proves the entry, if it is here and that is known."""
+        entry = self._chain.entry(index)
+        return None if entry is None else entry.proof
+
     def log_at(self, position: Position) -> LogState | None:
         """Return the log as it was at a position, if that is known here."""
         log = self._chain.after(position.index - 1)
@@ -88,7 +94,13 @@ class RunLog(ABC):
         """Return entries as they are told to another peer: see `Chain.stretch`."""
         return self._chain.stretch(first, last, is_whole)
 
-    def append(self, header: Header, state_digest: bytes | None, payload: Payload | None) -> None:
+    def append(
+        self,
+        header: Header,
+        state_digest: bytes | None,
+        payload: Payload | None,
+        certificate: Certificate | None = None,
+    ) -> None:
         """Add an entry that was applied. One that is already here gets what it lacked.
 
         An entry of another lineage takes the place of all from there on. If what leads up to it is not here, the log
@@ -100,7 +112,7 @@ class RunLog(ABC):
         if payload is not None and payload.digest != header.payload:
             raise LogError(f"entry {header.index} has another payload")
         try:
-            self._add(header, state_digest)
+            self._add(Entry.whole(header, state_digest, certificate), header)
         finally:
             if payload is not None:
                 self._keep(header.index, payload)
@@ -129,22 +141,21 @@ class RunLog(ABC):
     def _save(self, appended: Entry | None = None) -> None:
         """The entries have changed; if `appended` is given, by this one at their end alone."""
 
-    def _add(self, header: Header, state_digest: bytes | None) -> None:
+    def _add(self, entry: Entry, header: Header) -> None:
         known, before = self._chain.entry(header.index), self._chain.entry(header.index - 1)
         if known and known.digest == header.digest:
-            if state_digest and not known.state_digest:
-                self._chain.recall(header.index, state_digest)
+            if self._chain.complete(entry):
                 self._save()
             return
         if before is None or before.digest != header.previous:
             chain = Chain(self.empty_log)
-            chain.add(Entry.whole(header, state_digest))
+            chain.add(entry)
             self._chain = chain
             self._save()
             return
         log = self._chain.after(before.index)
         assert log is not None
-        entry = Entry.brief(log, header, state_digest)
+        entry = entry.brief(log, header)
         if known is not None:
             self._chain.cut(header.index)
         self._chain.add(entry)

@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.values.leases import PIECE_LIMIT
-from peers.values.wire import Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
+from peers.values.wire import DIGEST_BYTES, Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
 
 MEMBER_LIMIT = 1000
 """Peers in one entry; what a header costs to check grows with the square of it."""
@@ -25,10 +25,14 @@ FREE_LIMIT = 4 * MEMBER_LIMIT
 NO_PAYLOAD = digest_of(b"")
 """In place of a payload's digest: nobody had trained the fragment, and it stays as it is."""
 
+UNKNOWN_STATE = bytes(DIGEST_BYTES)
+"""In place of a state's digest, where nobody has said yet which state an entry is for."""
+
 
 class Member(Value):
     """A peer's share in one entry: it counts by the tokens it trained on these samples.
 
+    `incarnation` is that of its start: in the next quorum only a peer counts that remembers what it did here.
     Of one that died while it sent, `missed` chunks of the payload lack its blocks. Its samples are then trained again.
     Who is slower than others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
     """
@@ -38,6 +42,7 @@ class Member(Value):
     samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
     missed: Count = 0
     wants: Count = 0
+    incarnation: Count = 0
 
     def __hash__(self) -> int:
         """A roster is looked up by its members, which are many."""
@@ -60,12 +65,14 @@ class Assignment(Value):
 
 
 class Header(Value):
-    """One link of the chain."""
+    """One link of the chain. `state` is the digest of theta and momentum when its cycle began: whoever signs the entry
+    vouches for it, too."""
 
     run: RunId
     index: Count
     fragment: Count
     previous: Digest
+    state: Digest
     roster: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
     leases: Annotated[tuple[Assignment, ...], Field(max_length=2 * MEMBER_LIMIT)]
     cursor: Count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
+from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
 from peers.log.state import LogState
 
@@ -18,13 +19,13 @@ class Lineage:
     def __init__(self, log: LogState) -> None:
         """`log` is where it begins."""
         self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log})
-        self._followers: OrderedDict[tuple[bytes, int], Header] = OrderedDict()  # by the place that they are for
+        self._followers: OrderedDict[tuple[bytes, int], tuple[Header, Certificate | None]] = OrderedDict()  # by place
         self._heads: deque[bytes] = deque(maxlen=RECENT_ENTRIES)
         self._end = 0  # cycles in the log, up to the last of these
 
-    def append(self, header: Header, log: LogState) -> None:
+    def append(self, header: Header, log: LogState, certificate: Certificate | None = None) -> None:
         """The entry is made; `log` is where that leads."""
-        self._followers[header.previous, header.fragment] = header
+        self._followers[header.previous, header.fragment] = header, certificate
         if len(self._followers) > RECENT_ENTRIES * log.fragments:
             self._followers.popitem(last=False)
         if log.position.index > header.index:
@@ -34,8 +35,8 @@ class Lineage:
             if len(self._starts) > RECENT_ENTRIES + 1:
                 self._starts.popitem(last=False)
 
-    def after(self, position: Position) -> Header | None:
-        """The entry that was made there, if it is a recent one of this lineage."""
+    def after(self, position: Position) -> tuple[Header, Certificate | None] | None:
+        """The entry that was made there, if it is a recent one of this lineage, and what proves it."""
         return self._followers.get((position.head, position.fragment))
 
     def start(self, head: bytes) -> LogState | None:
@@ -44,7 +45,7 @@ class Lineage:
 
     @property
     def entries(self) -> tuple[Header, ...]:
-        return tuple(self._followers.values())
+        return tuple(header for header, _ in self._followers.values())
 
     @property
     def heads(self) -> tuple[bytes, ...]:

@@ -37,8 +37,8 @@ class Turnout(Value):
 
     `known` are runs of places [first, last) among the peers that have a lease (`LogState.known`), in roster order.
     Newcomers stand between them. A member is taken to have trained all of its lease or grant, to state as many tokens
-    as these samples have, to be missing in no chunk, and to want as many samples as last time. The columns name the
-    members of which something else is true.
+    as these samples have, to be missing in no chunk, to want as many samples as last time, and not to have started anew
+    since. The columns name the members of which something else is true.
     """
 
     known: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MEMBER_LIMIT)]
@@ -47,6 +47,7 @@ class Turnout(Value):
     tokens: Column
     missed: Column
     wants: Column
+    incarnation: Column
 
     def roster(self, log: LogState) -> tuple[Member, ...]:
         """Return the roster in full. Raises: LogError when it names members that are not there."""
@@ -55,7 +56,7 @@ class Turnout(Value):
             samples = prefix(roster[place].samples, count)
             tokens = sample_count(samples) * log.tokens_per_sample
             roster[place] = _changed(roster[place], samples=samples, tokens=tokens)
-        for name in ("tokens", "missed", "wants"):
+        for name in ("tokens", "missed", "wants", "incarnation"):
             for place, number in _numbers(getattr(self, name), len(roster)).items():
                 roster[place] = _changed(roster[place], **{name: number})
         return tuple(roster)
@@ -77,10 +78,11 @@ class Turnout(Value):
 
 
 class Outcome(Value):
-    """The entry of a fragment that follows the head `previous`, in brief."""
+    """The entry of a fragment that follows the head `previous`, in brief. `state` as in the header."""
 
     previous: Digest
     fragment: Count
+    state: Digest
     turnout: Turnout
     payload: Digest
 
@@ -112,7 +114,8 @@ def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
         samples=_column(trained),
         tokens=_column(tokens),
         missed=_column({place: one.missed for place, one in enumerate(roster) if one.missed}),
-        wants=_column({place: one.wants for place, one in enumerate(roster) if one.wants != expected[place].wants}),
+        wants=_unlike(roster, expected, "wants"),
+        incarnation=_unlike(roster, expected, "incarnation"),
     )
     if turnout.roster(log) != tuple(roster):
         raise LogError("a member trained what was not for it")
@@ -142,19 +145,33 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
     """One entry is told to all members, and written to the disk."""
     log.append(header)
     turnout = turnout_of(log, header.roster)
-    return Outcome(previous=header.previous, fragment=header.fragment, turnout=turnout, payload=header.payload)
+    return Outcome(
+        previous=header.previous,
+        fragment=header.fragment,
+        state=header.state,
+        turnout=turnout,
+        payload=header.payload,
+    )
 
 
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
     """One entry is told by each of those who hold it."""
-    return log.next_header(outcome.turnout.roster(log), outcome.payload)
+    return log.in_state(outcome.state).next_header(outcome.turnout.roster(log), outcome.payload)
 
 
 def _column(numbers: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
     """Numbers by place, in the order of places."""
     places = list(numbers)
     return tuple((place - before - 1, numbers[place]) for before, place in zip([-1, *places], places, strict=False))
+
+
+def _unlike(roster: Sequence[Member], expected: Sequence[Member], name: str) -> tuple[tuple[int, int], ...]:
+    """The column of a field, with the members in which it is not as expected."""
+    pairs = enumerate(zip(roster, expected, strict=True))
+    return _column(
+        {place: getattr(one, name) for place, (one, usual) in pairs if getattr(one, name) != getattr(usual, name)}
+    )
 
 
 def _numbers(column: Sequence[tuple[int, int]], members: int) -> dict[int, int]:

@@ -17,7 +17,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from peers.log.header import FREE_LIMIT, MEMBER_LIMIT, NO_PAYLOAD, Assignment, Header, Member, Position, cycle_head
+from peers.log.header import (
+    FREE_LIMIT,
+    MEMBER_LIMIT,
+    NO_PAYLOAD,
+    UNKNOWN_STATE,
+    Assignment,
+    Header,
+    Member,
+    Position,
+    cycle_head,
+)
 from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
 
 
@@ -39,7 +49,8 @@ class LogState:
     """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state.
 
     `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
-    present cycle. The next entry is that of `fragment`; see `of`.
+    present cycle. The next entry is that of `fragment`; see `of`. `state` is the digest of theta and momentum when the
+    present cycle began: it does not follow from the headers before.
     """
 
     run: str
@@ -52,6 +63,7 @@ class LogState:
     ends: tuple[bytes, ...] = ()
     made: tuple[Header, ...] = ()
     fragment: int = 0
+    state: bytes = UNKNOWN_STATE
 
     @cached_property
     def position(self) -> Position:
@@ -66,6 +78,10 @@ class LogState:
     def opening(self, fragment: int) -> LogState:
         """The same before any entry of the present cycle was made: what one says does not follow from the others."""
         return replace(self.of(fragment), made=()) if self.made else self.of(fragment)
+
+    def in_state(self, digest: bytes) -> LogState:
+        """The same where theta and momentum have this digest."""
+        return self if digest == self.state else replace(self, state=digest)
 
     @property
     def closes(self) -> bool:
@@ -86,6 +102,11 @@ class LogState:
     def roster(self) -> tuple[str, ...]:
         """Peers of the last entry, first of them the leader's first choice; empty before the first entry."""
         return self.last.peers if self.last else ()
+
+    @cached_property
+    def incarnations(self) -> dict[str, int]:
+        """The roster, and of each peer in it the start at which it was in the last entry."""
+        return {member.peer: member.incarnation for member in self.last.roster} if self.last else {}
 
     @property
     def lineage_tokens(self) -> int:
@@ -131,8 +152,9 @@ class LogState:
 
     def _bringing_all(self, peer: str, lease: Lease) -> Member:
         tokens, samples = sample_count(lease) * self.tokens_per_sample, lease if self.closes else ()
+        wants, incarnation = self._wanted.get(peer, 0), self.incarnations.get(peer, 0)
         try:
-            return Member(peer=peer, tokens=tokens, samples=samples, wants=self._wanted.get(peer, 0))
+            return Member(peer=peer, tokens=tokens, samples=samples, wants=wants, incarnation=incarnation)
         except ValidationError as error:
             raise LogError(f"{peer}: {error.errors()[0]['msg']}") from error
 
@@ -232,6 +254,7 @@ class LogState:
                 index=self.position.index,
                 fragment=self.fragment,
                 previous=self.position.head,
+                state=self.state,
                 roster=tuple(roster),
                 payload=payload,
                 **_closing(self, tuple(roster)),
@@ -266,15 +289,21 @@ class LogState:
         return _append(self, header)
 
     def check_next(self, header: Header) -> None:
-        """Raises: LogError unless this may be the entry of `fragment`. Another one's follows from the log, too."""
+        """Raises: LogError unless this may be the entry of `fragment`, for our state if that is known.
+
+        Another fragment's follows from the log, too."""
         self.append(header)
+        if self.state not in (UNKNOWN_STATE, header.state):
+            raise LogError("it is for another state than ours")
         if header.fragment != self.fragment:
             raise LogError("it is another fragment's entry")
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
         """The state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers vouch
         for). `ends` are the digests of its entries, where it has more than one."""
-        return replace(self, last=header, ends=ends or ((header.digest,) if header else ()), made=())
+        return replace(
+            self, last=header, ends=ends or ((header.digest,) if header else ()), made=(), state=UNKNOWN_STATE
+        )
 
 
 @lru_cache(maxsize=8)
@@ -294,7 +323,9 @@ def _append(log: LogState, header: Header) -> LogState:
     """A leader is told of one entry by each of those who hold it."""
     if header.fragment not in log.pending:
         raise LogError(f"entry {header.index}: its fragment does not follow from the log")
-    expected = log.opening(header.fragment).next_header(header.roster, header.payload)
+    if log.made and header.state != log.made[0].state:
+        raise LogError(f"entry {header.index}: it is for another state than the others of its cycle")
+    expected = log.opening(header.fragment).in_state(header.state).next_header(header.roster, header.payload)
     for field in Header.model_fields:
         if getattr(header, field) != getattr(expected, field):
             raise LogError(f"entry {header.index}: its {field} does not follow from the log")

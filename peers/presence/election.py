@@ -46,9 +46,9 @@ def broken_pairs(unreached: Mapping[str, Iterable[str]], peers: Iterable[str], t
     return Counter(peer for pair in pairs for peer in pair)
 
 
-def quorum(roster: Iterable[str], left: Collection[str], ready: Collection[str]) -> bool:
+def quorum(roster: Iterable[str], departed: Collection[str], ready: Collection[str]) -> bool:
     """Whether `ready` holds more than half of those of the last roster who have not politely left."""
-    remaining = [peer for peer in roster if peer not in left]
+    remaining = [peer for peer in roster if peer not in departed]
     return 2 * sum(peer in ready for peer in remaining) > len(remaining) or not remaining
 
 

@@ -103,7 +103,7 @@ class Seal(Value):
 
 
 class Heartbeat(Value):
-    """One peer of one run at one moment.
+    """One peer of one run at one moment, in one incarnation.
 
     `index` and `head` are its position in the log, `state_digest` that of theta and momentum there.
     `loss` is that of the inner step under way (None: not known). `speed`, in tokens a second, is that of its last
@@ -111,13 +111,15 @@ class Heartbeat(Value):
 
     `endpoints` are where bulk connections to it may be dialled, `relays` the addresses of nodes that can introduce it
     to others and pass bytes on. `relayed` and `unreached` name the peers that it reaches only so, or not at all.
-    `trouble` says why its work does not count at present, and what to do about it; empty: it does. Its `seal` is what
-    later signs of life (`LifeSign`) lead to; None: there will be none.
+    `trouble` says why its work does not count at present, and what to do about it; empty: it does. Who is leaving has
+    held no entry from index `departure` on, as the `farewell` proves: its signature of that `Departure`. Its `seal` is
+    what later signs of life (`LifeSign`) lead to; None: there will be none.
     """
 
     version: Count = PROTOCOL_VERSION
     run: RunId
     peer: PeerId
+    incarnation: Count
     sequence: Count  # milliseconds since the epoch on the peer's clock; grows with every heartbeat
     lifetime: Annotated[float, Field(strict=True, gt=0, le=600, allow_inf_nan=False)] = DEFAULT_LIFETIME  # seconds
     state: PeerState
@@ -137,6 +139,8 @@ class Heartbeat(Value):
     relayed: Tails = ()
     unreached: Tails = ()
     trouble: Reason = ""
+    departure: Count = 0
+    farewell: Annotated[bytes, Field(strict=True, max_length=SIGNATURE_BYTES)] = b""
     seal: Seal | None = None
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
+from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 
 PARTICIPATING = frozenset({PeerState.TRAINING, PeerState.READY, PeerState.AVERAGING})
@@ -14,6 +16,10 @@ DONATING = PARTICIPATING | {PeerState.ARCHIVING}
 """States in which a peer has the run's state to give."""
 FORGOTTEN = 3600.0
 """Seconds of silence after which a peer is forgotten; heartbeats older than that are expired everywhere."""
+IsFarewell: TypeAlias = Callable[[str, int, int, bytes], bool]
+"""Given peer, incarnation, index and signature."""
+DEPARTURES = 4
+"""How many incarnations of one peer are remembered to have left."""
 
 
 class Roll(dict[str, Heartbeat]):
@@ -46,6 +52,16 @@ class _Sighting:
     heartbeat: Heartbeat
     advanced_at: float
     reachable: bool = True
+    departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # of its last incarnations, signed
+
+    @property
+    def has_left(self) -> bool:
+        return self.heartbeat.state is PeerState.LEAVING or self.heartbeat.incarnation in self.departures
+
+    def departs(self, incarnation: int, departure: int, signature: bytes) -> None:
+        self.departures[incarnation] = departure, signature
+        while len(self.departures) > DEPARTURES:
+            del self.departures[next(iter(self.departures))]
 
 
 class Membership:
@@ -55,10 +71,12 @@ class Membership:
         self._me = me
         self._expiry = expiry
         self._seen: dict[str, _Sighting] = {}
-        self._left: set[str] = set()
+        self._departed = set[str]()  # in some incarnation
         self._live: Roll | None = None  # as found last; None: something has changed since
         self._live_until = 0.0  # then somebody may have expired
         self.polled = False
+        self.is_farewell: IsFarewell = lambda peer, incarnation, departure, signature: True
+        """Whether this is the peer's own signature of its departure."""
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float, silences: Mapping[str, float] | None = None) -> None:
         """Take in the heartbeats that were heard, some of them `silences` seconds ago; old ones change nothing."""
@@ -66,21 +84,19 @@ class Membership:
         self._live = None
         for peer in [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]:
             del self._seen[peer]
-            self._left.discard(peer)
+            self._departed.discard(peer)
         for heartbeat in heartbeats:
             peer, sighting = heartbeat.peer, self._seen.get(heartbeat.peer)
             if peer == self._me or (sighting and heartbeat.sequence <= sighting.heartbeat.sequence):
                 continue
             heard_at = now - silences.get(peer, 0.0) if silences else now
             if sighting is None:
-                self._seen[peer] = _Sighting(heartbeat, heard_at)
+                sighting = self._seen[peer] = _Sighting(heartbeat, heard_at)
             else:
                 sighting.heartbeat, sighting.reachable = heartbeat, True
                 sighting.advanced_at = max(sighting.advanced_at, heard_at)
             if heartbeat.state is PeerState.LEAVING:
-                self._left.add(peer)
-            else:
-                self._left.discard(peer)
+                self._departs(sighting, heartbeat.incarnation, heartbeat.departure, heartbeat.farewell)
 
     def unreachable(self, peer: str) -> None:
         """A message could not be delivered: dead to us until its next heartbeat."""
@@ -95,15 +111,31 @@ class Membership:
             self._seen[peer].reachable = True
             self._seen[peer].advanced_at = now
 
-    def left(self, peer: str) -> None:
-        """The peer said goodbye: it counts in no quorum any more. Strangers are in none, and not remembered."""
+    def departs(self, peer: str, incarnation: int, departure: int, signature: bytes) -> None:
+        """The peer said goodbye: it counts in no quorum from the entry `departure` on. Strangers are in none, and not
+        remembered."""
         if peer in self._seen:
-            self._left.add(peer)
+            self._departs(self._seen[peer], incarnation, departure, signature)
             self._live = None
 
-    @property
-    def leavers(self) -> frozenset[str]:
-        return frozenset(self._left)
+    def _departs(self, sighting: _Sighting, incarnation: int, departure: int, signature: bytes) -> None:
+        if self.is_farewell(sighting.heartbeat.peer, incarnation, departure, signature):
+            sighting.departs(incarnation, departure, signature)
+            self._departed.add(sighting.heartbeat.peer)
+
+    def departed(self, log: LogState) -> frozenset[str]:
+        """Those of the log's roster that have left before they could say of its next entry that they hold it."""
+        return frozenset(self.farewells(log))
+
+    def farewells(self, log: LogState) -> dict[str, tuple[int, bytes]]:
+        """The same, with what they signed: from which index on."""
+        index, gone = log.position.index, dict[str, tuple[int, bytes]]()
+        for peer in self._departed & log.incarnations.keys():
+            sighting = self._seen.get(peer)
+            farewell = sighting.departures.get(log.incarnations[peer]) if sighting else None
+            if farewell is not None and farewell[0] <= index:
+                gone[peer] = farewell
+        return gone
 
     def live(self, now: float) -> Roll:
         """Return who is alive and not leaving: the same object as long as nothing changes."""
@@ -111,7 +143,7 @@ class Membership:
             live = {
                 peer: sighting
                 for peer, sighting in self._seen.items()
-                if sighting.reachable and now - sighting.advanced_at <= self._expiry and peer not in self._left
+                if sighting.reachable and now - sighting.advanced_at <= self._expiry and not sighting.has_left
             }
             self._live = Roll((peer, sighting.heartbeat) for peer, sighting in live.items())
             oldest = min((sighting.advanced_at for sighting in live.values()), default=now)
@@ -120,6 +152,6 @@ class Membership:
 
     def is_live(self, peer: str, now: float) -> bool:
         sighting = self._seen.get(peer)
-        if sighting is None or not sighting.reachable or peer in self._left:
+        if sighting is None or not sighting.reachable or sighting.has_left:
             return False
         return now - sighting.advanced_at <= self._expiry

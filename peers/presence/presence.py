@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from peers.log.header import MEMBER_LIMIT
 from peers.log.state import LogState
-from peers.presence.election import broken_pairs, elect
+from peers.presence.election import broken_pairs, elect, quorum
 from peers.presence.heartbeat import TAIL, name_peers
 from peers.presence.membership import DONATING, Membership, Roll
 from peers.presence.reachability import Reachability
@@ -78,6 +79,29 @@ class Presence:
     def trust(self, peer: str) -> None:
         """Ask it again: to have nobody to ask is worse."""
         self._distrusted_until.pop(peer, None)
+
+    def are_most_here(self, log: LogState, incarnation: int) -> bool:
+        """Whether more than half of the log's roster are alive and no further on than it. `incarnation` is ours."""
+        live, index = self.live(), log.position.index
+        starts = {peer: beat.incarnation for peer, beat in live.items() if beat.index <= index}
+        starts[self._me] = incarnation
+        here = {peer for peer, start in starts.items() if log.incarnations.get(peer) == start}
+        return bool(here) and quorum(log.roster, self.membership.departed(log), here)
+
+    def state_of_most(self, log: LogState, ours: bytes, incarnation: int) -> bytes | None:
+        """The digest that more than half of the log's roster, and we with `ours`, have for the state there, if any.
+
+        So one liar, or one whose memory fails, is wrong by itself.
+        """
+        head, starts = log.position.head, log.incarnations
+        named = Counter(
+            beat.state_digest
+            for peer, beat in self.live().items()
+            if beat.head == head and starts.get(peer) == beat.incarnation
+        )
+        named[ours] += starts.get(self._me) == incarnation
+        digest, count = max(named.items(), key=lambda item: item[1])
+        return digest if 2 * count > len(starts) else None
 
     # Who is further on ----------------------------------------------------------------------------------------
     def donors(self) -> set[str]:

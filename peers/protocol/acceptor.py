@@ -2,17 +2,27 @@
 
 A peer is pledged to one leader at a time, and takes part in its attempts in the order of their numbers. Who holds an
 entry says so to every leader, and takes part only in attempts that hand on that entry, or one held in a later attempt.
+It keeps to that for as long as it lives, whatever state it fetches meanwhile. Who has forgotten it is another
+*incarnation*, which counts in a quorum once an entry has it in its roster: where it may have promised something before,
+it is nobody.
 """
 
 from __future__ import annotations
 
-from peers.log.header import Header
+from collections import OrderedDict
+
+from peers.log.certificate import Ballot, Departure
+from peers.log.header import Header, Position
 from peers.presence.election import ATTEMPT_LEAP
-from peers.protocol.messages import Attempt, Complete, Held
+from peers.protocol.messages import Attempt, Complete, Held, Leaving
+from peers.values.signing import Keys
+
+MEMORY = 256
+"""Positions at which a peer remembers what it has promised. It comes back to one only where lineages meet."""
 
 
 class Acceptor:
-    """The memory of one peer for one position. What it forgets (a restart, a fetched state) makes it no incumbent."""
+    """The memory of one peer for one position."""
 
     def __init__(self, me: str) -> None:
         self.pledged_to: str | None = None
@@ -36,21 +46,23 @@ class Acceptor:
     def is_later(self, attempt: Attempt) -> bool:
         return 0 < attempt.number - self.last_attempt <= ATTEMPT_LEAP
 
-    def hold(self, attempt: Attempt, header: Header, missed: tuple[tuple[str, int], ...]) -> tuple[Complete, bool]:
+    def hold(
+        self, attempt: Attempt, header: Header, missed: tuple[tuple[str, int], ...], signature: bytes
+    ) -> tuple[Complete, bool]:
         """From now on we take part only in attempts that respect this entry, until it is known what was committed.
 
         Returns what there is to say of it, and whether it is said for the first time in this attempt.
         """
         is_new = self.held is None or self.held.attempt != attempt
         self.held = Held(attempt=attempt, header=header)
-        complete = Complete(attempt=attempt, payload=header.payload, missed=missed)
+        complete = Complete(attempt=attempt, payload=header.payload, missed=missed, signature=signature)
         self._completes[self._me] = complete
         return complete, is_new
 
     def heard(self, sender: str, complete: Complete) -> bool:
         """A member holds the whole payload. Returns whether that is new."""
         known = self._completes.get(sender)
-        if known is not None and known.attempt.order >= complete.attempt.order:
+        if known is not None and known.attempt.name >= complete.attempt.name:
             return False
         self._completes[sender] = complete
         return True
@@ -61,4 +73,63 @@ class Acceptor:
         mine = self._completes.get(self._me)
         if self.held is None or mine is None or mine.attempt != attempt or not members:
             return None
-        return self.held.header if all(self._completes.get(peer) == mine for peer in members) else None
+        others = (self._completes.get(peer) for peer in members)
+        return self.held.header if all(other and other.outcome == mine.outcome for other in others) else None
+
+    def signatures(self, members: tuple[str, ...]) -> dict[str, bytes]:
+        """What these members signed when they said that they hold the payload."""
+        return {peer: self._completes[peer].signature for peer in members if peer in self._completes}
+
+
+class Memory:
+    """The acceptors of one peer, by position."""
+
+    def __init__(self, me: str, run: str, incarnation: int, keys: Keys) -> None:
+        """`incarnation` is a number that no start of this peer has had before."""
+        self.incarnation = incarnation
+        self.keys = keys
+        self._me = me
+        self._run = run
+        self._acceptors: OrderedDict[tuple[bytes, int], tuple[int, Acceptor]] = OrderedDict()
+        self._forgotten = 0
+        """Before this index there may be positions of which we know no more what we promised there."""
+
+    def at(self, position: Position) -> Acceptor:
+        """What we have promised there. Where that may be forgotten, we are another incarnation from now on."""
+        place = position.head, position.fragment
+        if place not in self._acceptors:
+            if position.index < self._forgotten:
+                self.incarnation, self._forgotten = self.incarnation + 1, 0
+            self._acceptors[place] = position.index, Acceptor(self._me)
+            self._forget()
+        self._acceptors.move_to_end(place)
+        return self._acceptors[place][1]
+
+    @property
+    def departure(self) -> int:
+        """The index from which on we hold no entry, in any lineage."""
+        held = (index + 1 for index, acceptor in self._acceptors.values() if acceptor.held)
+        return max(self._forgotten, max(held, default=0))
+
+    def sign(self, attempt: Attempt, header: Header) -> bytes:
+        """The signature that says that we hold this entry."""
+        ballot = Ballot(
+            header=header.digest, number=attempt.number, leader=attempt.leader, incarnation=self.incarnation
+        )
+        return self.keys.sign(ballot.text)
+
+    def goodbye(self, position: Position) -> Leaving:
+        """What to tell the others in the end."""
+        departure = Departure(run=self._run, peer=self._me, incarnation=self.incarnation, index=self.departure)
+        return Leaving(
+            position=position,
+            incarnation=self.incarnation,
+            departure=departure.index,
+            signature=self.keys.sign(departure.text),
+        )
+
+    def _forget(self) -> None:
+        while len(self._acceptors) > MEMORY:
+            _, (index, acceptor) = self._acceptors.popitem(last=False)
+            if acceptor.pledged_to is not None:
+                self._forgotten = max(self._forgotten, index + 1)

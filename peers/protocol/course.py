@@ -6,6 +6,7 @@ is ready; the slot concludes (`entry_made`), so the work ends, the replica appli
 
 from __future__ import annotations
 
+from peers.log.certificate import Certificate
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.presence.presence import Presence
@@ -13,7 +14,7 @@ from peers.protocol.desk import Desk
 from peers.protocol.events import Captured, Note, Send, SnapshotFailed, SnapshotRestored, Stop, Tick, TrainingDone
 from peers.protocol.internal import EntryMade, FarBehind, Leased, NobodyAhead, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
-from peers.protocol.messages import Commit, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Unread
+from peers.protocol.messages import Commit, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
@@ -32,6 +33,7 @@ class Course:
     def __init__(self, desk: Desk, state_digest: bytes, log: LogState) -> None:
         timing, schedule = desk.settings.timing, desk.schedule
         self.presence = Presence(desk.me, timing.heartbeat_expiry, schedule.distrust, schedule.bar, desk.now)
+        self.presence.membership.is_farewell = desk.is_farewell
         self.trainer = Trainer(desk)
         self.replica = Replica(desk, self.presence, log, state_digest)
         self.troubles = Troubles(desk, self.presence, self.trainer, self.replica)
@@ -104,12 +106,12 @@ class Course:
         if self.slot.log.closes and self.trainer.trained is not None:
             self.slot.take(WorkDone(self.trainer.trained))
 
-    def entry_made(self, header: Header) -> None:
+    def entry_made(self, header: Header, certificate: Certificate | None) -> None:
         """An entry is committed, and its payload is here: take the outer step for its fragment."""
         keeps = self._keeps_work or not self.replica.log.is_closing(header)
         if not keeps:
             self.trainer.take(WorkEnds(self.replica.log.position, header))
-        self.replica.take(EntryMade(header, keeps))
+        self.replica.take(EntryMade(header, certificate, keeps))
         self._turn()
 
     def _turn(self) -> None:
@@ -206,12 +208,13 @@ class Course:
         if slot.is_taking_part and slot.holds(commit.header):
             slot.take(commit, sender)
         elif self._can_catch_up:
-            self._replay(sender, commit.header, slot)
+            self._replay(sender, commit, slot)
 
-    def _replay(self, sender: str, header: Header, slot: Slot) -> None:
+    def _replay(self, sender: str, commit: Commit, slot: Slot) -> None:
         """Others went on without us."""
-        was_asked = self.state is State.JOINING or slot.was_asked(sender)
-        behind = self.replica.follow(sender, header, was_asked, slot.was_in(header))
+        header, was_asked = commit.header, self.state is State.JOINING or slot.was_asked(sender)
+        is_certified = slot.certifier.proof(header, commit.certificate).is_certified
+        behind = self.replica.follow(sender, commit, is_certified, was_asked)
         if behind is None:
             return
         if self.replica.log.is_closing(header):
@@ -221,7 +224,7 @@ class Course:
             self.slots[header.fragment] = self._open_slot(header.fragment)
         self.replica.take(behind)
         if header.payload == NO_PAYLOAD:
-            self.entry_made(header)
+            self.entry_made(header, commit.certificate)
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
         self._desk.emit(Note("warning", f"no payload of entry {header.index}: {reason}"))
@@ -230,7 +233,6 @@ class Course:
             self._fetch(self.replica.far_behind(ahead))
         elif self.replica.log.is_closing(header):
             self._drop_work()
-            self.replica.joins_here()  # what its slot had promised is forgotten
             self.replica.take(NobodyAhead())
             self._await_lease()
         else:  # its slot goes on: who has the entry tells us again
@@ -242,12 +244,9 @@ class Course:
         self.replica.take(far)
 
     def _drop_work(self) -> None:
-        """We go on without the work in hand. If we have promised anything in this cycle, that is forgotten, and we do
-        not count as the member that we were."""
+        """We go on without the work in hand. What we have promised in this cycle still holds."""
         self.trainer.take(WorkEnds(self.replica.log.position))
         self._keeps_work = False
-        if any(slot.state is not SlotState.OPEN for slot in self.slots.values()):
-            self.replica.joins_here()
         self._open_slots()
 
     def on_elsewhere(self, sender: str) -> None:
@@ -255,12 +254,25 @@ class Course:
         if self._can_catch_up and self.replica.furthest() == sender:
             self._fetch(self.replica.far_behind(sender))
 
-    def on_refuse(self, leader: str, reason: str, slot: Slot) -> None:
-        """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again."""
+    def on_refuse(self, leader: str, refuse: Refuse, slot: Slot) -> None:
+        """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again,
+        unless it is the leader's that is wrong."""
         is_waiting = self.state is State.JOINING or slot.is_taking_part
-        if is_waiting and self.replica.state is ReplicaState.LEVEL and leader != self._me:
-            self._desk.emit(Note("warning", f"refused by {leader}: {reason}"))
+        if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._me:
+            return
+        self._desk.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
+        if refuse.state_digest != self.replica.state_digest == self.replica.states_of_most:
+            self.presence.distrust(leader)
+        else:
             self._fetch(FarBehind(leader))
+
+    def check_state(self) -> None:
+        """Whose state is another than that of most of the roster, with whom it is, takes theirs: a bit has flipped."""
+        most = self.replica.states_of_most
+        if self._can_catch_up and self.replica.is_settled and most not in (None, self.replica.state_digest):
+            donor = self.replica.donor_of(most)
+            self._desk.emit(Note("error", f"our state is not that of most peers: fetching it from {donor}"))
+            self._fetch(FarBehind(donor, self.replica.log.position.index))
 
     def on_excluded(self, reason: str) -> None:
         """The leader goes on without us."""
@@ -301,7 +313,8 @@ class Course:
         """The sender is at a place that we have left, or have not reached."""
         followed = self.replica.lineage.after(message.position)
         if followed is not None:
-            self._desk.emit(Send(sender, Commit(header=followed)))
+            header, certificate = followed
+            self._desk.emit(Send(sender, Commit(header=header, certificate=certificate)))
         elif isinstance(message, Inquire):
             self._desk.emit(Send(sender, Elsewhere(position=self.replica.log.position)))
 
@@ -338,8 +351,7 @@ class Course:
     @property
     def goodbye(self) -> Leaving:
         """What to tell the others in the end."""
-        may_be_needed = self._holds or bool(self.replica.log.made)  # others may be behind in this cycle
-        return Leaving(position=self.replica.log.position, holds=may_be_needed)
+        return self._desk.memory.goodbye(self.replica.log.position)
 
     @property
     def _is_averaging(self) -> bool:

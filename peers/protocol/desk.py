@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections import deque
 
+from peers.log.certificate import Departure
 from peers.log.settings import RunSettings
+from peers.protocol.acceptor import Memory
 from peers.protocol.events import Effect, Event, Received, Send
 from peers.protocol.schedule import Schedule
 from peers.values.chunks import PayloadSize
+from peers.values.signing import Keys
 
 
 class Desk:
     """`now` is the time of the event that is being handled, in seconds of the driver's clock."""
 
-    def __init__(self, me: str, settings: RunSettings, payload: PayloadSize, now: float) -> None:
+    def __init__(
+        self, me: str, settings: RunSettings, payload: PayloadSize, now: float, incarnation: int, keys: Keys
+    ) -> None:
         self.me = me
+        self.keys = keys
+        self.memory = Memory(me, settings.run, incarnation, keys)
         self.settings = settings
         self.payload = payload
         self.schedule = Schedule(settings.timing)
         self.now = self.started_at = now
         self.events: deque[Event] = deque()
         self._effects: list[Effect] = []
+
+    def is_farewell(self, peer: str, incarnation: int, departure: int, signature: bytes) -> bool:
+        """Whether the peer has signed that it left."""
+        said = Departure(run=self.settings.run, peer=peer, incarnation=incarnation, index=departure)
+        return self.keys.verify(peer, said.text, signature)
 
     def emit(self, *effects: Effect) -> None:
         """Effects leave in order; a message to ourselves comes straight back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from peers.log.certificate import Certificate
 from peers.log.header import Header
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.messages import Attempt, Message, Round, Unread
@@ -290,11 +291,12 @@ class FetchPayload:
 class Apply:
     """Take the outer step with the kept payload whose digest is `header.payload`; none where that is NO_PAYLOAD.
 
-    With `keeps_work`, what is being trained, or has been, is for a later entry.
+    The certificate is kept with the entry. With `keeps_work`, what is being trained, or has been, is for a later entry.
     """
 
     header: Header
     keeps_work: bool = False
+    certificate: Certificate | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,8 @@ class Gathering:
         self._ready: dict[str, Ready] = {}
         self._barred: dict[str, Ready] = {}
         self._taken_in = set[str]()  # though they are barred
-        self._forgetful = set[str]()  # who have said that they do not count at this position
         self._most_are_here = False  # of the last roster, whether they count or not
-        self.left: Collection[str] = ()
+        self.departed: Collection[str] = ()  # of the last roster
         self.unreached: Collection[str] = ()
         self.lease: Lease | None = None  # our own
         self._awaited: set[str] = set()
@@ -92,8 +91,6 @@ class Gathering:
 
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
-        if not ready.incumbent and sender in self._log.roster:
-            self._forgetful.add(sender)
         if sender in self._standing.barred(now):
             self._barred[sender] = ready  # it held an attempt up; the others may go on without it meanwhile
             return []
@@ -181,10 +178,10 @@ class Gathering:
         """
         if self._first_ready_at is None:
             return False
-        at_work = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)} - set(self.unreached)
-        incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent}
-        coming = at_work - self._ready.keys() - self._forgetful | incumbents
-        enough = quorum(self._log.roster, self.left, coming) if self._log.roster else len(coming) >= self._minimum
+        here = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)} - set(self.unreached)
+        coming = {peer for peer in here - self._ready.keys() if peer == self._me or self._is_counted(live[peer])}
+        coming |= self._counted(self._ready)
+        enough = quorum(self._log.roster, self.departed, coming) if self._log.roster else len(coming) >= self._minimum
         enough = enough or self._is_behind(live)
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
         if has_slept:
@@ -194,7 +191,7 @@ class Gathering:
         self._ticked_at = now
         since = max(self._together_at, self._first_ready_at)
         is_hopeless = now - self._first_ready_at >= self._schedule.hopeless
-        self._most_are_here = not is_hopeless and self._are_most(at_work | self._ready.keys())
+        self._most_are_here = not is_hopeless and self._are_most(here | self._ready.keys())
         return now - since >= self._settings.timing.partition_grace or is_hopeless
 
     def _is_behind(self, live: Mapping[str, Heartbeat]) -> bool:
@@ -209,6 +206,9 @@ class Gathering:
         """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
         position = self._log.position
         return beat.state in PARTICIPATING and (beat.head == position.head or beat.index != position.index)
+
+    def _is_counted(self, beat: Heartbeat) -> bool:
+        return self._counts(beat.peer, beat.incarnation)
 
     # Who can take part ----------------------------------------------------------------------------------------
     def _plan(self) -> Plan:
@@ -234,12 +234,20 @@ class Gathering:
         """Whether these are more than half of the last roster; before the first entry, the minimum of peers."""
         if not self._log.roster:
             return len(peers) >= self._minimum
-        incumbents = {peer for peer, ready in self._ready.items() if ready.incumbent and peer in peers}
-        return quorum(self._log.roster, self.left, incumbents)
+        return quorum(self._log.roster, self.departed, self._counted(peers))
+
+    def _counted(self, peers: Collection[str]) -> set[str]:
+        """Those of them that are ready and count: before the first entry all."""
+        ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}
+        return {peer for peer, said in ready.items() if self._counts(peer, said.incarnation)}
+
+    def _counts(self, peer: str, incarnation: int) -> bool:
+        """Whether the peer remembers what it did as a member of the last roster."""
+        return not self._log.roster or self._log.incarnations.get(peer) == incarnation
 
     def _are_most(self, peers: Collection[str]) -> bool:
         """Return whether these are more than half of the last roster by their names, though some may not count."""
-        return bool(self._log.roster) and quorum(self._log.roster, self.left, peers)
+        return bool(self._log.roster) and quorum(self._log.roster, self.departed, peers)
 
     def _may_go_on_alone(self, peers: Collection[str]) -> bool:
         """Return whether these may make the entry once the partition grace is over.
@@ -272,8 +280,11 @@ class Gathering:
         return Send(peer, Abort(attempt=attempt, reason="say Ready for a later attempt"))
 
     def _refuse(self, peer: str, reason: str) -> Effect:
-        return Send(peer, Refuse(position=self._log.position, reason=printable(reason)))
+        refuse = Refuse(position=self._log.position, state_digest=self._state_digest, reason=printable(reason))
+        return Send(peer, refuse)
 
 
 def _member(peer: str, ready: Ready) -> Member:
-    return Member(peer=peer, tokens=ready.tokens, samples=ready.samples, wants=ready.wants)
+    return Member(
+        peer=peer, tokens=ready.tokens, samples=ready.samples, wants=ready.wants, incarnation=ready.incarnation
+    )

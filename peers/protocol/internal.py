@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
 from peers.log.state import LogState
 from peers.values.leases import Lease
@@ -31,19 +32,20 @@ class WorkEnds:
 # To the replica -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EntryMade:
-    """The payload of the log's next entry is here, and nothing else can follow."""
+    """The payload of the log's next entry is here, and nothing else can follow. The certificate says why."""
 
     header: Header
+    certificate: Certificate | None
     keeps_work: bool
 
 
 @dataclass(frozen=True)
 class Behind:
-    """The others have this entry; the donors have its payload. `with_us`: it is of a round that we were in."""
+    """The others have this entry; the donors have its payload."""
 
     header: Header
+    certificate: Certificate | None
     donors: tuple[str, ...]
-    with_us: bool
 
 
 @dataclass(frozen=True)

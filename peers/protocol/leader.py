@@ -17,6 +17,7 @@ from peers.log.state import LogError, LogState
 from peers.presence.election import culprits, take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
+from peers.protocol.certifier import OPEN_LIMIT, Certifier
 from peers.protocol.events import Effect, Note, Send
 from peers.protocol.gathering import Gathering
 from peers.protocol.messages import (
@@ -37,9 +38,6 @@ from peers.protocol.planning import credible_rates, deal, foreseen
 from peers.values.chunks import PayloadSize
 from peers.values.wire import printable
 
-OPEN_LIMIT = 16
-"""Members in whose attempts all tell all that they are complete: one delay less, and messages by the square."""
-
 
 class Leader(Gathering):
     """What one peer knows as leader of one position. Dropped when the position is passed or the lead is lost."""
@@ -52,8 +50,10 @@ class Leader(Gathering):
         settings: RunSettings,
         payload: PayloadSize,
         standing: Standing,
+        certifier: Certifier,
     ) -> None:
         super().__init__(me, log, state_digest, settings, payload, standing)
+        self._certifier = certifier
         self._running: Begin | Adopt | None = None
         self._members: dict[str, None] = {}  # who remains in the running attempt, in order
         self._in_minority = False
@@ -84,9 +84,10 @@ class Leader(Gathering):
         self._ready.pop(peer, None)
         return self._lose([peer], f"{peer} has left", now)
 
-    def tick(self, now: float, live: Mapping[str, Heartbeat], left: Collection[str]) -> list[Effect]:
-        """Close the roster, or go on without somebody, when it is time. `live` are the other peers' heartbeats."""
-        self.left = left
+    def tick(self, now: float, live: Mapping[str, Heartbeat], departed: Collection[str]) -> list[Effect]:
+        """Close the roster, or go on without somebody, when it is time. `live` are the other peers' heartbeats,
+        `departed` those of the last roster that have left."""
+        self.departed = departed
         if self._running:
             return self._watch(now, live)
         for known in (self._ready, self._barred):
@@ -118,7 +119,7 @@ class Leader(Gathering):
         round = self._unfinished_round()
         if round is not None:
             return self._exchange(round, "goes on with a round", now)
-        name = Attempt(position=self._log.position, number=self._last_number + 1, leader=self._me)
+        name = self._attempt(self._last_number + 1)
         if not self._has_work and not self._log.closes:
             return self._skip(name, now)
         return self._exchange(self._new_round(name), "begins", now)
@@ -193,7 +194,11 @@ class Leader(Gathering):
 
     def _next_attempt(self) -> Attempt:
         self._last_number += 1
-        return Attempt(position=self._log.position, number=self._last_number, leader=self._me)
+        return self._attempt(self._last_number)
+
+    def _attempt(self, number: int) -> Attempt:
+        alone = self._in_minority and bool(self._log.roster)
+        return Attempt(position=self._log.position, number=number, leader=self._me, alone=alone)
 
     def _is_enough(self, peers: Collection[str]) -> bool:
         """Return whether these are enough for the attempt that begins or runs."""
@@ -327,7 +332,7 @@ class Leader(Gathering):
         if len(self._complete) < len(self._members):
             return []
         if isinstance(running, Adopt):
-            return self._commit(running.held.header)
+            return self._commit_if_signed(running.held.header, running, now)
         outcomes = {peer: (said.payload, said.missed) for peer, said in self._complete.items()}
         (payload, missed), _ = Counter(outcomes.values()).most_common(1)[0]
         wrong = [peer for peer, outcome in outcomes.items() if outcome != (payload, missed)]
@@ -336,17 +341,28 @@ class Leader(Gathering):
         except LogError as error:
             return self._abort(f"what its members say can be no entry: {error}")
         if not wrong:
-            return self._commit(header)
+            return self._commit_if_signed(header, running, now)
         self._spoiled.add(running.round.name)  # should it be aborted
         for peer in wrong:
             self._bar(peer, now)
         reason = f"{', '.join(wrong)} hold another payload"
         return self._lose(wrong, reason, now) or self._abort(reason)
 
-    def _commit(self, header: Header) -> list[Effect]:
-        commit = Commit(header=header)
+    def _commit_if_signed(self, header: Header, running: Begin | Adopt, now: float) -> list[Effect]:
+        """All say the same. Who has signed something else is lost."""
+        name = running.attempt.name
+        said = {peer: complete.signature for peer, complete in self._complete.items()}
+        signed = self._certifier.signed(header, name, said)
+        unsigned = [peer for peer in sorted(self._counted(self._members) - signed.keys()) if peer in self._log.roster]
+        if unsigned:
+            for peer in unsigned:
+                self._bar(peer, now)
+            reason = f"{', '.join(unsigned)} did not sign what they say"
+            return self._lose(unsigned, reason, now) or self._abort(reason)
+        commit = Commit(header=header, certificate=self._certifier.certify(header, name, signed))
         self._standing.entry_made(self._members)
-        return [Send(peer, commit) for peer in self._members]
+        passed_on = isinstance(running, Begin) and len(self._members) > OPEN_LIMIT  # from us on
+        return [Send(peer, commit) for peer in ((self._me,) if passed_on else self._members)]
 
     def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
         """The sender speaks of another attempt than the one that runs."""
@@ -359,7 +375,7 @@ class Leader(Gathering):
 
     def _latest_held(self) -> Held | None:
         held = [ready.held for ready in self._ready.values() if ready.held and self._follows(ready.held.header)]
-        return max(held, key=lambda item: item.attempt.order, default=None)
+        return max(held, key=lambda item: item.attempt.weight, default=None)
 
     def _follows(self, header: Header) -> bool:
         try:

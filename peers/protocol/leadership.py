@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from peers.log.state import LogState
 from peers.presence.presence import Presence
+from peers.protocol.certifier import Certifier
 from peers.protocol.desk import Desk
 from peers.protocol.leader import Leader
 from peers.protocol.messages import Accuse, Complete, LeaseRequest, Ready, Waiting
@@ -23,6 +24,7 @@ class Leadership:
         trainer: Trainer,
         replica: Replica,
         log: LogState,
+        certifier: Certifier,
         is_in_slot: Callable[[], bool],
     ) -> None:
         """`is_in_slot`: whether we are ready in the slot, or further, whatever the trainer does by now."""
@@ -33,6 +35,7 @@ class Leadership:
         self._trainer = trainer
         self._replica = replica
         self._log = log
+        self._certifier = certifier
         self._is_in_slot = is_in_slot
         self._leader: Leader | None = None
 
@@ -61,8 +64,8 @@ class Leadership:
         if self._leader is not None:
             self._leader.grace = self._trainer.grace()
             self._leader.unreached = self._presence.unreached
-            leavers = self._presence.membership.leavers
-            self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), leavers))
+            departed = self._presence.membership.departed(self._log)
+            self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), departed))
 
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
         step = self._trainer.inner_step()
@@ -90,7 +93,7 @@ class Leadership:
 
     def on_leaving(self, peer: str) -> None:
         if self._leader is not None:
-            self._leader.left = self._presence.membership.leavers
+            self._leader.departed = self._presence.membership.departed(self._log)
             self._desk.emit(*self._leader.gone(peer, self._desk.now))
 
     @property
@@ -101,6 +104,7 @@ class Leadership:
     def _lead(self) -> Leader:
         if self._leader is None:
             settings, payload, digest = self._desk.settings, self._desk.payload, self._replica.state_digest
-            self._leader = Leader(self._desk.me, self._log, digest, settings, payload, self._presence.standing)
+            standing, log = self._presence.standing, self._log.in_state(digest)
+            self._leader = Leader(self._desk.me, log, digest, settings, payload, standing, self._certifier)
         self._leader.lease = self._trainer.lease
         return self._leader

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
+from peers.log.certificate import Certificate, Signature
 from peers.log.header import MEMBER_LIMIT, Header, Member, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.values.leases import PIECE_LIMIT
@@ -53,16 +54,24 @@ class Attempt(Value):
     """One leader's attempt to produce the entry at `position`. Later ones have higher numbers; the leader breaks ties.
 
     A round, the exchange of blocks, is named by the attempt that began it. When somebody dies, the next attempt goes on
-    with the same round.
+    with the same round. A minority's attempt, which goes on `alone`, has asked too few to know what may be committed.
     """
 
     position: Position
     number: Count
     leader: PeerId
+    alone: Annotated[bool, Field(strict=True)] = False
 
     @property
-    def order(self) -> tuple[int, str]:
+    def name(self) -> tuple[int, str]:
+        """What its members sign: number and leader."""
         return self.number, self.leader
+
+    @property
+    def weight(self) -> tuple[bool, int, str]:
+        """Of two entries that are held, the one of the weightier attempt may have been committed: of the later one, but
+        of no minority's where there is another."""
+        return not self.alone, self.number, self.leader
 
     def __str__(self) -> str:
         return f"{str(self.position).partition(':')[0]}.{self.number}"
@@ -146,8 +155,8 @@ class LeaseGrant(Value):
 class Ready(Value):
     """Member → leader: my inner steps are done; I take part in your next attempt and in no earlier one.
 
-    An `incumbent` has been in the run since before this position. A peer that started at it may have been here before
-    and forgotten what it held, so it does not count towards the quorum that protects a committed entry. `round`: the
+    Towards the quorum that protects a committed entry counts who has the `incarnation` of the last roster: a peer that
+    started since may have been here before, and have forgotten what it held. `round`: the
     exchange it is in the middle of, if its leader was lost. `rate`: bytes a second that its link was seen to carry each
     way; 0: not measured yet. `wants`: the samples of its next lease; 0: a whole one.
 
@@ -160,7 +169,7 @@ class Ready(Value):
     state_digest: Digest
     tokens: Count
     samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
-    incumbent: Annotated[bool, Field(strict=True)]
+    incarnation: Count
     last_attempt: Count
     held: Held | None
     round: Round | None
@@ -261,12 +270,18 @@ class Accuse(Value):
 
 class Complete(Value):
     """Member → leader, and in an open attempt → all members: I hold the whole payload. This is its digest, and whose
-    blocks lack in how many chunks."""
+    blocks lack in how many chunks; the `signature` is of the header that follows from that, in this attempt."""
 
     kind: ClassVar[Literal["complete"]] = "complete"
     attempt: Attempt
     payload: Digest
     missed: Missed
+    signature: Signature
+
+    @property
+    def outcome(self) -> tuple[Attempt, bytes, tuple[tuple[str, int], ...]]:
+        """What all members must say alike."""
+        return self.attempt, self.payload, self.missed
 
     @property
     def position(self) -> Position:
@@ -274,10 +289,11 @@ class Complete(Value):
 
 
 class Commit(Value):
-    """The entry that follows `header.previous` is this one."""
+    """The entry that follows `header.previous` is this one, as the certificate proves."""
 
     kind: ClassVar[Literal["commit"]] = "commit"
     header: Header
+    certificate: Certificate | None
 
     @property
     def position(self) -> Position:
@@ -297,10 +313,14 @@ class Abort(Value):
 
 
 class Refuse(Value):
-    """Leader → peer: what you have can't be used at this position; fetch the state from a peer and ask again."""
+    """Leader → peer: what you have can't be used at this position; fetch the state from a peer and ask again.
+
+    `state_digest` is the leader's: if that is another one, who is wrong is for most of the roster to say.
+    """
 
     kind: ClassVar[Literal["refuse"]] = "refuse"
     position: Position
+    state_digest: Digest
     reason: Reason
 
 
@@ -329,12 +349,16 @@ class Elsewhere(Value):
 class Leaving(Value):
     """Deathrattle: do not wait for me any more.
 
-    Who `holds` a payload may be needed to know whether an entry was committed, and goes on counting in the quorum.
+    In this incarnation the sender has said of no entry from index `departure` on that it holds it, and says so of none
+    any more: in their quorums it does not count. Before, it does: others may be behind, and need to know what it held.
+    The `signature` is of that `Departure`, so that it can be part of certificates.
     """
 
     kind: ClassVar[Literal["leaving"]] = "leaving"
     position: Position
-    holds: Annotated[bool, Field(strict=True)]
+    incarnation: Count
+    departure: Count
+    signature: Signature
 
 
 Message = (

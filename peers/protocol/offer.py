@@ -39,7 +39,7 @@ class Offer:
             state_digest=self._replica.state_digest,
             tokens=trained.tokens,
             samples=trained.samples,
-            incumbent=self._replica.is_incumbent,
+            incarnation=self._desk.memory.incarnation,
             last_attempt=acceptor.last_attempt,
             held=acceptor.held,
             round=round,
@@ -54,8 +54,16 @@ class Offer:
         trained, me = self._trained, self._desk.me
         assert trained is not None
         mine = [member for member in round.roster if member.peer == me]
-        offer = Member(peer=me, tokens=trained.tokens, samples=trained.samples, wants=self._wants)
-        return mine == [offer] and me not in round.lost
+        return mine == [self._as_member(trained)] and me not in round.lost
+
+    def _as_member(self, trained: Trained) -> Member:
+        return Member(
+            peer=self._desk.me,
+            tokens=trained.tokens,
+            samples=trained.samples,
+            wants=self._wants,
+            incarnation=self._desk.memory.incarnation,
+        )
 
     def can_lead_to_an_entry(self, round: Round) -> bool:
         """Whether the round's roster follows from the log, and its parts are the payload."""

@@ -72,6 +72,7 @@ from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.troubles import Troubles
 from peers.values.chunks import PayloadSize
+from peers.values.signing import Keys
 
 
 class Peer:
@@ -84,12 +85,15 @@ class Peer:
         payload: PayloadSize,
         state_digest: bytes,
         now: float,
+        incarnation: int,
+        keys: Keys,
         log: LogState | None = None,
     ) -> None:
-        """`log` is where the state is, if not before the first entry."""
+        """`incarnation` is a number that no start of this peer has had before. `log` is where the state is, if not
+        before the first entry."""
         self.me = me
         self.settings = settings
-        self._desk = Desk(me, settings, payload, now)
+        self._desk = Desk(me, settings, payload, now, incarnation, keys)
         self._course = Course(self._desk, state_digest, log or settings.empty_log)
         self.presence: Presence = self._course.presence
         self.trainer: Trainer = self._course.trainer
@@ -114,6 +118,7 @@ class Peer:
                 course.tick()
             case HeartbeatsSeen(heartbeats, silences):
                 self.membership.observe(heartbeats, self._desk.now, silences)
+                course.check_state()
                 course.catch_up()
                 course.look_for_trouble()
             case ReachSeen(reach, rates, sought):
@@ -142,7 +147,7 @@ class Peer:
                 self.replica.take(event)
                 course.on_fetched(event)
             case PayloadFetched(header) if header == self.replica.replaying:
-                course.entry_made(header)
+                course.entry_made(header, self.replica.proof)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
                 course.on_not_replayed(header, reason)
             case LeaveRequested(at_once):
@@ -163,9 +168,7 @@ class Peer:
     # Messages -------------------------------------------------------------------------------------------------
     def _receive(self, sender: str, message: Message | Unread) -> None:
         if isinstance(message, Leaving):
-            if not message.holds:
-                self.membership.left(sender)
-            self.membership.unreachable(sender)
+            self.membership.departs(sender, message.incarnation, message.departure, message.signature)
             for each in self.slots.values():
                 each.leadership.on_leaving(sender)
         elif slot := self._slot_at(message.position):
@@ -188,8 +191,8 @@ class Peer:
                 slot.take(message, sender)
             case Commit():
                 course.on_commit(sender, message, slot)
-            case Refuse(reason=reason) if sender == slot.led_by:
-                course.on_refuse(sender, reason, slot)
+            case Refuse() if sender == slot.led_by:
+                course.on_refuse(sender, message, slot)
             case Excluded(reason=reason) if sender == slot.led_by:
                 course.on_excluded(reason)
             case LeaseGrant() if self.state is State.JOINING and slot.log.closes and sender == leadership.elect():
@@ -249,6 +252,10 @@ class Peer:
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""
         return self.presence.is_live(peer)
+
+    @property
+    def incarnation(self) -> int:
+        return self._desk.memory.incarnation
 
     @property
     def exchange(self) -> Exchange | None:

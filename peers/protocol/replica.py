@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from peers.errors import LocalProtocolError
+from peers.log.certificate import Certificate
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogError, LogState
@@ -27,7 +28,7 @@ from peers.protocol.events import (
     TokensLost,
 )
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
-from peers.protocol.messages import Inquire
+from peers.protocol.messages import Commit, Inquire
 from peers.protocol.part import Part, Row, Table
 
 
@@ -85,10 +86,7 @@ class Replica(Part):
         self.state_digest = state_digest
         self.lineage = Lineage(log)
         self.undigested: LogState | None = None
-        self.replaying: Header | None = None
-        self.joined_at = log.position.head
-        """What we held at this position or before is forgotten: there we count in no quorum."""
-        self._was_in_cycle = False  # an entry of it was made with us: we cannot have been in the next one before
+        self._behind: Behind | None = None
         self._desk = desk
         self._presence = presence
         self._waiting: deque[EntryMade] = deque()  # of other fragments
@@ -101,29 +99,22 @@ class Replica(Part):
         return self.settled.position == self.log.position and self.state is not FETCHING
 
     @property
-    def is_incumbent(self) -> bool:
-        """Whether we have been in the run since before this position."""
-        return self.log.position.head != self.joined_at
+    def replaying(self) -> Header | None:
+        """The entry that was made without us, while we fetch its payload."""
+        return self._behind.header if self._behind else None
 
-    def joins_here(self) -> None:
-        """From now on we are one that has joined at this position: what we promised and held here is forgotten."""
-        self._waiting.clear()
-        self.joined_at = self.log.position.head
-        self._was_in_cycle = False
+    @property
+    def proof(self) -> Certificate | None:
+        """Of the entry that is replayed."""
+        return self._behind.certificate if self._behind else None
 
     # Entries --------------------------------------------------------------------------------------------------
     def _apply(self, made: EntryMade) -> None:
-        was_incumbent = self.is_incumbent
-        self._was_in_cycle |= made.header != self.replaying
         self.log = self.log.append(made.header)
-        self.lineage.append(made.header, self.log)
-        self.replaying = None
-        if not self.log.made:
-            if not (was_incumbent or self._was_in_cycle):  # we may have been here before, and forgotten what we held
-                self.joined_at = self.log.position.head
-            self._was_in_cycle = False
+        self.lineage.append(made.header, self.log, made.certificate)
+        self._behind = None
         self._enter(APPLYING)
-        self._desk.emit(Apply(made.header, made.keeps_work))
+        self._desk.emit(Apply(made.header, made.keeps_work, made.certificate))
 
     def _apply_or_wait(self, made: EntryMade) -> None:
         if made.header == self.replaying:
@@ -158,6 +149,16 @@ class Replica(Part):
             raise LocalProtocolError(f"the digest after entry {digested.header.index}, which was not applied last")
         self.settled, self.state_digest = log, digested.state_digest
 
+    @property
+    def states_of_most(self) -> bytes | None:
+        """The digest that more than half of the roster name where we are; None: there is none."""
+        return self._presence.state_of_most(self.settled, self.state_digest, self._desk.memory.incarnation)
+
+    def donor_of(self, state_digest: bytes) -> str:
+        """Somebody who has this state."""
+        head, live = self.settled.position.head, self._presence.live()
+        return min(peer for peer, beat in live.items() if (beat.head, beat.state_digest) == (head, state_digest))
+
     # Behind ---------------------------------------------------------------------------------------------------
     def furthest(self) -> str | None:
         """Whose state is further on, or on a heavier lineage."""
@@ -190,11 +191,13 @@ class Replica(Part):
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else 0, known_from))
 
-    def follow(self, sender: str, header: Header, was_asked: bool, with_us: bool = False) -> Behind | None:
+    def follow(self, sender: str, commit: Commit, is_certified: bool, was_asked: bool) -> Behind | None:
         """What there is to replay, if the sender can be believed to have this entry: its heartbeats say that it is
-        further on, or we asked it. Which peers are donors follows from that, too. `with_us`: it is of a round that we
-        were in."""
-        live = self._presence.live()
+        further on, or we asked it. Which peers are donors follows from that, too. What a minority has made is followed
+        only where most of the last roster are not here to make an entry of their own."""
+        header, live = commit.header, self._presence.live()
+        if not is_certified and self._presence.are_most_here(self.log, self._desk.memory.incarnation):
+            return None
         donors = {peer for peer, beat in live.items() if beat.index > header.index}
         if was_asked and self._presence.is_live(sender):
             donors.add(sender)
@@ -207,22 +210,21 @@ class Replica(Part):
         except LogError as error:
             self._desk.emit(Dropped(sender, "commit", str(error)))
             return None
-        return Behind(header, tuple(sorted(donors)), with_us)
+        return Behind(header, commit.certificate, tuple(sorted(donors)))
 
     def _replay(self, behind: Behind) -> None:
-        self._was_in_cycle |= behind.with_us
         self._enter(REPLAYING)
-        self.replaying = behind.header
+        self._behind = behind
         if behind.header.payload != NO_PAYLOAD:
             self._desk.emit(FetchPayload(behind.header, behind.donors))
 
     def _give_up(self, _: NobodyAhead) -> None:
-        self.replaying = None
+        self._behind = None
         self._go_on()
 
     def _fetch(self, far: FarBehind) -> None:
-        self.joins_here()  # also when the fetch fails
-        self.replaying = None
+        self._waiting.clear()
+        self._behind = None
         self._enter(FETCHING)
         others = tuple(sorted(self._presence.donors() - {far.donor}))
         self._desk.emit(FetchSnapshot(far.donor, others, far.least))
@@ -230,7 +232,6 @@ class Replica(Part):
     def _restored(self, restored: SnapshotRestored) -> None:
         self.log = self.settled = self.log.at(restored.header, restored.ends)
         self.state_digest = restored.state_digest
-        self.joins_here()
         self._leave_lineage(restored)
         self._has_snapshot = True
         self._desk.emit(Note("info", f"state at {self.log.position} fetched from {restored.donor}"))

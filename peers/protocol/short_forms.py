@@ -38,6 +38,7 @@ class ShortAttempt(Value):
 
     number: Count
     leader: PeerId
+    alone: Annotated[bool, Field(strict=True)]
 
 
 class ShortHeld(Value):
@@ -80,7 +81,7 @@ class Form(NamedTuple):
 def shorten_attempt(attempt: Attempt, position: Position) -> ShortAttempt:
     if attempt.position != position:
         raise LogError(f"an attempt at {attempt.position} in a message about {position}")
-    return ShortAttempt(number=attempt.number, leader=attempt.leader)
+    return ShortAttempt(number=attempt.number, leader=attempt.leader, alone=attempt.alone)
 
 
 def lengthen_attempt(plain: object, position: Position) -> Attempt:
@@ -89,7 +90,7 @@ def lengthen_attempt(plain: object, position: Position) -> Attempt:
 
 
 def _attempt(short: ShortAttempt, position: Position) -> Attempt:
-    return Attempt(position=position, number=short.number, leader=short.leader)
+    return Attempt(position=position, number=short.number, leader=short.leader, alone=short.alone)
 
 
 # Peers ------------------------------------------------------------------------------------------------------------

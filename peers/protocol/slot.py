@@ -1,8 +1,7 @@
 """This peer's part in making the entry at one position: ready, pledged to a leader, exchanging, complete, concluded.
 
 There is one slot for each cycle and fragment. It is there from when the peer comes to the cycle, while it still trains,
-too: others may take it for their leader before it is ready itself. It goes when its entry is made, or when the peer
-begins anew in the cycle, as one that has just joined.
+too: others may take it for their leader before it is ready itself. It goes when its entry is made, or its work dropped.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
+from peers.log.certificate import Certificate
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.state import LogError
+from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
-from peers.protocol.acceptor import Acceptor
+from peers.protocol.certifier import Certifier, told_by
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.events import (
     BadBlocks,
@@ -66,7 +66,7 @@ COMMITTED: dict[StrEnum, str] = {CONCLUDED: "what we hold is committed"}
 class Owner(Protocol):
     """Whoever decides what the slot's news means for the rest of the peer."""
 
-    def entry_made(self, header: Header) -> None:
+    def entry_made(self, header: Header, certificate: Certificate | None) -> None:
         """The slot's entry is committed, and its payload is here."""
 
     def attempt_over(self, slot: Slot) -> None:
@@ -115,10 +115,13 @@ class Slot(Part):
         self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, fragment: int, host: Owner
     ) -> None:
         super().__init__(OPEN)
-        self.acceptor = Acceptor(desk.me)
         self.exchange: Exchange | None = None
         self.log = replica.log.of(fragment)
-        self.leadership = Leadership(desk, presence, trainer, replica, self.log, lambda: self.is_taking_part)
+        self.acceptor = desk.memory.at(self.log.position)
+        self.certifier = Certifier(desk.keys, self.log, lambda: presence.membership.farewells(self.log))
+        self.leadership = Leadership(
+            desk, presence, trainer, replica, self.log, self.certifier, lambda: self.is_taking_part
+        )
         self.attempt: Attempt | None = None
         self.adopting: Adopt | None = None
         self._desk = desk
@@ -211,14 +214,14 @@ class Slot(Part):
             self._desk.emit(*self.exchange.open())
 
     def _adopt(self, adopt: Adopt, sender: str) -> None:
-        """Take over an entry that may have been committed, unless what we hold is from a later attempt."""
+        """Take over an entry that may have been committed, unless what we hold is of a weightier attempt."""
         held = self.acceptor.held
         if not self.acceptor.may_join(sender, adopt.attempt):
             return
-        if held and adopt.held.attempt.order < held.attempt.order:
+        if held and adopt.held.attempt.weight < held.attempt.weight:
             return
         try:
-            self.log.check_next(adopt.held.header)
+            self._here.check_next(adopt.held.header)
         except LogError as error:
             self._desk.emit(Dropped(sender, "adopt", str(error)))
             return
@@ -334,13 +337,19 @@ class Slot(Part):
         """All chunks are here: what entry do they make?"""
         assert exchange.payload is not None
         missed = exchange.missed()
-        header = self.log.next_header(exchange.round.entry_roster(missed), exchange.payload)
+        header = self._here.next_header(exchange.round.entry_roster(missed), exchange.payload)
         self._hold(header, tuple(missed.items()))
+
+    @property
+    def _here(self) -> LogState:
+        """The log before the entry, with the state that we have."""
+        return self.log.in_state(self._replica.state_digest)
 
     def _hold(self, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
         attempt = self.attempt
         assert attempt is not None
-        complete, is_new = self.acceptor.hold(attempt, header, missed)
+        signature = self._desk.memory.sign(attempt, header)
+        complete, is_new = self.acceptor.hold(attempt, header, missed, signature)
         self._desk.emit(Send(attempt.leader, complete))
         if is_new:  # later only to the leader: its Commit repairs what gets lost
             others = set(self._open_to) - {self._desk.me, attempt.leader} - self._presence.unreached
@@ -359,21 +368,33 @@ class Slot(Part):
         if attempt is not None and attempt.leader == self._desk.me and self.leadership.is_leading:
             return  # as its leader we hear the same, and commit: so that it is known here, too, who took part
         header = self.acceptor.concluded(attempt, self._open_to)
-        if header is not None and self.state is AVERAGING:
-            self._make(header)
+        if header is None or attempt is None or self.state is not AVERAGING:
+            return
+        certificate = self.certifier.certify(header, attempt.name, self.acceptor.signatures(self._open_to))
+        if self.certifier.proof(header, certificate).is_certified:
+            self._make(header, certificate)
 
     def holds(self, header: Header) -> bool:
         return self.acceptor.held is not None and self.acceptor.held.header == header
 
-    def was_in(self, header: Header) -> bool:
-        """Return whether the entry is of a round that we were in: it was made after we came here."""
-        offers = set(self.exchange.round.roster) if self.exchange else set()
-        return self._desk.me in header.peers and {member.lacking(0) for member in header.roster} <= offers
-
     def _committed(self, commit: Commit, _: str) -> None:
-        if self.holds(commit.header):
-            self._make(commit.header)
+        """What we hold is committed. Of a minority's entry its leader is the only judge, and only for its members, or
+        where too few are here to make an entry of their own."""
+        held, certificate = self.acceptor.held, commit.certificate
+        if held is None or certificate is None or held.header != commit.header:
+            return
+        is_of_ours = held.attempt.name == (certificate.number, certificate.leader)
+        is_certified = self.certifier.proof(commit.header, certificate).is_certified
+        if is_certified or is_of_ours or not self._presence.are_most_here(self.log, self._desk.memory.incarnation):
+            self._pass_on(commit)
+            self._make(commit.header, certificate)
 
-    def _make(self, header: Header) -> None:
+    def _pass_on(self, commit: Commit) -> None:
+        """In a large attempt each member tells a few others, since certificates are long."""
+        if self.exchange is not None and self.attempt is not None and self.state is AVERAGING:
+            to = told_by(self._desk.me, self.attempt.leader, self.exchange.round.remaining)
+            self._desk.emit(*(Send(peer, commit) for peer in to))
+
+    def _make(self, header: Header, certificate: Certificate) -> None:
         self._enter(CONCLUDED)
-        self._host.entry_made(header)
+        self._host.entry_made(header, certificate)

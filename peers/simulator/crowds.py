@@ -51,7 +51,9 @@ class Crowd(Swarm):
         """A peer starts that will lead, or be looked at for another reason."""
         self.start(name)
         peer = self.peers[name]
-        self.tapes[name] = Tape(name, self.settings, peer.buffers.size, peer.state, peer.time(self.now))
+        self.tapes[name] = Tape(
+            name, self.settings, peer.buffers.size, peer.state, peer.peer.incarnation, peer.time(self.now)
+        )
 
     def carry(self, sender: SimulatedPeer, to: SimulatedPeer, packed: bytes) -> None:
         self.bytes_by[sender.name] = self.bytes_by.get(sender.name, 0) + len(packed)

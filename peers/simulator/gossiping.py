@@ -147,6 +147,7 @@ class Crowd:
         return Heartbeat(
             run=RUN,
             peer=peer.name,
+            incarnation=0,
             sequence=int(self.wall * 1000),
             lifetime=2 * TIMING.heartbeat_expiry,
             state=peer.state,

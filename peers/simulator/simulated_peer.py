@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -42,6 +42,7 @@ from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.simulated_workload import SimulatedWorkload, digest_of_states
 from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
@@ -62,6 +63,7 @@ class World(Protocol):
     settings: RunSettings
     speeds: tuple[float, ...]
     now: float
+    incarnations: Iterator[int]
 
     def note(self, *what: object) -> None: ...
     def handle(self, peer: SimulatedPeer, event: Event) -> None: ...
@@ -101,7 +103,15 @@ class SimulatedPeer:
         self.fragments = [Fragment(name, block_count, kept_bytes) for _ in range(world.settings.fragments)]
         self.clock = clock
         self.speed = world.speeds[ord(name[-1]) % len(world.speeds)]
-        self.peer = Peer(name, world.settings, self.buffers.size, self.state, self.time(0.0))
+        self.peer = Peer(
+            name,
+            world.settings,
+            self.buffers.size,
+            self.state,
+            self.time(0.0),
+            next(world.incarnations),
+            SimulatedKeys(name),
+        )
         self.packer = Packer(self.peer)
         self.alive = True
         self._has_stopped = False
@@ -166,6 +176,7 @@ class SimulatedPeer:
             update={
                 "sequence": self.sequence,
                 "state": SHOWN_AS[peer.state],
+                "incarnation": peer.incarnation,
                 "index": peer.settled.position.index,
                 "head": peer.settled.position.head,
                 "state_digest": peer.state_digest,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 
 from peers.log.header import Header
 from peers.log.settings import RunSettings
@@ -100,6 +101,7 @@ class Swarm:
         self.side: dict[str, int] = defaultdict(int)  # which side of a partition a peer is on
         self.deaf: set[str] = set()  # whom nothing reaches, while they are heard
         self.stopped: set[str] = set()
+        self.incarnations: Iterator[int] = count(1000, 1000)
         self.history = History(self.one_child)
         self.messages: Counter[str] = Counter()  # sent, by sender
         self.chunks: Counter[str] = Counter()

@@ -17,7 +17,9 @@ from peers.log.state import LogError
 from peers.protocol.events import Effect, Event, Received, Send
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.chunks import PayloadSize
+from peers.values.identity import Identity, verify
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Tape:
     settings: RunSettings
     payload: PayloadSize
     state_digest: bytes
+    incarnation: int
     started_at: float
     happened: list[tuple[float, Event | Packed]] = field(default_factory=list)
 
@@ -46,11 +49,28 @@ class Tape:
         return len(self.happened)
 
 
+class PricedKeys(SimulatedKeys):
+    """Simulated signatures that take as long as real ones to make and to check."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._identity = Identity.generate()
+        self._signature = self._identity.sign(name.encode())
+
+    def sign(self, data: bytes) -> bytes:
+        self._identity.sign(data)
+        return super().sign(data)
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        verify(self._identity.peer_id, data, self._signature)
+        return super().verify(peer, data, signature)
+
+
 def play(tape: Tape, scenes: Sequence[range]) -> list[float]:
     """Return the processor seconds that each scene, a part of the tape, takes a peer that lives through all of it.
 
-    Counted is what a peer does with its control messages: to unpack and check those that come, to decide, and to pack
-    those that go.
+    Counted is what a peer does with its control messages: to unpack and check those that come, signatures too, to
+    decide, and to pack those that go.
     """
     times = [time.thread_time(), *(time.thread_time() for _ in replayed(tape))]
     return [times[scene.stop] - times[scene.start] for scene in scenes]
@@ -58,7 +78,8 @@ def play(tape: Tape, scenes: Sequence[range]) -> list[float]:
 
 def replayed(tape: Tape) -> Iterator[list[Effect]]:
     """Yield what a peer wants done about each thing that happened, with its messages packed."""
-    peer = Peer(tape.me, tape.settings, tape.payload, tape.state_digest, tape.started_at)
+    keys = PricedKeys(tape.me)
+    peer = Peer(tape.me, tape.settings, tape.payload, tape.state_digest, tape.started_at, tape.incarnation, keys)
     packer = Packer(peer)
     for now, what in tape.happened:
         effects = _told(peer, packer, now, what)

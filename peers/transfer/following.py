@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
+from peers.log.certificate import Certificate, prove
 from peers.log.header import Header
 from peers.log.outcome import follow
 from peers.log.settings import RunSettings
@@ -22,6 +23,7 @@ from peers.transfer.headers import fetch_stretch
 from peers.transfer.payloads import PayloadError, Payloads
 from peers.transfer.snapshot_fetch import ask_size, fetch_snapshot
 from peers.transfer.storage import Storage
+from peers.values.identity import verify
 from peers.values.workload import BadBlocksError, ReplicatedState, SnapshotError
 
 
@@ -43,19 +45,24 @@ class OtherLineageError(LogError):
     """An entry of a log that split off from ours."""
 
 
-async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> LogState:
-    """The log with the entry that follows, as a donor knows it.
+async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> tuple[LogState, Certificate | None]:
+    """The log with the entry that follows, as a donor knows it, and what proves that entry.
 
-    Raises: PeerUnreachableError, RemoteProtocolError, LogError; OtherLineageError where the donor's log is another.
+    Raises: PeerUnreachableError, RemoteProtocolError, LogError; CertificateError where a signature is false;
+        OtherLineageError where the donor's log is another.
     """
     index = log.position.index
     stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
-    told = stretch.header or next(iter(stretch.outcomes), None)
+    told, certificate = next(iter(stretch.told), (None, None))
     if told is None:
         raise LogError(f"it has no entry {index}")
     if told.previous != log.position.head:
         raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
-    return log.append(told) if isinstance(told, Header) else follow(log, told)
+    after = log.append(told) if isinstance(told, Header) else follow(log, told)
+    assert after.last is not None
+    if certificate is not None:
+        prove(certificate, log, after.last, verify)
+    return after, certificate
 
 
 class FollowTransport(PullTransport, Protocol):
@@ -147,7 +154,7 @@ class Following:
         tried: set[bytes] = set()
         for donor in donors:
             try:
-                log = await next_in_log(self._transport, donor, self.log)
+                log, _ = await next_in_log(self._transport, donor, self.log)
                 assert log.last is not None
                 least = index + 1 if least is None else least
                 if log.last.digest in tried:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
@@ -12,14 +14,17 @@ from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
+from peers.log.certificate import Ballot, Certificate, certify
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogState
+from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 
 BLOCK_BYTES = kernels.INT8.block_bytes
-PEERS = "ab"
+IDENTITIES = tuple(Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)) for number in range(2))
+PEERS = tuple(identity.peer_id for identity in IDENTITIES)
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class RecordedRun:
 
     run: Run
     headers: list[Header] = field(default_factory=list)
+    certificates: list[Certificate] = field(default_factory=list)
     payloads: list[Payload] = field(default_factory=list)
     states: list[Saved] = field(default_factory=list)
 
@@ -47,7 +53,8 @@ class RecordedRun:
     def fill(self, log: RunLog, first: int = 0) -> None:
         """Append the entries from `first` on."""
         for index in range(first, len(self.headers)):
-            log.append(self.headers[index], self.states[index + 1].state_digest, self.payloads[index])
+            state_digest = self.states[index + 1].state_digest
+            log.append(self.headers[index], state_digest, self.payloads[index], self.certificates[index])
 
 
 def record(run: Run, theta: Vector, entries: int, seed: int = 1) -> RecordedRun:
@@ -62,13 +69,22 @@ def record(run: Run, theta: Vector, entries: int, seed: int = 1) -> RecordedRun:
         average = codec.empty_payload()
         codec.encode_difference(random.normal(size=theta.size).astype(np.float32), np.zeros_like(theta), average)
         payload = Payload.cut(memoryview(bytes(average)), BLOCK_BYTES)
+        log = log.in_state(recorded.states[-1].state_digest)
         header = log.next_header(roster(run.config, log), payload.digest)
+        recorded.certificates.append(certificate(log, header))
         log = log.append(header)
         state.apply(average, index)
         recorded.headers.append(header)
         recorded.payloads.append(payload)
         recorded.states.append(saved(state, header))
     return recorded
+
+
+def certificate(log: LogState, header: Header, signers: Sequence[Identity] = IDENTITIES) -> Certificate:
+    """Signatures of an entry in the first attempt of the first peer."""
+    ballot = Ballot(header=header.digest, number=1, leader=PEERS[0], incarnation=0)
+    signatures = {identity.peer_id: identity.sign(ballot.text) for identity in signers}
+    return certify(log, header, (1, PEERS[0]), signatures, {})
 
 
 def roster(config: RunConfig, log: LogState) -> list[Member]:

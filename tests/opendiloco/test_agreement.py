@@ -12,6 +12,7 @@ def beat(peer: str, index: int, digest: int = 0, state: PeerState = PeerState.TR
     return Heartbeat(
         run="small-x",
         peer=peer,
+        incarnation=0,
         sequence=1,
         state=state,
         index=index,

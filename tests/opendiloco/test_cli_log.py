@@ -23,8 +23,8 @@ from peers.log.files import ENTRIES, PAYLOADS, entry_line, first_line, payload_p
 from peers.log.folder import LogFolder
 from peers.log.payload import Payload
 from peers.values.identity import Identity
-from peers.values.wire import digest_of
-from tests.opendiloco.recorded_run import BLOCK_BYTES, RecordedRun, record
+from peers.values.wire import digest_of, pack
+from tests.opendiloco.recorded_run import BLOCK_BYTES, IDENTITIES, PEERS, RecordedRun, certificate, record
 
 ENTRIES_OF_RUN = 5
 
@@ -101,7 +101,7 @@ def test_show_prints_json(folder: RunFolder, recorded: RecordedRun) -> None:
     for place in (folder.path, folder.log):
         [shown] = json.loads(log("show", "--folder", place, "--json", "--last", 1).stdout)
         assert shown["index"] == ENTRIES_OF_RUN - 1
-        assert [member["peer"] for member in shown["peers"]] == ["a", "b"]
+        assert [member["peer"] for member in shown["peers"]] == list(PEERS)
         assert (shown["tokens"], shown["lineage_tokens"]) == (256, 1280)
         assert shown["previous"] == recorded.headers[-2].digest.hex()
         assert shown["header"] == recorded.headers[-1].digest.hex()
@@ -157,6 +157,7 @@ def test_which_manifest(folder: RunFolder, recorded: RecordedRun, small_config: 
 # Verify -----------------------------------------------------------------------------------------------------------
 def test_a_sound_log_is_verified_from_the_manifest_on(folder: RunFolder) -> None:
     assert verify(folder) == [
+        "verified: signatures of most of the roster before: entries 0 to 4",
         "verified: headers, from the manifest on: entries 0 to 4",
         "verified: payloads: entries 0 to 4",
         "verified: states, from the manifest on: entries 0 to 4",
@@ -167,6 +168,7 @@ def test_a_sound_log_is_verified_from_a_checkpoint_on(folder: RunFolder, recorde
     path = checkpoint(folder, recorded, 2)
     LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES).prune(2)
     assert verify(folder, "--checkpoint", path) == [
+        "verified: signatures of most of the roster before: entries 0 to 4",
         "verified: headers, from the manifest on: entries 0 to 4",
         "verified: payloads: entries 2 to 4",
         "verified: states, from the checkpoint on: entries 2 to 4",
@@ -181,11 +183,34 @@ def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None
     rewrite(folder, lambda found: [first, *(replace(one, state_digest=None) for one in found[3:])])
     path = checkpoint(folder, recorded, 2)
     assert verify(folder, "--checkpoint", path) == [
+        "verified: signatures of most of the roster before: entries 3 to 4",
         "verified: headers, from the first that is here on: entries 2 to 4",
         "verified: payloads: entries 2 to 4",
         "verified: states, from the checkpoint on: entry 2",
+        "not verified: signatures, since what came before is not here: entry 2",
         "not verified: states whose digest was not recorded: entries 3 to 4",
     ]
+
+
+def test_entries_without_enough_signatures_are_named(folder: RunFolder, recorded: RecordedRun) -> None:
+    log = recorded.empty_log.at(recorded.headers[1])
+    alone = certificate(log, recorded.headers[2], IDENTITIES[:1])
+
+    def change(found: list[Entry]) -> list[Entry]:
+        second, third = replace(found[1], certificate=None), replace(found[2], certificate=pack(alone))
+        return [found[0], second, third, *found[3:]]
+
+    rewrite(folder, change)
+    said = verify(folder)
+    assert "verified: signatures of most of the roster before: entries 0, 3 to 4" in said
+    assert "not verified: signatures, which are not here: entry 1" in said
+    assert "not verified: entries that a minority made: entry 2" in said
+
+
+def test_a_false_signature_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
+    other = pack(recorded.certificates[1])
+    rewrite(folder, lambda found: [*found[:2], replace(found[2], certificate=other), *found[3:]])
+    assert_wrong(folder, 2, "is not its own")
 
 
 def test_states_are_verified_up_to_a_gap(folder: RunFolder, recorded: RecordedRun) -> None:

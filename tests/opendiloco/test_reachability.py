@@ -23,6 +23,7 @@ def beat(**fields: object) -> Heartbeat:
     known: dict[str, object] = {
         "run": "small-abc",
         "peer": PEER,
+        "incarnation": 0,
         "sequence": 1,
         "state": PeerState.TRAINING,
         "index": 2,

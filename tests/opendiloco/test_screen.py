@@ -17,6 +17,7 @@ def beat(state: PeerState, index: int) -> Heartbeat:
     return Heartbeat(
         run="small-abc",
         peer=PEER,
+        incarnation=0,
         sequence=1,
         state=state,
         index=index,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from peers.log.certificate import Ballot, Departure, certify, electorate
 from peers.log.chain import Chain, Entry
 from peers.log.header import Header, Member
 from peers.log.settings import RunSettings, Timing
@@ -28,8 +29,10 @@ from peers.protocol.messages import (
     Attempt,
     Begin,
     Commit,
+    Complete,
     Held,
     LeaseGrant,
+    Leaving,
     Message,
     Ready,
     Round,
@@ -38,6 +41,7 @@ from peers.protocol.messages import (
 )
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.chunks import PayloadSize, split_evenly
 from peers.values.leases import Lease, SampleRange
 from peers.values.wire import digest_of
@@ -78,6 +82,7 @@ def beat(peer: str, log: LogState, state: PeerState = PeerState.TRAINING, sequen
     fields: dict[str, Any] = {
         "run": RUN,
         "peer": peer,
+        "incarnation": 0,
         "sequence": sequence,
         "state": state,
         "index": log.position.index,
@@ -121,7 +126,7 @@ def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any
         "state_digest": STATE,
         "tokens": TOKENS,
         "samples": samples,
-        "incumbent": True,
+        "incarnation": 0,
         "last_attempt": 0,
         "held": None,
         "round": None,
@@ -149,12 +154,39 @@ def of(effects: list[Effect], kind: type[Any]) -> list[Any]:
     return [effect for effect in effects if isinstance(effect, kind)]
 
 
+def vote(header: Header, at: Attempt, peer: str, incarnation: int = 0) -> bytes:
+    """The peer's signature of an entry, in an attempt."""
+    ballot = Ballot(header=header.digest, number=at.number, leader=at.leader, incarnation=incarnation)
+    return SimulatedKeys(peer).sign(ballot.text)
+
+
+def complete(header: Header, at: Attempt, peer: str, missed: tuple[tuple[str, int], ...] = ()) -> Complete:
+    """A member holds the whole payload of the entry."""
+    return Complete(attempt=at, payload=header.payload, missed=missed, signature=vote(header, at, peer))
+
+
+def commit(log: LogState, header: Header, at: Attempt | None = None, by: Iterable[str] | None = None) -> Commit:
+    """The entry after `log` is made; by default all who may have signed it, in the first attempt."""
+    at = at or attempt(log)
+    signers = {peer for peer, _ in electorate(log, header)} if by is None else set(by)
+    votes = {peer: vote(header, at, peer) for peer in signers}
+    return Commit(header=header, certificate=certify(log, header, at.name, votes, {}))
+
+
+def leaving(log: LogState, peer: str, departure: int, incarnation: int = 0) -> Leaving:
+    said = Departure(run=RUN, peer=peer, incarnation=incarnation, index=departure)
+    signature = SimulatedKeys(peer).sign(said.text)
+    return Leaving(position=log.position, incarnation=incarnation, departure=departure, signature=signature)
+
+
 class Rig:
     """One peer with a clock, among others that are only heartbeats."""
 
-    def __init__(self, me: str = "b", others: str = "ac", settings: RunSettings = SETTINGS) -> None:
+    def __init__(
+        self, me: str = "b", others: str = "ac", settings: RunSettings = SETTINGS, incarnation: int = 0
+    ) -> None:
         self.now = 0.0
-        self.peer = Peer(me, settings, SIZE, STATE, 0.0)
+        self.peer = Peer(me, settings, SIZE, STATE, 0.0, incarnation, SimulatedKeys(me))
         self.others = others
         self.sequence = 0
         self.effects: list[Effect] = []
@@ -237,8 +269,20 @@ class Rig:
         assert self.peer.state is State.AVERAGING
         return self
 
-    def next_header(self, payload: bytes = PAYLOAD) -> Header:
-        return self.peer.log.next_header(self.roster(), payload)
+    def next_header(self, payload: bytes = PAYLOAD, missed: tuple[tuple[str, int], ...] = ()) -> Header:
+        lacking = dict(missed)
+        roster = [member.lacking(lacking.get(member.peer, 0)) for member in self.roster()]
+        return self.peer.log.in_state(self.peer.state_digest).next_header(roster, payload)
+
+    def complete(
+        self, peer: str, number: int = 1, payload: bytes = PAYLOAD, missed: tuple[tuple[str, int], ...] = ()
+    ) -> Complete:
+        """A member says that it holds the payload of a's attempt."""
+        return complete(self.next_header(payload, missed), self.attempt(number), peer, missed)
+
+    def commit(self, header: Header | None = None, by: Iterable[str] | None = None) -> Commit:
+        """The next entry is made."""
+        return commit(self.peer.log, header or self.next_header(), by=by)
 
     def holding(self, payload: bytes = PAYLOAD) -> Rig:
         """All of the present round's payload is here."""
@@ -247,7 +291,7 @@ class Rig:
         return self
 
     def applying(self) -> Rig:
-        self.hear("a", Commit(header=self.next_header()))
+        self.hear("a", self.commit())
         assert self.peer.state is State.APPLYING
         return self
 

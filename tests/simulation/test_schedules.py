@@ -14,6 +14,7 @@ from itertools import count
 
 import pytest
 
+from peers.log.certificate import certify, electorate
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.events import (
@@ -38,6 +39,7 @@ from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Faults, Swarm
 from peers.values.leases import SampleRange, sample_count
 from peers.values.wire import digest_of
+from tests.peers.builders import vote
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING)
@@ -537,7 +539,7 @@ def test_who_sends_nothing_stops_nobody_whatever_rate_it_states(rate: int | None
 
 # Planted faults ------------------------------------------------------------------------------------------------
 def commit_at_once(self: Leader, sender: str, complete: Complete, now: float) -> list[Effect]:
-    """A leader that does not wait until everybody is complete."""
+    """A leader that does not wait until everybody is complete, and members that believe it without signatures."""
     running = self._running
     if running is None or running.attempt != complete.attempt:
         return []
@@ -545,7 +547,11 @@ def commit_at_once(self: Leader, sender: str, complete: Complete, now: float) ->
         header = running.held.header
     else:
         header = self._log.next_header(running.round.entry_roster(dict(complete.missed)), complete.payload)
-    return [Send(peer, Commit(header=header)) for peer in self._members]
+    signatures = {
+        peer: vote(header, running.attempt, peer, incarnation) for peer, incarnation in electorate(self._log, header)
+    }
+    certificate = certify(self._log, header, running.attempt.name, signatures, {})
+    return [Send(peer, Commit(header=header, certificate=certificate)) for peer in self._members]
 
 
 def forget_what_is_held(self: Slot) -> None:
@@ -557,7 +563,8 @@ def forget_what_is_held(self: Slot) -> None:
 def apply_at_once(self: Slot, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
     """A member that takes its step as soon as it has the payload."""
     pristine_hold(self, header, missed)
-    self._make(header)
+    assert self.attempt is not None
+    self._make(header, certify(self.log, header, self.attempt.name, {}, {}))
 
 
 def inherit_at_once(self: Exchange) -> list[Effect]:

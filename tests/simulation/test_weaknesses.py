@@ -80,6 +80,7 @@ def heartbeat_of_a_stranger(state: PeerState, index: int, head: bytes, tokens: i
     return Heartbeat.model_construct(
         run="simulated",
         peer=STRANGER,
+        incarnation=1,
         sequence=1,
         state=state,
         index=index,
@@ -93,7 +94,6 @@ def heartbeat_of_a_stranger(state: PeerState, index: int, head: bytes, tokens: i
 
 
 # Leaving and starting again ------------------------------------------------------------------------------------
-@broken("who leaves is taken out of the quorum of those behind, too")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_who_was_late_does_not_outvote_what_those_who_left_have_committed(seed: int) -> None:
     """Two of three make an entry without the third, which is late, and leave politely meanwhile."""
@@ -119,7 +119,6 @@ def test_who_was_late_does_not_outvote_what_those_who_left_have_committed(seed: 
     assert one.index <= swarm.peers[first].index
 
 
-@broken("a peer that has forgotten what it held counts as the member that it was")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_member_that_forgot_what_it_held_does_not_outvote_it(seed: int) -> None:
     """L and M commit entry p + 1, M is killed and starts again among those who were cut off before entry p."""
@@ -179,7 +178,6 @@ def test_a_polite_restart_costs_no_more_than_a_crash() -> None:
 
 
 # A wrong state -------------------------------------------------------------------------------------------------
-@broken("the leader's state is right because it leads")
 def test_one_flipped_bit_in_the_leaders_state_costs_nobody_else_anything() -> None:
     settings = replace(SETTINGS, timing=replace(TIMING, partition_grace=60.0))
     swarm = at_work(swarm_of(5, 1, settings, one_child=False), 2)
@@ -211,15 +209,18 @@ def test_one_flipped_bit_in_the_leaders_state_costs_nobody_else_anything() -> No
 
 
 # Claims --------------------------------------------------------------------------------------------------------
-@broken("whoever says that an entry is committed is believed")
 def test_a_stranger_commits_nothing() -> None:
     swarm = at_work(swarm_of(5), 2)
-    log = swarm.peers["peer3"].peer.log
+    log = swarm.peers["peer3"].peer.log.in_state(swarm.peers["peer3"].peer.state_digest)
     own = Member(peer=STRANGER, tokens=200, samples=log.grants[0])
     header = log.next_header((own,), digest_of(b"any payload"))
     beat = heartbeat_of_a_stranger(PeerState.READY, log.position.index + 1, header.digest, log.lineage_tokens)
     for one in swarm.living:
-        for event in (HeartbeatsSeen((beat,)), Received(STRANGER, Commit(header=header)), PayloadFetched(header)):
+        for event in (
+            HeartbeatsSeen((beat,)),
+            Received(STRANGER, Commit(header=header, certificate=None)),
+            PayloadFetched(header),
+        ):
             one.peer.handle(event, one.time(swarm.now))
         assert one.peer.log.position == log.position
 
@@ -232,7 +233,7 @@ def test_a_member_can_invent_no_entry_that_it_holds() -> None:
     def claim(sender: str, to: str, message: Message) -> Message:
         if sender != liar.name or not isinstance(message, Ready) or message.position.index < 2:
             return message
-        log = liar.peer.log
+        log = liar.peer.log.in_state(message.state_digest)
         payload = Payload.cut(memoryview(b"\x07" * liar.buffers.size.bytes), 8)
         liar.buffers.kept.keep(payload)
         own = Member(peer=liar.name, tokens=message.tokens, samples=message.samples)

@@ -98,6 +98,7 @@ def heartbeat(identity: Identity, sequence: int, **changes: object) -> Heartbeat
     fields: dict[str, object] = {
         "run": RUN,
         "peer": identity.peer_id,
+        "incarnation": 0,
         "sequence": sequence,
         "state": PeerState.TRAINING,
         "index": 0,

@@ -30,7 +30,7 @@ from peers.protocol.events import (
     TokensLost,
     Train,
 )
-from peers.protocol.messages import Abort, Accuse, Attempt, Commit, Complete, Message, Unread
+from peers.protocol.messages import Abort, Accuse, Attempt, Complete, Message, Unread
 from peers.protocol.packing import Packer, open_envelope, unpack_message
 from peers.protocol.states import State
 from peers.streams.channel import Channel
@@ -270,7 +270,7 @@ def test_streams_end_with_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
             assert transport.streams
             driver.buffers.kept.keep(payload)
             rig.holding(payload.digest)
-            driver.handle(Received("a", Commit(header=rig.next_header(payload.digest))))
+            driver.handle(Received("a", rig.commit(rig.next_header(payload.digest))))
             await quiet()
             assert transport.streams == set()
             assert driver.workload.applied == [payload.data]
@@ -393,7 +393,7 @@ def test_the_payload_of_an_adopted_entry_is_fetched_from_its_holders(monkeypatch
             await quiet()
             ((to, complete),) = transport.messages(Complete)
             assert (to, complete.payload) == ("a", payload.digest)
-            driver.handle(Received("a", Commit(header=held.header)))
+            driver.handle(Received("a", rig.commit(held.header)))
             await quiet()
             assert driver.workload.applied == [payload.data]
             assert rig.is_in(State.TRAINING)

@@ -17,6 +17,7 @@ from peers.protocol.events import HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.values.identity import Identity
 from peers.values.reach import Reach
+from peers.values.signing import IdentityKeys
 from peers.values.workload import Progress
 from tests.peers.builders import LOG, SETTINGS, SIZE, STATE, beat
 
@@ -80,7 +81,7 @@ async def beats(network: Network, peer: Peer, count: int) -> None:
 
 
 def new_peer() -> Peer:
-    return Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0)
+    return Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0, incarnation=5, keys=IdentityKeys(ME))
 
 
 def test_addresses_are_asked_for_now_and_then() -> None:

@@ -25,7 +25,7 @@ def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) ->
         rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
         log = LogFolder.open(tmp_path, LOG, 8) if has_disk else MemoryLog(LOG, 0)
         recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
-        recorder.add(rig.next_header(payload.digest), STATE, payload)
+        recorder.add(rig.next_header(payload.digest), STATE, payload, None)
         await recorder.finish()
         assert told == ([payload.digest] if has_disk else [])
         assert log.payload(payload.digest) == payload
@@ -39,7 +39,7 @@ def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path
         log = LogFolder.open(tmp_path / "log", LOG, 8)
         shutil.rmtree(tmp_path / "log")
         recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
-        recorder.add(rig.next_header(payload.digest), STATE, payload)
+        recorder.add(rig.next_header(payload.digest), STATE, payload, None)
         await recorder.finish()
         assert told == []
 
@@ -60,7 +60,7 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
             me.donors[name] = FakeTransport(name)
             await serve_headers(me.donors[name], {RUN: past})
         recorder = Recorder(log, rig.peer, me, asyncio.create_task)
-        recorder.add(second, STATE, payload)
+        recorder.add(second, STATE, payload, None)
         await recorder.finish()
         assert log.headers(0, 2) == [first, second]
 

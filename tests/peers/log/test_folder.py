@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers.log.certificate import Certificate, Vote
 from peers.log.chain import Entry, Stretch
 from peers.log.files import (
     ENTRIES,
@@ -54,6 +55,7 @@ def lineage(count: int, payload_of: PayloadOf = payload, log: LogState = LOG) ->
 
 
 HEADERS = lineage(5)
+CERTIFICATE = Certificate(number=1, leader="a", votes=(Vote(place=0, signature=bytes(range(64))),), farewells=())
 FORK = lineage(3, lambda index: payload(index + 100), LOG.at(HEADERS[1]))  # entries 2, 3 and 4, otherwise
 
 
@@ -241,8 +243,9 @@ def test_a_last_line_that_was_cut_short_anywhere_is_cut_off(tmp_path: Path, capl
 
 def test_every_flipped_bit_of_a_line_is_noticed() -> None:
     """Of the chain alone, one in the last header would not be."""
-    brief = Entry.brief(LOG.at(HEADERS[1]), HEADERS[2], state(2))
-    for entry in (brief, Entry.whole(HEADERS[2], state(2))):
+    whole = Entry.whole(HEADERS[2], state(2), CERTIFICATE)
+    brief = whole.brief(LOG.at(HEADERS[1]), HEADERS[2])
+    for entry in (brief, whole, Entry.whole(HEADERS[2], None)):
         assert read_entry(entry_line(entry)) == entry
     for line, read in ((entry_line(brief), read_entry), (first_line(LOG), read_first_line)):
         for place in range(len(line)):
@@ -463,5 +466,5 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 def test_a_log_is_a_few_hundred_bytes_an_entry(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     fill(opened(tmp_path))
-    assert (tmp_path / ENTRIES).stat().st_size < 5 * (2 * len(pack(HEADERS[4])) + 200)
+    assert (tmp_path / ENTRIES).stat().st_size < 5 * (2 * len(pack(HEADERS[4])) + 300)
     assert not caplog.records

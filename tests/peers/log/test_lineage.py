@@ -18,7 +18,7 @@ from peers.protocol.events import (
     TrainingProgress,
     Undelivered,
 )
-from peers.protocol.messages import Commit, Held, Refuse
+from peers.protocol.messages import Held, Refuse
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
 from tests.peers.builders import LOG, PAYLOAD, TOKENS, Rig, of
@@ -111,7 +111,7 @@ def lost(effects: list[Effect]) -> list[tuple[str, int]]:
 
 def refused(rig: Rig) -> Rig:
     """It is about to take over the state of a."""
-    rig.hear("a", Refuse(position=rig.peer.log.position, reason="its state is not ours"))
+    rig.hear("a", Refuse(position=rig.peer.log.position, state_digest=PAYLOAD, reason="its state is not ours"))
     return rig
 
 
@@ -172,7 +172,7 @@ def test_work_in_an_entry_that_was_made_without_us_counts_if_all_of_it_is_there(
     roster = [one.lacking(missed) if one.peer == "b" else one for one in rig.roster()]
     header = rig.peer.log.next_header(roster, OTHER)
     rig.see(rig.peer.log.append(header))
-    assert lost(rig.hear("c", Commit(header=header))) == expected
+    assert lost(rig.hear("c", rig.commit(header))) == expected
 
 
 def test_work_in_the_entry_that_we_applied_is_not_lost() -> None:
@@ -187,4 +187,4 @@ def test_work_that_an_entry_handed_on_to_us_does_not_have_is_lost() -> None:
     header = rig.peer.log.next_header([one for one in rig.roster() if one.peer != "b"], PAYLOAD)
     rig.hear("a", rig.adopt(2, Held(attempt=rig.attempt(1), header=header)))
     rig.do(PayloadFetched(header))
-    assert lost(rig.hear("a", Commit(header=header))) == [("work", TOKENS)]
+    assert lost(rig.hear("a", rig.commit(header))) == [("work", TOKENS)]

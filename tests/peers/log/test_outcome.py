@@ -15,7 +15,7 @@ from peers.log.outcome import Outcome, Turnout, follow, header_of, outcome_of, t
 from peers.log.state import LogError, LogState
 from peers.values.leases import prefix, sample_count
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import LOG, PAYLOAD, first_log, member
+from tests.peers.builders import LOG, PAYLOAD, STATE, first_log, member
 
 STRANGERS = tuple("vwxyz")
 WITH_LATE = replace(LOG, staleness=2)
@@ -37,7 +37,10 @@ def rosters(log: LogState) -> st.SearchStrategy[tuple[Member, ...]]:
             whole = sample_count(samples) * log.tokens_per_sample
             tokens = draw(st.just(whole) | st.integers(0, whole))
             missed, wants = draw(st.sampled_from((0, 0, 0, 3))), draw(st.sampled_from((0, 0, 5, log.samples_per_lease)))
-            roster.append(Member(peer=peer, tokens=tokens, samples=samples, missed=missed, wants=wants))
+            incarnation = draw(st.sampled_from((log.incarnations.get(peer, 0), 0, 2**61)))
+            roster.append(
+                Member(peer=peer, tokens=tokens, samples=samples, missed=missed, wants=wants, incarnation=incarnation)
+            )
         return tuple(roster)
 
     return draw_roster().filter(lambda roster: any(one.tokens for one in roster))
@@ -61,21 +64,42 @@ PAIRS = st.lists(st.tuples(numbers(6), numbers(40)), max_size=4).map(tuple)
 NEWCOMERS = st.lists(st.tuples(numbers(4), st.sampled_from("abcxyz"), st.none() | numbers(3)).map(list), max_size=4)
 
 
-@given(PAIRS, NEWCOMERS, PAIRS, PAIRS, PAIRS, PAIRS, st.booleans())
+@given(PAIRS, NEWCOMERS, PAIRS, PAIRS, PAIRS, PAIRS, PAIRS, st.booleans())
 def test_whatever_is_said_leads_to_an_entry_or_to_none(
-    known: Any, newcomers: Any, samples: Any, tokens: Any, missed: Any, wants: Any, is_first: bool
+    known: Any, newcomers: Any, samples: Any, tokens: Any, missed: Any, wants: Any, incarnation: Any, is_first: bool
 ) -> None:
     log = LOG if is_first else first_log()
-    turnout = Turnout(known=known, newcomers=newcomers, samples=samples, tokens=tokens, missed=missed, wants=wants)
+    turnout = Turnout(
+        known=known,
+        newcomers=newcomers,
+        samples=samples,
+        tokens=tokens,
+        missed=missed,
+        wants=wants,
+        incarnation=incarnation,
+    )
     with suppress(LogError):
-        after = follow(log, Outcome(previous=log.position.head, fragment=0, turnout=turnout, payload=PAYLOAD))
+        after = follow(
+            log, Outcome(previous=log.position.head, fragment=0, state=STATE, turnout=turnout, payload=PAYLOAD)
+        )
         assert after.last is not None
         assert log.append(unpack(Header, pack(after.last))) == after
         assert follow(log, outcome_of(log, after.last)) == after
 
 
 def nobody(**fields: Any) -> Turnout:
-    return Turnout(**{"known": (), "newcomers": (), "samples": (), "tokens": (), "missed": (), "wants": (), **fields})
+    return Turnout(
+        **{
+            "known": (),
+            "newcomers": (),
+            "samples": (),
+            "tokens": (),
+            "missed": (),
+            "wants": (),
+            "incarnation": (),
+            **fields,
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +157,7 @@ def test_an_outcome_is_as_large_as_what_happened() -> None:
         whole = sample_count(log.grants[0]) * 100
         roster = [Member(peer=peer, tokens=whole, samples=log.leases[peer]) for peer in present]
         sizes.append(len(pack(outcome_of(log, log.next_header(roster, PAYLOAD)))))
-    assert max(sizes) < 120
+    assert max(sizes) < 155
 
 
 def test_who_wants_as_many_samples_as_last_time_is_not_named_again() -> None:

@@ -25,6 +25,7 @@ def heartbeat(**changes: Any) -> Heartbeat:
     fields: dict[str, Any] = {
         "run": RUN,
         "peer": IDENTITY.peer_id,
+        "incarnation": 5,
         "sequence": 1_700_000_000_000,
         "state": PeerState.TRAINING,
         "index": 3,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from peers.presence.heartbeat import PeerState
 from peers.presence.membership import FORGOTTEN, Membership
-from tests.peers.builders import LOG, beat
+from tests.peers.builders import LOG, PAYLOAD, beat, first_log
 
 
 def seen(now: float = 0.0) -> Membership:
@@ -63,26 +63,39 @@ def test_a_message_is_as_good_as_a_heartbeat() -> None:
 
 def test_leavers_are_not_live_until_they_are_back() -> None:
     membership = seen()
-    membership.left("a")
+    membership.departs("a", 0, 1, b"")
     membership.observe([beat("b", LOG, PeerState.LEAVING, sequence=2)], 1.0)
     assert membership.live(1.0) == {}
-    assert membership.leavers == {"a", "b"}
     membership.heard_from("a", 2.0)
-    assert membership.live(2.0) == {}, "what was under way when it said goodbye brings it not back"
     membership.observe([beat("a", LOG, PeerState.JOINING, sequence=2)], 3.0)
-    assert membership.leavers == {"b"}
-    assert list(membership.live(3.0)) == ["a"]
+    assert membership.live(3.0) == {}, "what was under way when it said goodbye brings it not back"
+    membership.observe([beat("a", LOG, PeerState.JOINING, sequence=3, incarnation=1)], 4.0)
+    assert list(membership.live(4.0)) == ["a"]
+
+
+def test_who_left_does_not_count_from_its_departure_on() -> None:
+    """As the start that was in the roster: the next one of the same peer is not there for it."""
+    membership, first = seen(), first_log()
+    second = first.append(first.next_header([first.expected(peer) for peer in "abc"], PAYLOAD))
+    membership.departs("a", 0, 2, b"")
+    membership.departs("b", 7, 0, b"")
+    assert membership.departed(LOG) == membership.departed(first) == frozenset()
+    assert membership.departed(second) == {"a"}
+    membership.observe([beat("a", LOG, PeerState.JOINING, sequence=9, incarnation=1)], 4.0)
+    assert membership.departed(second) == {"a"}
 
 
 def test_nothing_grows_for_ever() -> None:
     """Regression: strangers' goodbyes and peers of long ago were kept."""
     membership = seen()
+    first = first_log()
     for number in range(100):
-        membership.left(f"stranger{number}")
-    assert membership.leavers == frozenset()
-    membership.left("a")
+        membership.departs(f"stranger{number}", 0, 0, b"")
+        membership.departs("b", number, 0, b"")
+    membership.departs("a", 0, 0, b"")
+    assert membership.departed(first) == {"a"}
     membership.observe([beat("c", LOG)], FORGOTTEN + 1)
-    assert membership.leavers == frozenset()
+    assert membership.departed(first) == frozenset()
     assert list(membership.live(FORGOTTEN + 1)) == ["c"]
 
 
@@ -104,7 +117,7 @@ def test_who_lives_is_found_anew_whenever_it_may_have_changed(deeds: list[tuple[
             case "unreachable":
                 asked.unreachable(peer)
             case "left":
-                asked.left(peer)
+                asked.departs(peer, 0, 0, b"")
         live = asked.live(now)
         assert set(live) == {one for one in "abc" if asked.is_live(one, now)}
         assert asked.live(now) is live

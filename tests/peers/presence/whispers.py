@@ -44,6 +44,7 @@ class Whisperer:
         fields: dict[str, Any] = {
             "run": RUN,
             "peer": self.name,
+            "incarnation": 0,
             "sequence": int(self.clock.wall * 1000),
             "lifetime": 20.0,
             "state": PeerState.TRAINING,

@@ -9,6 +9,7 @@ from peers.protocol.acceptor import Acceptor
 from peers.protocol.messages import Complete
 from tests.peers.builders import LOG, PAYLOAD, attempt, member
 
+SIGNATURE = bytes(64)
 HEADER = LOG.next_header([member("a", 0, 20)], PAYLOAD)
 
 
@@ -19,7 +20,7 @@ def pledged() -> Acceptor:
 
 
 def complete(number: int = 1, payload: bytes = PAYLOAD) -> Complete:
-    return Complete(attempt=attempt(LOG, number), payload=payload, missed=())
+    return Complete(attempt=attempt(LOG, number), payload=payload, missed=(), signature=SIGNATURE)
 
 
 def test_a_pledge_to_another_leader_leaves_room_for_what_the_first_may_still_begin() -> None:
@@ -50,10 +51,10 @@ def test_only_a_later_attempt_of_our_leader_is_joined(sender: str, number: int, 
 
 def test_what_is_held_is_said_once_to_all_in_each_attempt() -> None:
     acceptor = pledged()
-    said, is_new = acceptor.hold(attempt(LOG), HEADER, ())
+    said, is_new = acceptor.hold(attempt(LOG), HEADER, (), SIGNATURE)
     assert (said, is_new) == (complete(), True)
-    assert acceptor.hold(attempt(LOG), HEADER, ()) == (complete(), False)
-    assert acceptor.hold(attempt(LOG, 2), HEADER, ())[1]
+    assert acceptor.hold(attempt(LOG), HEADER, (), SIGNATURE) == (complete(), False)
+    assert acceptor.hold(attempt(LOG, 2), HEADER, (), SIGNATURE)[1]
     assert acceptor.held is not None
     assert acceptor.held.attempt == attempt(LOG, 2)
 
@@ -61,7 +62,7 @@ def test_what_is_held_is_said_once_to_all_in_each_attempt() -> None:
 def test_an_entry_is_concluded_once_all_members_say_the_same_of_the_attempt() -> None:
     acceptor, members = pledged(), ("a", "b", "c")
     assert acceptor.heard("c", complete()), "before we hold it"
-    acceptor.hold(attempt(LOG), HEADER, ())
+    acceptor.hold(attempt(LOG), HEADER, (), SIGNATURE)
     assert acceptor.concluded(attempt(LOG), members) is None
     acceptor.heard("a", complete())
     assert acceptor.concluded(attempt(LOG), members) == HEADER
@@ -71,7 +72,7 @@ def test_an_entry_is_concluded_once_all_members_say_the_same_of_the_attempt() ->
 
 def test_one_that_says_something_else_concludes_nothing() -> None:
     acceptor = pledged()
-    acceptor.hold(attempt(LOG), HEADER, ())
+    acceptor.hold(attempt(LOG), HEADER, (), SIGNATURE)
     acceptor.heard("a", complete(payload=HEADER.digest))
     assert acceptor.concluded(attempt(LOG), ("a", "b")) is None
     assert not acceptor.heard("a", complete()), "nobody takes back what it said of an attempt"

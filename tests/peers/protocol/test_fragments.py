@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from peers.log.header import NO_PAYLOAD, Header, Member
+from peers.log.header import Header, Member
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
@@ -21,12 +19,12 @@ from peers.protocol.events import (
     TokensLost,
 )
 from peers.protocol.internal import Behind, EntryMade, NobodyAhead
-from peers.protocol.messages import Begin, Commit
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.workload import Trained
-from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TIMING, TOKENS, Rig, attempt, of, round_of
+from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, Rig, commit, of
 
 TWO = replace(SETTINGS, fragments=2)
 THREE = replace(SETTINGS, fragments=3)
@@ -45,7 +43,7 @@ def told_of_an_entry() -> tuple[Rig, Header]:
     rig.do(Captured(1, CAPTURED))
     rig.see(state=PeerState.READY)
     header = entry(rig)
-    [fetch] = of(rig.hear("a", Commit(header=header)), FetchPayload)
+    [fetch] = of(rig.hear("a", commit(rig.peer.log, header)), FetchPayload)
     assert fetch.donors == ("a", "c"), "of who is in the cycle heartbeats do not tell which entries it has"
     assert rig.is_in(State.REPLAYING)
     return rig, header
@@ -61,7 +59,7 @@ def test_an_entry_that_cannot_be_replayed_costs_neither_work_nor_promises() -> N
     assert rig.is_in(State.TRAINING)
     assert rig.peer.slots == before
     assert before[0].acceptor.pledged_to == "a"
-    assert of(rig.hear("a", Commit(header=header)), FetchPayload), "it is told again"
+    assert of(rig.hear("a", commit(rig.peer.log, header)), FetchPayload), "it is told again"
 
 
 def test_an_entry_that_was_replayed_ends_its_slot_alone() -> None:
@@ -74,7 +72,7 @@ def test_an_entry_that_was_replayed_ends_its_slot_alone() -> None:
 
 
 def replica_of_two(fragments: int = 2) -> tuple[Replica, Desk]:
-    desk = Desk("b", TWO, SIZE, 0.0)
+    desk = Desk("b", TWO, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"))
     log = replace(TWO, fragments=fragments).empty_log
     return Replica(desk, Presence("b", 10.0, 10.0, bar=10.0, now=0.0), log, STATE), desk
 
@@ -82,37 +80,8 @@ def replica_of_two(fragments: int = 2) -> tuple[Replica, Desk]:
 def test_what_is_made_while_another_entry_cannot_be_replayed_is_applied() -> None:
     replica, desk = replica_of_two(fragments=3)
     first, second = (replica.log.of(fragment).next_header(OFFERS, PAYLOAD) for fragment in (0, 1))
-    replica.take(Behind(first, ("a",), with_us=False))
-    replica.take(EntryMade(second, keeps_work=True))
+    replica.take(Behind(first, None, ("a",)))
+    replica.take(EntryMade(second, None, keeps_work=True))
     replica.take(NobodyAhead())
     assert replica.state is ReplicaState.APPLYING
     assert of(desk.take_effects(), Apply) == [Apply(second, True)]
-
-
-@pytest.mark.parametrize(
-    ("first_with_us", "closing_with_us"), [(False, False), (True, False), (False, True)], ids=["none", "first", "last"]
-)
-def test_who_was_in_a_round_of_the_cycle_counts_in_the_next_one(first_with_us: bool, closing_with_us: bool) -> None:
-    """It cannot have been in the next cycle before, and have forgotten what it held there."""
-    replica, _ = replica_of_two()
-    first = replica.log.next_header([Member(peer="a", tokens=0, samples=())], NO_PAYLOAD)
-    closing = replica.log.of(1).next_header([OFFERS[0].model_copy(update={"samples": replica.log.grants[0]})], PAYLOAD)
-    for header, with_us in ((first, first_with_us), (closing, closing_with_us)):
-        assert not replica.is_incumbent
-        replica.take(Behind(header, ("a",), with_us))
-        replica.take(EntryMade(header, keeps_work=False))
-        replica.take(Applied(header))
-    assert replica.is_incumbent is (first_with_us or closing_with_us)
-
-
-def test_who_was_in_a_round_knows_its_entry() -> None:
-    rig = Rig(settings=TWO).joined()
-    rig.do(Captured(0, CAPTURED))
-    name, log, slot = attempt(rig.peer.log), rig.peer.log, rig.peer.slots[0]
-    of_the_round = log.next_header([OFFERS[0], OFFERS[1].lacking(2)], PAYLOAD)
-    assert not slot.was_in(of_the_round)
-    rig.hear("a", Begin(attempt=name, round=round_of(name, OFFERS), seconds=TIMING.round_timeout, open=False))
-    assert slot.was_in(of_the_round)
-    assert not slot.was_in(log.next_header(OFFERS[:1], PAYLOAD)), "without us"
-    stranger = Member(peer="d", tokens=TOKENS, samples=())
-    assert not slot.was_in(log.next_header([*OFFERS, stranger], PAYLOAD)), "of another round"

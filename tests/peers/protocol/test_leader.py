@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from peers.log.state import LogState, _grants
+from peers.log.certificate import Proof
+from peers.log.header import Header
+from peers.log.state import LogError, LogState, _grants
 from peers.presence.election import ATTEMPT_LEAP
+from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
+from peers.protocol.certifier import Certifier
 from peers.protocol.events import Dropped, Effect
 from peers.protocol.gathering import OVERTAKING_LIMIT
 from peers.protocol.leader import Leader
@@ -27,6 +31,7 @@ from peers.protocol.messages import (
     Waiting,
 )
 from peers.protocol.schedule import MARGIN, Schedule
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG as EMPTY
@@ -37,7 +42,8 @@ from tests.peers.builders import (
     STATE,
     TIMING,
     attempt,
-    beats,
+    beat,
+    complete,
     first_log,
     member,
     of,
@@ -59,24 +65,31 @@ class Lead:
 
     def __init__(self, log: LogState = LOG) -> None:
         self.log = log
-        self.leader = Leader("a", log, STATE, SETTINGS, SIZE, Standing(SCHEDULE.bar))
+        self.leader = Leader(
+            "a", log, STATE, SETTINGS, SIZE, Standing(SCHEDULE.bar), Certifier(SimulatedKeys("a"), log, dict)
+        )
         self.now = 0.0
+        self.starts: dict[str, int] = {}
+
+    def live(self, names: str) -> dict[str, Heartbeat]:
+        return {name: beat(name, self.log, incarnation=self.starts.get(name, 0)) for name in names}
 
     def ready(self, names: str, **changes: Any) -> list[Effect]:
+        self.starts |= dict.fromkeys(names, changes.get("incarnation", 0))
         return [
             effect
             for name in names
             for effect in self.leader.on_ready(name, ready(self.log, name, **changes), self.now)
         ]
 
-    def tick(self, live: str = "bc", after: float = 0.0, left: Collection[str] = ()) -> list[Effect]:
+    def tick(self, live: str = "bc", after: float = 0.0, departed: Collection[str] = ()) -> list[Effect]:
         """Time passes as on a machine that is awake."""
         effects: list[Effect] = []
         while after > STEP:
             self.now, after = self.now + STEP, after - STEP
-            effects += self.leader.tick(self.now, beats(self.log, live), left)
+            effects += self.leader.tick(self.now, self.live(live), departed)
         self.now += after
-        return effects + self.leader.tick(self.now, beats(self.log, live), left)
+        return effects + self.leader.tick(self.now, self.live(live), departed)
 
     def begun(self, names: str = "abc", live: str = "bc", **changes: Any) -> Begin:
         self.ready(names, **changes)
@@ -86,8 +99,15 @@ class Lead:
     def complete(
         self, peer: str, running: Begin | Adopt, payload: bytes = PAYLOAD, missed: tuple[tuple[str, int], ...] = ()
     ) -> list[Effect]:
-        complete = Complete(attempt=running.attempt, payload=payload, missed=missed)
-        return self.leader.on_complete(peer, complete, self.now)
+        try:
+            header = running.held.header if isinstance(running, Adopt) else self.header(running, payload, missed)
+            said = complete(header, running.attempt, peer, missed).model_copy(update={"payload": payload})
+        except LogError:
+            said = Complete(attempt=running.attempt, payload=payload, missed=missed, signature=bytes(64))
+        return self.leader.on_complete(peer, said, self.now)
+
+    def header(self, begin: Begin, payload: bytes, missed: tuple[tuple[str, int], ...]) -> Header:
+        return self.log.next_header(begin.round.entry_roster(dict(missed)), payload)
 
     def all_complete(self, peers: str, running: Begin | Adopt, payload: bytes = PAYLOAD) -> list[Effect]:
         for peer in peers:
@@ -182,7 +202,7 @@ def test_a_majority_that_still_trains_is_no_partition() -> None:
 
 def test_a_leader_that_has_forgotten_does_not_count_itself_as_somebody_to_wait_for() -> None:
     lead = Lead()
-    lead.ready("a", incumbent=False)
+    lead.ready("a", incarnation=9)
     lead.ready("b")
     assert sends(lead.tick(live="b", after=TIMING.partition_grace + STEP), Begin)
 
@@ -207,14 +227,14 @@ def test_who_was_stopped_for_long_does_not_go_on_alone_at_once(seconds: float) -
 def test_polite_leavers_do_not_count() -> None:
     lead = Lead()
     lead.ready("a")
-    assert lead.tick(live="", left={"b"}) == []
-    assert sends(lead.tick(live="", left={"b", "c"}), Begin)
+    assert lead.tick(live="", departed={"b"}) == []
+    assert sends(lead.tick(live="", departed={"b", "c"}), Begin)
 
 
 def test_those_who_may_have_forgotten_do_not_count() -> None:
     lead = Lead()
     lead.ready("a")
-    lead.ready("bc", incumbent=False)
+    lead.ready("bc", incarnation=9)
     assert lead.tick() == []
     lead.ready("c")
     assert sends(lead.tick(), Begin)
@@ -224,7 +244,7 @@ def forgetful() -> Lead:
     """Two of three have said that they have forgotten what they held."""
     lead = Lead()
     lead.ready("a")
-    lead.ready("bc", incumbent=False)
+    lead.ready("bc", incarnation=9)
     return lead
 
 
@@ -245,7 +265,7 @@ def test_one_who_counts_does_not_go_on_without_those_who_have_forgotten() -> Non
     for name in "bc":
         del lead.leader._ready[name]
     assert lead.tick(after=2 * TIMING.partition_grace) == []
-    lead.ready("b", incumbent=False)
+    lead.ready("b", incarnation=9)
     assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
 
 
@@ -276,7 +296,7 @@ def test_joiners_with_a_lease_are_waited_for() -> None:
     assert another.samples == (SampleRange(140, 160),)
     lead.ready("abc")
     assert lead.tick("bcz") == []
-    lead.ready("z", samples=grant.samples, incumbent=False)
+    lead.ready("z", samples=grant.samples, incarnation=9)
     assert [peer for peer, _ in sends(lead.tick("bcz"), Begin)] == ["a", "b", "c", "z"]
 
 
@@ -387,7 +407,7 @@ def test_without_a_quorum_the_attempt_is_over(way: Callable[[Lead, Begin], list[
     """Who may have forgotten what it held does not count, so two of three that are left are not enough."""
     lead = Lead()
     lead.ready("ac")
-    begin = lead.begun("b", incumbent=False)
+    begin = lead.begun("b", incarnation=9)
     effects = way(lead, begin)
     assert [peer for peer, _ in sends(effects, Abort)] == ["a", "b", "c"]
     assert not sends(effects, Begin)
@@ -397,7 +417,7 @@ def test_without_a_quorum_the_attempt_is_over(way: Callable[[Lead, Begin], list[
 def test_a_minority_that_was_let_go_on_may_lose_more() -> None:
     lead = Lead()
     lead.ready("a")
-    lead.ready("bc", incumbent=False)
+    lead.ready("bc", incarnation=9)
     begin = sends(lead.tick(after=TIMING.partition_grace), Begin)[0][1]
     goes_on(lead.gone("c"), "ab", lost="c")
     assert begin.round.lost == ()
@@ -799,7 +819,7 @@ def test_who_is_in_another_round_is_lost_to_this_one() -> None:
 def test_a_round_that_came_to_two_ends_is_not_gone_on_with() -> None:
     lead = Lead()
     lead.ready("ac")
-    begin = lead.begun("b", incumbent=False)
+    begin = lead.begun("b", incarnation=9)
     lead.complete("a", begin)
     lead.complete("b", begin)
     assert len(sends(lead.complete("c", begin, OTHER), Abort)) == 3
@@ -812,7 +832,7 @@ def test_a_round_that_stalled_is_not_gone_on_with_when_all_are_needed() -> None:
     """Regression: one had forgotten what came to it, and was taken into the same round again: it stalled for ever."""
     lead = Lead()
     lead.ready("ac")
-    begin = lead.begun("b", incumbent=False)
+    begin = lead.begun("b", incarnation=9)
     assert len(sends(lags(lead, begin), Abort)) == 3
     lead.now += TIMING.round_timeout + 1
     lead.ready("abc", last_attempt=1, round=begin.round)
@@ -976,3 +996,59 @@ def test_readies_of_peers_without_heartbeat_are_dropped() -> None:
     lead.tick("bc")
     lead.ready("bc")
     assert [peer for peer, _ in sends(lead.tick("bc"), Begin)] == ["a", "b", "c"]
+
+
+def test_who_signs_something_else_is_lost_to_the_round() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    lead.complete("a", begin)
+    lead.complete("c", begin)
+    said = complete(lead.header(begin, OTHER, ()), begin.attempt, "b").model_copy(update={"payload": PAYLOAD})
+    effects = lead.leader.on_complete("b", said, lead.now)
+    assert not sends(effects, Commit)
+    assert [peer for peer, _ in sends(effects, Abort)] == ["b"]
+    goes_on(effects, "ac", lost="b")
+
+
+def test_a_commit_has_the_signatures_of_its_members() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    [commit] = {message for _, message in sends(lead.all_complete("abc", begin), Commit)}
+    assert commit.certificate is not None
+    certifier = Certifier(SimulatedKeys("z"), LOG, dict)
+    assert certifier.proof(commit.header, commit.certificate) == Proof(True, 2), "as many as it takes"
+
+
+def test_who_started_again_need_not_sign_as_the_one_that_it_was() -> None:
+    lead = Lead()
+    lead.ready("ac")
+    begin = lead.begun("b", incarnation=9, live="bc")
+    lead.complete("a", begin)
+    lead.complete("c", begin)
+    stranger = Complete(attempt=begin.attempt, payload=PAYLOAD, missed=(), signature=bytes(64))
+    [commit] = {message for _, message in sends(lead.leader.on_complete("b", stranger, lead.now), Commit)}
+    assert Certifier(SimulatedKeys("z"), LOG, dict).proof(commit.header, commit.certificate) == Proof(True, 2)
+
+
+def held_by(lead: Lead, number: int, payload: bytes, alone: bool) -> Held:
+    at = attempt(LOG, number, "c").model_copy(update={"alone": alone})
+    return Held(attempt=at, header=lead.log.next_header(ROSTER, payload))
+
+
+def test_what_a_majority_may_have_committed_is_handed_on_before_what_a_minority_holds() -> None:
+    """Regression: three had signed an entry, and two who were cut off another one, in a later attempt. When they met
+    again without those who knew, the later one was handed on, and certified, too."""
+    lead = Lead()
+    for name, held in (("a", held_by(lead, 1, PAYLOAD, alone=False)), ("b", held_by(lead, 7, OTHER, alone=True))):
+        lead.ready(name, held=held, last_attempt=7)
+    lead.ready("c", last_attempt=7)
+    adopt = sends(lead.tick(), Adopt)[0][1]
+    assert (adopt.held.header.payload, adopt.holders) == (PAYLOAD, ("a",))
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_minoritys_attempt_says_that_it_is_one(is_alone: bool) -> None:
+    lead = Lead()
+    lead.ready("a" if is_alone else "abc")
+    begin = sends(lead.tick(live="" if is_alone else "bc", after=TIMING.partition_grace), Begin)[0][1]
+    assert begin.attempt.alone is begin.round.name.alone is is_alone

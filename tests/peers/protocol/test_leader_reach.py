@@ -8,10 +8,12 @@ import pytest
 
 from peers.log.state import LogState
 from peers.presence.standing import REPLANS, Standing
+from peers.protocol.certifier import OPEN_LIMIT, Certifier
 from peers.protocol.events import Effect
-from peers.protocol.leader import OPEN_LIMIT, Leader
+from peers.protocol.leader import Leader
 from peers.protocol.messages import Abort, Begin, Excluded, LeaseGrant, LeaseRequest, Waiting
 from peers.protocol.schedule import Schedule
+from peers.simulator.simulated_keys import SimulatedKeys
 from tests.peers.builders import LOG as EMPTY
 from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TIMING, beats, member, ready, sends
 
@@ -31,7 +33,9 @@ class Lead:
         self.names = names
         self.log = log_of(roster or names)
         self.standing = standing or Standing(SCHEDULE.bar)
-        self.leader = Leader("a", self.log, STATE, SETTINGS, SIZE, self.standing)
+        self.leader = Leader(
+            "a", self.log, STATE, SETTINGS, SIZE, self.standing, Certifier(SimulatedKeys("a"), self.log, dict)
+        )
         self.now = 0.0
 
     def ready(self, name: str, **changes: Any) -> list[Effect]:
@@ -159,7 +163,7 @@ def test_strikes_last_beyond_the_position() -> None:
 def test_only_a_majoritys_attempt_is_open(names: str, incumbent: bool, is_open: bool) -> None:
     lead = Lead(names)
     for name in names:
-        lead.ready(name, incumbent=incumbent)
+        lead.ready(name, incarnation=0 if incumbent else 9)
     effects: list[Effect] = []
     while not sends(effects, Begin):
         effects = lead.tick(after=TIMING.heartbeat)

@@ -20,7 +20,6 @@ from peers.protocol.messages import (
     Accuse,
     Adopt,
     Begin,
-    Commit,
     Complete,
     Elsewhere,
     Excluded,
@@ -44,7 +43,7 @@ from peers.protocol.messages import (
 from peers.protocol.packing import FIELDS, PLACE, RELATIVE, Packer, open_envelope, pack_message, unpack_message
 from peers.values.leases import SampleRange
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError
-from tests.peers.builders import PAYLOAD, RUN, STATE, attempt, first_log, member, ready, round_of
+from tests.peers.builders import PAYLOAD, RUN, STATE, attempt, commit, first_log, member, ready, round_of
 
 LOG = first_log()
 HEADER = LOG.next_header([member("a", 60, 80), member("b", 80, 100)], PAYLOAD)
@@ -60,14 +59,14 @@ MESSAGES: tuple[Message, ...] = (
     Want(attempt=attempt(LOG), reduced=chunk_set([1]), own=chunk_set([])),
     Waiting(attempt=attempt(LOG), missing=("b", "c"), moved=7, unreached=("c",)),
     Accuse(attempt=attempt(LOG), accused="b", reason="code -128"),
-    Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),)),
-    Commit(header=HEADER),
+    Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),), signature=bytes(range(64))),
+    commit(LOG, HEADER),
     Abort(attempt=attempt(LOG), reason="time is up"),
-    Refuse(position=LOG.position, reason="no"),
+    Refuse(position=LOG.position, state_digest=STATE, reason="no"),
     Excluded(position=LOG.position, reason="no data can be exchanged"),
     Inquire(position=LOG.position),
     Elsewhere(position=LOG.position),
-    Leaving(position=LOG.position, holds=False),
+    Leaving(position=LOG.position, incarnation=2**61, departure=1, signature=bytes(64)),
 )
 
 
@@ -182,13 +181,13 @@ def test_damaged_messages_never_crash(message: Message, data: st.DataObject) -> 
         unpacked(bytes(damaged))
 
 
-@pytest.mark.parametrize("incumbent", [0, 1, "true", None])
-def test_a_flag_is_a_boolean(incumbent: object) -> None:
-    assert "Ready.incumbent" in refused(ready(LOG, "a"), "incumbent", incumbent)
+@pytest.mark.parametrize("incarnation", [-1, 2**62, "1", 1.0, True, None])
+def test_an_incarnation_is_a_number(incarnation: object) -> None:
+    assert "Ready.incarnation" in refused(ready(LOG, "a"), "incarnation", incarnation)
 
 
 def test_reasons_are_one_printable_line() -> None:
-    refuse = Refuse.model_construct(position=LOG.position, reason="no\x1b[2J\nINFO all is well")
+    refuse = Refuse.model_construct(position=LOG.position, state_digest=STATE, reason="no\x1b[2J\nINFO all is well")
     understood = unpacked(packed(refuse))
     assert isinstance(understood, Refuse)
     assert understood.reason == "no [2J INFO all is well"
@@ -228,9 +227,9 @@ def test_a_set_of_chunks_is_a_mask_within_bounds(mask: object) -> None:
     assert "Want.own" in refused(of(Want), "own", mask)
 
 
-NAME = [1, "a"]
-NOBODY: list[Any] = [[], [], [], [], [], []]
-ALL: list[Any] = [[[0, 3]], [], [], [], [], []]
+NAME = [1, "a", False]
+NOBODY: list[Any] = [[], [], [], [], [], [], []]
+ALL: list[Any] = [[[0, 3]], [], [], [], [], [], []]
 NEWCOMERS = [[0, "newcomer", None]] * (MEMBER_LIMIT + 1)
 
 
@@ -238,7 +237,7 @@ NEWCOMERS = [[0, "newcomer", None]] * (MEMBER_LIMIT + 1)
     ("round", "field"),
     [
         ([NAME, NOBODY, [], b""], "shares"),
-        ([NAME, [[], NEWCOMERS, [], [], [], []], [1] * (MEMBER_LIMIT + 1), b""], "newcomers"),
+        ([NAME, [[], NEWCOMERS, [], [], [], [], []], [1] * (MEMBER_LIMIT + 1), b""], "newcomers"),
         ([NAME, ALL, [1] * (MEMBER_LIMIT + 1), b""], "chunks"),
         ([NAME, ALL, [1, 1], b""], "2 parts for 3 members"),
         ([NAME, ALL, [1, 1, 1], b"\x08"], "no place 3"),
@@ -246,8 +245,8 @@ NEWCOMERS = [[0, "newcomer", None]] * (MEMBER_LIMIT + 1)
         ([NAME, ALL, [1, 1, 1], ["a"]], "lost"),
         ([NAME, ALL, [1, 1, -1], b""], "chunks"),
         ([NAME, ALL, [1, 1, True], b""], "chunks"),
-        ([NAME, [[[0, 4]], [], [], [], [], []], [1] * 4, b""], "no places 0 to 4"),
-        ([NAME, [[[0, 3]], [], [[3, 1]], [], [], []], [1] * 3, b""], "no place 3"),
+        ([NAME, [[[0, 4]], [], [], [], [], [], []], [1] * 4, b""], "no places 0 to 4"),
+        ([NAME, [[[0, 3]], [], [[3, 1]], [], [], [], []], [1] * 3, b""], "no place 3"),
         ([NAME, ALL, [1, 1, 1]], "needs 4 fields"),
         ([None, ALL, [1, 1, 1], b""], "name"),
         (None, "round"),
@@ -268,11 +267,11 @@ def test_an_entry_is_adopted_from_somebody(holders: object) -> None:
 
 def test_an_entry_is_adopted_whole() -> None:
     assert "Adopt.held" in refused(of(Adopt), "held", None)
-    name, (previous, fragment, turnout, payload) = body_of(of(Adopt))[PLACE + 1]
-    assert "payload" in refused(of(Adopt), "held", [name, [previous, fragment, turnout, payload[:31]]])
-    assert "does not follow" in refused(of(Adopt), "held", [name, [STATE, fragment, turnout, payload]])
-    assert "nobody" in refused(of(Adopt), "held", [name, [previous, fragment, NOBODY, payload]])
-    assert "fragment 1" in refused(of(Adopt), "held", [name, [previous, 1, turnout, payload]])
+    name, (previous, fragment, state, turnout, payload) = body_of(of(Adopt))[PLACE + 1]
+    assert "payload" in refused(of(Adopt), "held", [name, [previous, fragment, state, turnout, payload[:31]]])
+    assert "does not follow" in refused(of(Adopt), "held", [name, [STATE, fragment, state, turnout, payload]])
+    assert "nobody" in refused(of(Adopt), "held", [name, [previous, fragment, state, NOBODY, payload]])
+    assert "fragment 1" in refused(of(Adopt), "held", [name, [previous, 1, state, turnout, payload]])
 
 
 @pytest.mark.parametrize(

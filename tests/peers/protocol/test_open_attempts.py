@@ -12,7 +12,7 @@ from peers.protocol.troubles import LOOK_AGAIN, TOLD_AFTER, TRAIN_AGAIN
 from peers.values.reach import Reach
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
-from tests.peers.builders import PAYLOAD, Rig, beat, of, sends
+from tests.peers.builders import Rig, beat, of, sends
 
 OTHER = digest_of(b"another payload")
 
@@ -29,14 +29,10 @@ def averaging(is_open: bool = True) -> Rig:
     return rig
 
 
-def complete(rig: Rig, number: int = 1, payload: bytes = PAYLOAD, missed: tuple[tuple[str, int], ...] = ()) -> Complete:
-    return Complete(attempt=rig.attempt(number), payload=payload, missed=missed)
-
-
 def test_members_of_an_open_attempt_tell_each_other() -> None:
     rig = averaging().holding()
-    assert sends(rig.effects, Complete) == [("a", complete(rig)), ("c", complete(rig))]
-    assert sends(rig.tick(), Complete) == [("a", complete(rig))], "the leader's commit repairs what gets lost"
+    assert sends(rig.effects, Complete) == [("a", rig.complete("b")), ("c", rig.complete("b"))]
+    assert sends(rig.tick(), Complete) == [("a", rig.complete("b"))], "the leader's commit repairs what gets lost"
 
 
 @pytest.mark.parametrize("first", ["own", "others"])
@@ -45,8 +41,8 @@ def test_who_has_heard_the_same_of_all_applies_the_entry(first: str) -> None:
     header = rig.next_header()
     if first == "own":
         rig.holding()
-    assert not of(rig.hear("a", complete(rig)), Apply)
-    effects = rig.hear("c", complete(rig))
+    assert not of(rig.hear("a", rig.complete("a")), Apply)
+    effects = rig.hear("c", rig.complete("c"))
     if first == "others":
         rig.holding()
         effects = rig.effects
@@ -58,30 +54,30 @@ def test_who_has_heard_the_same_of_all_applies_the_entry(first: str) -> None:
 )
 def test_otherwise_the_leader_alone_can_commit(why: str) -> None:
     rig = averaging(is_open=why != "not open").holding()
-    rig.hear("a", complete(rig))
+    rig.hear("a", rig.complete("a"))
     match why:
         case "not open":
-            rig.hear("c", complete(rig))
+            rig.hear("c", rig.complete("c"))
         case "another payload":
-            rig.hear("c", complete(rig, payload=OTHER))
+            rig.hear("c", rig.complete("c", payload=OTHER))
         case "other chunks lack":
-            rig.hear("c", complete(rig, missed=(("a", 1),)))
+            rig.hear("c", rig.complete("c", missed=(("a", 1),)))
         case "an earlier attempt":
-            rig.hear("c", complete(rig, number=0))
+            rig.hear("c", rig.complete("c", number=0))
         case "a stranger":
-            rig.hear("z", complete(rig))
+            rig.hear("z", rig.complete("z"))
     assert rig.is_in(State.AVERAGING)
 
 
 def test_who_has_left_the_attempt_concludes_nothing() -> None:
     """It may have promised to follow another leader."""
     rig = averaging().holding()
-    rig.hear("a", complete(rig))
+    rig.hear("a", rig.complete("a"))
     rig.see(others="c", state=PeerState.AVERAGING)
     rig.peer.membership.unreachable("a")
     rig.tick()
     assert rig.is_in(State.READY)
-    assert not of(rig.hear("c", complete(rig)), Apply)
+    assert not of(rig.hear("c", rig.complete("c")), Apply)
 
 
 def test_those_who_are_lost_need_not_be_complete() -> None:
@@ -90,7 +86,7 @@ def test_those_who_are_lost_need_not_be_complete() -> None:
     rig.hear("a", going_on)
     rig.holding()
     assert [to for to, _ in sends(rig.effects, Complete)] == ["a"]
-    assert of(rig.hear("a", complete(rig, number=2)), Apply)
+    assert of(rig.hear("a", rig.complete("a", number=2)), Apply)
 
 
 def test_who_waits_says_with_whom_it_can_exchange_nothing() -> None:
@@ -141,10 +137,12 @@ def test_who_holds_an_entry_keeps_its_word_and_stays() -> None:
     assert rig.is_in(State.AVERAGING)
 
 
-def test_who_stands_aside_has_forgotten_what_it_promised() -> None:
+def test_who_stands_aside_keeps_its_promises() -> None:
     rig = at_second().trained()
+    pledged = rig.peer.slot.acceptor
     rig.hear("a", excluded(rig))
-    assert rig.peer.replica.joined_at == rig.peer.log.position.head
+    assert rig.peer.slot.acceptor is pledged
+    assert pledged.pledged_to == "a"
 
 
 @pytest.mark.parametrize(("kind", "stops"), [("a", True), ("c", False)])

@@ -95,13 +95,13 @@ def test_entries_are_told_as_long_as_they_are_recent(snapshot: int) -> None:
         for past in (logs.index(log) - 1, max(snapshot, logs.index(log) - RECENT_ENTRIES)):
             followed = logs[past + 1].last
             assert followed is not None
-            assert unpack_message(RUN, Packer(here).pack(Commit(header=followed)), logs[past]) == Commit(
-                header=followed
-            )
+            assert unpack_message(
+                RUN, Packer(here).pack(Commit(header=followed, certificate=None)), logs[past]
+            ) == Commit(header=followed, certificate=None)
     forgotten = logs[len(logs) - RECENT_ENTRIES - 1].last
     assert forgotten is not None
     with pytest.raises(LogError):
-        Packer(here).pack(Commit(header=forgotten))
+        Packer(here).pack(Commit(header=forgotten, certificate=None))
     here.lineage.move(FIRST, ())
     here.log = FIRST
     with pytest.raises(LogError):
@@ -115,9 +115,9 @@ def test_what_is_told_to_many_is_packed_once() -> None:
     header = rig.peer.log.last
     assert header is not None
     told = [
-        packer.pack(Commit(header=header)),
+        packer.pack(Commit(header=header, certificate=None)),
         packer.pack(ready(rig.peer.log, "a")),
-        packer.pack(Commit(header=header)),
+        packer.pack(Commit(header=header, certificate=None)),
     ]
     assert told[0] is told[2]
     assert unpack_message(RUN, told[1], rig.peer.log) == ready(rig.peer.log, "a")
@@ -215,12 +215,15 @@ def test_what_is_said_to_a_thousand_members_is_small(absent: int, unequal: int, 
     seen = tuple((peer, 10**7) for peer in NAMES[:SEEN_LIMIT])
     messages: dict[str, tuple[Message, int]] = {
         "begin": (Begin(attempt=attempt(CROWD, 2), round=round, seconds=1.0, open=False), for_round),
-        "commit": (Commit(header=header), for_entry),
+        "commit": (Commit(header=header, certificate=None), for_entry),
         "adopt": (Adopt(attempt=attempt(CROWD, 2), held=held, holders=missing, seconds=1.0), for_entry + 350),
         "ready": (ready(CROWD, NAMES[3], seen=seen), 700),
         "in a takeover": (ready(CROWD, NAMES[3], held=held, round=round), for_round + for_entry + 100),
         "waiting": (Waiting(attempt=attempt(CROWD), missing=missing, moved=9, unreached=()), 350),
-        "complete": (Complete(attempt=attempt(CROWD), payload=PAYLOAD, missed=((NAMES[5], 3),)), 250),
+        "complete": (
+            Complete(attempt=attempt(CROWD), payload=PAYLOAD, missed=((NAMES[5], 3),), signature=bytes(range(64))),
+            250,
+        ),
     }
     sizes = {name: size(message) for name, (message, _) in messages.items()}
     assert {name: (found, messages[name][1]) for name, found in sizes.items() if found > messages[name][1]} == {}
@@ -230,4 +233,4 @@ def test_a_newcomer_is_named() -> None:
     joined = Member(peer="newcomer", tokens=700, samples=prefix(CROWD.grants[2], 7))
     roster = (*(CROWD.expected(peer) for peer in NAMES[: MEMBER_LIMIT - 1]), joined)
     header = CROWD.next_header(roster, PAYLOAD)
-    assert size(Commit(header=header)) < 300
+    assert size(Commit(header=header, certificate=None)) < 300

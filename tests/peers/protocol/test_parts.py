@@ -15,11 +15,12 @@ from peers.protocol.desk import Desk
 from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.events import Applied, Apply, PayloadFetched
 from peers.protocol.internal import EntryMade
-from peers.protocol.messages import Adopt, Complete
+from peers.protocol.messages import Adopt
 from peers.protocol.part import Part, Row, Table
 from peers.protocol.replica import Replica
 from peers.protocol.states import State
-from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, Rig, member, of
+from peers.simulator.simulated_keys import SimulatedKeys
+from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, Rig, complete, member, of
 from tests.peers.protocol.test_peer import IN_STATE, MOVES, at_second
 
 EVENTS = {event for part in PARTS for rows in part.TABLE.values() for event in rows}
@@ -89,12 +90,12 @@ def hands_an_entry_on(rig: Rig) -> None:
 def makes_two_entries_at_once() -> None:
     """Of the two fragments of a cycle: the second waits until the first is applied."""
     log = replace(SETTINGS, fragments=2).empty_log
-    desk = Desk("b", SETTINGS, SIZE, 0.0)
+    desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"))
     replica = Replica(desk, Presence("b", 10.0, 10.0, bar=10.0, now=0.0), log, STATE)
     closing = log.of(1).next_header([member("a", 0, 20)], PAYLOAD)
     first = log.next_header([Member(peer="a", tokens=TOKENS, samples=())], PAYLOAD)
     for header in (closing, first):
-        replica.take(EntryMade(header, keeps_work=False))
+        replica.take(EntryMade(header, None, keeps_work=False))
     assert replica.log.position == log.position
     replica.take(Applied(closing))
     assert [effect.header for effect in of(desk.take_effects(), Apply)] == [closing, first]
@@ -108,7 +109,7 @@ def is_told_by_all(rig: Rig) -> None:
     rig.hear("a", begin)
     rig.holding()
     for name in "ac":
-        rig.hear(name, Complete(attempt=begin.attempt, payload=rig.next_header().payload, missed=()))
+        rig.hear(name, complete(rig.next_header(), begin.attempt, name))
 
 
 def test_every_way_in_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

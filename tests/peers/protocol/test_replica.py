@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.errors import LocalProtocolError
-from peers.log.header import Member
+from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
@@ -24,8 +24,9 @@ from peers.protocol.events import (
     TokensLost,
 )
 from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
-from peers.protocol.messages import Inquire
+from peers.protocol.messages import Commit, Inquire
 from peers.protocol.replica import Replica, ReplicaState
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, beat, first_log, of
 
@@ -46,7 +47,7 @@ class Place:
     """b's replica, at some place in the log, beside a and c."""
 
     def __init__(self, log: LogState = LOG) -> None:
-        self.desk = Desk("b", SETTINGS, SIZE, 0.0)
+        self.desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"))
         self.presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
         self.replica = Replica(self.desk, self.presence, log, STATE)
         self.beats = 0
@@ -57,16 +58,20 @@ class Place:
 
     def step(self, log: LogState) -> None:
         assert log.last is not None
-        self.replica.take(EntryMade(log.last, keeps_work=False))
+        self.replica.take(EntryMade(log.last, None, keeps_work=False))
         self.replica.take(Applied(log.last))
         self.replica.take(Digested(log.last, NEXT))
         self.desk.take_effects()
 
 
+def told(header: Header) -> Commit:
+    return Commit(header=header, certificate=None)
+
+
 def test_an_entry_is_applied_and_then_has_a_digest() -> None:
     place, log = Place(), after(LOG)
     assert log.last is not None
-    place.replica.take(EntryMade(log.last, keeps_work=True))
+    place.replica.take(EntryMade(log.last, None, keeps_work=True))
     assert of(place.desk.take_effects(), Apply) == [Apply(log.last, True)]
     assert (place.replica.log, place.replica.settled) == (log, LOG)
     place.replica.take(Applied(log.last))
@@ -74,7 +79,6 @@ def test_an_entry_is_applied_and_then_has_a_digest() -> None:
     place.replica.take(Digested(log.last, NEXT))
     assert place.replica.is_settled
     assert place.replica.state_digest == NEXT
-    assert place.replica.is_incumbent
 
 
 def test_a_digest_of_another_entry_is_a_bug_of_ours() -> None:
@@ -91,24 +95,24 @@ def test_a_few_entries_behind_it_asks_what_followed_and_replays_that() -> None:
     assert of(place.desk.take_effects(), Send) == [Send("c", Inquire(position=LOG.position))]
     first = after(LOG).last
     assert first is not None
-    behind = place.replica.follow("c", first, was_asked=False)
+    behind = place.replica.follow("c", told(first), is_certified=True, was_asked=False)
     assert behind is not None
     assert behind.donors == ("a", "c")
     place.replica.take(behind)
     assert of(place.desk.take_effects(), FetchPayload) == [FetchPayload(first, ("a", "c"))]
-    place.replica.take(EntryMade(first, keeps_work=False))
-    assert not place.replica.is_incumbent, "we may have been there before, and forgotten what we held"
+    place.replica.take(EntryMade(first, None, keeps_work=False))
+    assert place.replica.log.last == first
 
 
 def test_nobody_is_followed_who_is_not_further_on_unless_it_was_asked() -> None:
     place, first = Place(), after(LOG).last
     assert first is not None
     place.see(LOG)
-    assert place.replica.follow("a", first, was_asked=False) is None
-    behind = place.replica.follow("a", first, was_asked=True)
+    assert place.replica.follow("a", told(first), is_certified=True, was_asked=False) is None
+    behind = place.replica.follow("a", told(first), is_certified=True, was_asked=True)
     assert behind is not None
     assert behind.donors == ("a",)
-    assert place.replica.follow("z", first, was_asked=True) is None
+    assert place.replica.follow("z", told(first), is_certified=True, was_asked=True) is None
 
 
 def test_an_entry_that_does_not_follow_is_dropped_with_its_senders_name() -> None:
@@ -118,7 +122,7 @@ def test_an_entry_that_does_not_follow_is_dropped_with_its_senders_name() -> Non
     assert second is not None
     place.beats = 2
     place.see(after(after(after(LOG))))
-    assert place.replica.follow("a", second, was_asked=False) is None
+    assert place.replica.follow("a", told(second), is_certified=True, was_asked=False) is None
     assert [one.peer for one in of(place.desk.take_effects(), Dropped)] == ["a"]
 
 
@@ -137,7 +141,7 @@ def test_far_behind_it_takes_a_state_and_then_replays() -> None:
     assert of(place.desk.take_effects(), FetchSnapshot) == [FetchSnapshot("c", ("a",), 1)]
     place.replica.take(SnapshotRestored("c", first_log().last, NEXT))
     assert place.replica.state is ReplicaState.LEVEL
-    assert (place.replica.log.position, place.replica.is_incumbent) == (first_log().position, False)
+    assert place.replica.log.position == first_log().position
     place.desk.take_effects()
     assert place.replica.catch_up() is None, "it has a snapshot: from here on it asks what followed"
     assert of(place.desk.take_effects(), Send)
@@ -175,7 +179,7 @@ def test_what_it_caught_up_with_may_be_gone() -> None:
     place, log = Place(), after(LOG)
     place.see(after(log))
     assert log.last is not None
-    behind = place.replica.follow("a", log.last, was_asked=False)
+    behind = place.replica.follow("a", told(log.last), is_certified=True, was_asked=False)
     assert behind is not None
     place.replica.take(behind)
     place.replica.take(NobodyAhead())

@@ -11,6 +11,7 @@ from peers.protocol.desk import Desk
 from peers.protocol.events import StopTraining, TokensLost, Train, TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
 from peers.protocol.trainer import Trainer, TrainerState
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.leases import SampleRange
 from peers.values.workload import Progress, Trained
 from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, TIMING, first_log, member
@@ -23,7 +24,7 @@ class Bench:
     """b's trainer."""
 
     def __init__(self, settings: RunSettings = SETTINGS) -> None:
-        self.desk = Desk("b", settings, SIZE, 0.0)
+        self.desk = Desk("b", settings, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"))
         self.trainer = Trainer(self.desk)
 
     def training(self, steps: int = 10) -> Bench:

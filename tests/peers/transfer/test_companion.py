@@ -22,7 +22,7 @@ from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
 from peers.transfer.storage import MemoryStorage
 from peers.values.wire import pack, unpack
 from peers.values.workload import SnapshotError
-from tests.peers.builders import RUN, Rig
+from tests.peers.builders import LOG, RUN, Rig, leaving
 from tests.peers.fakes import FakeTransport, NoChance, at_once
 from tests.peers.protocol.test_peer import at_second
 from tests.peers.streams.test_throttle import simulate
@@ -240,8 +240,8 @@ def fails_with(caplog: pytest.LogCaptureFixture, spoil: Callable[[Swarm], Awaita
 def test_nobody_else_is_there(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         swarm = Swarm()
-        swarm.peer.membership.left("a")
-        swarm.peer.membership.left("c")
+        swarm.peer.membership.departs("a", 0, 0, leaving(LOG, "a", 0).signature)
+        swarm.peer.membership.departs("c", 0, 0, leaving(LOG, "c", 0).signature)
         assert await swarm.join() == bytes(SIZE)
         assert swarm.asked == []
 

@@ -13,7 +13,6 @@ import pytest
 
 from peers.log.header import Member
 from peers.log.state import LogState
-from peers.protocol.messages import Commit
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.streams.channel import RefusalError
@@ -305,11 +304,12 @@ def test_an_outer_step_that_began_while_we_waited_for_the_lock_is_finished_first
 
     async def scenario() -> None:
         rig = at_second().trained().averaging().holding()
+        commit = rig.commit()
         frozen = Frozen(rig)
         async with frozen.freezer.changing():
             asked = asyncio.ensure_future(frozen.freezer.newest(0))
             await quiet()
-            rig.hear("a", Commit(header=rig.next_header()))
+            rig.hear("a", commit)
             assert rig.peer.state is State.APPLYING
         await quiet()
         assert not asked.done()

@@ -1,0 +1,164 @@
+"""What proves an entry: signatures of more than half of the roster before it, all given in one attempt.
+
+A member signs an entry when it holds its whole payload. The signature names the attempt, since two entries can each be
+held by more than half of a roster if one counts across attempts; and the incarnation, since a peer that started again
+has forgotten what it signed. Who leaves signs that it has signed nothing from some entry on, and will not: it is taken
+out of the roster there, so that few who remain are enough. Two certificates of one place share a signer
+(docs/protocol.md, "Why no certified fork can happen").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
+
+from peers.log.header import MEMBER_LIMIT, Header
+from peers.log.state import LogError, LogState
+from peers.values.identity import SIGNATURE_BYTES
+from peers.values.wire import Count, Digest, PeerId, RunId, Value, pack
+
+VOTE_CONTEXT = b"diloco-peer vote\0"
+FAREWELL_CONTEXT = b"diloco-peer farewell\0"  # a signature made for anything else is worth nothing here
+
+Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
+"""Whether the peer of this name made this signature of these bytes, given in the order peer, bytes, signature."""
+
+
+class CertificateError(LogError):
+    """A certificate that is none: a signature in it is false, or of nobody whom the roster names."""
+
+
+class Ballot(Value):
+    """What a member signs: this header, in the attempt with this number and leader."""
+
+    header: Digest
+    number: Count
+    leader: PeerId
+    incarnation: Count
+
+    @property
+    def text(self) -> bytes:
+        return VOTE_CONTEXT + pack(self)
+
+
+class Departure(Value):
+    """What who leaves signs: in this incarnation I have signed no entry from `index` on, and will sign none."""
+
+    run: RunId
+    peer: PeerId
+    incarnation: Count
+    index: Count
+
+    @property
+    def text(self) -> bytes:
+        return FAREWELL_CONTEXT + pack(self)
+
+
+class Vote(Value):
+    """One member's signature of an entry, by its place in the roster before."""
+
+    place: Count
+    signature: Signature
+
+
+class Farewell(Value):
+    """A member of the roster before that has left, by its place there, and its signature of the departure."""
+
+    place: Count
+    index: Count
+    signature: Signature
+
+
+class Certificate(Value):
+    """Signatures of one entry, in one attempt. It may have too few of them: then it is a minority's."""
+
+    number: Count
+    leader: PeerId
+    votes: Annotated[tuple[Vote, ...], Field(max_length=MEMBER_LIMIT)]
+    farewells: Annotated[tuple[Farewell, ...], Field(max_length=MEMBER_LIMIT)]
+
+
+@dataclass(frozen=True, order=True)
+class Proof:
+    """How much speaks for an entry against another at its place: a certified one goes before all others, and of those
+    that are not the one with more signatures."""
+
+    is_certified: bool
+    signers: int
+
+
+def electorate(log: LogState, header: Header) -> tuple[tuple[str, int], ...]:
+    """Return who may sign an entry, as (peer, incarnation): the roster before; of the first entry its own."""
+    roster = log.last.roster if log.last else header.roster
+    return tuple((member.peer, member.incarnation) for member in roster)
+
+
+def certify(
+    log: LogState,
+    header: Header,
+    attempt: tuple[int, str],
+    signatures: Mapping[str, bytes],
+    farewells: Mapping[str, tuple[int, bytes]],
+) -> Certificate:
+    """Put together a certificate of those signatures that count: no more than are enough, since they are long.
+
+    Args:
+        attempt: number and leader.
+        signatures: by member, all of this header in this attempt, and of the incarnations that the roster names.
+        farewells: by peer that left, the index of its departure and its signature.
+    """
+    voters = electorate(log, header)
+    votes = [
+        Vote(place=place, signature=signatures[peer]) for place, (peer, _) in enumerate(voters) if peer in signatures
+    ]
+    gone = [
+        Farewell(place=place, index=farewells[peer][0], signature=farewells[peer][1])
+        for place, (peer, _) in enumerate(voters)
+        if log.last and peer in farewells and peer not in signatures and farewells[peer][0] <= header.index
+    ]
+    enough = len(voters) // 2 + 1
+    if len(votes) >= enough:
+        votes, gone = votes[:enough], []
+    number, leader = attempt
+    return Certificate(number=number, leader=leader, votes=tuple(votes), farewells=tuple(gone))
+
+
+def prove(certificate: Certificate, log: LogState, header: Header, verify: Verify) -> Proof:
+    """Check all signatures, and say what they prove. `log` is that before the entry.
+
+    Where all have left nobody is there to certify what follows. The first entry is founded by its own members, and
+    nothing but an anchor tells one founding from another.
+
+    Raises: CertificateError.
+    """
+    voters = electorate(log, header)
+    places = [vote.place for vote in certificate.votes] + [farewell.place for farewell in certificate.farewells]
+    if len(set(places)) != len(places) or any(place >= len(voters) for place in places):
+        raise CertificateError(f"entry {header.index}: its certificate names places that the roster does not have")
+    if certificate.farewells and not log.last:
+        raise CertificateError(f"entry {header.index}: nobody can have left before the first entry")
+    for vote in certificate.votes:
+        peer, incarnation = voters[vote.place]
+        ballot = Ballot(
+            header=header.digest, number=certificate.number, leader=certificate.leader, incarnation=incarnation
+        )
+        if not verify(peer, ballot.text, vote.signature):
+            raise CertificateError(f"entry {header.index}: the signature of {peer} is not its own")
+    for farewell in certificate.farewells:
+        _check_farewell(farewell, voters[farewell.place], header, verify)
+    signers, remaining = len(certificate.votes), len(voters) - len(certificate.farewells)
+    return Proof(2 * signers > remaining > 0, signers)
+
+
+def _check_farewell(farewell: Farewell, member: tuple[str, int], header: Header, verify: Verify) -> None:
+    """Raises: CertificateError unless the member has left before it could sign this entry."""
+    peer, incarnation = member
+    departure = Departure(run=header.run, peer=peer, incarnation=incarnation, index=farewell.index)
+    if farewell.index > header.index:
+        raise CertificateError(f"entry {header.index}: {peer} left later, at {farewell.index}")
+    if not verify(peer, departure.text, farewell.signature):
+        raise CertificateError(f"entry {header.index}: the farewell of {peer} is not its own")

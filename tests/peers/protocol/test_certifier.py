@@ -1,0 +1,179 @@
+"""What proves an entry to a peer, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.log.certificate import Certificate
+from peers.protocol.acceptor import MEMORY, Memory
+from peers.protocol.certifier import FANOUT, NOTHING, OPEN_LIMIT, Certifier, told_by
+from peers.protocol.events import Apply, FetchPayload
+from peers.protocol.messages import Abort, Commit, Complete
+from peers.protocol.states import State
+from peers.simulator.simulated_keys import SimulatedKeys
+from peers.values.wire import digest_of
+from tests.peers.builders import (
+    LOG,
+    PAYLOAD,
+    RUN,
+    TIMING,
+    Rig,
+    attempt,
+    commit,
+    first_log,
+    of,
+    sends,
+    vote,
+)
+
+
+def at_second() -> Rig:
+    """b has applied the first entry, and trains."""
+    return Rig().joined().trained().averaging().holding().applying().applied()
+
+
+def holding() -> Rig:
+    return at_second().trained().averaging().holding()
+
+
+# Who is believed -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sender", ["a", "c"])
+def test_whoever_has_the_certificate_is_believed_that_what_we_hold_is_committed(sender: str) -> None:
+    rig = holding()
+    header = rig.next_header()
+    assert of(rig.hear(sender, rig.commit(header, by="ac")), Apply) == [Apply(header)]
+    assert rig.peer.lineage.entries[-1] == header
+
+
+def test_with_too_few_signatures_the_leader_of_our_attempt_alone_is_believed() -> None:
+    """It is the only judge of whether a minority goes on; nobody else's minority is ours."""
+    rig = holding()
+    header = rig.next_header()
+    other = commit(rig.peer.log, header, attempt(rig.peer.log, 2, "c"), by="c")
+    assert not of(rig.hear("c", other), Apply)
+    assert not of(rig.hear("c", Commit(header=header, certificate=None)), Apply)
+    assert of(rig.hear("a", rig.commit(header, by="b")), Apply) == [Apply(header)]
+
+
+def test_false_signatures_are_none() -> None:
+    rig = holding()
+    header = rig.next_header()
+    good = commit(rig.peer.log, header, attempt(rig.peer.log, 2, "c"), by="ac").certificate
+    assert good is not None
+    first, second = good.votes
+    swapped = (first.model_copy(update={"signature": second.signature}), second)
+    forged = good.model_copy(update={"votes": swapped})
+    assert not of(rig.hear("c", Commit(header=header, certificate=forged)), Apply)
+    assert of(rig.hear("c", Commit(header=header, certificate=good)), Apply)
+
+
+def test_what_is_certified_is_followed_whoever_tells_it() -> None:
+    rig = at_second()
+    rig.see(rig.peer.log.append(rig.next_header()))
+    header = rig.next_header()
+    assert of(rig.hear("c", rig.commit(header, by="ac")), FetchPayload)
+
+
+def test_a_minoritys_entry_is_not_followed_while_most_are_here() -> None:
+    """Else one liar, with nothing but its own signature, would take everybody along."""
+    rig = at_second()
+    header = rig.next_header()
+    rig.see(rig.peer.log.append(header), others="c")
+    assert not of(rig.hear("c", rig.commit(header, by="c")), FetchPayload)
+    assert rig.is_in(State.TRAINING)
+
+
+def test_a_minoritys_entry_is_followed_where_too_few_are_here() -> None:
+    rig = at_second()
+    header = rig.next_header()
+    rig.tick(2 * TIMING.heartbeat_expiry)  # a is gone
+    rig.see(rig.peer.log.append(header), others="c")
+    assert of(rig.hear("c", rig.commit(header, by="c")), FetchPayload)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_what_a_minority_handed_on_gives_way_to_what_may_be_committed(is_alone: bool) -> None:
+    """Of two attempts of majorities the later one counts."""
+    rig = holding()
+    held = rig.peer.slot.acceptor.held
+    assert held is not None
+    rig.hear("a", Abort(attempt=held.attempt, reason="over"))
+    other = rig.held(5, "c", payload=digest_of(b"another"))
+    other = other.model_copy(update={"attempt": other.attempt.model_copy(update={"alone": is_alone})})
+    effects = rig.hear("a", rig.adopt(6, other))
+    assert bool(of(effects, FetchPayload)) is not is_alone
+
+
+# What is signed ------------------------------------------------------------------------------------------------
+def test_who_says_it_is_complete_has_signed_the_entry() -> None:
+    rig = holding()
+    (_, complete), *_ = sends(rig.effects, Complete)
+    assert complete.signature == vote(rig.next_header(), rig.attempt(), "b")
+
+
+def test_the_leaders_commit_proves_itself() -> None:
+    rig = holding()
+    header, log = rig.next_header(), rig.peer.log
+    rig.hear("a", rig.commit(header, by="abc"))
+    followed = rig.peer.lineage.after(log.position)
+    assert followed is not None
+    certifier = Certifier(SimulatedKeys("z"), log, dict)
+    assert certifier.proof(*followed).is_certified
+
+
+def test_nothing_is_proven_by_nothing() -> None:
+    log = first_log()
+    header = log.next_header([log.expected(peer) for peer in "abc"], PAYLOAD)
+    certifier = Certifier(SimulatedKeys("a"), log, dict)
+    assert certifier.proof(header, None) == NOTHING
+    empty = Certificate(number=1, leader="a", votes=(), farewells=())
+    assert certifier.proof(header, empty) == NOTHING
+
+
+# Who is told ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [1, OPEN_LIMIT, OPEN_LIMIT + 1, 100, 1000])
+def test_each_member_of_a_large_attempt_is_told_by_one_other(size: int) -> None:
+    members = tuple(f"peer{number}" for number in range(size))
+    leader = members[size // 2]
+    told = [peer for member in members for peer in told_by(member, leader, members)]
+    assert sorted(told) == sorted(set(members) - {leader} if size > OPEN_LIMIT else ())
+    assert max(len(told_by(member, leader, members)) for member in members) <= FANOUT
+    assert told_by("stranger", leader, members) == ()
+
+
+# Memory --------------------------------------------------------------------------------------------------------
+def memory() -> Memory:
+    return Memory("a", RUN, 7, SimulatedKeys("a"))
+
+
+def test_promises_are_kept_by_position() -> None:
+    kept = memory()
+    kept.at(LOG.position).pledge("b")
+    assert kept.at(first_log().position).pledged_to is None
+    assert kept.at(LOG.position).pledged_to == "b"
+    assert kept.incarnation == 7
+
+
+def test_who_comes_back_to_where_it_may_have_forgotten_something_is_another() -> None:
+    kept = memory()
+    position = LOG.position
+    places = [
+        position.model_copy(update={"index": index, "head": index.to_bytes(32, "big")}) for index in range(MEMORY)
+    ]
+    for place in places:
+        kept.at(place).pledge("b")
+    assert kept.at(places[0]).pledged_to == "b"
+    kept.at(first_log().position.model_copy(update={"index": 2 * MEMORY}))  # place 1 goes
+    assert kept.incarnation == 7
+    kept.at(places[1])
+    assert (kept.incarnation, kept.at(places[1]).pledged_to) == (8, None)
+
+
+def test_a_departure_is_after_all_that_was_held() -> None:
+    kept, log = memory(), first_log()
+    header = log.next_header([log.expected(peer) for peer in "abc"], PAYLOAD)
+    assert kept.goodbye(log.position).departure == 0
+    kept.at(log.position).pledge("b")
+    assert kept.goodbye(log.position).departure == 0
+    kept.at(log.position).hold(attempt(log), header, (), bytes(64))
+    assert kept.goodbye(LOG.position).departure == 2
