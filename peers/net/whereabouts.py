@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 GOSSIP = "gossip"  # name of the call; payload: a Request, answer: News
 LOOK = 0.125  # seconds between two looks at which exchanges are due
 ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a partner has to answer
+FIRST_LIMIT = 2.0  # seconds that a newcomer waits for the first answers
 LOOK_LIMIT = 5.0  # seconds that somebody outside the run takes to ask who is in it
 LIFETIME = 20.0  # seconds; of heartbeats, while none is known
 
@@ -53,6 +54,7 @@ class Whereabouts:
         self._exchanging: set[asyncio.Task[None]] = set()
         self._telling: asyncio.Task[None] | None = None
         self._connected: set[str] = set()
+        self._is_new = True
 
     @property
     def is_member(self) -> bool:
@@ -142,6 +144,8 @@ class Whereabouts:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_LIMIT):
                     await self._ask_around()
+        elif self._is_new:
+            await self._meet()
         return self.gossip.heartbeats(now())
 
     def silences(self) -> dict[str, float]:
@@ -154,6 +158,14 @@ class Whereabouts:
         self.gossip.heard.forget(time.time())
         for signed in await self._network.find_heartbeats(self._run):
             self.gossip.found(signed, now(), time.time())
+
+    async def _meet(self) -> None:
+        """Wait for what the first partners know: whom the DHT has are few, and the first look decides who gives us the
+        state."""
+        self._tell()
+        if self._exchanging:
+            self._is_new = False
+            await asyncio.wait(self._exchanging, timeout=FIRST_LIMIT)
 
     async def _ask_around(self) -> None:
         """Ask peers of the run for all that they know, page by page."""
