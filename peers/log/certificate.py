@@ -24,6 +24,8 @@ VOTE_CONTEXT = b"diloco-peer vote\0"
 FAREWELL_CONTEXT = b"diloco-peer farewell\0"  # a signature made for anything else is worth nothing here
 
 Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+AttemptName: TypeAlias = tuple[int, str, bool]
+"""An attempt's number and leader, and whether it was a minority's, which goes on alone."""
 Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
 """Whether the peer of this name made this signature of these bytes, given in the order peer, bytes, signature."""
 
@@ -33,11 +35,13 @@ class CertificateError(LogError):
 
 
 class Ballot(Value):
-    """What a member signs: this header, in the attempt with this number and leader."""
+    """What a member signs: this header, in the attempt with this number and leader. Of a minority's, which goes on
+    `alone`, it says so."""
 
     header: Digest
     number: Count
     leader: PeerId
+    alone: Annotated[bool, Field(strict=True)]
     incarnation: Count
 
     @property
@@ -74,12 +78,17 @@ class Farewell(Value):
 
 
 class Certificate(Value):
-    """Signatures of one entry, in one attempt. It may have too few of them: then it is a minority's."""
+    """Signatures of one entry, in one attempt. A minority's entry stays one, whoever turns out to have left."""
 
     number: Count
     leader: PeerId
+    alone: Annotated[bool, Field(strict=True)]
     votes: Annotated[tuple[Vote, ...], Field(max_length=MEMBER_LIMIT)]
     farewells: Annotated[tuple[Farewell, ...], Field(max_length=MEMBER_LIMIT)]
+
+    @property
+    def attempt(self) -> AttemptName:
+        return self.number, self.leader, self.alone
 
 
 @dataclass(frozen=True, order=True)
@@ -91,6 +100,12 @@ class Proof:
     signers: int
 
 
+def ballot(header: Header, attempt: AttemptName, incarnation: int) -> Ballot:
+    """What a peer signs of an entry, as the start that it is."""
+    number, leader, alone = attempt
+    return Ballot(header=header.digest, number=number, leader=leader, alone=alone, incarnation=incarnation)
+
+
 def electorate(log: LogState, header: Header) -> tuple[tuple[str, int], ...]:
     """Return who may sign an entry, as (peer, incarnation): the roster before; of the first entry its own."""
     roster = log.last.roster if log.last else header.roster
@@ -100,14 +115,13 @@ def electorate(log: LogState, header: Header) -> tuple[tuple[str, int], ...]:
 def certify(
     log: LogState,
     header: Header,
-    attempt: tuple[int, str],
+    attempt: AttemptName,
     signatures: Mapping[str, bytes],
     farewells: Mapping[str, tuple[int, bytes]],
 ) -> Certificate:
     """Put together a certificate of those signatures that count: no more than are enough, since they are long.
 
     Args:
-        attempt: number and leader.
         signatures: by member, all of this header in this attempt, and of the incarnations that the roster names.
         farewells: by peer that left, the index of its departure and its signature.
     """
@@ -123,8 +137,8 @@ def certify(
     enough = len(voters) // 2 + 1
     if len(votes) >= enough:
         votes, gone = votes[:enough], []
-    number, leader = attempt
-    return Certificate(number=number, leader=leader, votes=tuple(votes), farewells=tuple(gone))
+    number, leader, alone = attempt
+    return Certificate(number=number, leader=leader, alone=alone, votes=tuple(votes), farewells=tuple(gone))
 
 
 def prove(certificate: Certificate, log: LogState, header: Header, verify: Verify) -> Proof:
@@ -143,15 +157,12 @@ def prove(certificate: Certificate, log: LogState, header: Header, verify: Verif
         raise CertificateError(f"entry {header.index}: nobody can have left before the first entry")
     for vote in certificate.votes:
         peer, incarnation = voters[vote.place]
-        ballot = Ballot(
-            header=header.digest, number=certificate.number, leader=certificate.leader, incarnation=incarnation
-        )
-        if not verify(peer, ballot.text, vote.signature):
+        if not verify(peer, ballot(header, certificate.attempt, incarnation).text, vote.signature):
             raise CertificateError(f"entry {header.index}: the signature of {peer} is not its own")
     for farewell in certificate.farewells:
         _check_farewell(farewell, voters[farewell.place], header, verify)
     signers, remaining = len(certificate.votes), len(voters) - len(certificate.farewells)
-    return Proof(2 * signers > remaining > 0, signers)
+    return Proof(2 * signers > remaining > 0 and not certificate.alone, signers)
 
 
 def _check_farewell(farewell: Farewell, member: tuple[str, int], header: Header, verify: Verify) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from peers.log.certificate import Certificate, prove
+from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.header import Header
 from peers.log.outcome import Outcome, follow, outcome_of
 from peers.log.state import LogError, LogState
@@ -210,7 +210,7 @@ class Chain:
         if chain.end.position.index != self.first:
             raise wrong
         try:
-            chain.add(self.entries[0])
+            chain.add(_proven(self.entries[0], chain.end))
         except LogError as error:
             raise wrong from error
         chain.entries += self.entries[1:]
@@ -229,3 +229,13 @@ class Chain:
         for entry in self.entries[max(0, start - self.first) :]:
             log = entry.after(log)
             yield entry.index, log
+
+
+def _proven(first: Entry, log: LogState) -> Entry:
+    """The first entry that is here, now that what it follows is known: without its certificate, if that is false."""
+    if first.proof is not None and isinstance(first.content, Header):
+        try:
+            prove(first.proof, log, first.content, verify)
+        except CertificateError:
+            return replace(first, certificate=None)
+    return first

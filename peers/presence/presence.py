@@ -80,6 +80,10 @@ class Presence:
         """Ask it again: to have nobody to ask is worse."""
         self._distrusted_until.pop(peer, None)
 
+    def are_all_gone(self, log: LogState) -> bool:
+        """Whether nobody is left of the log's roster, or there never was one: who comes then is no minority."""
+        return len(self.membership.departed(log)) == len(log.roster)
+
     def are_most_here(self, log: LogState, incarnation: int) -> bool:
         """Whether more than half of the log's roster are alive and no further on than it. `incarnation` is ours."""
         live, index = self.live(), log.position.index

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from peers.log.certificate import Ballot, Departure
+from peers.log.certificate import Departure, ballot
 from peers.log.header import Header, Position
 from peers.presence.election import ATTEMPT_LEAP
 from peers.protocol.messages import Attempt, Complete, Held, Leaving
 from peers.values.signing import Keys
 
-MEMORY = 256
+MEMORY = 32
 """Positions at which a peer remembers what it has promised. It comes back to one only where lineages meet."""
 
 
@@ -28,6 +28,8 @@ class Acceptor:
         self.pledged_to: str | None = None
         self.last_attempt = 0
         self.held: Held | None = None
+        self.said_in: Attempt | None = None
+        """The last attempt in which we said that we hold it."""
         self._me = me
         self._completes: dict[str, Complete] = {}
 
@@ -47,14 +49,23 @@ class Acceptor:
         return 0 < attempt.number - self.last_attempt <= ATTEMPT_LEAP
 
     def hold(
-        self, attempt: Attempt, header: Header, missed: tuple[tuple[str, int], ...], signature: bytes
+        self,
+        attempt: Attempt,
+        header: Header,
+        missed: tuple[tuple[str, int], ...],
+        signature: bytes,
+        handed_on: Attempt | None = None,
     ) -> tuple[Complete, bool]:
         """From now on we take part only in attempts that respect this entry, until it is known what was committed.
 
+        That it is `handed_on`, and by a minority, takes nothing from the weight that it has.
         Returns what there is to say of it, and whether it is said for the first time in this attempt.
         """
-        is_new = self.held is None or self.held.attempt != attempt
-        self.held = Held(attempt=attempt, header=header)
+        is_new, self.said_in = self.said_in != attempt, attempt
+        since = [attempt, *([handed_on] if handed_on else [])]
+        if self.held is not None and self.held.header == header:
+            since.append(self.held.attempt)
+        self.held = Held(attempt=max(since, key=lambda one: one.weight), header=header)
         complete = Complete(attempt=attempt, payload=header.payload, missed=missed, signature=signature)
         self._completes[self._me] = complete
         return complete, is_new
@@ -113,10 +124,7 @@ class Memory:
 
     def sign(self, attempt: Attempt, header: Header) -> bytes:
         """The signature that says that we hold this entry."""
-        ballot = Ballot(
-            header=header.digest, number=attempt.number, leader=attempt.leader, incarnation=self.incarnation
-        )
-        return self.keys.sign(ballot.text)
+        return self.keys.sign(ballot(header, attempt.name, self.incarnation).text)
 
     def goodbye(self, position: Position) -> Leaving:
         """What to tell the others in the end."""
@@ -131,5 +139,5 @@ class Memory:
     def _forget(self) -> None:
         while len(self._acceptors) > MEMORY:
             _, (index, acceptor) = self._acceptors.popitem(last=False)
-            if acceptor.pledged_to is not None:
+            if acceptor.pledged_to is not None or acceptor.last_attempt or acceptor.held:
                 self._forgotten = max(self._forgotten, index + 1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from peers.log.certificate import Ballot, Certificate, Proof, certify, electorate, prove
+from peers.log.certificate import AttemptName, Certificate, Proof, ballot, certify, electorate, prove
 from peers.log.header import Header
 from peers.log.state import LogError, LogState
+from peers.protocol.events import Send
+from peers.protocol.messages import Attempt, Commit, Round
 from peers.values.signing import Keys
 
 Farewells = Mapping[str, tuple[int, bytes]]
@@ -14,9 +16,8 @@ Farewells = Mapping[str, tuple[int, bytes]]
 
 OPEN_LIMIT = 16
 """Members in whose attempts all tell all that they are complete: one delay less, and messages by the square."""
-FANOUT = 8
+FANOUT = 16
 """Members that each member of a larger attempt tells of its commit: certificates are long."""
-NOTHING = Proof(is_certified=False, signers=0)
 
 
 class Certifier:
@@ -28,28 +29,38 @@ class Certifier:
         self._log = log
         self._farewells = farewells
 
-    def signed(self, header: Header, attempt: tuple[int, str], signatures: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Those of the signatures that count: of this header in this attempt (number and leader), by who may sign."""
-        number, leader = attempt
-        good = dict[str, bytes]()
-        for peer, incarnation in electorate(self._log, header):
-            ballot = Ballot(header=header.digest, number=number, leader=leader, incarnation=incarnation)
-            if peer in signatures and self._keys.verify(peer, ballot.text, signatures[peer]):
+    def signed(self, header: Header, attempt: AttemptName, signatures: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Those of the signatures that count: of this header in this attempt, by who may sign.
+
+        Where as many are good as a certificate needs, the others are not looked at.
+        """
+        voters, good = electorate(self._log, header), dict[str, bytes]()
+        for peer, incarnation in voters:
+            if peer not in signatures or 2 * len(good) > len(voters):
+                continue
+            if self._keys.verify(peer, ballot(header, attempt, incarnation).text, signatures[peer]):
                 good[peer] = signatures[peer]
         return good
 
-    def certify(self, header: Header, attempt: tuple[int, str], signatures: Mapping[str, bytes]) -> Certificate:
-        """Put together what members said. False signatures are left out."""
-        return certify(self._log, header, attempt, self.signed(header, attempt, signatures), dict(self._farewells()))
+    def certify(self, header: Header, attempt: AttemptName, signed: Mapping[str, bytes]) -> Certificate:
+        """Put together signatures that count."""
+        return certify(self._log, header, attempt, signed, self._farewells())
 
-    def proof(self, header: Header, certificate: Certificate | None) -> Proof:
-        """What a certificate proves; nothing, if it is false, or the entry does not follow."""
+    def proof(self, header: Header, certificate: Certificate | None) -> Proof | None:
+        """What a certificate proves; None where there is none, it is false, or the entry does not follow."""
         if certificate is None:
-            return NOTHING
+            return None
         try:
             return prove(certificate, self._log, header, self._keys.verify)
         except LogError:
-            return NOTHING
+            return None
+
+
+def passed_on(commit: Commit, me: str, attempt: Attempt | None, round: Round | None) -> list[Send]:
+    """Return whom a member of a large attempt tells of its commit."""
+    if attempt is None or round is None:
+        return []
+    return [Send(peer, commit) for peer in told_by(me, attempt.leader, round.remaining)]
 
 
 def told_by(me: str, leader: str, members: Sequence[str]) -> tuple[str, ...]:

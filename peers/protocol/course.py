@@ -213,8 +213,7 @@ class Course:
     def _replay(self, sender: str, commit: Commit, slot: Slot) -> None:
         """Others went on without us."""
         header, was_asked = commit.header, self.state is State.JOINING or slot.was_asked(sender)
-        is_certified = slot.certifier.proof(header, commit.certificate).is_certified
-        behind = self.replica.follow(sender, commit, is_certified, was_asked)
+        behind = self.replica.follow(sender, commit, slot.certifier.proof(header, commit.certificate), was_asked)
         if behind is None:
             return
         if self.replica.log.is_closing(header):
@@ -261,7 +260,8 @@ class Course:
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._me:
             return
         self._desk.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
-        if refuse.state_digest != self.replica.state_digest == self.replica.states_of_most:
+        is_other = refuse.state_digest != self.replica.state_digest
+        if is_other and (self._holds or self.replica.state_digest == self.replica.states_of_most):
             self.presence.distrust(leader)
         else:
             self._fetch(FarBehind(leader))
@@ -271,8 +271,9 @@ class Course:
         most = self.replica.states_of_most
         if self._can_catch_up and self.replica.is_settled and most not in (None, self.replica.state_digest):
             donor = self.replica.donor_of(most)
-            self._desk.emit(Note("error", f"our state is not that of most peers: fetching it from {donor}"))
-            self._fetch(FarBehind(donor, self.replica.log.position.index))
+            if donor is not None:
+                self._desk.emit(Note("error", f"our state is not that of most peers: fetching it from {donor}"))
+                self._fetch(FarBehind(donor, self.replica.log.position.index))
 
     def on_excluded(self, reason: str) -> None:
         """The leader goes on without us."""

@@ -353,7 +353,8 @@ class Leader(Gathering):
         name = running.attempt.name
         said = {peer: complete.signature for peer, complete in self._complete.items()}
         signed = self._certifier.signed(header, name, said)
-        unsigned = [peer for peer in sorted(self._counted(self._members) - signed.keys()) if peer in self._log.roster]
+        voters = self._counted(self._members) & set(self._log.roster)
+        unsigned = sorted(voters - signed.keys()) if 2 * len(signed) <= len(self._log.roster) else []
         if unsigned:
             for peer in unsigned:
                 self._bar(peer, now)
@@ -361,7 +362,7 @@ class Leader(Gathering):
             return self._lose(unsigned, reason, now) or self._abort(reason)
         commit = Commit(header=header, certificate=self._certifier.certify(header, name, signed))
         self._standing.entry_made(self._members)
-        passed_on = isinstance(running, Begin) and len(self._members) > OPEN_LIMIT  # from us on
+        passed_on = isinstance(running, Begin) and len(self._members) > OPEN_LIMIT and self._me in self._members
         return [Send(peer, commit) for peer in ((self._me,) if passed_on else self._members)]
 
     def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from peers.log.certificate import Certificate, Signature
+from peers.log.certificate import AttemptName, Certificate, Signature
 from peers.log.header import MEMBER_LIMIT, Header, Member, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.values.leases import PIECE_LIMIT
@@ -63,9 +63,9 @@ class Attempt(Value):
     alone: Annotated[bool, Field(strict=True)] = False
 
     @property
-    def name(self) -> tuple[int, str]:
-        """What its members sign: number and leader."""
-        return self.number, self.leader
+    def name(self) -> AttemptName:
+        """What its members sign."""
+        return self.number, self.leader, self.alone
 
     @property
     def weight(self) -> tuple[bool, int, str]:

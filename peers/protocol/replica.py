@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from peers.errors import LocalProtocolError
-from peers.log.certificate import Certificate
+from peers.log.certificate import Certificate, Proof
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogError, LogState
@@ -29,6 +29,7 @@ from peers.protocol.events import (
 )
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit, Inquire
+from peers.protocol.minority import may_follow
 from peers.protocol.part import Part, Row, Table
 
 
@@ -154,10 +155,11 @@ class Replica(Part):
         """The digest that more than half of the roster name where we are; None: there is none."""
         return self._presence.state_of_most(self.settled, self.state_digest, self._desk.memory.incarnation)
 
-    def donor_of(self, state_digest: bytes) -> str:
-        """Somebody who has this state."""
+    def donor_of(self, state_digest: bytes) -> str | None:
+        """Somebody who says that it has this state, and has not failed us."""
         head, live = self.settled.position.head, self._presence.live()
-        return min(peer for peer, beat in live.items() if (beat.head, beat.state_digest) == (head, state_digest))
+        having = {peer for peer, beat in live.items() if (beat.head, beat.state_digest) == (head, state_digest)}
+        return min(having - self._presence.distrusted, default=None)
 
     # Behind ---------------------------------------------------------------------------------------------------
     def furthest(self) -> str | None:
@@ -191,12 +193,13 @@ class Replica(Part):
         known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
         return FarBehind(donor, max(index + 1 if beat.index > index else 0, known_from))
 
-    def follow(self, sender: str, commit: Commit, is_certified: bool, was_asked: bool) -> Behind | None:
+    def follow(self, sender: str, commit: Commit, proof: Proof | None, was_asked: bool) -> Behind | None:
         """What there is to replay, if the sender can be believed to have this entry: its heartbeats say that it is
         further on, or we asked it. Which peers are donors follows from that, too. What a minority has made is followed
         only where most of the last roster are not here to make an entry of their own."""
         header, live = commit.header, self._presence.live()
-        if not is_certified and self._presence.are_most_here(self.log, self._desk.memory.incarnation):
+        is_certified = proof is not None and proof.is_certified
+        if not (is_certified or may_follow(self._desk, self._presence, self.log, sender, header, proof)):
             return None
         donors = {peer for peer, beat in live.items() if beat.index > header.index}
         if was_asked and self._presence.is_live(sender):

@@ -1,7 +1,7 @@
 """This peer's part in making the entry at one position: ready, pledged to a leader, exchanging, complete, concluded.
 
-There is one slot for each cycle and fragment. It is there from when the peer comes to the cycle, while it still trains,
-too: others may take it for their leader before it is ready itself. It goes when its entry is made, or its work dropped.
+There is one slot for each cycle and fragment, from when the peer comes to the cycle until its entry is made or its work
+dropped; while it still trains, too, since others may take it for their leader.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from peers.log.certificate import Certificate
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
-from peers.protocol.certifier import Certifier, told_by
+from peers.protocol.certifier import Certifier, passed_on
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.events import (
     BadBlocks,
@@ -44,6 +44,7 @@ from peers.protocol.messages import (
     Waiting,
     Want,
 )
+from peers.protocol.minority import may_make
 from peers.protocol.offer import Offer
 from peers.protocol.part import Part, Row, Table
 from peers.protocol.patience import Patience
@@ -142,10 +143,8 @@ class Slot(Part):
     def _ask_another(self) -> None:
         """As its leader, find out whether the others have made this fragment's entry already: heartbeats do not tell,
         and nobody says so who has no business with us any more."""
-        if self.log.fragments == 1:
-            return  # here they do tell
         others = sorted(peer for peer in self._presence.live() if peer in self.log.roster)
-        if others:
+        if others and self.log.fragments > 1:  # of one fragment they do tell
             self._asked = next((peer for peer in others if peer > self._asked), others[0])
             self._desk.emit(Send(self._asked, Inquire(position=self.log.position)))
 
@@ -348,8 +347,10 @@ class Slot(Part):
     def _hold(self, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
         attempt = self.attempt
         assert attempt is not None
-        signature = self._desk.memory.sign(attempt, header)
-        complete, is_new = self.acceptor.hold(attempt, header, missed, signature)
+        handed_on = self.adopting.held.attempt if self.adopting else None
+        complete, is_new = self.acceptor.hold(
+            attempt, header, missed, self._desk.memory.sign(attempt, header), handed_on
+        )
         self._desk.emit(Send(attempt.leader, complete))
         if is_new:  # later only to the leader: its Commit repairs what gets lost
             others = set(self._open_to) - {self._desk.me, attempt.leader} - self._presence.unreached
@@ -370,30 +371,28 @@ class Slot(Part):
         header = self.acceptor.concluded(attempt, self._open_to)
         if header is None or attempt is None or self.state is not AVERAGING:
             return
-        certificate = self.certifier.certify(header, attempt.name, self.acceptor.signatures(self._open_to))
-        if self.certifier.proof(header, certificate).is_certified:
+        signed = self.certifier.signed(header, attempt.name, self.acceptor.signatures(self._open_to))
+        certificate = self.certifier.certify(header, attempt.name, signed)
+        proof = self.certifier.proof(header, certificate)
+        if proof is not None and proof.is_certified:
             self._make(header, certificate)
 
     def holds(self, header: Header) -> bool:
         return self.acceptor.held is not None and self.acceptor.held.header == header
 
-    def _committed(self, commit: Commit, _: str) -> None:
-        """What we hold is committed. Of a minority's entry its leader is the only judge, and only for its members, or
-        where too few are here to make an entry of their own."""
-        held, certificate = self.acceptor.held, commit.certificate
-        if held is None or certificate is None or held.header != commit.header:
+    def _committed(self, commit: Commit, sender: str) -> None:
+        """What we hold is committed."""
+        certificate, said_in = commit.certificate, self.acceptor.said_in
+        if certificate is None or not self.holds(commit.header):
             return
-        is_of_ours = held.attempt.name == (certificate.number, certificate.leader)
-        is_certified = self.certifier.proof(commit.header, certificate).is_certified
-        if is_certified or is_of_ours or not self._presence.are_most_here(self.log, self._desk.memory.incarnation):
-            self._pass_on(commit)
+        proof = self.certifier.proof(commit.header, certificate)
+        if proof is None:
+            self._desk.emit(Dropped(sender, "commit", "a signature in its certificate is false"))
+        elif proof.is_certified or may_make(self._desk, self._presence, self.log, said_in, sender, certificate, proof):
+            self._desk.emit(
+                *passed_on(commit, self._desk.me, self.attempt, self.exchange.round if self.exchange else None)
+            )
             self._make(commit.header, certificate)
-
-    def _pass_on(self, commit: Commit) -> None:
-        """In a large attempt each member tells a few others, since certificates are long."""
-        if self.exchange is not None and self.attempt is not None and self.state is AVERAGING:
-            to = told_by(self._desk.me, self.attempt.leader, self.exchange.round.remaining)
-            self._desk.emit(*(Send(peer, commit) for peer in to))
 
     def _make(self, header: Header, certificate: Certificate) -> None:
         self._enter(CONCLUDED)

@@ -14,7 +14,7 @@ from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
-from peers.log.certificate import Ballot, Certificate, certify
+from peers.log.certificate import Certificate, ballot, certify
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member
 from peers.log.payload import Payload
@@ -82,9 +82,9 @@ def record(run: Run, theta: Vector, entries: int, seed: int = 1) -> RecordedRun:
 
 def certificate(log: LogState, header: Header, signers: Sequence[Identity] = IDENTITIES) -> Certificate:
     """Signatures of an entry in the first attempt of the first peer."""
-    ballot = Ballot(header=header.digest, number=1, leader=PEERS[0], incarnation=0)
-    signatures = {identity.peer_id: identity.sign(ballot.text) for identity in signers}
-    return certify(log, header, (1, PEERS[0]), signatures, {})
+    attempt = (1, PEERS[0], False)
+    text = ballot(header, attempt, incarnation=0).text
+    return certify(log, header, attempt, {identity.peer_id: identity.sign(text) for identity in signers}, {})
 
 
 def roster(config: RunConfig, log: LogState) -> list[Member]:

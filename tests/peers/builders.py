@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from peers.log.certificate import Ballot, Departure, certify, electorate
+from peers.log.certificate import Departure, ballot, certify, electorate
 from peers.log.chain import Chain, Entry
 from peers.log.header import Header, Member
 from peers.log.settings import RunSettings, Timing
@@ -156,8 +156,7 @@ def of(effects: list[Effect], kind: type[Any]) -> list[Any]:
 
 def vote(header: Header, at: Attempt, peer: str, incarnation: int = 0) -> bytes:
     """The peer's signature of an entry, in an attempt."""
-    ballot = Ballot(header=header.digest, number=at.number, leader=at.leader, incarnation=incarnation)
-    return SimulatedKeys(peer).sign(ballot.text)
+    return SimulatedKeys(peer).sign(ballot(header, at.name, incarnation).text)
 
 
 def complete(header: Header, at: Attempt, peer: str, missed: tuple[tuple[str, int], ...] = ()) -> Complete:

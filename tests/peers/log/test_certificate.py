@@ -8,13 +8,14 @@ from itertools import chain, combinations, product
 import pytest
 
 from peers.log.certificate import (
-    Ballot,
+    AttemptName,
     Certificate,
     CertificateError,
     Departure,
     Farewell,
     Proof,
     Vote,
+    ballot,
     certify,
     prove,
 )
@@ -26,7 +27,7 @@ from tests.peers.builders import LOG, PAYLOAD, RUN
 
 IDENTITIES = sorted((Identity.generate() for _ in range(5)), key=lambda identity: identity.peer_id)
 PEERS = [identity.peer_id for identity in IDENTITIES]
-ATTEMPT = (3, PEERS[0])
+ATTEMPT = (3, PEERS[0], False)
 
 
 def log_of(number: int) -> LogState:
@@ -42,16 +43,10 @@ def next_of(log: LogState, payload: bytes = PAYLOAD) -> Header:
     return log.next_header([log.expected(peer) for peer in log.roster], payload)
 
 
-def voted(
-    header: Header, places: Iterable[int], attempt: tuple[int, str] = ATTEMPT, started: int = 7
-) -> dict[str, bytes]:
+def voted(header: Header, places: Iterable[int], attempt: AttemptName = ATTEMPT, started: int = 7) -> dict[str, bytes]:
     """Signatures by the members at these places. `started`: the incarnation of the first of all."""
-    number, leader = attempt
-    ballots = (
-        (place, Ballot(header=header.digest, number=number, leader=leader, incarnation=started + place))
-        for place in places
-    )
-    return {PEERS[place]: IDENTITIES[place].sign(ballot.text) for place, ballot in ballots}
+    texts = {place: ballot(header, attempt, started + place).text for place in places}
+    return {PEERS[place]: IDENTITIES[place].sign(text) for place, text in texts.items()}
 
 
 def gone(places: Iterable[int], index: int, started: int = 7) -> dict[str, tuple[int, bytes]]:
@@ -123,7 +118,7 @@ def test_a_certificate_is_no_longer_than_it_need_be() -> None:
 
 def lies(log: LogState, header: Header) -> dict[str, Certificate]:
     other = next_of(log, digest_of(b"another"))
-    number, leader = ATTEMPT
+    number, leader, _ = ATTEMPT
 
     def of(signatures: dict[str, bytes]) -> Certificate:
         return certify(log, header, ATTEMPT, signatures, {})
@@ -131,8 +126,9 @@ def lies(log: LogState, header: Header) -> dict[str, Certificate]:
     first, second = of(voted(header, [0, 1])).votes
     return {
         "of another entry": of(voted(other, [0, 1])),
-        "of another attempt": of(voted(header, [0], (number + 1, leader))),
-        "of another leader's attempt": of(voted(header, [0], (number, PEERS[1]))),
+        "of another attempt": of(voted(header, [0], (number + 1, leader, False))),
+        "of another leader's attempt": of(voted(header, [0], (number, PEERS[1], False))),
+        "of an attempt alone": of(voted(header, [0], (number, leader, True))),
         "of another incarnation": of(voted(header, [0], started=8)),
         "of somebody else": of({PEERS[0]: second.signature}),
         "one signature twice": of({}).model_copy(update={"votes": (first, first)}),
@@ -151,6 +147,16 @@ def test_a_false_signature_is_no_certificate(lie: str) -> None:
     header = next_of(log)
     with pytest.raises(CertificateError):
         prove(lies(log, header)[lie], log, header, verify)
+
+
+def test_what_a_minority_made_is_not_certified_because_somebody_left_meanwhile() -> None:
+    """Regression: a farewell that came while it went on alone made two of four two of three; others certified another
+    entry."""
+    log = log_of(4)
+    header = next_of(log)
+    alone = (*ATTEMPT[:2], True)
+    certificate = certify(log, header, alone, voted(header, [0, 1, 2], alone), gone([3], 1))
+    assert prove(certificate, log, header, verify) == Proof(False, 3)
 
 
 def test_nobody_has_left_before_the_first_entry() -> None:
@@ -177,7 +183,7 @@ def test_two_certificates_of_one_place_share_a_signer(members: int) -> None:
     def is_certified(signers: Collection[int], leavers: Collection[int]) -> bool:
         votes = tuple(Vote(place=place, signature=blank) for place in signers)
         farewells = tuple(Farewell(place=place, index=1, signature=blank) for place in leavers)
-        certificate = Certificate(number=1, leader=PEERS[0], votes=votes, farewells=farewells)
+        certificate = Certificate(number=1, leader=PEERS[0], alone=False, votes=votes, farewells=farewells)
         return prove(certificate, log, header, lambda peer, text, signature: True).is_certified
 
     certified = [

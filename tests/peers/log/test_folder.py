@@ -55,7 +55,9 @@ def lineage(count: int, payload_of: PayloadOf = payload, log: LogState = LOG) ->
 
 
 HEADERS = lineage(5)
-CERTIFICATE = Certificate(number=1, leader="a", votes=(Vote(place=0, signature=bytes(range(64))),), farewells=())
+CERTIFICATE = Certificate(
+    number=1, leader="a", alone=False, votes=(Vote(place=0, signature=bytes(range(64))),), farewells=()
+)
 FORK = lineage(3, lambda index: payload(index + 100), LOG.at(HEADERS[1]))  # entries 2, 3 and 4, otherwise
 
 

@@ -21,7 +21,7 @@ from peers.protocol.events import (
 from peers.protocol.messages import Held, Refuse
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
-from tests.peers.builders import LOG, PAYLOAD, TOKENS, Rig, of
+from tests.peers.builders import LOG, PAYLOAD, STATE, TOKENS, Rig, of
 from tests.peers.protocol.test_peer import OTHER, ahead_by, at_second, fetching, told
 
 
@@ -58,8 +58,8 @@ def test_it_names_what_followed_what() -> None:
     lineage = lineage_of(OURS)
     assert lineage.entries == tuple(OURS)
     assert lineage.heads == digests(OURS)
-    assert lineage.after(LOG.position) == OURS[0]
-    assert lineage.after(LOG.at(OURS[3]).position) == OURS[4]
+    assert lineage.after(LOG.position) == (OURS[0], None)
+    assert lineage.after(LOG.at(OURS[3]).position) == (OURS[4], None)
     assert lineage.after(LOG.at(OURS[4]).position) is None
 
 
@@ -111,7 +111,7 @@ def lost(effects: list[Effect]) -> list[tuple[str, int]]:
 
 def refused(rig: Rig) -> Rig:
     """It is about to take over the state of a."""
-    rig.hear("a", Refuse(position=rig.peer.log.position, state_digest=PAYLOAD, reason="its state is not ours"))
+    rig.hear("a", Refuse(position=rig.peer.log.position, state_digest=STATE, reason="its state is not ours"))
     return rig
 
 
@@ -184,7 +184,8 @@ def test_work_in_the_entry_that_we_applied_is_not_lost() -> None:
 
 def test_work_that_an_entry_handed_on_to_us_does_not_have_is_lost() -> None:
     rig = at_second().trained()
-    header = rig.peer.log.next_header([one for one in rig.roster() if one.peer != "b"], PAYLOAD)
+    log = rig.peer.log.in_state(STATE)
+    header = log.next_header([one for one in rig.roster() if one.peer != "b"], PAYLOAD)
     rig.hear("a", rig.adopt(2, Held(attempt=rig.attempt(1), header=header)))
     rig.do(PayloadFetched(header))
     assert lost(rig.hear("a", rig.commit(header))) == [("work", TOKENS)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from peers.log.certificate import Certificate
+from peers.log.certificate import Certificate, Proof
 from peers.protocol.acceptor import MEMORY, Memory
-from peers.protocol.certifier import FANOUT, NOTHING, OPEN_LIMIT, Certifier, told_by
+from peers.protocol.certifier import FANOUT, OPEN_LIMIT, Certifier, told_by
 from peers.protocol.events import Apply, FetchPayload
 from peers.protocol.messages import Abort, Commit, Complete
 from peers.protocol.states import State
@@ -22,6 +22,7 @@ from tests.peers.builders import (
     commit,
     first_log,
     of,
+    round_of,
     sends,
     vote,
 )
@@ -46,13 +47,32 @@ def test_whoever_has_the_certificate_is_believed_that_what_we_hold_is_committed(
 
 
 def test_with_too_few_signatures_the_leader_of_our_attempt_alone_is_believed() -> None:
-    """It is the only judge of whether a minority goes on; nobody else's minority is ours."""
+    """It is the only judge of whether a minority goes on; nobody else's minority is ours. Of a majority's attempt not
+    even the leader is believed without signatures."""
+    for is_alone in (False, True):
+        rig = at_second().trained()
+        begin = rig.begin()
+        ours = begin.attempt.model_copy(update={"alone": is_alone})
+        rig.hear("a", begin.model_copy(update={"attempt": ours, "round": round_of(ours, rig.roster())}))
+        header = rig.holding().next_header()
+        for sender, at in (("c", attempt(rig.peer.log, 2, "c")), ("c", ours), ("z", ours)):
+            assert not of(rig.hear(sender, commit(rig.peer.log, header, at, by="c")), Apply)
+        assert not of(rig.hear("a", Commit(header=header, certificate=None)), Apply)
+        believed = rig.hear("a", commit(rig.peer.log, header, ours, by="b"))
+        assert of(believed, Apply) == ([Apply(header)] if is_alone else [])
+
+
+def test_what_a_minority_hands_on_keeps_the_weight_that_it_had() -> None:
+    """Regression: an entry that most had signed was handed on by a minority, and gave way to an older one."""
     rig = holding()
-    header = rig.next_header()
-    other = commit(rig.peer.log, header, attempt(rig.peer.log, 2, "c"), by="c")
-    assert not of(rig.hear("c", other), Apply)
-    assert not of(rig.hear("c", Commit(header=header, certificate=None)), Apply)
-    assert of(rig.hear("a", rig.commit(header, by="b")), Apply) == [Apply(header)]
+    held = rig.peer.slot.acceptor.held
+    assert held is not None
+    rig.hear("a", Abort(attempt=held.attempt, reason="over"))
+    alone = rig.attempt(4).model_copy(update={"alone": True})
+    rig.hear("a", rig.adopt(4, held).model_copy(update={"attempt": alone}))
+    (_, complete), *_ = sends(rig.effects, Complete)
+    assert complete.attempt == alone
+    assert rig.peer.slot.acceptor.held == held
 
 
 def test_false_signatures_are_none() -> None:
@@ -118,16 +138,16 @@ def test_the_leaders_commit_proves_itself() -> None:
     followed = rig.peer.lineage.after(log.position)
     assert followed is not None
     certifier = Certifier(SimulatedKeys("z"), log, dict)
-    assert certifier.proof(*followed).is_certified
+    assert certifier.proof(*followed) == Proof(True, 2)
 
 
 def test_nothing_is_proven_by_nothing() -> None:
     log = first_log()
     header = log.next_header([log.expected(peer) for peer in "abc"], PAYLOAD)
     certifier = Certifier(SimulatedKeys("a"), log, dict)
-    assert certifier.proof(header, None) == NOTHING
-    empty = Certificate(number=1, leader="a", votes=(), farewells=())
-    assert certifier.proof(header, empty) == NOTHING
+    assert certifier.proof(header, None) is None
+    empty = Certificate(number=1, leader="a", alone=False, votes=(), farewells=())
+    assert certifier.proof(header, empty) == Proof(False, 0)
 
 
 # Who is told ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.errors import LocalProtocolError
+from peers.log.certificate import Proof
 from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
@@ -95,7 +96,7 @@ def test_a_few_entries_behind_it_asks_what_followed_and_replays_that() -> None:
     assert of(place.desk.take_effects(), Send) == [Send("c", Inquire(position=LOG.position))]
     first = after(LOG).last
     assert first is not None
-    behind = place.replica.follow("c", told(first), is_certified=True, was_asked=False)
+    behind = place.replica.follow("c", told(first), proof=Proof(True, 2), was_asked=False)
     assert behind is not None
     assert behind.donors == ("a", "c")
     place.replica.take(behind)
@@ -108,11 +109,11 @@ def test_nobody_is_followed_who_is_not_further_on_unless_it_was_asked() -> None:
     place, first = Place(), after(LOG).last
     assert first is not None
     place.see(LOG)
-    assert place.replica.follow("a", told(first), is_certified=True, was_asked=False) is None
-    behind = place.replica.follow("a", told(first), is_certified=True, was_asked=True)
+    assert place.replica.follow("a", told(first), proof=Proof(True, 2), was_asked=False) is None
+    behind = place.replica.follow("a", told(first), proof=Proof(True, 2), was_asked=True)
     assert behind is not None
     assert behind.donors == ("a",)
-    assert place.replica.follow("z", told(first), is_certified=True, was_asked=True) is None
+    assert place.replica.follow("z", told(first), proof=Proof(True, 2), was_asked=True) is None
 
 
 def test_an_entry_that_does_not_follow_is_dropped_with_its_senders_name() -> None:
@@ -122,7 +123,7 @@ def test_an_entry_that_does_not_follow_is_dropped_with_its_senders_name() -> Non
     assert second is not None
     place.beats = 2
     place.see(after(after(after(LOG))))
-    assert place.replica.follow("a", told(second), is_certified=True, was_asked=False) is None
+    assert place.replica.follow("a", told(second), proof=Proof(True, 2), was_asked=False) is None
     assert [one.peer for one in of(place.desk.take_effects(), Dropped)] == ["a"]
 
 
@@ -179,7 +180,7 @@ def test_what_it_caught_up_with_may_be_gone() -> None:
     place, log = Place(), after(LOG)
     place.see(after(log))
     assert log.last is not None
-    behind = place.replica.follow("a", told(log.last), is_certified=True, was_asked=False)
+    behind = place.replica.follow("a", told(log.last), proof=Proof(True, 2), was_asked=False)
     assert behind is not None
     place.replica.take(behind)
     place.replica.take(NobodyAhead())

@@ -1,0 +1,39 @@
+"""What a peer believes of an entry that too few have signed to certify it.
+
+A minority goes on alone when the others may be gone for good. Its leader is the only judge of that, for the members of
+its attempt. Everybody else follows it only where too few of the last roster are here to make an entry of their own: one
+liar, with nothing but its own signature, takes nobody along.
+"""
+
+from __future__ import annotations
+
+from peers.log.certificate import Certificate, Proof
+from peers.log.header import Header
+from peers.log.state import LogState
+from peers.presence.presence import Presence
+from peers.protocol.desk import Desk
+from peers.protocol.messages import Attempt
+
+
+def may_make(
+    desk: Desk,
+    presence: Presence,
+    log: LogState,
+    said_in: Attempt | None,
+    sender: str,
+    certificate: Certificate,
+    proof: Proof,
+) -> bool:
+    """Whether an entry that we hold is to be made. `said_in` is the attempt in which we said last that we hold it."""
+    is_ours = said_in is not None and said_in.name == certificate.attempt and sender == certificate.leader
+    if is_ours and (certificate.alone or presence.are_all_gone(log)):
+        return True
+    is_known = sender == desk.me or (presence.is_live(sender) and proof.signers > 0)
+    return is_known and not presence.are_most_here(log, desk.memory.incarnation)
+
+
+def may_follow(desk: Desk, presence: Presence, log: LogState, sender: str, header: Header, proof: Proof | None) -> bool:
+    """Whether an entry that was made without us is to be replayed: one of the roster must have made it, at least."""
+    is_of_one = proof is not None and proof.signers > 0
+    is_of_one = is_of_one or not log.roster or (sender in log.roster and sender in header.peers)
+    return is_of_one and not presence.are_most_here(log, desk.memory.incarnation)
