@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from contextlib import suppress
@@ -180,7 +181,10 @@ def command(
         say("left the run", console)
 
     with hold_identity(identity) as key, tracking(track, invite.run_id, key.peer_id) as trackers:
-        run_interruptible(main)
+        try:
+            run_interruptible(main)
+        finally:  # ends with the process: Python 3.11 crashed when it took cycles of views of shared memory apart
+            gc.freeze()
 
 
 def start_console(log: LogOptions) -> Console:

@@ -289,7 +289,8 @@ def volunteers(site: Site, invite: str, *names: str) -> Iterator[list[Command]]:
 def leave(command: Command) -> None:
     """Have a volunteer leave politely, unless it has."""
     command.signal(signal.SIGTERM)
-    assert command.finish().code == 0
+    ended = command.finish()
+    assert ended.code == 0, (ended.code, ended.err)
 
 
 def eventually(condition: object, why: str) -> None:
