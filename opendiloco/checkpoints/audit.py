@@ -102,13 +102,13 @@ class Signatures:
         self._findings = findings
 
     def check(self, entry: Entry, header: Header) -> None:
-        before, self._log = self._log, entry.after(self._log)
+        before, self._log, certificate = self._log, self._log.at(header), entry.proof
         if before.position.head != header.previous:
             self._findings.is_unverified("signatures, since what came before is not here", entry.index)
-        elif entry.proof is None:
+        elif certificate is None:
             self._findings.is_unverified("signatures, which are not here", entry.index)
         else:
-            self._prove(entry.proof, before, header)
+            self._prove(certificate, before, header)
 
     def _prove(self, certificate: Certificate, before: LogState, header: Header) -> None:
         try:

@@ -161,7 +161,12 @@ def prove(certificate: Certificate, log: LogState, header: Header, verify: Verif
             raise CertificateError(f"entry {header.index}: the signature of {peer} is not its own")
     for farewell in certificate.farewells:
         _check_farewell(farewell, voters[farewell.place], header, verify)
-    signers, remaining = len(certificate.votes), len(voters) - len(certificate.farewells)
+    return weigh(certificate, log, header)
+
+
+def weigh(certificate: Certificate, log: LogState, header: Header) -> Proof:
+    """Say what a certificate proves whose signatures have been checked."""
+    signers, remaining = len(certificate.votes), len(electorate(log, header)) - len(certificate.farewells)
     return Proof(2 * signers > remaining > 0 and not certificate.alone, signers)
 
 

@@ -233,9 +233,10 @@ class Chain:
 
 def _proven(first: Entry, log: LogState) -> Entry:
     """The first entry that is here, now that what it follows is known: without its certificate, if that is false."""
-    if first.proof is not None and isinstance(first.content, Header):
+    header, certificate = first.content, first.proof
+    if certificate is not None and isinstance(header, Header):
         try:
-            prove(first.proof, log, first.content, verify)
+            prove(certificate, log, header, verify)
         except CertificateError:
             return replace(first, certificate=None)
     return first

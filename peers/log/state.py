@@ -108,6 +108,10 @@ class LogState:
         """The roster, and of each peer in it the start at which it was in the last entry."""
         return {member.peer: member.incarnation for member in self.last.roster} if self.last else {}
 
+    def counts(self, peer: str, incarnation: int) -> bool:
+        """Whether the peer was in the roster as the start that it is, and so remembers what it did there."""
+        return self.incarnations.get(peer) == incarnation
+
     @property
     def lineage_tokens(self) -> int:
         return self.last.lineage_tokens if self.last else 0

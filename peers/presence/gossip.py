@@ -86,9 +86,8 @@ class Gossip:
             self.own.allowance = HEARTBEATS_AT_ONCE
         if signed is not None:
             self.heard.take(self.heard.word_of(signed, 0, b"", self.me, now), wall)
-        if (
-            sign is not None and self.heard.by_tag(sign.tag) is not None
-        ):  # else our clock was set, and the next is whole
+        # A sign of another chain comes when our clock was set: then the next heartbeat is whole.
+        if sign is not None and self.heard.by_tag(sign.tag) is not None:
             self.heard.confirm(sign, self.me, now, wall)
         self.own = self.heard.get(self.me)
         if self.own is not None:

@@ -89,7 +89,7 @@ class Presence:
         live, index = self.live(), log.position.index
         starts = {peer: beat.incarnation for peer, beat in live.items() if beat.index <= index}
         starts[self._me] = incarnation
-        here = {peer for peer, start in starts.items() if log.incarnations.get(peer) == start}
+        here = {peer for peer, start in starts.items() if log.counts(peer, start)}
         return bool(here) and quorum(log.roster, self.membership.departed(log), here)
 
     def state_of_most(self, log: LogState, ours: bytes, incarnation: int) -> bytes | None:
@@ -97,15 +97,12 @@ class Presence:
 
         So one liar, or one whose memory fails, is wrong by itself.
         """
-        head, starts = log.position.head, log.incarnations
-        named = Counter(
-            beat.state_digest
-            for peer, beat in self.live().items()
-            if beat.head == head and starts.get(peer) == beat.incarnation
-        )
-        named[ours] += starts.get(self._me) == incarnation
+        head = log.position.head
+        here = (beat for beat in self.live().values() if beat.head == head)
+        named = Counter(beat.state_digest for beat in here if log.counts(beat.peer, beat.incarnation))
+        named[ours] += log.counts(self._me, incarnation)
         digest, count = max(named.items(), key=lambda item: item[1])
-        return digest if 2 * count > len(starts) else None
+        return digest if 2 * count > len(log.roster) else None
 
     # Who is further on ----------------------------------------------------------------------------------------
     def donors(self) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from peers.log.certificate import AttemptName, Certificate, Proof, ballot, certify, electorate, prove
+from peers.log.certificate import AttemptName, Certificate, Proof, ballot, certify, electorate, prove, weigh
 from peers.log.header import Header
 from peers.log.state import LogError, LogState
 from peers.protocol.events import Send
@@ -45,6 +45,10 @@ class Certifier:
     def certify(self, header: Header, attempt: AttemptName, signed: Mapping[str, bytes]) -> Certificate:
         """Put together signatures that count."""
         return certify(self._log, header, attempt, signed, self._farewells())
+
+    def weight(self, header: Header, certificate: Certificate) -> Proof:
+        """What a certificate proves that was put together here, so that its signatures have been checked."""
+        return weigh(certificate, self._log, header)
 
     def proof(self, header: Header, certificate: Certificate | None) -> Proof | None:
         """What a certificate proves; None where there is none, it is false, or the entry does not follow."""

@@ -261,14 +261,14 @@ class Course:
             return
         self._desk.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
         is_other = refuse.state_digest != self.replica.state_digest
-        if is_other and (self._holds or self.replica.state_digest == self.replica.states_of_most):
+        if is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most):
             self.presence.distrust(leader)
         else:
             self._fetch(FarBehind(leader))
 
     def check_state(self) -> None:
         """Whose state is another than that of most of the roster, with whom it is, takes theirs: a bit has flipped."""
-        most = self.replica.states_of_most
+        most = self.replica.state_of_most
         if self._can_catch_up and self.replica.is_settled and most not in (None, self.replica.state_digest):
             donor = self.replica.donor_of(most)
             if donor is not None:

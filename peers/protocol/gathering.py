@@ -47,6 +47,7 @@ class Gathering:
         self._granted: dict[str, Lease] = {}
         self._ready: dict[str, Ready] = {}
         self._barred: dict[str, Ready] = {}
+        self._said_at: dict[str, float] = {}  # when each said last that it is ready
         self._taken_in = set[str]()  # though they are barred
         self._most_are_here = False  # of the last roster, whether they count or not
         self.departed: Collection[str] = ()  # of the last roster
@@ -91,13 +92,23 @@ class Gathering:
 
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
+        self._said_at[sender] = now
         if sender in self._standing.barred(now):
             self._barred[sender] = ready  # it held an attempt up; the others may go on without it meanwhile
             return []
         return self._take_in(sender, ready, now)
 
+    def _forget(self, now: float, live: Mapping[str, Heartbeat]) -> None:
+        """Who is ready says so again and again. Who is gone, or has gone to another leader, is not ready for us."""
+        still = {peer for peer, since in self._said_at.items() if now - since < self._schedule.death}
+        still &= live.keys() | {self._me}
+        for known in (self._ready, self._barred):
+            for peer in known.keys() - still:
+                del known[peer]
+
     def take_in_barred(self, now: float) -> list[Effect]:
-        """Before the first entry all may be needed, so that to wait for the end of a bar helps nobody. Once each."""
+        """Before the first entry all may be needed, so that to wait for the end of a bar helps nobody. Once each in an
+        attempt: who was taken in for naming higher and higher ones keeps nobody busy."""
         barred = {peer: ready for peer, ready in self._barred.items() if peer not in self._taken_in}
         self._taken_in |= barred.keys()
         self._barred.clear()
@@ -179,7 +190,8 @@ class Gathering:
         if self._first_ready_at is None:
             return False
         here = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)} - set(self.unreached)
-        coming = {peer for peer in here - self._ready.keys() if peer == self._me or self._is_counted(live[peer])}
+        unready = here - self._ready.keys()
+        coming = {peer for peer in unready if peer == self._me or self._counts(peer, live[peer].incarnation)}
         coming |= self._counted(self._ready)
         enough = quorum(self._log.roster, self.departed, coming) if self._log.roster else len(coming) >= self._minimum
         enough = enough or self._is_behind(live)
@@ -206,9 +218,6 @@ class Gathering:
         """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
         position = self._log.position
         return beat.state in PARTICIPATING and (beat.head == position.head or beat.index != position.index)
-
-    def _is_counted(self, beat: Heartbeat) -> bool:
-        return self._counts(beat.peer, beat.incarnation)
 
     # Who can take part ----------------------------------------------------------------------------------------
     def _plan(self) -> Plan:
@@ -242,8 +251,8 @@ class Gathering:
         return {peer for peer, said in ready.items() if self._counts(peer, said.incarnation)}
 
     def _counts(self, peer: str, incarnation: int) -> bool:
-        """Whether the peer remembers what it did as a member of the last roster."""
-        return not self._log.roster or self._log.incarnations.get(peer) == incarnation
+        """Whether the peer remembers what it did as a member of the last roster; before the first entry all do."""
+        return not self._log.roster or self._log.counts(peer, incarnation)
 
     def _are_most(self, peers: Collection[str]) -> bool:
         """Return whether these are more than half of the last roster by their names, though some may not count."""

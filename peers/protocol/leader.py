@@ -90,9 +90,7 @@ class Leader(Gathering):
         self.departed = departed
         if self._running:
             return self._watch(now, live)
-        for known in (self._ready, self._barred):
-            for peer in [peer for peer in known if peer != self._me and peer not in live]:
-                del known[peer]
+        self._forget(now, live)
         is_cut_off = self._is_cut_off(now, live)  # asked each time: it keeps the time
         if not self._is_time(now, live):
             return []
@@ -185,6 +183,7 @@ class Leader(Gathering):
         self._members = dict.fromkeys(members)
         self._began_at = self._moved_at = now
         self._seconds = running.seconds
+        self._taken_in.clear()
         self._unseen_since.clear()
         self._silent_since.clear()
         self._heard.clear()

@@ -151,7 +151,7 @@ class Replica(Part):
         self.settled, self.state_digest = log, digested.state_digest
 
     @property
-    def states_of_most(self) -> bytes | None:
+    def state_of_most(self) -> bytes | None:
         """The digest that more than half of the roster name where we are; None: there is none."""
         return self._presence.state_of_most(self.settled, self.state_digest, self._desk.memory.incarnation)
 

@@ -168,7 +168,7 @@ class Slot(Part):
         """Tell the leader what we have trained and hold, until something comes of it."""
         if not self._replica.is_settled:
             return
-        if self._patience.is_over():
+        if self._patience.is_over(self.acceptor.pledged_to):
             self._give_up_on_leader()
         leader = self.leadership.elect()
         if self.acceptor.pledge(leader):
@@ -184,10 +184,11 @@ class Slot(Part):
             self._desk.emit(*self.exchange.repeat())
 
     def _give_up_on_leader(self) -> None:
-        self._patience.begin()
         leader = self.acceptor.pledged_to
-        if leader is not None and leader != self._desk.me:
-            self._presence.distrust(leader)
+        if leader is None or leader == self._desk.me:
+            self._patience.begin()
+        else:
+            self._patience.give_up(leader)
 
     # Attempts -------------------------------------------------------------------------------------------------
     def _begin(self, begin: Begin, sender: str) -> None:
@@ -373,8 +374,7 @@ class Slot(Part):
             return
         signed = self.certifier.signed(header, attempt.name, self.acceptor.signatures(self._open_to))
         certificate = self.certifier.certify(header, attempt.name, signed)
-        proof = self.certifier.proof(header, certificate)
-        if proof is not None and proof.is_certified:
+        if self.certifier.weight(header, certificate).is_certified:
             self._make(header, certificate)
 
     def holds(self, header: Header) -> bool:

@@ -70,6 +70,8 @@ class Lead:
         )
         self.now = 0.0
         self.starts: dict[str, int] = {}
+        self.silent = ""
+        """Who lives, and says no more that it is ready."""
 
     def live(self, names: str) -> dict[str, Heartbeat]:
         return {name: beat(name, self.log, incarnation=self.starts.get(name, 0)) for name in names}
@@ -86,10 +88,18 @@ class Lead:
         """Time passes as on a machine that is awake."""
         effects: list[Effect] = []
         while after > STEP:
-            self.now, after = self.now + STEP, after - STEP
-            effects += self.leader.tick(self.now, self.live(live), departed)
-        self.now += after
-        return effects + self.leader.tick(self.now, self.live(live), departed)
+            after -= STEP
+            effects += self._pass(STEP, live, departed)
+        return effects + self._pass(after, live, departed)
+
+    def _pass(self, seconds: float, live: str, departed: Collection[str]) -> list[Effect]:
+        """Those who live and are ready say so again and again."""
+        self.now += seconds
+        if not self.leader.running:
+            for name, said in list(self.leader._ready.items()):
+                if name not in self.silent:
+                    assert self.leader.on_ready(name, said, self.now) == []
+        return self.leader.tick(self.now, self.live(live), departed)
 
     def begun(self, names: str = "abc", live: str = "bc", **changes: Any) -> Begin:
         self.ready(names, **changes)
@@ -622,6 +632,32 @@ def test_the_barred_are_not_taken_in_where_the_others_may_go_on_alone() -> None:
     lead.ready("ac", last_attempt=2)
     assert lead.tick(after=STEP) == [], "two of three would be enough"
     assert "c" not in lead.leader._ready
+
+
+def test_the_barred_are_taken_in_for_each_attempt_that_needs_them() -> None:
+    """Regression (seeds 11014, 60657): taken in once, then left out for the rest of its bar, it kept a run whose
+    minimum was all its peers from ever making its first entry."""
+    lead = Lead(EMPTY)
+    first = {name: (SampleRange(20 * place, 20 * place + 20),) for place, name in enumerate("abc")}
+    number = 0
+    for _ in range(3):
+        for name in "abc":
+            lead.ready(name, samples=first[name], last_attempt=number)
+        begins = sends(lead.tick() + lead.tick(after=STEP), Begin)
+        assert [peer for peer, _ in begins] == ["a", "b", "c"]
+        spoils(lead, begins[0][1])
+        number = begins[0][1].attempt.number
+
+
+def test_who_is_ready_for_another_leader_by_now_is_not_waited_for_in_an_attempt() -> None:
+    """Regression (seed 60657): a leader began with peers that had given it up, which then counted as silent."""
+    lead = Lead()
+    lead.ready("ab")
+    lead.silent = "b"
+    assert sends(lead.tick(after=TIMING.grace), Begin) == []
+    lead.silent = ""
+    lead.ready("b")
+    assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
 
 
 def test_strangers_have_no_say_in_an_attempt() -> None:

@@ -43,6 +43,8 @@ class Lead:
 
     def tick(self, after: float = 0.0) -> list[Effect]:
         self.now += after
+        for name, said in list(self.leader._ready.items()) if not self.leader.running else ():
+            assert self.leader.on_ready(name, said, self.now) == []  # it says so again and again
         others = "".join(name for name in self.names if name != "a")
         return self.leader.tick(self.now, beats(self.log, others), ())
 

@@ -1420,6 +1420,23 @@ def test_a_leader_that_never_begins_is_given_up() -> None:
         assert rig.now - started <= patience + 2
 
 
+def test_a_leader_that_was_given_up_gets_twice_the_time() -> None:
+    """Else peers that give up at different times could go round from leader to leader, never all with one of them."""
+    rig = at_second().trained()
+    slot, waited = rig.peer.slot, list[float]()
+    for _ in range(2):
+        while slot.acceptor.pledged_to != "a":
+            rig.see(state=PeerState.READY)
+            rig.tick(1.0)
+        slot._patience.begin()
+        since = rig.now
+        while slot.acceptor.pledged_to == "a":
+            rig.see(state=PeerState.READY)
+            rig.tick(1.0)
+        waited.append(rig.now - since)
+    assert waited[1] > 1.9 * waited[0]
+
+
 # Leaving -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("state", [State.JOINING, State.FETCHING, State.REPLAYING, State.TRAINING, State.READY])
 def test_leaving_at_once_where_nothing_is_under_way(state: State) -> None:
