@@ -19,6 +19,8 @@ from peers.values.manifest import SignedManifest
 class Run:
     manifest: SignedManifest
     config: RunConfig
+    goes_on_alone: bool = True
+    """Whether this machine's owner has it train with a minority when most peers have been gone for long."""
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:
@@ -52,6 +54,7 @@ class Run:
             staleness=rounds.staleness,
             smallest_share=rounds.smallest_share,
             snapshot_every=self.config.snapshots.every,
+            goes_on_alone=self.goes_on_alone,
             timing=Timing(
                 heartbeat=rounds.heartbeat_seconds,
                 heartbeat_expiry=rounds.heartbeat_expiry_seconds,

@@ -24,19 +24,20 @@ from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder
 from peers.log.header import Position
-from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
 from peers.net.transport import CallHandler, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
+from peers.presence.presence import state_named
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import next_in_log
 from peers.transfer.headers import Past, add_headers_before, serve_headers
+from peers.transfer.lineage_fetch import LineageFetch
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
-from peers.transfer.snapshot_fetch import ask_offer, fetch_snapshot
+from peers.transfer.snapshot_fetch import Vouched, ask_offer, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
@@ -93,12 +94,6 @@ class ArchivedRun:
             self.buffers = PayloadBuffers(codec, 0, self.log.payload)
 
     # Giving ---------------------------------------------------------------------------------------------------
-    @property
-    def lineage(self) -> tuple[bytes, ...]:
-        last = self.log.next_index
-        heads = self.log.digests(last - RECENT_ENTRIES, last)
-        return tuple(heads or ([self.end.position.head] if self.end.last else []))
-
     def is_member(self, peer: str) -> bool:
         return peer in self._peers
 
@@ -156,48 +151,77 @@ class ArchivedRun:
         beats = [beat for beat in await self._transport.heartbeats(self.run.run_id) if beat.state in PARTICIPATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         self._peers = frozenset(beat.peer for beat in beats)
-        donors = [beat.peer for beat in beats if beat.lineage_tokens > self.end.lineage_tokens]
+        index, tokens = self.end.position.index, self.end.lineage_tokens
+        ahead = [beat for beat in beats if beat.index > index or beat.lineage_tokens > tokens]
+        donors = [beat.peer for beat in ahead]
         if not donors:
             return
         for beat in beats:
             await self._transport.connect(beat.peer, beat.addresses)
         if self.buffers is None:
             self._size_is((await ask_offer(self._transport, donors[0], self.log.empty_log)).offer.bytes)
+        for beat in ahead:
+            others = [peer for peer in donors if peer != beat.peer]
+            try:
+                await self._keep_up_with(beat, others, beats)
+                break
+            except FAILURES as error:  # another one may have what this one does not
+                logger.warning("run %s: %s", self.run.run_id, error)
+        await self._complete_log(donors)
+        every = SNAPSHOT_SHARE * self.run.settings.snapshot_every
+        due = self._snapshot.index + every if self._snapshot else 0  # without any, nobody could begin from here
+        if self.end.position.index > due:
+            await self._keep_snapshot(beats, donors, due)
+
+    async def _keep_up_with(self, beat: Heartbeat, others: Sequence[str], beats: Sequence[Heartbeat]) -> None:
+        """Keep what a peer has that is ahead of us. Raises: FAILURES."""
+        donors = [beat.peer, *others]
         try:
-            if self.end.position.index >= beats[0].index:
-                raise LogError(f"{donors[0]} is on another lineage, which is heavier")
-            while self.end.position.index < beats[0].index:
+            if self.end.position.index >= beat.index:
+                raise LogError(f"{beat.peer} is on another lineage, which is heavier")
+            while self.end.position.index < beat.index:
                 await self._keep_next(donors)
         except (LogError, PayloadError) as error:
             logger.info("run %s: %s; a snapshot is fetched", self.run.run_id, error)
-            snapshot = await self._keep_snapshot(donors, 0)
-            self.end = self.log.empty_log.at(snapshot.last)
-        await self._complete_log(donors)
-        due = (self._snapshot.index if self._snapshot else 0) + SNAPSHOT_SHARE * self.run.settings.snapshot_every
-        if self.end.position.index > due:
-            await self._keep_snapshot(donors, due)
+            await self._keep_snapshot(beats, donors, 0)
 
     async def _keep_next(self, donors: Sequence[str]) -> None:
         """Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
         assert self.buffers is not None
-        end, certificate = await next_in_log(self._transport, donors[0], self.end)
-        assert end.last is not None
-        await Payloads(self._transport, self.run.run_id, self.buffers).fetch(end.last, donors)
-        payload = self.buffers.kept.get(end.last.payload)
-        await asyncio.to_thread(self.log.append, end.last, None, payload, certificate)
-        self.buffers.kept.lies_on_disk(end.last.payload)
-        self.end = end
+        found = await next_in_log(self._transport, donors[0], self.end)
+        header = found.log.last
+        assert header is not None
+        await Payloads(self._transport, self.run.run_id, self.buffers).fetch(header, donors)
+        payload = self.buffers.kept.get(header.payload)
+        await asyncio.to_thread(self.log.append, header, None, payload, found.certificate)
+        self.buffers.kept.lies_on_disk(header.payload)
+        self.end = found.log
 
-    async def _keep_snapshot(self, donors: Sequence[str], least: int) -> Snapshot:
-        """Raises: SnapshotError, OSError."""
+    async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
+        """Keep a state that our log vouches for, or a better one. Raises: LogError, SnapshotError, OSError."""
+        fetch = LineageFetch(self._transport, self.log)
+        index = next(beat.index for beat in beats if beat.peer == donors[0])
+        found = await fetch.compare(donors[0], index, donors[1:], self.end)
+        is_ours = found.theirs.has(self.end.position)
+        if not (is_ours or found.theirs.is_better_than(found.ours)):
+            raise LogError(f"the log of {donors[0]} is not better than the one that is kept here")
+
+        async def vouch() -> Vouched:
+            nonlocal found
+            found = await fetch.compare(donors[0], index + 1, donors[1:], self.end)
+            branch = fetch.before(found.theirs)
+            return Vouched(branch, state_named(branch.end, beats), least)
+
         storage = FolderStorage(self._folder.download, available_memory)
-        snapshot, _ = await fetch_snapshot(
-            self._transport, donors, self.log.empty_log, least, storage, self._state_bytes
+        snapshot = await fetch_snapshot(
+            self._transport, donors, self.log.empty_log, least, vouch, storage, self._state_bytes
         )
         self.checkpointer.take(snapshot)
         await self.checkpointer.idle()
+        await asyncio.to_thread(self.log.follow, found.chain, max(snapshot.index, found.theirs.start.position.index))
         await asyncio.to_thread(self._load)
-        return snapshot
+        if snapshot.index > self.end.position.index or not is_ours:
+            self.end = self.log.empty_log.at(snapshot.last)
 
     async def _complete_log(self, donors: Sequence[str]) -> None:
         """The headers before those that are here, back to the manifest."""

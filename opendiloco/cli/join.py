@@ -6,8 +6,9 @@ import gc
 import logging
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -101,6 +102,14 @@ THIS_MACHINE = "this machine"
     show_default=True,
     help="Write and copy checkpoints at no more than so many megabits a second; --upload-limit holds for copies, too.",
 )
+@click.option(
+    "--on-partition",
+    type=click.Choice(["continue", "wait"]),
+    default="continue",
+    show_default=True,
+    help="When most of the run's peers are gone for rounds.partition_grace_seconds: train with those that are here, or "
+    "wait for the others.",
+)
 @click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
 @metrics_port_option
 @track_option
@@ -124,6 +133,7 @@ def command(
     keep_every: int,
     remote: str | None,
     checkpoint_limit: float,
+    on_partition: Literal["continue", "wait"],
     journal: Path | None,
     metrics_port: int | None,
     track: tuple[Choice, ...],
@@ -162,6 +172,7 @@ def command(
         ) as transport:
             transport.cap(caps)
             found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(data)
+            found = replace(found, goes_on_alone=on_partition == "continue")
             folder = RunFolder.open(found, key.peer_id, state)
             plan = KeepingPlan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)

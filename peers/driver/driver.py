@@ -110,6 +110,7 @@ class Driver:
             row(events.AssemblePayload, self._rounds.assemble),
             row(events.Apply, self._replication.apply),
             row(events.FetchPayload, self._replication.fetch_payload),
+            row(events.FetchLineage, self._replication.fetch_lineage),
             row(events.FetchSnapshot, self._replication.fetch_snapshot),
             row(events.Note, reports.note),
             row(events.Dropped, reports.dropped),

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from peers.errors import RemoteProtocolError
 from peers.log.certificate import Certificate
+from peers.log.chain import Chain
 from peers.log.folder import LogFolderError, RunLog
 from peers.log.header import Header
 from peers.log.payload import Payload
@@ -47,6 +48,14 @@ class Recorder:
 
     def add(self, header: Header, state_digest: bytes, payload: Payload, certificate: Certificate | None) -> None:
         self._last = self._start(self._add(header, state_digest, payload, certificate))
+
+    async def follow(self, chain: Chain, end: int) -> None:
+        """Take over what leads up to a snapshot."""
+        async with self._turn:
+            try:
+                await asyncio.to_thread(self._log.follow, chain, end)
+            except LogFolderError as error:
+                logger.warning("the entries before %d are not kept: %s", end, error)
 
     async def finish(self) -> None:
         """Wait for what has been added, within seconds."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from peers import metrics
 from peers.driver.host import Host
@@ -12,12 +14,17 @@ from peers.driver.keeping import Stores
 from peers.driver.recorder import Recorder
 from peers.errors import LocalProtocolError
 from peers.log.header import Header
+from peers.log.lineage import RECENT_ENTRIES
+from peers.presence.presence import state_named
 from peers.protocol.events import (
     Applied,
     Apply,
     Digested,
+    FetchLineage,
     FetchPayload,
     FetchSnapshot,
+    LineageNotSeen,
+    LineageSeen,
     PayloadFetched,
     PayloadNotFetched,
     SnapshotFailed,
@@ -26,8 +33,9 @@ from peers.protocol.events import (
 from peers.transfer.download import PullTransport
 from peers.transfer.freezing import Freezer
 from peers.transfer.headers import serve_headers
+from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
-from peers.transfer.snapshot_fetch import fetch_snapshot
+from peers.transfer.snapshot_fetch import Vouched, fetch_snapshot
 from peers.transfer.snapshots import FrozenSnapshot, serve_snapshots
 from peers.values.workload import SnapshotError, Workload
 
@@ -54,6 +62,9 @@ class Replication:
         self._host = host
         self._peer = host.peer
         self._payloads = Payloads(transport, host.peer.settings.run, stores.buffers)
+        self._lineages = LineageFetch(transport, stores.log, recent=host.peer.lineage.after)
+        self._looking: asyncio.Task[None] | None = None
+        self._fetched: Compared  # the log that vouches for the snapshot that is fetched
         self._recorder = Recorder(stores.log, host.peer, transport, host.start, stores.buffers.kept.lies_on_disk)
         self._freezer = Freezer(host.peer, workload, stores.storage, host)
         self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
@@ -105,6 +116,19 @@ class Replication:
             metrics.PAYLOADS_FETCHED.inc()
             self._host.handle(PayloadFetched(fetch.header))
 
+    def fetch_lineage(self, fetch: FetchLineage) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        self._looking = self._host.start(self._fetch_lineage(fetch))
+
+    async def _fetch_lineage(self, fetch: FetchLineage) -> None:
+        try:
+            found = await self._lineages.compare(fetch.donor, fetch.index, fetch.others, self._peer.log)
+        except LineageError as error:
+            self._host.handle(LineageNotSeen(fetch.donor, str(error)))
+        else:
+            self._host.handle(LineageSeen(fetch.donor, found.theirs, found.ours))
+
     def fetch_snapshot(self, fetch: FetchSnapshot) -> None:
         self._host.start(self._fetch_snapshot(fetch))
 
@@ -113,14 +137,30 @@ class Replication:
         storage, size = self._stores.storage, self._workload.state_size
         try:
             async with self._worker:  # a training that was stopped needs a moment to end
-                snapshot, lineage = await fetch_snapshot(
-                    self._transport, donors, self._peer.log, fetch.least, storage, size
+                snapshot = await fetch_snapshot(
+                    self._transport, donors, self._peer.log, fetch.least, partial(self._vouch, fetch), storage, size
                 )
                 async with self._freezer.changing():
                     await self._workload.restore(snapshot.data, snapshot.state_digest)
-        except (SnapshotError, OSError) as error:
+        except (SnapshotError, LineageError, OSError) as error:
             self._host.handle(SnapshotFailed(fetch.donor, str(error)))
-        else:
-            metrics.STATES_FETCHED.inc()
-            self._host.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest, lineage))
-            self._freezer.hold(snapshot)
+            return
+        metrics.STATES_FETCHED.inc()
+        await self._recorder.follow(self._fetched.chain, max(snapshot.index, self._fetched.theirs.start.position.index))
+        heads = tuple(self._stores.log.digests(snapshot.index - RECENT_ENTRIES, snapshot.index))
+        doubt = self._fetched.theirs.doubt_before(snapshot.index)
+        self._host.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest, heads, doubt=doubt))
+        self._freezer.hold(snapshot)
+
+    async def _vouch(self, fetch: FetchSnapshot) -> Vouched:
+        """Say which snapshots the donor's log vouches for. Raises: LineageError."""
+        beat = self._peer.presence.live().get(fetch.donor)
+        index = beat.index if beat is not None else fetch.least
+        found = await self._lineages.compare(fetch.donor, index + 1, fetch.others, self._peer.log)
+        believed = self._peer.believed(found.theirs, found.ours)
+        if believed is None:
+            raise LineageError(f"the log of {fetch.donor} is not better than ours")
+        branch = self._lineages.before(believed)
+        self._fetched = replace(found, theirs=branch)
+        state_at_end = state_named(branch.end, self._peer.presence.live().values())
+        return Vouched(branch, state_at_end, fetch.least)

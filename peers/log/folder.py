@@ -90,6 +90,10 @@ class RunLog(ABC):
         log = self._chain.after(position.index - 1)
         return log if log is not None and log.position == position else None
 
+    def log_after(self, index: int) -> LogState | None:
+        """Return the log as it was after so many entries, if that is known here."""
+        return self._chain.after(index - 1)
+
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
         """Return entries as they are told to another peer: see `Chain.stretch`."""
         return self._chain.stretch(first, last, is_whole)
@@ -124,6 +128,15 @@ class RunLog(ABC):
         """
         if stretch.header is not None or stretch.outcomes:
             self._chain = self._chain.led_up_to(stretch)
+            self._save()
+
+    def follow(self, chain: Chain, end: int) -> None:
+        """Take over the entries of another peer's log, which have been checked, up to `end`. Raises: LogFolderError."""
+        for header in chain.headers(chain.first, end):
+            entry = chain.entry(header.index)
+            self.append(header, None, None, entry.proof if entry else None)
+        if self.next_index > end:
+            self._chain.cut(end)
             self._save()
 
     @abstractmethod

@@ -20,8 +20,9 @@ class Lineage:
         """`log` is where it begins."""
         self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log})
         self._followers: OrderedDict[tuple[bytes, int], tuple[Header, Certificate | None]] = OrderedDict()  # by place
-        self._heads: deque[bytes] = deque(maxlen=RECENT_ENTRIES)
-        self._end = 0  # cycles in the log, up to the last of these
+        self._end = log.position.index
+        """Cycles in the log, up to the last of these heads."""
+        self._heads: deque[bytes] = deque([log.position.head] if log.last else [], maxlen=RECENT_ENTRIES)
 
     def append(self, header: Header, log: LogState, certificate: Certificate | None = None) -> None:
         """The entry is made; `log` is where that leads."""
@@ -42,6 +43,13 @@ class Lineage:
     def start(self, head: bytes) -> LogState | None:
         """The log as it was when a recent cycle of this lineage began."""
         return self._starts.get(head)
+
+    def lacks(self, index: int, head: bytes) -> bool:
+        """Whether this lineage led to another place after so many cycles, or has not come so far."""
+        place = index - 1 - (self._end - len(self._heads))
+        if place < 0:
+            return False  # too long ago to be known
+        return place >= len(self._heads) or self._heads[place] != head
 
     @property
     def entries(self) -> tuple[Header, ...]:

@@ -1,4 +1,4 @@
-"""What the manifest fixes for the swarm: the numbers that the protocol needs, and nothing about the model."""
+"""What the protocol needs to know of a run, as its manifest fixes it, and of what this peer's owner has chosen."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ class RunSettings:
     snapshot_every: int = 8
     """Cycles from one snapshot to the next."""
     fragments: int = 1
+    goes_on_alone: bool = True
+    """The owner's choice: whether to train with a minority when most have been gone for the partition grace."""
 
     @property
     def empty_log(self) -> LogState:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from peers.log.branch import Branch
 from peers.log.header import MEMBER_LIMIT
+from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.election import broken_pairs, elect, quorum
-from peers.presence.heartbeat import TAIL, name_peers
+from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.membership import DONATING, Membership, Roll
 from peers.presence.reachability import Reachability
-from peers.presence.standing import Standing
+from peers.presence.standing import FORGIVEN, Standing
 
 LINKS_PATIENCE = 20.0
 """Seconds after its start for which a peer looks for ways to all others before it takes part; a relay's takes ten."""
@@ -35,8 +37,10 @@ class Presence:
         self._me = me
         self._distrust = distrust
         self._distrusted_until: dict[str, float] = {}
+        self._expiry = expiry
+        self._passed_over: dict[str, tuple[int, float]] = {}  # how often, and until when
         self._elected: tuple[tuple[object, ...], str | None] = ((), None)
-        self._ahead: tuple[tuple[object, ...], str | None] = ((), None)
+        self._ahead: tuple[tuple[object, ...], tuple[str, ...]] = ((), ())
 
     # Who lives ------------------------------------------------------------------------------------------------
     def live(self) -> Roll:
@@ -97,38 +101,69 @@ class Presence:
 
         So one liar, or one whose memory fails, is wrong by itself.
         """
-        head = log.position.head
-        here = (beat for beat in self.live().values() if beat.head == head)
-        named = Counter(beat.state_digest for beat in here if log.counts(beat.peer, beat.incarnation))
-        named[ours] += log.counts(self._me, incarnation)
-        digest, count = max(named.items(), key=lambda item: item[1])
-        return digest if 2 * count > len(log.roster) else None
+        mine = [ours] if log.counts(self._me, incarnation) else []
+        return state_named(log, self.live().values(), mine)
+
+    def are_most_elsewhere(self, doubt: LogState, branch: Branch, incarnation: int) -> bool | None:
+        """Whether more than half of the roster at a place, we included, are alive, and not where a branch leads from
+        there; None: some are further than it leads, and it depends on them. `incarnation` is ours."""
+        beats = [beat for beat in self.live().values() if doubt.counts(beat.peer, beat.incarnation)]
+        end, departed = branch.end.position.index, self.membership.departed(doubt)
+        further = {beat.peer for beat in beats if beat.index > end}
+        elsewhere = {beat.peer for beat in beats if branch.heads.get(beat.index) != beat.head} - further
+        elsewhere |= {beat.peer for beat in beats if beat.index <= doubt.position.index}
+        elsewhere |= {self._me} if doubt.counts(self._me, incarnation) else set()
+        if elsewhere and quorum(doubt.roster, departed, elsewhere):
+            return True
+        return None if further and quorum(doubt.roster, departed, elsewhere | further) else False
+
+    def are_more_there(self, branch: Branch, log: LogState, lineage: Lineage) -> bool | None:
+        """Whether more live peers are on a branch than with us; None: as many."""
+        beats = self.live().values()
+        there = sum(branch.heads.get(beat.index) == beat.head for beat in beats if beat.index)
+        here = 1 + sum(not lineage.lacks(beat.index, beat.head) for beat in beats if beat.index <= log.position.index)
+        return None if there == here else there > here
 
     # Who is further on ----------------------------------------------------------------------------------------
     def donors(self) -> set[str]:
         """Peers that have a state to give, and are believed."""
         return {peer for peer, beat in self.live().items() if beat.state in DONATING} - self.distrusted
 
-    def furthest(self, log: LogState) -> str | None:
-        """The live peer with the heaviest lineage of those that we reach, if it is heavier than this log; equal weight
-        is decided by digest."""
-        asked = (self.live(), log, self.distrusted, self.unreached)
-        if not _is_same(asked, self._ahead[0]):
-            self._ahead = asked, self._find_furthest(log)
-        return self._ahead[1]
+    def pass_over(self, peer: str) -> None:
+        """What it says of its log has led nowhere: others come first for a while, longer each time."""
+        forgotten = self.now - FORGIVEN
+        self._passed_over = {one: passed for one, passed in self._passed_over.items() if passed[1] > forgotten}
+        times = self._passed_over.get(peer, (0, 0.0))[0] + 1
+        self._passed_over[peer] = times, self.now + min(self._distrust, self._expiry * 2.0 ** min(times - 1, 16))
 
-    def _find_furthest(self, log: LogState) -> str | None:
-        out_of_reach = self.distrusted | self.unreached
-        tokens, head = log.lineage_tokens, log.position.head
-        heavier = {
-            peer: (beat.lineage_tokens, _inverted(beat.head), peer)
+    def claimant(self, log: LogState, lineage: Lineage) -> str | None:
+        """The live peer that says that it has trained most, of those that say that they are where our log does not
+        lead, or further on; those of our last roster come first. Whether that is true, its log will show."""
+        passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if self.now < until)
+        asked = (self.live(), log, self.distrusted, self.unreached, passed_over)
+        if not _is_same(asked, self._ahead[0]):
+            self._ahead = asked, self._find_claimants(log, lineage, self.distrusted | self.unreached | passed_over)
+        return self._ahead[1][0] if self._ahead[1] else None
+
+    def _find_claimants(self, log: LogState, lineage: Lineage, besides: frozenset[str]) -> tuple[str, ...]:
+        index = log.position.index
+        claims = {
+            peer: (peer in log.incarnations, beat.lineage_tokens, _inverted(beat.head), peer)
             for peer, beat in self.live().items()
-            if (beat.lineage_tokens > tokens or (beat.lineage_tokens == tokens and beat.head < head))
+            if (beat.index > index or lineage.lacks(beat.index, beat.head))
             and beat.lineage_tokens > 0
             and beat.state in DONATING
-            and peer not in out_of_reach
+            and peer not in besides
         }
-        return max(heavier, key=lambda peer: heavier[peer], default=None)
+        return tuple(sorted(claims, key=lambda peer: claims[peer], reverse=True))
+
+    def is_behind(self, log: LogState, lineage: Lineage) -> bool:
+        """Whether those whom one can believe say so: half of those of the last roster that are here, at least. Where
+        nobody of it is here, anybody."""
+        claimants = self._ahead[1] if self.claimant(log, lineage) else ()
+        others = {peer for peer in log.roster if peer != self._me and self.is_live(peer)} - self.unreached
+        further = {peer for peer in claimants if self.live()[peer].index > log.position.index}
+        return 2 * len(further & others) >= len(others) if others else bool(further)
 
     # Who leads ------------------------------------------------------------------------------------------------
     def elect(self, log: LogState, at_work: Collection[str]) -> str | None:
@@ -155,6 +190,15 @@ class Presence:
             unreached[self._me] = name_peers(self.unreached)
         others = (beat.peer for beat in live.trainers)
         return broken_pairs(unreached, {*others, self._me}, TAIL) if unreached else {}
+
+
+def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[bytes] = ()) -> bytes | None:
+    """Return the digest that more than half of the log's roster name for the state there, if any."""
+    named, head = Counter(besides), log.position.head
+    for beat in beats:
+        named[beat.state_digest] += beat.head == head and log.counts(beat.peer, beat.incarnation)
+    digest, count = max(named.items(), key=lambda item: item[1], default=(b"", 0))
+    return digest if 2 * count > len(log.roster) and count else None
 
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:

@@ -11,11 +11,23 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
-from peers.protocol.events import Captured, Note, Send, SnapshotFailed, SnapshotRestored, Stop, Tick, TrainingDone
+from peers.protocol.events import (
+    Captured,
+    LineageNotSeen,
+    LineageSeen,
+    Note,
+    Send,
+    SnapshotFailed,
+    SnapshotRestored,
+    Stop,
+    Tick,
+    TrainingDone,
+)
 from peers.protocol.internal import EntryMade, FarBehind, Leased, NobodyAhead, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
 from peers.protocol.messages import Commit, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
 from peers.protocol.replica import Replica, ReplicaState
+from peers.protocol.search import Search
 from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer, TrainerState
@@ -36,6 +48,7 @@ class Course:
         self.presence.membership.is_farewell = desk.is_farewell
         self.trainer = Trainer(desk)
         self.replica = Replica(desk, self.presence, log, state_digest)
+        self.search = Search(desk, self.presence, self.replica)
         self.troubles = Troubles(desk, self.presence, self.trainer, self.replica)
         self.joiner = Joiner(desk, self.presence, self.replica, self.troubles)
         self._desk = desk
@@ -135,7 +148,7 @@ class Course:
             self._offer_work()
         elif kept:
             pass
-        elif lease is not None and self.replica.furthest() is None:
+        elif lease is not None and not self.search.is_behind:
             self._train(lease, self._whole)
         else:
             self._await_lease()
@@ -168,12 +181,12 @@ class Course:
         """Get the state of those who are further on, then a lease from the leader."""
         if not self.joiner.may_ask or self._leave_by is not None or not self.slot.log.closes:
             return
-        if self.replica.furthest() is not None:
-            if self.joiner.question.is_due:
-                self.joiner.question.said()
-                self.catch_up()
+        if self.search.claimant is None:
+            self.replica.note_nobody_ahead()
+        elif self.search.question.is_due:
+            self.catch_up()
+        if self.search.is_behind or self.replica.state is not ReplicaState.LEVEL:
             return
-        self.replica.note_nobody_ahead()
         lease = self.replica.log.leases.get(self._me)
         if lease is not None and not self.troubles.is_excluded:
             self._train(lease, self._whole)
@@ -191,6 +204,7 @@ class Course:
     def _await_lease(self) -> None:
         """There is something new to ask for."""
         self.joiner.question.at_once()
+        self.search.question.at_once()
 
     # Behind, or in vain ---------------------------------------------------------------------------------------
     @property
@@ -199,9 +213,16 @@ class Course:
 
     def catch_up(self) -> None:
         if self._can_catch_up and self.troubles.may_ask:
-            far = self.replica.catch_up()
-            if far is not None:
-                self._fetch(far)
+            self.search.catch_up()
+
+    def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:
+        """What another one's log is worth is known now. Where we have a state to give up, it is given up now."""
+        if isinstance(event, LineageNotSeen):
+            self.search.on_not_seen(event)
+            return
+        far = self.search.on_seen(event)
+        if far is not None and self._can_catch_up:
+            self._fetch(far)
 
     def on_commit(self, sender: str, commit: Commit, slot: Slot) -> None:
         """Apply the entry if we hold its payload; else somebody went on without us."""
@@ -227,9 +248,9 @@ class Course:
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
         self._desk.emit(Note("warning", f"no payload of entry {header.index}: {reason}"))
-        ahead = self.replica.furthest()
-        if ahead is not None:
-            self._fetch(self.replica.far_behind(ahead))
+        far = self.search.far_behind()
+        if far is not None:
+            self._fetch(far)
         elif self.replica.log.is_closing(header):
             self._drop_work()
             self.replica.take(NobodyAhead())
@@ -249,9 +270,9 @@ class Course:
         self._open_slots()
 
     def on_elsewhere(self, sender: str) -> None:
-        """Our inquiry led nowhere: what we hold is on another lineage than the heavier one."""
-        if self._can_catch_up and self.replica.furthest() == sender:
-            self._fetch(self.replica.far_behind(sender))
+        """Our inquiry led nowhere: the sender is on another lineage than we are."""
+        if self._can_catch_up and self.search.claimant == sender:
+            self.search.weigh(sender)
 
     def on_refuse(self, leader: str, refuse: Refuse, slot: Slot) -> None:
         """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again,
@@ -264,7 +285,7 @@ class Course:
         if is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most):
             self.presence.distrust(leader)
         else:
-            self._fetch(FarBehind(leader))
+            self._fetch(FarBehind(leader, self.replica.log.position.index))
 
     def check_state(self) -> None:
         """Whose state is another than that of most of the roster, with whom it is, takes theirs: a bit has flipped."""
@@ -295,8 +316,9 @@ class Course:
         self.look_for_trouble()
 
     def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
-        self._await_lease()
+        self.search.forget()
         if isinstance(event, SnapshotRestored):
+            self._await_lease()
             self._open_slots()  # where the state is now
             self.join()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from peers.log.branch import Branch
 from peers.log.certificate import Certificate
 from peers.log.header import Header
+from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.messages import Attempt, Message, Round, Unread
 from peers.values.reach import Reach
@@ -175,7 +177,8 @@ class SnapshotRestored:
     """theta and momentum are the donor's, at the position after `header` (None: before the first entry).
 
     `lineage`: what names the donor's lineage after its newest cycles, oldest first, those after that one included.
-    `ends`: digests of all entries of the cycle that the header closes, where it has more than one.
+    `ends`: digests of all entries of the cycle that the header closes, where it has more than one. `doubt`: the newest
+    place in that lineage from which too few went on.
     """
 
     donor: str
@@ -183,10 +186,26 @@ class SnapshotRestored:
     state_digest: bytes
     lineage: tuple[bytes, ...] = ()
     ends: tuple[bytes, ...] = ()
+    doubt: LogState | None = None
 
 
 @dataclass(frozen=True)
 class SnapshotFailed:
+    donor: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LineageSeen:
+    """What follows in the donor's log and in ours, from the last place on that both have."""
+
+    donor: str
+    theirs: Branch
+    ours: Branch
+
+
+@dataclass(frozen=True)
+class LineageNotSeen:
     donor: str
     reason: str
 
@@ -220,6 +239,8 @@ Event = (
     | Digested
     | SnapshotRestored
     | SnapshotFailed
+    | LineageSeen
+    | LineageNotSeen
     | LeaveRequested
 )
 
@@ -300,6 +321,18 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class FetchLineage:
+    """Get the donor's log up to `index`, as far as it is not ours, and check it; `others` may know its beginning.
+
+    Another look, at whomever, ends. Ends in LineageSeen or LineageNotSeen.
+    """
+
+    donor: str
+    index: int
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class FetchSnapshot:
     """Take over a state of the donor's lineage, at index `least` or later; `others` may have it, too."""
 
@@ -360,6 +393,7 @@ Effect = (
     | AssemblePayload
     | FetchPayload
     | Apply
+    | FetchLineage
     | FetchSnapshot
     | Stop
     | Note

@@ -52,6 +52,8 @@ class Gathering:
         self._most_are_here = False  # of the last roster, whether they count or not
         self.departed: Collection[str] = ()  # of the last roster
         self.unreached: Collection[str] = ()
+        self.is_behind = False
+        """Whether others are further on: we are to join them, however long it takes us."""
         self.lease: Lease | None = None  # our own
         self._awaited: set[str] = set()
         self._overtaken: Counter[str] = Counter()
@@ -194,7 +196,7 @@ class Gathering:
         coming = {peer for peer in unready if peer == self._me or self._counts(peer, live[peer].incarnation)}
         coming |= self._counted(self._ready)
         enough = quorum(self._log.roster, self.departed, coming) if self._log.roster else len(coming) >= self._minimum
-        enough = enough or self._is_behind(live)
+        enough = enough or self.is_behind
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
         if has_slept:
             self._first_ready_at = now
@@ -205,14 +207,6 @@ class Gathering:
         is_hopeless = now - self._first_ready_at >= self._schedule.hopeless
         self._most_are_here = not is_hopeless and self._are_most(here | self._ready.keys())
         return now - since >= self._settings.timing.partition_grace or is_hopeless
-
-    def _is_behind(self, live: Mapping[str, Heartbeat]) -> bool:
-        """Whether somebody whom we reach is on a heavier lineage: we are to join it, however long it takes us."""
-        return any(
-            beat.state in PARTICIPATING and beat.lineage_tokens > self._log.lineage_tokens
-            for peer, beat in live.items()
-            if peer not in self.unreached
-        )
 
     def _is_here(self, beat: Heartbeat) -> bool:
         """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
@@ -261,10 +255,10 @@ class Gathering:
     def _may_go_on_alone(self, peers: Collection[str]) -> bool:
         """Return whether these may make the entry once the partition grace is over.
 
-        A minority may. Where most are here, and too few count since they have forgotten what they held, most must take
-        part, so that there can't be two such groups.
+        A minority may, if its leader's owner wants to. Where most are here, and too few count since they have forgotten
+        what they held, most must take part, so that there can't be two such groups.
         """
-        return not self._most_are_here or self._are_most(peers)
+        return self._are_most(peers) if self._most_are_here else self._settings.goes_on_alone
 
     def _may_overtake(self, sender: str, now: float) -> bool:
         """Whether the others must say Ready again for this peer's higher number; each peer may ask that a few times."""

@@ -7,12 +7,19 @@ liar, with nothing but its own signature, takes nobody along.
 
 from __future__ import annotations
 
-from peers.log.certificate import Certificate, Proof
+from collections.abc import Iterable
+
+from peers.log.certificate import Proof
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
-from peers.protocol.messages import Attempt
+from peers.protocol.messages import Attempt, Commit
+
+
+def are_most(log: LogState, peers: Iterable[str]) -> bool:
+    """Return whether these are more than half of the roster by their names, though some may have started again."""
+    return 2 * len(set(log.roster) & set(peers)) > len(log.roster)
 
 
 def may_make(
@@ -21,12 +28,18 @@ def may_make(
     log: LogState,
     said_in: Attempt | None,
     sender: str,
-    certificate: Certificate,
+    commit: Commit,
     proof: Proof,
 ) -> bool:
     """Whether an entry that we hold is to be made. `said_in` is the attempt in which we said last that we hold it."""
+    certificate = commit.certificate
+    assert certificate is not None
     is_ours = said_in is not None and said_in.name == certificate.attempt and sender == certificate.leader
-    if is_ours and (certificate.alone or presence.are_all_gone(log)):
+    if is_ours and presence.are_all_gone(log):
+        return True
+    if not (desk.settings.goes_on_alone or are_most(log, commit.header.peers)):
+        return False
+    if is_ours and certificate.alone:
         return True
     is_known = sender == desk.me or (presence.is_live(sender) and proof.signers > 0)
     return is_known and not presence.are_most_here(log, desk.memory.incarnation)
@@ -34,6 +47,8 @@ def may_make(
 
 def may_follow(desk: Desk, presence: Presence, log: LogState, sender: str, header: Header, proof: Proof | None) -> bool:
     """Whether an entry that was made without us is to be replayed: one of the roster must have made it, at least."""
+    if not (desk.settings.goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
+        return False
     is_of_one = proof is not None and proof.signers > 0
     is_of_one = is_of_one or not log.roster or (sender in log.roster and sender in header.peers)
     return is_of_one and not presence.are_most_here(log, desk.memory.incarnation)

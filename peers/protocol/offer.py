@@ -8,6 +8,7 @@ from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
 from peers.protocol.desk import Desk
 from peers.protocol.messages import Ready, Round
+from peers.protocol.minority import are_most
 from peers.protocol.replica import Replica
 from peers.protocol.trainer import Trainer
 from peers.values.workload import Trained
@@ -50,9 +51,12 @@ class Offer:
             seen=presence.reachability.seen(self._desk.me),
         )
 
-    def is_in(self, round: Round) -> bool:
+    def is_in(self, round: Round, alone: bool) -> bool:
+        """Whether we take part in a round, a minority's if it is `alone`."""
         trained, me = self._trained, self._desk.me
         assert trained is not None
+        if alone and not (self._desk.settings.goes_on_alone or are_most(self._log, round.peers)):
+            return False
         mine = [member for member in round.roster if member.peer == me]
         return mine == [self._as_member(trained)] and me not in round.lost
 

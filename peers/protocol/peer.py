@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from peers.errors import LocalProtocolError
+from peers.log.branch import Branch
 from peers.log.header import Position
 from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
@@ -32,6 +33,8 @@ from peers.protocol.events import (
     Event,
     HeartbeatsSeen,
     LeaveRequested,
+    LineageNotSeen,
+    LineageSeen,
     PayloadFetched,
     PayloadNotFetched,
     RateMeasured,
@@ -146,6 +149,8 @@ class Peer:
             case SnapshotRestored() | SnapshotFailed():
                 self.replica.take(event)
                 course.on_fetched(event)
+            case LineageSeen() | LineageNotSeen():
+                course.on_lineage(event)
             case PayloadFetched(header) if header == self.replica.replaying:
                 course.entry_made(header, self.replica.proof)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
@@ -248,6 +253,10 @@ class Peer:
     @property
     def membership(self) -> Membership:
         return self.presence.membership
+
+    def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
+        """As much of another one's log as is to be taken for the run's; see `Search.believed`."""
+        return self._course.search.believed(theirs, ours)
 
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""

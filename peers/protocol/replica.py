@@ -7,11 +7,10 @@ from enum import StrEnum
 from typing import ClassVar
 
 from peers.errors import LocalProtocolError
-from peers.log.certificate import Certificate, Proof
+from peers.log.certificate import Certificate, Proof, weigh
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.lineage import RECENT_ENTRIES, Lineage
+from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
-from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.events import (
@@ -22,13 +21,12 @@ from peers.protocol.events import (
     FetchPayload,
     FetchSnapshot,
     Note,
-    Send,
     SnapshotFailed,
     SnapshotRestored,
     TokensLost,
 )
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
-from peers.protocol.messages import Commit, Inquire
+from peers.protocol.messages import Commit
 from peers.protocol.minority import may_follow
 from peers.protocol.part import Part, Row, Table
 
@@ -87,11 +85,14 @@ class Replica(Part):
         self.state_digest = state_digest
         self.lineage = Lineage(log)
         self.undigested: LogState | None = None
+        self.doubt: LogState | None = None
+        """The newest place in our lineage from which too few of its roster went on."""
         self._behind: Behind | None = None
         self._desk = desk
         self._presence = presence
         self._waiting: deque[EntryMade] = deque()  # of other fragments
-        self._has_snapshot = False  # or got none: the way from here to where the others are is replayed
+        self.has_snapshot = False
+        """Or got none: the way from here to where the others are is replayed."""
 
     @property
     def is_settled(self) -> bool:
@@ -110,7 +111,16 @@ class Replica(Part):
         return self._behind.certificate if self._behind else None
 
     # Entries --------------------------------------------------------------------------------------------------
+    @property
+    def is_of_minority(self) -> bool:
+        """Whether those who went on from there are still fewer than the others."""
+        if self.doubt is None:
+            return False
+        return 2 * len(set(self.doubt.roster) & set(self.log.roster)) <= len(self.doubt.roster)
+
     def _apply(self, made: EntryMade) -> None:
+        if made.certificate is not None and not weigh(made.certificate, self.log, made.header).is_certified:
+            self.doubt = self.log
         self.log = self.log.append(made.header)
         self.lineage.append(made.header, self.log, made.certificate)
         self._behind = None
@@ -162,36 +172,9 @@ class Replica(Part):
         return min(having - self._presence.distrusted, default=None)
 
     # Behind ---------------------------------------------------------------------------------------------------
-    def furthest(self) -> str | None:
-        """Whose state is further on, or on a heavier lineage."""
-        return self._presence.furthest(self.log)
-
     def note_nobody_ahead(self) -> None:
         """Whoever is ahead again may be far ahead."""
-        self._has_snapshot = False
-
-    def catch_up(self) -> FarBehind | None:
-        """Learn the next entry from who is further on, or on a heavier lineage; what is returned says that it takes
-        their state."""
-        ahead = self.furthest()
-        if ahead is None:
-            return None
-        entries = self._presence.live()[ahead].index - self.log.position.index
-        if entries > 0 and (entries <= self._desk.settings.snapshot_every or self._has_snapshot):
-            asked = (Inquire(position=self.log.of(fragment).position) for fragment in self.log.pending)
-            self._desk.emit(*(Send(ahead, inquire) for inquire in asked))
-            return None
-        self._desk.emit(Note("warning", f"{ahead} is at {self._presence.live()[ahead].index}: fetching a snapshot"))
-        return self.far_behind(ahead)
-
-    def far_behind(self, donor: str) -> FarBehind:
-        """A snapshot brings us further from some index on, and others still know what followed it.
-
-        Of who is not further on, but heavier, one brings us further at any index. Archives know everything.
-        """
-        index, beat = self.log.position.index, self._presence.live()[donor]
-        known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
-        return FarBehind(donor, max(index + 1 if beat.index > index else 0, known_from))
+        self.has_snapshot = False
 
     def follow(self, sender: str, commit: Commit, proof: Proof | None, was_asked: bool) -> Behind | None:
         """What there is to replay, if the sender can be believed to have this entry: its heartbeats say that it is
@@ -234,9 +217,9 @@ class Replica(Part):
 
     def _restored(self, restored: SnapshotRestored) -> None:
         self.log = self.settled = self.log.at(restored.header, restored.ends)
-        self.state_digest = restored.state_digest
+        self.state_digest, self.doubt = restored.state_digest, restored.doubt
         self._leave_lineage(restored)
-        self._has_snapshot = True
+        self.has_snapshot = True
         self._desk.emit(Note("info", f"state at {self.log.position} fetched from {restored.donor}"))
         self._enter(LEVEL)
 
@@ -250,8 +233,10 @@ class Replica(Part):
 
     def _not_restored(self, failed: SnapshotFailed) -> None:
         self._presence.distrust(failed.donor)
-        if self.furthest() is None:  # nobody else is ahead: to go on alone would be worse than to ask again
+        if (
+            self._presence.claimant(self.log, self.lineage) is None
+        ):  # nobody else is ahead: to go on alone would be worse than to ask again
             self._presence.trust(failed.donor)
-        self._has_snapshot = True  # as good as: whoever knows what followed may have all of it
+        self.has_snapshot = True  # as good as: whoever knows what followed may have all of it
         self._desk.emit(Note("warning", f"no state from {failed.donor}: {failed.reason}"))
         self._enter(LEVEL)

@@ -197,7 +197,7 @@ class Slot(Part):
             return
         going_on = self.exchange is not None and self.exchange.name == begin.round.name
         unbroken = going_on and self.state is AVERAGING  # it is the only one who may have committed what we hold
-        if (self.acceptor.held and not unbroken) or not self._offer.is_in(begin.round):
+        if (self.acceptor.held and not unbroken) or not self._offer.is_in(begin.round, begin.attempt.alone):
             return
         if not self._offer.can_lead_to_an_entry(begin.round):
             self._desk.emit(Dropped(sender, "begin", "its attempt can lead to no entry"))
@@ -388,7 +388,7 @@ class Slot(Part):
         proof = self.certifier.proof(commit.header, certificate)
         if proof is None:
             self._desk.emit(Dropped(sender, "commit", "a signature in its certificate is false"))
-        elif proof.is_certified or may_make(self._desk, self._presence, self.log, said_in, sender, certificate, proof):
+        elif proof.is_certified or may_make(self._desk, self._presence, self.log, said_in, sender, commit, proof):
             self._desk.emit(
                 *passed_on(commit, self._desk.me, self.attempt, self.exchange.round if self.exchange else None)
             )

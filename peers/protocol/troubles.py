@@ -99,7 +99,24 @@ class Troubles:
     def _find(self, leader: str | None) -> Hindrance | None:
         if self._excluded:
             return Hindrance("left out", f"{self._excluded}; {REACH_REMEDY}", is_vain=True)
-        return self._cut_off(leader) or self._too_slow()
+        return self._cut_off(leader) or self._too_slow() or self._partition()
+
+    def _partition(self) -> Hindrance | None:
+        """Whether most of the run's peers are gone, and we wait for them, or go on with a few."""
+        replica, doubt = self._replica, self._replica.doubt
+        if doubt is not None and replica.is_of_minority:
+            here = len(set(doubt.roster) & set(replica.log.roster))
+            reason = (
+                f"only {here} of the {len(doubt.roster)} peers of outer step {doubt.position.index} went on from there:"
+                f" what is trained here counts nothing if the others did, too; leave, and join again to look for them"
+            )
+            return Hindrance("minority", reason, is_vain=False)
+        roster = set(replica.log.roster)
+        gone = roster - self._presence.live().keys() - {self._desk.me}
+        if self._desk.settings.goes_on_alone or 2 * len(gone) < len(roster) or not roster:
+            return None
+        reason = f"{len(gone)} of the {len(roster)} peers of the last outer step are gone; waiting for them"
+        return Hindrance("waiting", f"{reason}, as --on-partition wait says", is_vain=False)
 
     def _cut_off(self, leader: str | None) -> Hindrance | None:
         """Whether we can talk to nobody, or not to the one whom all others take for their leader."""
@@ -111,7 +128,8 @@ class Troubles:
             return None
         was_cut_off = self._hindrance is not None and self._hindrance.kind == "cut off"
         # Once cut off, being behind is no cure for it.
-        if leader in unreached and (self.is_aside or was_cut_off or self._replica.furthest() is None):
+        is_behind = self._presence.is_behind(self._replica.log, self._replica.lineage)
+        if leader in unreached and (self.is_aside or was_cut_off or not is_behind):
             return Hindrance("cut off", f"the leader {leader} can't be reached; {REACH_REMEDY}", is_vain=True)
         if others <= unreached:
             reason = "no other peer can be reached, and what is trained here may count nothing in the end"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, name_peers
+from peers.presence.presence import state_named
 from peers.protocol import events
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.events import (
@@ -21,8 +21,11 @@ from peers.protocol.events import (
     Digested,
     Effect,
     Event,
+    FetchLineage,
     FetchPayload,
     FetchSnapshot,
+    LineageNotSeen,
+    LineageSeen,
     OpenRound,
     PayloadAssembled,
     PayloadFetched,
@@ -43,12 +46,13 @@ from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
 from peers.simulator.simulated_keys import SimulatedKeys
+from peers.simulator.simulated_log import Frozen, SimulatedLog
 from peers.simulator.simulated_workload import SimulatedWorkload, digest_of_states
 from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
-from peers.transfer.snapshot_fetch import Offered, choose, lineage_of
+from peers.transfer.snapshot_fetch import Offered, Vouched
 from peers.transfer.snapshots import SnapshotOffer
 from peers.values.leases import sample_count
 from peers.values.reach import Reach
@@ -85,15 +89,6 @@ class Fragment:
         self.buffers = PayloadBuffers(self.workload, kept_bytes)
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """The state after a whole cycle, which `last` closed; `ends` are the digests of its entries."""
-
-    last: Header | None
-    ends: tuple[bytes, ...]
-    states: tuple[bytes, ...]
-
-
 class SimulatedPeer:
     """`clock` runs at its own rate from its own zero: no two peers agree on the time."""
 
@@ -103,6 +98,7 @@ class SimulatedPeer:
         self.fragments = [Fragment(name, block_count, kept_bytes) for _ in range(world.settings.fragments)]
         self.clock = clock
         self.speed = world.speeds[ord(name[-1]) % len(world.speeds)]
+        self._keys = SimulatedKeys(name)
         self.peer = Peer(
             name,
             world.settings,
@@ -110,7 +106,7 @@ class SimulatedPeer:
             self.state,
             self.time(0.0),
             next(world.incarnations),
-            SimulatedKeys(name),
+            self._keys,
         )
         self.packer = Packer(self.peer)
         self.alive = True
@@ -128,6 +124,7 @@ class SimulatedPeer:
         self._is_digesting = False
         self._last_of_cycle: Header | None = None  # the entry that was applied last in it
         self._postponed: deque[Apply | FetchSnapshot] = deque()
+        self.log = SimulatedLog(world.settings.empty_log)
         self._admissions = [Admission(self.peer, one.buffers, one.workload.check) for one in self.fragments]
         self._effects = self._table()
 
@@ -199,6 +196,7 @@ class SimulatedPeer:
             row(events.AssemblePayload, self._assemble),
             row(events.Apply, self._apply),
             row(events.FetchPayload, self._fetch_payload),
+            row(events.FetchLineage, self._fetch_lineage),
             row(events.FetchSnapshot, self._fetch_snapshot),
             row(events.Note, self._note),
             row(events.Dropped, self._note),
@@ -294,6 +292,7 @@ class SimulatedPeer:
                 raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
             fragment.workload.apply(bytes(kept.data))
         self.world.recorded(self, header)
+        self.log.append(header, apply.certificate, log)
         if not log.made:
             self._is_digesting, self._last_of_cycle = True, header
             self._newest = Frozen(log.last, log.ends, self.states)
@@ -334,7 +333,7 @@ class SimulatedPeer:
         if self._frozen is None or self._place(self._frozen).index < least:
             self._frozen = self._newest
         last, digest = self._frozen.last, digest_of_states(self._frozen.states)
-        offer = SnapshotOffer.model_construct(last=last, bytes=0, state_digest=digest, lineage=self.peer.lineage.heads)
+        offer = SnapshotOffer.model_construct(last=last, bytes=0, state_digest=digest)
         return Offered(offer, self._place(self._frozen), ())
 
     def _place(self, frozen: Frozen) -> Position:
@@ -349,7 +348,14 @@ class SimulatedPeer:
         sources = {source.name: source for source in self.world.fetch_from(self, donors) if source.is_settled}
         offered = {name: source.offered(fetch.least) for name, source in sources.items()}
         try:
-            _, having = choose(offered, donors, fetch.least)
+            if fetch.donor not in sources:
+                raise SnapshotError(f"{fetch.donor} does not answer")
+            believed = self.peer.believed(*self.log.branches(sources[fetch.donor].log, self._keys.verify))
+            if believed is None:
+                raise SnapshotError(f"the log of {fetch.donor} is not better than ours")
+            theirs = believed.preceded_by(0, self.log.heads)
+            state_at_end = state_named(theirs.end, self.peer.presence.live().values())
+            having = Vouched(theirs, state_at_end, fetch.least).choose(offered)
         except SnapshotError as error:
             self.world.soon(self, SnapshotFailed(fetch.donor, str(error)))
             return
@@ -357,9 +363,23 @@ class SimulatedPeer:
         for fragment, state in zip(self.fragments, frozen.states, strict=True):
             fragment.workload.state = state
         self._newest = self._frozen = frozen
-        lineage = lineage_of(offered, donors)
-        restored = SnapshotRestored(fetch.donor, frozen.last, digest_of_states(frozen.states), lineage, frozen.ends)
+        self.log = sources[fetch.donor].log.until(self._place(frozen))
+        restored = SnapshotRestored(
+            fetch.donor,
+            frozen.last,
+            digest_of_states(frozen.states),
+            theirs.newest_heads,
+            frozen.ends,
+            theirs.doubt_before(self._place(frozen).index),
+        )
         self.world.soon(self, restored, delays=5.0)
+
+    def _fetch_lineage(self, fetch: FetchLineage) -> None:
+        for source in self.world.fetch_from(self, (fetch.donor,)):
+            theirs, ours = self.log.branches(source.log, self._keys.verify)
+            self.world.soon(self, LineageSeen(fetch.donor, theirs, ours), delays=3.0)
+            return
+        self.world.soon(self, LineageNotSeen(fetch.donor, "it does not answer"), delays=3.0)
 
     @property
     def frozen(self) -> Frozen:

@@ -6,22 +6,27 @@ Whoever evaluates or exports a run, mirrors it or looks over its shoulder follow
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
-from peers.log.certificate import Certificate, prove
+from peers.log.branch import UNPROVEN, Branch
+from peers.log.certificate import Certificate, Proof, prove
+from peers.log.folder import MemoryLog
 from peers.log.header import Header
 from peers.log.outcome import follow
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import DONATING
+from peers.presence.presence import state_named
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import PullTransport
 from peers.transfer.headers import fetch_stretch
+from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch
 from peers.transfer.payloads import PayloadError, Payloads
-from peers.transfer.snapshot_fetch import ask_size, fetch_snapshot
+from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.storage import Storage
 from peers.values.identity import verify
 from peers.values.workload import BadBlocksError, ReplicatedState, SnapshotError
@@ -45,8 +50,18 @@ class OtherLineageError(LogError):
     """An entry of a log that split off from ours."""
 
 
-async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> tuple[LogState, Certificate | None]:
-    """The log with the entry that follows, as a donor knows it, and what proves that entry.
+@dataclass(frozen=True)
+class Next:
+    """The entry that follows in a donor's log: the log with it, and what proves it."""
+
+    donor: str
+    log: LogState
+    certificate: Certificate | None
+    proof: Proof
+
+
+async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> Next:
+    """The entry that follows, as a donor knows it.
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError; CertificateError where a signature is false;
         OtherLineageError where the donor's log is another.
@@ -60,9 +75,8 @@ async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> tu
         raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
     after = log.append(told) if isinstance(told, Header) else follow(log, told)
     assert after.last is not None
-    if certificate is not None:
-        prove(certificate, log, after.last, verify)
-    return after, certificate
+    proof = UNPROVEN if certificate is None else prove(certificate, log, after.last, verify)
+    return Next(donor, after, certificate, proof)
 
 
 class FollowTransport(PullTransport, Protocol):
@@ -115,6 +129,7 @@ class Following:
         self.log = settings.empty_log
         self.state_digest = b""
         self.donors = Donors(transport, self.log)
+        self._past = MemoryLog(self.log, 0)
         self._transport = transport
         self._state = state
         self._storage = storage
@@ -124,15 +139,23 @@ class Following:
 
         Raises: SwarmUnreachableError, and changes nothing, when no peer gives one that holds up.
         """
-        donors = [beat.peer for beat in await self.donors.live()]
-        reasons = []
+        beats, empty_log = await self.donors.live(), self.log.at(None)
+        donors, reasons = [beat.peer for beat in beats], list[str]()
+        branch: Branch | None = None
+
+        async def vouch() -> Vouched:
+            nonlocal branch
+            if branch is None:
+                branch, self._past = await best_branch(self._transport, beats, empty_log)
+            return Vouched(branch, state_named(branch.end, beats), least)
+
         while donors:
             try:
-                snapshot, _ = await fetch_snapshot(
-                    self._transport, donors, self.log, least, self._storage, self._state.state_size
+                snapshot = await fetch_snapshot(
+                    self._transport, donors, self.log, least, vouch, self._storage, self._state.state_size
                 )
                 await self._state.restore(snapshot.data, snapshot.state_digest)
-            except (SnapshotError, OSError) as error:
+            except (SnapshotError, LineageError, OSError) as error:
                 reasons.append(f"{donors.pop(0)}: {error}")
             else:
                 self.log, self.state_digest = self.log.at(snapshot.last), snapshot.state_digest
@@ -145,34 +168,58 @@ class Following:
         Raises: SwarmUnreachableError when there is nobody; CannotFollowError when nobody has what follows, or what they
         have does not.
         """
-        beats = [beat for beat in await self.donors.live() if beat.lineage_tokens > self.log.lineage_tokens]
-        if not beats:
-            return None
-        index = self.log.position.index
-        donors, reasons = [beat.peer for beat in beats if beat.index > index], list[str]()
-        least = None if donors else 0  # as the heaviest that answers has it
-        tried: set[bytes] = set()
-        for donor in donors:
+        index, tokens = self.log.position.index, self.log.lineage_tokens
+        beats = [beat for beat in await self.donors.live() if beat.index > index or beat.lineage_tokens > tokens]
+        donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[Next]()
+        least = None  # as the first that has a better log than ours has it
+        for beat in beats:
             try:
-                log, _ = await next_in_log(self._transport, donor, self.log)
-                assert log.last is not None
-                least = index + 1 if least is None else least
-                if log.last.digest in tried:
-                    continue
-                tried.add(log.last.digest)
-                await self._state.apply(await self._payload(log.last, donors), log.last.index)
+                found = await self._next(beat, donors)
+            except (PeerUnreachableError, RemoteProtocolError, LogError) as error:
+                reasons.append(f"{beat.peer}: {error}")
+                least = 0 if least is None and isinstance(error, OtherLineageError) else least
+                continue
+            if found is None:
+                continue
+            least = index + 1 if least is None else least
+            if all(found.log.position != other.log.position for other in followers):
+                followers.append(found)
+            if found.proof.is_certified:
+                break  # nothing else can be
+        if not (reasons or followers):
+            return None
+        for found in sorted(followers, key=lambda one: one.proof, reverse=True):
+            header = found.log.last
+            assert header is not None
+            try:
+                await self._state.apply(await self._payload(header, donors), index)
                 state_digest = await self._state.state_digest()
-            except (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, BadBlocksError) as error:
-                reasons.append(f"{donor}: {error}")
-                if least is None and isinstance(error, OtherLineageError):
-                    least = 0
+            except (PayloadError, BadBlocksError) as error:
+                reasons.append(f"{found.donor}: {error}")
             else:
-                self.log, self.state_digest = log, state_digest
-                return log.last, state_digest
-        reason = "; ".join(reasons) or "who has trained more took no more outer steps"
+                self._past.append(header, state_digest, None, found.certificate)
+                self.log, self.state_digest = found.log, state_digest
+                return header, state_digest
         raise CannotFollowError(
-            f"nobody could tell what follows outer step {index}: {reason}.", index + 1 if least is None else least
+            f"nobody could tell what follows outer step {index}: {'; '.join(reasons)}.",
+            index + 1 if least is None else least,
         )
+
+    async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> Next | None:
+        """What follows at a peer; None where its log is another, and no better than ours.
+
+        Raises: PeerUnreachableError, RemoteProtocolError, LogError; OtherLineageError where its log is better.
+        """
+        try:
+            if beat.index <= self.log.position.index:
+                raise OtherLineageError("it has trained more, and took no more outer steps")
+            return await next_in_log(self._transport, beat.peer, self.log)
+        except OtherLineageError:
+            fetch = LineageFetch(self._transport, self._past)
+            found = await fetch.compare(beat.peer, beat.index, donors, self.log)
+            if not found.theirs.is_better_than(found.ours):
+                return None
+            raise
 
     async def _payload(self, header: Header, donors: Sequence[str]) -> memoryview:
         """Nobody else asks for it here, so it is not kept. Raises: PayloadError."""

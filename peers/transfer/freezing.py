@@ -64,10 +64,6 @@ class Freezer:
         async with self._copy_lock, self.state_lock:
             yield
 
-    @property
-    def lineage(self) -> tuple[bytes, ...]:
-        return self._peer.lineage.heads
-
     def is_member(self, peer: str) -> bool:
         return self._peer.is_live(peer)
 

@@ -1,14 +1,15 @@
-"""Getting a snapshot: which one most peers agree on, and its chunks from all of them at once."""
+"""Getting a snapshot: one that the log vouches for and most peers have, and its chunks from all of them at once."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peers.errors import RemoteProtocolError
+from peers.log.branch import Branch
 from peers.log.header import Position
 from peers.log.state import LogState
 from peers.streams.channel import PeerUnreachableError
@@ -36,28 +37,57 @@ class Offered:
     chunk_digests: tuple[bytes, ...]
 
 
+@dataclass(frozen=True)
+class Vouched:
+    """The snapshots that a branch of the log vouches for, of outer step `least` or later.
+
+    An entry says which state it follows. `state_at_end` is that after the branch's last one; None: nobody says.
+    """
+
+    branch: Branch
+    state_at_end: bytes | None = None
+    least: int = 0
+
+    def covers(self, position: Position, state_digest: bytes) -> bool:
+        """Whether this may be the run's state there."""
+        branch, index = self.branch, position.index
+        state = branch.states.get(index, self.state_at_end if index == branch.end.position.index else None)
+        return self.least <= index and branch.has(position) and state in (None, state_digest)
+
+    def choose(self, offered: Mapping[str, Offered]) -> list[str]:
+        """Return who has the one that most have, the newer one if as many have two. Raises: SnapshotError."""
+        votes = Counter((offer.position, offer.offer.state_digest) for offer in offered.values())
+        good = {vote: count for vote, count in votes.items() if self.covers(*vote)}
+        if not good:
+            raise SnapshotError(f"nobody has a snapshot of outer step {self.least} or later that the log vouches for")
+        best = max(good, key=lambda vote: (good[vote], vote[0].index, vote[1]))
+        return [donor for donor, offer in offered.items() if (offer.position, offer.offer.state_digest) == best]
+
+
 async def fetch_snapshot(
     transport: PullTransport,
     donors: Sequence[str],
     log: LogState,
     least: int,
+    vouch: Callable[[], Awaitable[Vouched]],
     storage: Storage,
     size: int,
     chance: random.Random = CHANCE,
-) -> tuple[FrozenSnapshot, tuple[bytes, ...]]:
-    """The snapshot of `size` bytes, at index `least` or later, that most donors have, on the first donor's lineage.
+) -> FrozenSnapshot:
+    """Fetch the snapshot of `size` bytes, of outer step `least` or later, that most donors have.
 
-    Returns that lineage, too, as far as it is known: the digests of its newest entries, oldest first. Which of many
-    donors are asked, `chance` decides, but for the first.
+    `vouch` says which of them the log vouches for; it is asked when the donors have said what they have, so that it
+    knows of what is as new. Which of many donors are asked, `chance` decides, but for the first.
 
     Raises: SnapshotError when there is none, or no donor is left before all of it is here; OSError when there is no
-    room.
+    room; whatever `vouch` raises.
     """
     chunking = StateChunking(size)
     offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, least, size)
-    chosen, having = choose(offered, donors, least)
+    having = (await vouch()).choose(offered)
+    chosen = offered[having[0]]
     head = chosen.position.head
-    wanted = Wanted(
+    pulled = Wanted(
         name=SNAPSHOT,
         digests=chosen.chunk_digests,
         bounds=chunking.bounds,
@@ -65,7 +95,7 @@ async def fetch_snapshot(
         range=max(1, min(RANGE, chunking.count // RANGES)),
     )
     memory = await asyncio.to_thread(storage.download, chosen.offer.state_digest, size)
-    download = Download(transport, wanted, memory.data)
+    download = Download(transport, pulled, memory.data)
     if not memory.is_new:
         await download.adopt()
     try:
@@ -74,8 +104,7 @@ async def fetch_snapshot(
         raise SnapshotError(str(error)) from error
     storage.downloaded()
     digests = chosen.chunk_digests
-    snapshot = FrozenSnapshot(chosen.offer.last, chosen.offer.state_digest, digests, memory.data, memory=memory)
-    return snapshot, lineage_of(offered, donors)
+    return FrozenSnapshot(chosen.offer.last, chosen.offer.state_digest, digests, memory.data, memory=memory)
 
 
 async def _offers(
@@ -134,26 +163,3 @@ async def ask_offer(
     if offer.last is not None and offer.last.run != log.run:
         raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
     return Offered(offer, log.at(offer.last).position, chunks)
-
-
-def choose(offered: dict[str, Offered], donors: Sequence[str], least: int) -> tuple[Offered, list[str]]:
-    """The snapshot that most have, the newer one if as many have two; and who has it. Raises: SnapshotError."""
-    lineage = set(lineage_of(offered, donors))
-    if leading := offered.get(donors[0]):
-        lineage.add(leading.position.head)  # which may be older than the entries that it names
-    votes = Counter(
-        (offer.position, offer.offer.state_digest)
-        for offer in offered.values()
-        if offer.position.index >= least and (not lineage or offer.offer.last is None or offer.position.head in lineage)
-    )
-    if not votes:
-        raise SnapshotError(f"nobody has a snapshot of outer step {least} or later")
-    best = max(votes, key=lambda vote: (votes[vote], vote[0].index, vote[1]))
-    having = [donor for donor, offer in offered.items() if (offer.position, offer.offer.state_digest) == best]
-    return offered[having[0]], having
-
-
-def lineage_of(offered: dict[str, Offered], donors: Sequence[str]) -> tuple[bytes, ...]:
-    """What the first donor says of its log; nothing if it did not answer."""
-    leading = offered.get(donors[0])
-    return leading.offer.lineage if leading else ()

@@ -6,13 +6,10 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
-
-from pydantic import Field
+from typing import Protocol
 
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
-from peers.log.lineage import RECENT_ENTRIES
 from peers.streams.channel import Buffer, RefusalError
 from peers.streams.places import Places
 from peers.transfer.download import RANGES, PullTransport
@@ -39,16 +36,12 @@ class SnapshotRequest(Value):
 
 
 class SnapshotOffer(Value):
-    """A donor's newest snapshot: the last entry in it (None: before the first), its bytes and its digest.
-
-    `lineage` are the digests of the donor's newest entries, oldest first, those after the snapshot included. The
-    digests of the snapshot's chunks come with it.
-    """
+    """A donor's newest snapshot: the last entry in it (None: before the first), its bytes and its digest. The digests
+    of its chunks come with it."""
 
     last: Header | None
     bytes: Count
     state_digest: Digest
-    lineage: Annotated[tuple[Digest, ...], Field(max_length=RECENT_ENTRIES)]
 
 
 @dataclass(eq=False)
@@ -84,8 +77,6 @@ class FrozenSnapshot(Snapshot):
 class SnapshotSource(Protocol):
     """Whoever has snapshots of one run."""
 
-    @property
-    def lineage(self) -> tuple[bytes, ...]: ...
     def is_member(self, peer: str) -> bool: ...
     async def newest(self, least: int) -> Snapshot:
         """At index `least` or later. Raises: RefusalError when there is none."""
@@ -134,6 +125,5 @@ async def _offer(source: SnapshotSource, least: int) -> tuple[bytes, bytes]:
         last=snapshot.last,
         bytes=len(snapshot.data),
         state_digest=snapshot.state_digest,
-        lineage=source.lineage,
     )
     return pack(offer), b"".join(snapshot.chunk_digests)

@@ -25,13 +25,13 @@ from opendiloco.workers.control import Evaluated
 from peers.errors import DilocoPeerError
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.headers import HEADERS, serve_headers
+from peers.transfer.headers import HEADERS, HeadersRequest, serve_headers
 from peers.transfer.payloads import serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
-from peers.values.wire import digest_of
+from peers.values.wire import digest_of, unpack
 from tests.opendiloco.recorded_run import RecordedRun, record
 from tests.peers.builders import beat, chain_of
 from tests.peers.fakes import FakeTransport
@@ -50,7 +50,6 @@ class Donor:
         saved = recorded.states[FROZEN]
         digests = chunk_digests([saved.state])
         self.snapshot = Snapshot(saved.last, saved.state_digest, digests, saved.state)
-        self.lineage = tuple(header.digest for header in recorded.headers)
         self.buffers = PayloadBuffers(new_state(recorded.run), 1 << 30)
         for payload in recorded.payloads:
             self.buffers.kept.keep(payload)
@@ -212,7 +211,9 @@ def test_a_signal_ends_it(
         network.said["b"] = digest_of(b"lie")
 
     async def look(run_id: str) -> list[Heartbeat]:
-        if [name for _, name, _ in network.pulls].count(HEADERS) == ENTRIES - FROZEN:
+        asked = [unpack(HeadersRequest, request) for _, name, request in network.pulls if name == HEADERS]
+        followed = {request.first for request in asked if request.last == request.first + 1}  # entry after entry
+        if len(followed) == ENTRIES - FROZEN:
             os.kill(os.getpid(), number)
         return network.beats
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from peers.log.certificate import Departure, ballot, certify, electorate
+from peers.log.branch import Branch
+from peers.log.certificate import Departure, Proof, ballot, certify, electorate
 from peers.log.chain import Chain, Entry
 from peers.log.header import Header, Member
 from peers.log.settings import RunSettings, Timing
@@ -17,7 +19,9 @@ from peers.protocol.events import (
     Digested,
     Effect,
     Event,
+    FetchLineage,
     HeartbeatsSeen,
+    LineageSeen,
     PayloadAssembled,
     Received,
     Send,
@@ -58,6 +62,7 @@ SETTINGS = RunSettings(
 SIZE = PayloadSize(chunks=6, bytes=6000)
 TOKENS = 100
 LOG = SETTINGS.empty_log
+CERTIFIED = Proof(is_certified=True, signers=2)
 
 
 def member(peer: str, start: int, stop: int, tokens: int = TOKENS) -> Member:
@@ -208,6 +213,13 @@ class Rig:
         self.sequence += 1
         names = self.others if others is None else others
         return self.do(HeartbeatsSeen(tuple(beat(name, log or self.peer.log, state, self.sequence) for name in names)))
+
+    def shown(self, theirs: LogState, by: str | None = None, proof: Proof = CERTIFIED) -> list[Effect]:
+        """The log of the peer that was looked at leads on from ours to `theirs`."""
+        donor = by or next(effect.donor for effect in self.effects if isinstance(effect, FetchLineage))
+        ours = Branch(self.peer.log, self.peer.log)
+        first = {0: (theirs.position.head, proof)}
+        return self.do(LineageSeen(donor, replace(ours, end=theirs, first=first), ours))
 
     @property
     def moved(self) -> int:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log import lineage
-from peers.protocol import replica
+from peers.log import branch, lineage
+from peers.protocol import search
 from peers.simulator.history import InvariantError
 from peers.simulator.schedules import agreed
 from peers.simulator.simulated_peer import SimulatedPeer
@@ -72,7 +72,7 @@ def test_a_state_that_was_frozen_longer_ago_than_anybody_remembers_keeps_nobody_
     distance: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: it was offered, was in no lineage that goes back so far, and nobody could join until the next."""
-    for module in (lineage, replica):
+    for module in (branch, lineage, search):
         monkeypatch.setattr(module, "RECENT_ENTRIES", MEMORY, raising=False)
     swarm = swarm_at(MEMORY + 2, every=1000)
     early, _ = joins(swarm, "early")

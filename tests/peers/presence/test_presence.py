@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import LINKS_PATIENCE, Presence
 from peers.values.reach import Reach
-from tests.peers.builders import LOG, beat, first_log
+from peers.values.wire import digest_of
+from tests.peers.builders import LOG, PAYLOAD, beat, first_log, member
 
 EXPIRY, DISTRUST = 10.0, 40.0
 AHEAD = first_log()
@@ -21,26 +25,56 @@ def seeing(log: LogState = AHEAD, names: str = "ac", **more: Any) -> Presence:
     return presence
 
 
-def test_who_has_the_heavier_lineage_is_further_on() -> None:
-    assert seeing().furthest(LOG) == "c", "the greater id of two that are as far"
-    assert seeing().furthest(AHEAD) is None
-    assert seeing(names="a").furthest(LOG) == "a"
+def claimant(presence: Presence, log: LogState) -> str | None:
+    return presence.claimant(log, Lineage(log))
 
 
-def test_of_two_lineages_of_one_weight_the_smaller_digest_wins() -> None:
+def test_who_says_that_it_has_trained_most_is_looked_at_first() -> None:
+    assert claimant(seeing(), LOG) == "c", "the greater id of two that are as far"
+    assert claimant(seeing(), AHEAD) is None
+    assert claimant(seeing(names="a"), LOG) == "a"
+
+
+def test_who_says_that_it_is_where_our_log_does_not_lead_is_looked_at_though_it_is_no_further() -> None:
     other = LOG.append(LOG.next_header(AHEAD.last.roster if AHEAD.last else (), b"\0" * 32))
-    small, large = sorted([AHEAD, other], key=lambda log: log.position.head)
-    assert seeing(small, names="a").furthest(large) == "a"
-    assert seeing(large, names="a").furthest(small) is None
+    for theirs, ours in ((AHEAD, other), (other, AHEAD)):
+        presence = seeing(theirs, names="a")
+        assert claimant(presence, ours) == "a"
+        assert not presence.is_behind(ours, Lineage(ours)), "it says nothing that is to be waited for"
+
+
+def test_who_has_said_in_vain_that_it_is_further_comes_last_for_longer_and_longer() -> None:
+    presence = seeing(names="a")
+    for seconds in (EXPIRY, 2 * EXPIRY, DISTRUST, DISTRUST):
+        presence.pass_over("a")
+        assert claimant(presence, LOG) is None
+        presence.now += seconds - 0.1
+        presence.membership.observe([beat("a", AHEAD, sequence=int(10 * presence.now))], presence.now)
+        assert claimant(presence, LOG) is None
+        presence.now += 0.1
+        assert claimant(presence, LOG) == "a"
+
+
+@pytest.mark.parametrize(
+    ("names", "further", "waits"), [("ac", "ac", True), ("ac", "a", True), ("acd", "a", False), ("acd", "z", False)]
+)
+def test_half_of_the_roster_that_is_here_may_say_that_we_are_behind(names: str, further: str, waits: bool) -> None:
+    roster = [member(name, 20 * place, 20 * place + 20) for place, name in enumerate("abcd")]
+    log = LOG.append(LOG.next_header(roster, PAYLOAD))
+    presence = Presence("b", EXPIRY, DISTRUST, bar=20.0, now=0.0)
+    ahead: dict[str, Any] = {"index": 2, "head": digest_of(b"the next")}
+    beats = [beat(name, log, **(ahead if name in further else {})) for name in {*names, *further}]
+    presence.membership.observe(beats, 0.0)
+    assert presence.is_behind(log, Lineage(log)) is waits
 
 
 def test_who_joins_or_is_not_reached_or_failed_us_has_nothing_to_give() -> None:
-    assert seeing(state=PeerState.JOINING).furthest(LOG) is None
+    assert claimant(seeing(state=PeerState.JOINING), LOG) is None
     presence = seeing()
     presence.reachability.observe({"c": Reach.NONE}, {})
-    assert presence.furthest(LOG) == "a"
+    assert claimant(presence, LOG) == "a"
     presence.distrust("a")
-    assert presence.furthest(LOG) is None
+    assert claimant(presence, LOG) is None
     assert presence.donors() == {"c"}
     presence.now = DISTRUST
     assert presence.distrusted == frozenset()
@@ -52,7 +86,7 @@ def test_who_joins_or_is_not_reached_or_failed_us_has_nothing_to_give() -> None:
 def test_the_dead_are_no_donors() -> None:
     presence = seeing()
     presence.now = EXPIRY + 1
-    assert (presence.live(), presence.furthest(LOG), presence.is_live("a")) == ({}, None, False)
+    assert (presence.live(), claimant(presence, LOG), presence.is_live("a")) == ({}, None, False)
 
 
 def test_the_first_of_the_last_roster_that_works_leads() -> None:
@@ -95,10 +129,10 @@ def test_what_was_found_out_is_found_out_anew_when_what_it_depends_on_changes() 
     presence.now = DISTRUST + 1
     presence.membership.observe([beat("a", AHEAD, sequence=2), beat("c", AHEAD, sequence=2)], presence.now)
     assert presence.elect(AHEAD, ()) == "a", "it is believed again"
-    assert presence.furthest(LOG) == "c"
+    assert claimant(presence, LOG) == "c"
     presence.reachability.observe({"c": Reach.NONE}, {})
-    assert presence.furthest(LOG) == "a"
-    assert presence.furthest(AHEAD) is None
+    assert claimant(presence, LOG) == "a"
+    assert claimant(presence, AHEAD) is None
     presence.membership.unreachable("a")
-    assert presence.furthest(LOG) is None
+    assert claimant(presence, LOG) is None
     assert presence.elect(AHEAD, ()) == "c"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from peers.log.certificate import Proof
 from peers.log.header import Header
+from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState, _grants
 from peers.presence.election import ATTEMPT_LEAP
 from peers.presence.heartbeat import Heartbeat
@@ -63,10 +65,10 @@ ROSTER = (member("a", 60, 80), member("b", 80, 100), member("c", 100, 120))
 class Lead:
     """The leader a at the position after the first entry, and the messages that it sends."""
 
-    def __init__(self, log: LogState = LOG) -> None:
+    def __init__(self, log: LogState = LOG, settings: RunSettings = SETTINGS) -> None:
         self.log = log
         self.leader = Leader(
-            "a", log, STATE, SETTINGS, SIZE, Standing(SCHEDULE.bar), Certifier(SimulatedKeys("a"), log, dict)
+            "a", log, STATE, settings, SIZE, Standing(SCHEDULE.bar), Certifier(SimulatedKeys("a"), log, dict)
         )
         self.now = 0.0
         self.starts: dict[str, int] = {}
@@ -658,6 +660,16 @@ def test_who_is_ready_for_another_leader_by_now_is_not_waited_for_in_an_attempt(
     lead.silent = ""
     lead.ready("b")
     assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
+
+
+def test_who_waits_for_the_others_does_not_wait_for_those_who_have_started_again() -> None:
+    """Regression: a lone volunteer, or a whole swarm after a power cut, waited for ever, for nobody."""
+    for names, incarnation, begins in (("abc", 7, True), ("a", 0, False)):
+        lead = Lead(settings=replace(SETTINGS, goes_on_alone=False))
+        lead.ready(names, incarnation=incarnation)
+        live = "".join(sorted(set(names) - {"a"}))
+        effects = lead.tick(live, after=TIMING.partition_grace + TIMING.grace)
+        assert bool(sends(effects, Begin)) is begins
 
 
 def test_strangers_have_no_say_in_an_attempt() -> None:

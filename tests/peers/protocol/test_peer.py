@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from peers.errors import LocalProtocolError
+from peers.log.branch import Branch
+from peers.log.certificate import Proof
 from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
@@ -23,10 +25,13 @@ from peers.protocol.events import (
     Digested,
     Dropped,
     Event,
+    FetchLineage,
     FetchPayload,
     FetchSnapshot,
     HeartbeatsSeen,
     LeaveRequested,
+    LineageNotSeen,
+    LineageSeen,
     OpenRound,
     PayloadAssembled,
     PayloadFetched,
@@ -79,6 +84,7 @@ from peers.values.reach import Reach
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
 from tests.peers.builders import (
+    CERTIFIED,
     LOG,
     PAYLOAD,
     SETTINGS,
@@ -160,7 +166,9 @@ IN_STATE: dict[State, Callable[[], Rig]] = {
 
 
 def fetching(rig: Rig) -> Rig:
-    rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
+    theirs = ahead_by(rig, SETTINGS.snapshot_every + 1)
+    rig.see(theirs)
+    rig.shown(theirs)
     assert rig.is_in(State.FETCHING)
     return rig
 
@@ -432,7 +440,9 @@ def test_late_news_of_training_is_void(state: State) -> None:
 
 # From state to state ----------------------------------------------------------------------------------------------
 def seen_far_ahead(rig: Rig) -> None:
-    rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
+    theirs = ahead_by(rig, SETTINGS.snapshot_every + 1)
+    rig.see(theirs)
+    rig.shown(theirs)
 
 
 def leaves_at_once(rig: Rig) -> None:
@@ -548,6 +558,7 @@ def test_who_took_a_state_works_where_that_is() -> None:
     rig = at_second()
     log = ahead_by(rig, SETTINGS.snapshot_every + 1)
     rig.see(log)
+    rig.shown(log)
     assert rig.is_in(State.FETCHING)
     rig.do(SnapshotRestored("a", log.last, STATE, (log.position.head,)))
     assert rig.peer.slot.log.position == log.position
@@ -938,10 +949,14 @@ def test_who_is_a_few_entries_behind_asks_what_followed(state: State, entries: i
 @BEHIND
 def test_who_is_far_behind_takes_a_snapshot(state: State) -> None:
     rig = IN_STATE[state]()
-    effects = rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
+    theirs = ahead_by(rig, SETTINGS.snapshot_every + 1)
+    effects = rig.see(theirs)
+    assert of(effects, FetchLineage) == [FetchLineage("c", theirs.position.index, ("a",))]
+    assert not of(effects, StopTraining), "it is told so, no more"
+    assert not sends(effects, Inquire)
+    effects = rig.shown(theirs)
     assert of(effects, FetchSnapshot) == [FetchSnapshot("c", ("a",), rig.peer.log.position.index + 1)]
     assert bool(of(effects, StopTraining)) is (state is State.TRAINING)
-    assert not sends(effects, Inquire)
 
 
 @BEHIND
@@ -1082,8 +1097,9 @@ def test_an_inquiry_that_leads_nowhere_ends_in_a_fetch() -> None:
     rig = at_second().trained().averaging().holding()
     theirs = ahead_by(rig, 1)
     (to, _), *_ = sends(rig.see(theirs), Inquire)
-    assert of(rig.hear("a", Elsewhere(position=theirs.position)), FetchSnapshot) == []
-    assert of(rig.hear(to, Elsewhere(position=theirs.position)), FetchSnapshot)
+    assert of(rig.hear("a", Elsewhere(position=theirs.position)), FetchLineage) == []
+    assert of(rig.hear(to, Elsewhere(position=theirs.position)), FetchLineage)
+    assert of(rig.shown(theirs), FetchSnapshot)
 
 
 def test_the_recent_log_is_as_long_as_anybody_can_need_and_not_endless() -> None:
@@ -1143,14 +1159,28 @@ def test_who_failed_to_replay_is_where_it_was() -> None:
     assert say_ready(rig).last_attempt == 0
 
 
-def test_the_heavier_lineage_wins_and_the_smaller_digest_among_equals() -> None:
+def test_what_others_say_of_their_log_is_looked_at_once_and_changes_nothing() -> None:
+    """Regression: whoever said that it had trained more was believed, and everybody dropped its work."""
     rig = at_second()
-    log = rig.peer.log
-    lighter = beat("c", log, sequence=9, head=bytes([0] * 32), lineage_tokens=log.lineage_tokens - 1)
-    larger = beat("c", log, sequence=10, head=bytes([255] * 32))
-    smaller = beat("c", log, sequence=11, head=bytes([0] * 32))
-    for heartbeat, fetches in ((lighter, False), (larger, False), (smaller, True)):
-        assert bool(of(rig.do(HeartbeatsSeen((heartbeat,))), FetchSnapshot)) is fetches
+    elsewhere = beat("c", rig.peer.log, sequence=9, head=bytes(32), lineage_tokens=2**61)
+    assert of(rig.do(HeartbeatsSeen((elsewhere,))), FetchLineage) == [FetchLineage("c", 1, ("a",))]
+    assert rig.is_in(State.TRAINING)
+    assert not rig.do(LineageNotSeen("c", "nothing follows"))[1:]
+    assert rig.is_in(State.TRAINING)
+    assert not of(rig.see(rig.peer.log, others="a"), FetchLineage), "c comes last for a while"
+    assert of(rig.do(HeartbeatsSeen((elsewhere.model_copy(update={"sequence": 10}),)), after=10.1), FetchLineage)
+
+
+@pytest.mark.parametrize(("theirs", "moves"), [(Proof(True, 2), True), (Proof(False, 2), False)])
+def test_a_certified_entry_goes_before_a_minoritys(theirs: Proof, moves: bool) -> None:
+    rig = at_second()
+    other = LOG.append(LOG.next_header(rig.roster(), OTHER))
+    rig.do(HeartbeatsSeen((beat("c", other, sequence=9, lineage_tokens=2**61),)))
+    start = Branch(rig.peer.log, rig.peer.log)
+    ours = replace(start, first={0: (b"ours", Proof(not theirs.is_certified, 1))})
+    seen = LineageSeen("c", replace(start, end=ahead_by(rig, 2), first={0: (b"theirs", theirs)}), ours)
+    assert bool(of(rig.do(seen), FetchSnapshot)) is moves
+    assert rig.is_in(State.FETCHING if moves else State.TRAINING)
 
 
 def test_a_fetched_state_leads_to_a_lease() -> None:
@@ -1166,7 +1196,7 @@ def test_a_fetched_state_leads_to_a_lease() -> None:
 def replayed(rig: Rig, theirs: LogState) -> None:
     """The next entry is asked for, fetched and applied."""
     ((to, inquiry),) = sends(rig.effects, Inquire)
-    assert (to, inquiry.position) == ("c", rig.peer.log.position)
+    assert (to, inquiry.position) == ("a", rig.peer.log.position), "it was in the last roster"
     header = ahead_by(rig, 1).last
     assert header is not None
     rig.hear("c", rig.commit(header))
@@ -1186,31 +1216,37 @@ def test_who_has_a_snapshot_replays_what_came_since_however_much_it_is() -> None
         assert not of(rig.effects, FetchSnapshot)
         replayed(rig, theirs)
     assert rig.is_in(State.JOINING)
-    effects = rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1))
-    assert of(effects, FetchSnapshot), "it had arrived, and is late once more"
+    assert of(rig.see(ahead_by(rig, SETTINGS.snapshot_every + 1)), FetchLineage), (
+        "it had arrived, and is late once more"
+    )
 
 
 def test_of_a_snapshot_that_nobody_can_tell_the_rest_of_a_newer_one_is_taken() -> None:
     """Regression: the same one was fetched again and again."""
     rig = newcomer()
-    rig.see(ahead_by(rig, 5))
+    theirs = ahead_by(rig, 5)
+    rig.see(theirs)
     ((to, _),) = sends(rig.effects, Inquire)
-    (fetch,) = of(rig.hear(to, Elsewhere(position=LOG.position)), FetchSnapshot)
+    rig.hear(to, Elsewhere(position=LOG.position))
+    (fetch,) = of(rig.shown(theirs), FetchSnapshot)
     assert fetch.least == rig.peer.log.position.index + 1
 
 
 def test_no_snapshot_is_taken_from_where_nobody_remembers_the_way() -> None:
     rig = Rig()
     theirs = ahead_by(rig, RECENT_ENTRIES)
-    (fetch,) = of(rig.see(theirs), FetchSnapshot)
+    rig.see(theirs)
+    (fetch,) = of(rig.shown(theirs), FetchSnapshot)
     assert RECENT_ENTRIES // 4 < fetch.least < RECENT_ENTRIES * 3 // 4
 
 
 def test_of_a_lineage_that_is_heavier_and_no_longer_any_snapshot_will_do() -> None:
     rig = at_second()
     heavier = LOG.append(LOG.next_header([member("c", 0, 20, 2000)], OTHER))
-    rig.see(heavier, others="c")
-    (fetch,) = of(rig.effects, FetchSnapshot)
+    rig.see(heavier)
+    ours = Branch(LOG, rig.peer.log, {0: (b"ours", CERTIFIED)})
+    theirs = Branch(LOG, heavier, {0: (b"theirs", CERTIFIED)}, {0: LOG.position.head, 1: heavier.position.head})
+    (fetch,) = of(rig.do(LineageSeen("c", theirs, ours)), FetchSnapshot)
     assert (fetch.donor, fetch.least) == ("c", 0)
 
 
@@ -1220,8 +1256,8 @@ def test_a_failed_donor_is_not_asked_again_for_a_while() -> None:
     assert rig.is_in(State.JOINING)
     [(to, _)] = sends(rig.tick(), Inquire)
     assert to == "a", "it may have all that followed"
-    [fetch] = of(rig.hear("a", Elsewhere(position=ahead_by(rig, 20).position)), FetchSnapshot)
-    assert fetch.donor == "a"
+    [look] = of(rig.hear("a", Elsewhere(position=ahead_by(rig, 20).position)), FetchLineage)
+    assert look.donor == "a"
 
 
 def test_an_archives_snapshot_may_be_as_old_as_it_likes() -> None:
@@ -1230,7 +1266,8 @@ def test_an_archives_snapshot_may_be_as_old_as_it_likes() -> None:
     far = ahead_by(rig, 2 * RECENT_ENTRIES)
     for state, least in ((PeerState.TRAINING, far.position.index - RECENT_ENTRIES // 2), (PeerState.ARCHIVING, 2)):
         rig = at_second()
-        [fetch] = of(rig.do(HeartbeatsSeen((beat("c", far, sequence=10, state=state),))), FetchSnapshot)
+        rig.do(HeartbeatsSeen((beat("c", far, sequence=10, state=state),)))
+        [fetch] = of(rig.shown(far), FetchSnapshot)
         assert fetch.least == least
 
 

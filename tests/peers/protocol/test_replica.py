@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.errors import LocalProtocolError
+from peers.log.branch import Branch
 from peers.log.certificate import Proof
 from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES
@@ -17,8 +18,10 @@ from peers.protocol.events import (
     Apply,
     Digested,
     Dropped,
+    FetchLineage,
     FetchPayload,
     FetchSnapshot,
+    LineageSeen,
     Send,
     SnapshotFailed,
     SnapshotRestored,
@@ -27,9 +30,10 @@ from peers.protocol.events import (
 from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit, Inquire
 from peers.protocol.replica import Replica, ReplicaState
+from peers.protocol.search import Search
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, beat, first_log, of
+from tests.peers.builders import CERTIFIED, LOG, PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, beat, first_log, member, of
 
 NEXT = digest_of(b"the state after the entry")
 
@@ -51,11 +55,12 @@ class Place:
         self.desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"))
         self.presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
         self.replica = Replica(self.desk, self.presence, log, STATE)
+        self.search = Search(self.desk, self.presence, self.replica)
         self.beats = 0
 
     def see(self, log: LogState, names: str = "ac", state: PeerState = PeerState.TRAINING) -> None:
         self.beats += 1
-        self.presence.membership.observe([beat(name, log, state, self.beats) for name in names], 0.0)
+        self.presence.membership.observe([beat(name, log, state, self.beats) for name in names], self.desk.now)
 
     def step(self, log: LogState) -> None:
         assert log.last is not None
@@ -92,7 +97,7 @@ def test_a_digest_of_another_entry_is_a_bug_of_ours() -> None:
 def test_a_few_entries_behind_it_asks_what_followed_and_replays_that() -> None:
     place, log = Place(), after(after(LOG))
     place.see(log)
-    assert place.replica.catch_up() is None
+    place.search.catch_up()
     assert of(place.desk.take_effects(), Send) == [Send("c", Inquire(position=LOG.position))]
     first = after(LOG).last
     assert first is not None
@@ -133,10 +138,12 @@ def far_from(log: LogState, entries: int) -> LogState:
     return log
 
 
-def test_far_behind_it_takes_a_state_and_then_replays() -> None:
+def test_far_behind_it_looks_at_a_log_then_takes_a_state_and_then_replays() -> None:
     place, log = Place(), far_from(LOG, SETTINGS.snapshot_every + 1)
     place.see(log)
-    far = place.replica.catch_up()
+    place.search.catch_up()
+    assert of(place.desk.take_effects(), FetchLineage) == [FetchLineage("c", SETTINGS.snapshot_every + 1, ("a",))]
+    far = place.search.on_seen(LineageSeen("c", Branch(LOG, log), Branch(LOG, LOG)))
     assert far == FarBehind("c", 1)
     place.replica.take(far)
     assert of(place.desk.take_effects(), FetchSnapshot) == [FetchSnapshot("c", ("a",), 1)]
@@ -144,17 +151,87 @@ def test_far_behind_it_takes_a_state_and_then_replays() -> None:
     assert place.replica.state is ReplicaState.LEVEL
     assert place.replica.log.position == first_log().position
     place.desk.take_effects()
-    assert place.replica.catch_up() is None, "it has a snapshot: from here on it asks what followed"
-    assert of(place.desk.take_effects(), Send)
+    place.search.catch_up()
+    assert of(place.desk.take_effects(), Send), "it has a snapshot: from here on it asks what followed"
 
 
-def test_a_snapshot_must_be_so_new_that_what_followed_is_known() -> None:
+@pytest.mark.parametrize(
+    ("theirs", "least"), [(PeerState.TRAINING, 1000 - RECENT_ENTRIES // 2), (PeerState.ARCHIVING, 1)]
+)
+def test_a_snapshot_must_be_so_new_that_what_followed_is_known(theirs: PeerState, least: int) -> None:
+    """Archives know everything."""
     place, log = Place(), far_from(LOG, 3)
-    place.see(log.at(log.last), names="a")
-    heartbeat = beat("c", log, sequence=9, index=1000)
-    place.presence.membership.observe([heartbeat, beat("d", log, PeerState.ARCHIVING, 9, index=1000)], 0.0)
-    assert place.replica.far_behind("c").least == 1000 - RECENT_ENTRIES // 2
-    assert place.replica.far_behind("d").least == 1, "archives know everything"
+    place.presence.membership.observe([beat("c", log, theirs, 9, index=1000)], 0.0)
+    far = place.search.far_behind()
+    assert far is not None
+    assert far.least == least
+
+
+def test_who_says_that_it_is_further_on_and_does_not_say_what_followed_is_asked_no_more() -> None:
+    """Regression: an honest peer that was further on, too, and said less of itself was never asked."""
+    place, asked = Place(), set[str]()
+    for second in range(40):
+        place.desk.now = place.presence.now = float(second)
+        place.see(after(LOG))
+        place.search.catch_up()
+        asked |= {send.to for send in of(place.desk.take_effects(), Send)}
+    assert asked == {"a", "c"}
+
+
+def gone_on_alone(place: Place, theirs: str, elsewhere: str = "", further: str = "") -> FarBehind | None:
+    """z shows a branch that too few have signed after the first entry; these peers are where it says, or elsewhere."""
+    before = first_log()
+    alone, beyond = far_from(before, SETTINGS.snapshot_every + 1), far_from(before, 2 * SETTINGS.snapshot_every)
+    place.see(before, names=elsewhere)
+    place.see(alone, names=theirs)
+    place.see(beyond, names=further)
+    place.presence.membership.observe([beat("z", alone, PeerState.ARCHIVING, 9)], 0.0)
+    place.search.weigh("z")
+    heads = {log.position.index: log.position.head for log in (LOG, before, alone)}
+    branch = Branch(LOG, alone, heads=heads, doubts=(before,))
+    return place.search.on_seen(LineageSeen("z", branch, Branch(LOG, place.replica.log)))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "elsewhere", "further", "is_followed"),
+    [
+        ("", "ac", "", False),
+        ("", "a", "", False),
+        ("ac", "", "", True),
+        ("a", "c", "", False),
+        ("a", "", "c", False),
+        ("", "", "", True),
+    ],
+    ids=["two", "one, and we", "nobody", "one of two, and we", "one may be", "only we"],
+)
+def test_what_too_few_have_signed_is_not_followed_while_most_are_elsewhere(
+    theirs: str, elsewhere: str, further: str, is_followed: bool
+) -> None:
+    """Regression: a member of the roster that went on alone, and showed it, took the others along. We count, too."""
+    place = Place()
+    place.step(first_log())
+    assert (gone_on_alone(place, theirs, elsewhere, further) is not None) is is_followed
+
+
+def founding(place: Place, theirs: str, proof: Proof) -> FarBehind | None:
+    """c shows that it has founded the run with others, and trained more."""
+    other = LOG.append(LOG.next_header([member("c", 0, 20, 2000)], NEXT))
+    place.see(other, names=theirs)
+    place.search.weigh("c")
+    ours = Branch(LOG, place.replica.log, {0: (b"ours", CERTIFIED)})
+    branch = Branch(LOG, other, {0: (b"theirs", proof)}, {0: LOG.position.head, 1: other.position.head})
+    return place.search.on_seen(LineageSeen("c", branch, ours))
+
+
+@pytest.mark.parametrize(("with_us", "theirs", "moves"), [("a", "c", False), ("", "cz", True), ("", "c", True)])
+def test_of_two_foundings_the_one_with_more_live_peers_counts(with_us: str, theirs: str, moves: bool) -> None:
+    """Regression: twelve entries of invented members took a whole swarm away."""
+    for proof in (CERTIFIED, Proof(is_certified=False, signers=0)):
+        place = Place()
+        place.step(first_log())
+        place.see(first_log(), names=with_us)
+        far = founding(place, theirs, proof)
+        assert (far is not None) is (moves and proof.is_certified)
 
 
 def test_a_donor_that_failed_is_asked_again_only_if_there_is_no_other() -> None:

@@ -69,7 +69,6 @@ class Donor:
     def __init__(self, run: Run, frozen: int, kept: int = 1000) -> None:
         self.run = run
         self.frozen = run.snapshot(frozen)
-        self.lineage = tuple(header.digest for header in run.headers)
         self.transport = FakeTransport()
         self.buffers = PayloadBuffers(FakeWorkload(), 1 << 30)
         for one in run.payloads[len(run.payloads) - min(kept, len(run.payloads)) :]:
@@ -113,7 +112,8 @@ class Swarm(FakeTransport):
 
     async def add(self, name: str, donor: Donor, state: PeerState = PeerState.TRAINING) -> Donor:
         self.donors[name] = await donor.serve()
-        self.beats[name] = beat(name, donor.run.logs[-1], state)
+        log, digest = donor.run.logs[-1], donor.run.snapshot(len(donor.run.logs) - 1).state_digest
+        self.beats[name] = beat(name, log, state, state_digest=digest)
         return donor
 
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from peers.log.branch import Branch
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer import state_chunks
 from peers.transfer.download import Download
-from peers.transfer.snapshot_fetch import ASKED, OFFER_TIMEOUT, Offered, choose, fetch_snapshot
+from peers.transfer.snapshot_fetch import ASKED, OFFER_TIMEOUT, Offered, Vouched, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotOffer, SnapshotRequest, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
 from peers.transfer.storage import FolderStorage, MemoryStorage, Storage
@@ -40,16 +42,17 @@ def state_at(log: LogState) -> bytes:
     return random.Random(log.position.head).randbytes(SIZE)
 
 
-def heads_up_to(log: LogState, names: str = "abc") -> tuple[bytes, ...]:
-    return tuple(log_at(index, names).position.head for index in range(1, log.position.index + 1))
+def branch_to(log: LogState, names: str = "abc", states: Mapping[int, bytes] | None = None) -> Branch:
+    """What the log up to there vouches for."""
+    heads = {index: log_at(index, names).position.head for index in range(log.position.index + 1)}
+    return Branch(LOG, log, heads=heads, states=states or {})
 
 
 class Source:
     """A donor's one snapshot."""
 
-    def __init__(self, snapshot: Snapshot, lineage: tuple[bytes, ...]) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self.lineage = lineage
 
     def is_member(self, peer: str) -> bool:
         return True
@@ -69,14 +72,12 @@ class Donors:
     def __init__(self) -> None:
         self.me = FakeTransport("me")
 
-    async def add(
-        self, name: str, log: LogState, lineage: tuple[bytes, ...] | None = None, state: bytes | None = None
-    ) -> FakeTransport:
+    async def add(self, name: str, log: LogState, state: bytes | None = None) -> FakeTransport:
         state = state_at(log) if state is None else state
         digests = chunk_digests([state])
         snapshot = Snapshot(log.last, digest_of_chunks(digests), digests, memoryview(state))
         donor = FakeTransport(name)
-        await serve_snapshots(donor, {RUN: Source(snapshot, heads_up_to(ROUND[1]) if lineage is None else lineage)})
+        await serve_snapshots(donor, {RUN: Source(snapshot)})
         self.me.donors[name] = donor
         return donor
 
@@ -84,7 +85,11 @@ class Donors:
         self, least: int = 0, storage: Storage | None = None, log: LogState = LOG, chance: random.Random | None = None
     ) -> Snapshot:
         names, storage = list(self.me.donors), storage or MemoryStorage()
-        snapshot, _ = await fetch_snapshot(self.me, names, log, least, storage, SIZE, chance or NoChance())
+
+        async def vouch() -> Vouched:
+            return Vouched(branch_to(ROUND[1]), least=least)
+
+        snapshot = await fetch_snapshot(self.me, names, log, least, vouch, storage, SIZE, chance or NoChance())
         assert bytes(snapshot.data) == state_at(LOG.at(snapshot.last))
         return snapshot
 
@@ -94,15 +99,17 @@ class Donors:
 
 
 # Which one ------------------------------------------------------------------------------------------------------
-def offered(log: LogState, state: bytes = b"", lineage: tuple[bytes, ...] | None = None) -> Offered:
-    digest = digest_of(log.position.head + state)
-    heads = heads_up_to(ROUND[1]) if lineage is None else lineage
-    return Offered(SnapshotOffer(last=log.last, bytes=SIZE, state_digest=digest, lineage=heads), log.position, ())
+def offered(log: LogState, state: bytes = b"") -> Offered:
+    return Offered(SnapshotOffer(last=log.last, bytes=SIZE, state_digest=named(log, state)), log.position, ())
 
 
-def chosen(offers: dict[str, Offered], least: int = 0, first: str = "a") -> tuple[int, list[str]]:
-    one, having = choose(offers, [first, *offers], least)
-    return one.position.index, having
+def named(log: LogState, state: bytes = b"") -> bytes:
+    return digest_of(log.position.head + state)
+
+
+def chosen(offers: dict[str, Offered], least: int = 0) -> tuple[int, list[str]]:
+    having = Vouched(branch_to(ROUND[1]), None, least).choose(offers)
+    return offers[having[0]].position.index, having
 
 
 def test_the_one_that_most_have_is_taken() -> None:
@@ -122,16 +129,11 @@ def test_none_that_is_too_old_is_taken() -> None:
         chosen({"a": new, "b": old}, least=9)
 
 
-def test_only_the_first_donors_lineage_counts() -> None:
-    fork = offered(FORK, lineage=heads_up_to(FORK, "ab"))
-    ours = offered(ROUND[0])
+def test_only_places_of_the_log_count_however_many_say_something_else() -> None:
+    fork, ours = offered(FORK), offered(ROUND[0])
     assert chosen({"a": ours, "b": fork, "c": fork}) == (4, ["a"])
-    assert chosen({"a": ours, "b": fork, "c": fork}, first="b") == (8, ["b", "c"])
-
-
-def test_without_the_first_donors_word_most_votes_count() -> None:
-    fork = offered(FORK, lineage=heads_up_to(FORK, "ab"))
-    assert chosen({"b": fork, "c": fork, "d": offered(ROUND[0])}, first="silent") == (8, ["b", "c"])
+    with pytest.raises(SnapshotError, match="that the log vouches for"):
+        chosen({"b": fork, "c": fork})
 
 
 def test_a_state_with_another_digest_is_another_state() -> None:
@@ -139,15 +141,18 @@ def test_a_state_with_another_digest_is_another_state() -> None:
     assert chosen({"a": wrong, "b": right, "c": right}) == (8, ["b", "c"])
 
 
+def test_the_state_that_the_next_entry_names_is_the_right_one_however_many_have_another() -> None:
+    """After the last entry it is the one that most of the roster name."""
+    wrong, right = offered(ROUND[0], b"corrupt"), offered(ROUND[0])
+    offers = {"a": wrong, "b": wrong, "c": right}
+    assert Vouched(branch_to(ROUND[1], states={4: named(ROUND[0])})).choose(offers) == ["c"]
+    assert Vouched(branch_to(ROUND[0]), state_at_end=named(ROUND[0])).choose(offers) == ["c"]
+    assert Vouched(branch_to(ROUND[1]), state_at_end=named(ROUND[0])).choose(offers) == ["a", "b"], "nobody says"
+
+
 def test_the_state_before_the_first_entry_is_of_every_lineage() -> None:
     genesis = offered(LOG)
     assert chosen({"a": genesis, "b": genesis}) == (0, ["a", "b"])
-
-
-def test_a_donor_whose_snapshot_is_older_than_the_lineage_that_it_names_is_believed() -> None:
-    """Lineages are cut to the last places; a run may freeze its state less often than that."""
-    late = offered(ROUND[0], lineage=heads_up_to(ROUND[1])[6:])
-    assert chosen({"a": late, "b": late}) == (4, ["a", "b"])
 
 
 # Asking ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""What follows a place in the log at one peer, with its signatures checked; and which of two such branches is better.
+
+Two certified entries never have one place. So of two branches that split, the one whose first own entry is certified is
+the run's, whatever the other one has trained. Of two that a minority made each, the one that more of the roster before
+the split have signed is better, then the one with more tokens, then the one whose entry has the smaller digest. Whoever
+founds a run is its first roster: of two foundings the one with more tokens is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from peers.log.certificate import Certificate, Proof, Verify, prove
+from peers.log.header import UNKNOWN_STATE, Header, Position
+from peers.log.lineage import RECENT_ENTRIES
+from peers.log.state import LogState
+
+UNPROVEN = Proof(is_certified=False, signers=0)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The entries from `start`, which both sides have, to `end`.
+
+    `first` are those of the first cycle: by fragment, the digest and what proves it. `heads` name the log after each
+    cycle, from `start` on, by index; `states` the digests of the state there, as certified entries after it say.
+    `doubts` are the places that were gone on from by too few.
+    """
+
+    start: LogState
+    end: LogState
+    first: Mapping[int, tuple[bytes, Proof]] = field(default_factory=dict)
+    heads: Mapping[int, bytes] = field(default_factory=dict)
+    states: Mapping[int, bytes] = field(default_factory=dict)
+    doubts: tuple[LogState, ...] = ()
+
+    def doubt_before(self, index: int) -> LogState | None:
+        """Return the last place before this one from which too few went on."""
+        return next((doubt for doubt in reversed(self.doubts) if doubt.position.index < index), None)
+
+    def has(self, position: Position) -> bool:
+        """Whether a cycle of this branch ends there, or it begins there."""
+        return self.heads.get(position.index) == position.head
+
+    @property
+    def newest_heads(self) -> tuple[bytes, ...]:
+        """What names the log after the newest cycles, oldest first."""
+        return tuple(self.heads[index] for index in sorted(self.heads)[-RECENT_ENTRIES:] if index)
+
+    def followed_by(self, other: Branch) -> Branch:
+        """Return this branch up to where the other one starts, and then that."""
+        start = other.start.position.index
+        if start == self.start.position.index:
+            return other
+        heads = {index: head for index, head in self.heads.items() if index < start}
+        states = {index: state for index, state in self.states.items() if index < start}
+        doubts = tuple(doubt for doubt in self.doubts if doubt.position.index < start)
+        return replace(
+            self,
+            end=other.end,
+            heads=heads | dict(other.heads),
+            states=states | dict(other.states),
+            doubts=doubts + other.doubts,
+        )
+
+    def preceded_by(self, first: int, heads: Sequence[bytes]) -> Branch:
+        """Return the same with places before its start, too: of `heads`, from index `first` on, those that are."""
+        before = {index: head for index, head in enumerate(heads, first) if index < self.start.position.index}
+        return replace(self, heads=before | dict(self.heads))
+
+    def until(self, doubt: LogState) -> Branch:
+        """Return the branch as far as this one of its doubts."""
+        last = doubt.position.index
+        return replace(
+            self,
+            end=doubt,
+            first={} if last == self.start.position.index else self.first,
+            heads={index: head for index, head in self.heads.items() if index <= last},
+            states={index: state for index, state in self.states.items() if index <= last},
+            doubts=tuple(other for other in self.doubts if other.position.index < last),
+        )
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether most have signed the entries that it begins with."""
+        return all(proof.is_certified for _, proof in self.first.values())
+
+    def splits_from(self, other: Branch) -> bool:
+        """Whether they have different entries at one place."""
+        return any(self.first[one][0] != other.first[one][0] for one in self.first.keys() & other.first.keys())
+
+    def is_better_than(self, other: Branch) -> bool:
+        """Whether a peer that has the other branch is to move to this one. Both start at one place."""
+        for fragment in sorted(self.first.keys() & other.first.keys()):
+            (digest, _), (other_digest, _) = self.first[fragment], other.first[fragment]
+            if digest != other_digest:
+                return self._weight(fragment) > other._weight(fragment)
+        return self.end.position.index > other.end.position.index
+
+    def _weight(self, fragment: int) -> tuple[bool, int, int, int]:
+        digest, proof = self.first[fragment]
+        tokens, by_digest = self.end.lineage_tokens, -int.from_bytes(digest, "big")
+        if self.start.last is None:
+            return proof.is_certified, tokens, proof.signers, by_digest
+        return proof.is_certified, proof.signers, tokens, by_digest
+
+
+class Walk:
+    """Goes along a branch, entry by entry, and checks who has signed them."""
+
+    def __init__(self, start: LogState, verify: Verify) -> None:
+        self.end = self._start = start
+        self._verify = verify
+        self._first: dict[int, tuple[bytes, Proof]] = {}
+        self._heads = {start.position.index: start.position.head}
+        self._states: dict[int, bytes] = {}
+        self._doubts: list[LogState] = []
+
+    def take(self, header: Header, certificate: Certificate | None) -> None:
+        """Go on by one entry. Raises: LogError where it does not follow, or a signature is false."""
+        log = self.end.of(header.fragment)
+        end = log.append(header)
+        proof = UNPROVEN if certificate is None else prove(certificate, log, header, self._verify)
+        if header.previous == self._start.position.head:
+            self._first[header.fragment] = header.digest, proof
+        if not proof.is_certified:
+            self._doubts.append(log)
+        elif header.state != UNKNOWN_STATE:
+            self._states.setdefault(header.index, header.state)
+        self.end = end
+        self._heads[end.position.index] = end.position.head
+
+    def branch(self) -> Branch:
+        """Return what has been passed."""
+        return Branch(
+            self._start, self.end, dict(self._first), dict(self._heads), dict(self._states), tuple(self._doubts)
+        )

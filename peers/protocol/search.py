@@ -1,0 +1,143 @@
+"""How a peer finds out that others are further on, or on a better branch, and what it does about it.
+
+Heartbeats say where their peers are, and anybody may say anything. So what they claim makes a peer ask, and no more:
+for the next entry, where the way is short, and else for the other one's log. It gives up what it trains, and its own
+branch, when signatures have shown that the other one is better.
+"""
+
+from __future__ import annotations
+
+from peers.log.branch import Branch
+from peers.log.header import Position
+from peers.log.lineage import RECENT_ENTRIES
+from peers.log.state import LogState
+from peers.presence.heartbeat import PeerState
+from peers.presence.presence import Presence
+from peers.protocol.desk import Desk, Repetition
+from peers.protocol.events import FetchLineage, LineageNotSeen, LineageSeen, Note, Send
+from peers.protocol.internal import FarBehind
+from peers.protocol.messages import Inquire
+from peers.protocol.replica import Replica
+
+
+class Search:
+    """Looks at one other peer at a time. `question` paces what is asked of it."""
+
+    def __init__(self, desk: Desk, presence: Presence, replica: Replica) -> None:
+        self.question = Repetition(desk)
+        self._desk = desk
+        self._presence = presence
+        self._replica = replica
+        self._weighed: str | None = None
+        self._asked: tuple[str, Position] | None = None
+        self._asked_since = desk.now
+
+    @property
+    def claimant(self) -> str | None:
+        """Who says that it is furthest on, or on a heavier branch."""
+        return self._presence.claimant(self._replica.log, self._replica.lineage)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether to wait for what others have made rather than go on from here."""
+        return self._presence.is_behind(self._replica.log, self._replica.lineage)
+
+    def catch_up(self) -> None:
+        """Ask who claims to be further on for the next entry, or for its log."""
+        ahead = self.claimant
+        if ahead is None:
+            return
+        self.question.said()
+        log = self._replica.log
+        entries = self._presence.live()[ahead].index - log.position.index
+        if not (entries > 0 and (entries <= self._desk.settings.snapshot_every or self._replica.has_snapshot)):
+            self.weigh(ahead)
+        elif self._has_been_patient(ahead):
+            self._presence.pass_over(ahead)
+        else:
+            asked = (Inquire(position=log.of(fragment).position) for fragment in log.pending)
+            self._desk.emit(*(Send(ahead, inquire) for inquire in asked))
+
+    def _has_been_patient(self, peer: str) -> bool:
+        """Whether the peer had time enough to tell what followed."""
+        asked = peer, self._replica.log.position
+        if asked != self._asked:  # another one, or elsewhere
+            self._asked, self._asked_since = asked, self._desk.now
+        return self._desk.now - self._asked_since > self._desk.schedule.death
+
+    def weigh(self, peer: str) -> None:
+        """Have its log fetched, and compared with ours. Training goes on meanwhile."""
+        if self._weighed is None:
+            self._weighed = peer
+            others = tuple(sorted(self._presence.donors() - {peer}))
+            self._desk.emit(FetchLineage(peer, self._presence.live()[peer].index, others))
+
+    def on_seen(self, seen: LineageSeen) -> FarBehind | None:
+        """What is returned leads to where the other one's branch does, if that is to be ours."""
+        if seen.donor != self._weighed:
+            return None  # we have gone elsewhere meanwhile
+        self._weighed = None
+        theirs = self.believed(seen.theirs, seen.ours)
+        is_better = theirs is not None and (theirs.splits_from(seen.ours) or theirs.is_better_than(seen.ours))
+        if theirs is None or not is_better or not self._presence.is_live(seen.donor):
+            self._presence.pass_over(seen.donor)
+            return None
+        self._desk.emit(Note("warning", f"{seen.donor} is at {theirs.end.position.index}: fetching a snapshot"))
+        return self._far_behind(seen.donor, theirs.start.position.index)
+
+    def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
+        """Return as much of another one's branch as is to be taken for the run's; None: nothing, or not now.
+
+        Whoever makes up a founding makes up its tokens, too: so of two foundings the one with more live peers counts.
+        """
+        log = self._replica.log
+        for doubt in theirs.doubts:
+            is_followed = self._is_followed(doubt, theirs)
+            if is_followed is None:
+                return None
+            if not is_followed:
+                theirs = theirs.until(doubt)
+                break
+        if not theirs.splits_from(ours):
+            return theirs
+        if ours.end.position != log.position and not theirs.has(log.position):
+            return None  # what we have made meanwhile was not compared with it
+        if theirs.start.last is None:
+            are_more = self._presence.are_more_there(theirs, log, self._replica.lineage)
+            if are_more is not None:
+                return theirs if are_more and theirs.is_certified else None
+        return theirs if theirs.is_better_than(ours) else None
+
+    def _is_followed(self, doubt: LogState, branch: Branch) -> bool | None:
+        """Whether to believe what too few have made of a place; None: it is to be looked at again."""
+        if self._presence.are_all_gone(doubt):
+            return True
+        are_back = 2 * len(set(doubt.roster) & set(branch.end.roster)) > len(doubt.roster)
+        if not (are_back or self._desk.settings.goes_on_alone):
+            return False
+        elsewhere = self._presence.are_most_elsewhere(doubt, branch, self._desk.memory.incarnation)
+        return None if elsewhere is None else not elsewhere
+
+    def forget(self) -> None:
+        """We are elsewhere in the log: what another one's is worth here does not matter any more."""
+        self._weighed = self._asked = None
+
+    def on_not_seen(self, failed: LineageNotSeen) -> None:
+        if failed.donor == self._weighed:
+            self._weighed = None
+        self._presence.pass_over(failed.donor)
+        self._desk.emit(Note("info", f"the log of {failed.donor} does not show what it says of it: {failed.reason}"))
+
+    def far_behind(self) -> FarBehind | None:
+        """Nobody has what follows here any more: the state of who is furthest on leads further, if anybody is."""
+        ahead = self.claimant
+        return self._far_behind(ahead) if ahead is not None else None
+
+    def _far_behind(self, donor: str, common: int = 0) -> FarBehind:
+        """A snapshot brings us further from some index on, and others still know what followed it.
+
+        Of who is not further on, but heavier, one brings us further at any index. Archives know everything.
+        """
+        index, beat = self._replica.log.position.index, self._presence.live()[donor]
+        known_from = 0 if beat.state is PeerState.ARCHIVING else beat.index - RECENT_ENTRIES // 2
+        return FarBehind(donor, max(index + 1 if beat.index > index else common, known_from))

@@ -1,0 +1,67 @@
+"""The whole log of a simulated peer and how it compares with another one's; and states that it led to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peers.log.branch import Branch, Walk
+from peers.log.certificate import Certificate, Verify
+from peers.log.header import Header, Position
+from peers.log.state import LogError, LogState
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The state after a whole cycle, which `last` closed; `ends` are the digests of its entries."""
+
+    last: Header | None
+    ends: tuple[bytes, ...]
+    states: tuple[bytes, ...]
+
+
+class SimulatedLog:
+    """Entries in the order in which they were applied, each with what proves it."""
+
+    def __init__(self, empty_log: LogState) -> None:
+        self._entries: list[tuple[Header, Certificate | None]] = []
+        self._starts = [(empty_log, 0)]  # the log when each cycle began, and how many entries that are
+
+    def append(self, header: Header, certificate: Certificate | None, log: LogState) -> None:
+        """`log` is where the entry leads."""
+        self._entries.append((header, certificate))
+        if not log.made:
+            self._starts.append((log, len(self._entries)))
+
+    @property
+    def heads(self) -> tuple[bytes, ...]:
+        """What names the log before each cycle."""
+        return tuple(start.position.head for start, _ in self._starts)
+
+    def until(self, position: Position) -> SimulatedLog:
+        """Return the log up to the cycle that begins there."""
+        whole = SimulatedLog(self._starts[0][0])
+        whole._starts = self._starts[: position.index + 1]
+        whole._entries = self._entries[: whole._starts[-1][1]]
+        return whole
+
+    def branches(self, theirs: SimulatedLog, verify: Verify) -> tuple[Branch, Branch]:
+        """Return what follows there and here, from the last cycle on that both begin with."""
+        pairs = zip(self._starts, theirs._starts, strict=False)
+        common = [place for place, ((one, _), (other, _)) in enumerate(pairs) if one.position == other.position][-1]
+        start, here = self._starts[common]
+        return (
+            _walked(start, theirs._entries[theirs._starts[common][1] :], verify),
+            _walked(start, self._entries[here:], verify),
+        )
+
+
+def _walked(start: LogState, entries: Sequence[tuple[Header, Certificate | None]], verify: Verify) -> Branch:
+    """As far as it holds up."""
+    walk = Walk(start, verify)
+    try:
+        for header, certificate in entries:
+            walk.take(header, certificate)
+    except LogError:
+        pass
+    return walk.branch()

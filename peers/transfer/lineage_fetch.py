@@ -1,0 +1,201 @@
+"""Getting another peer's log, as far as it is not ours, and checking who has signed it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from peers.errors import RemoteProtocolError
+from peers.log.branch import Branch, Walk
+from peers.log.certificate import Certificate, Verify
+from peers.log.chain import STRETCH_LIMIT, Chain, Entry, Stretch
+from peers.log.folder import MemoryLog, RunLog
+from peers.log.header import Header, Position
+from peers.log.outcome import follow
+from peers.log.state import LogError, LogState
+from peers.presence.heartbeat import Heartbeat
+from peers.streams.channel import PeerUnreachableError
+from peers.transfer.donors import CHANCE, shuffled
+from peers.transfer.download import PullTransport
+from peers.transfer.headers import fetch_stretch
+from peers.values.identity import verify as verify_signature
+
+BACK = 16
+"""Each look for the place where two logs split goes back so many times as far as the one before."""
+ASKED = 16
+"""Peers whose logs are compared by whoever has none; and that are asked for what one of them lacks."""
+PATIENCE = 60.0  # seconds for one look, and more for each entry that it has brought
+PATIENCE_PER_ENTRY = 0.05
+LONGEST = 1800.0  # seconds, whatever it brings
+CHAIN_BYTES = 1 << 30  # of entries that are looked at
+NO_STRETCH = Stretch(header=None, outcomes=())
+
+Told = tuple[Header, Certificate | None]
+
+
+class LineageError(LogError):
+    """Nobody shows the log that a peer says it has. The message says what came instead."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What follows in a donor's log and in ours, from the last place on that both have; `chain` are its entries."""
+
+    theirs: Branch
+    ours: Branch
+    chain: Chain
+
+
+class LineageFetch:
+    """Compares the log that is here with those of others."""
+
+    def __init__(
+        self,
+        transport: PullTransport,
+        ours: RunLog,
+        verify: Verify = verify_signature,
+        recent: Callable[[Position], Told | None] = lambda position: None,
+    ) -> None:
+        """`recent` are entries that our state has and the log may lack yet."""
+        self._transport = transport
+        self._ours = ours
+        self._verify = verify
+        self._recent = recent
+
+    async def compare(self, donor: str, index: int, others: Sequence[str], here: LogState) -> Compared:
+        """Look at the donor's log up to `index`. `here` is where our state is.
+
+        What `donor` lacks, `others` are asked for: the signatures say whether it fits.
+
+        Raises: LineageError.
+        """
+        clock = asyncio.get_running_loop()
+        began = clock.time()
+        try:
+            async with asyncio.timeout(PATIENCE) as patience:
+                start, stretch = await self._where_it_leaves(donor, others, here)
+                walk, chain, size = Walk(start, self._verify), Chain(self._ours.empty_log), 0
+                while stretch.told and size < CHAIN_BYTES:
+                    went_on = await asyncio.to_thread(_go_on, walk, chain, stretch)
+                    size += sum(len(entry.told) + len(entry.certificate or b"") for entry in chain.entries[-went_on:])
+                    allowed = PATIENCE + PATIENCE_PER_ENTRY * len(chain)
+                    patience.reschedule(began + min(LONGEST, allowed))
+                    is_whole = went_on == len(stretch.told) and walk.end.position.index < index
+                    stretch = await self._next(donor, others, walk.end) if is_whole else NO_STRETCH
+        except TimeoutError:
+            raise LineageError(f"peer {donor} takes too long to show its log") from None
+        theirs = walk.branch()
+        return Compared(theirs, await asyncio.to_thread(self._own_branch, start, here), chain)
+
+    def before(self, branch: Branch) -> Branch:
+        """Return a branch with the places before its start, as far as they are here."""
+        return branch.preceded_by(self._ours.first + 1, self._ours.digests(0, branch.start.position.index))
+
+    async def _where_it_leaves(self, donor: str, others: Sequence[str], here: LogState) -> tuple[LogState, Stretch]:
+        """The last place on that both logs have, and what follows it there. Raises: LineageError."""
+        index, back = min(self._ours.next_index, here.position.index), 1
+        while True:
+            log = await asyncio.to_thread(self._ours.log_after, index)
+            if log is not None:
+                stretch = await self._told(donor, index)
+                if stretch.told and stretch.told[0][0].previous == log.position.head:
+                    return await self._pass(donor, others, log, stretch)
+            if index == 0:
+                return self._ours.empty_log, await self._next(donor, others, self._ours.empty_log)
+            index, back = max(0, index - back), BACK * back
+
+    async def _pass(
+        self, donor: str, others: Sequence[str], log: LogState, stretch: Stretch
+    ) -> tuple[LogState, Stretch]:
+        """Go along what both logs have. Raises: LineageError."""
+        while stretch.told:
+            passed, rest = await asyncio.to_thread(self._passed, log, stretch)
+            if rest.told:
+                return passed, rest
+            if passed == log:
+                raise LineageError(f"entry {log.position.index} of {donor} does not follow from the log")
+            log, stretch = passed, await self._next(donor, others, passed)
+        return log, NO_STRETCH
+
+    def _passed(self, log: LogState, stretch: Stretch) -> tuple[LogState, Stretch]:
+        """Leave out what is in our log, too."""
+        with suppress(LogError):
+            for place, (told, _) in enumerate(stretch.told):
+                after = log.append(told) if isinstance(told, Header) else follow(log, told)
+                if self._ours.digests(log.position.index, log.position.index + 1) != [after.position.head]:
+                    certificates = stretch.certificates[place:]
+                    return log, Stretch(header=None, outcomes=stretch.outcomes[place:], certificates=certificates)
+                log = after
+        return log, NO_STRETCH
+
+    async def _next(self, donor: str, others: Sequence[str], end: LogState) -> Stretch:
+        """What follows an entry, from whoever knows it; nothing, if nobody does."""
+        for asked in (donor, *shuffled(self._transport, others, CHANCE)[:ASKED]):
+            with suppress(PeerUnreachableError, RemoteProtocolError):
+                stretch = await self._stretch(asked, end.position.index)
+                if stretch.told and stretch.told[0][0].previous == end.position.head:
+                    return stretch
+        return NO_STRETCH
+
+    async def _told(self, donor: str, index: int) -> Stretch:
+        try:
+            return await self._stretch(donor, index)
+        except (PeerUnreachableError, RemoteProtocolError) as error:
+            raise LineageError(str(error)) from error
+
+    async def _stretch(self, donor: str, index: int) -> Stretch:
+        run = self._ours.empty_log.run
+        return await fetch_stretch(self._transport, donor, run, index, index + STRETCH_LIMIT, is_whole=False)
+
+    def _own_branch(self, start: LogState, here: LogState) -> Branch:
+        """Only its first entry and its end are ever looked at."""
+        walk, index = Walk(start, self._verify), start.position.index
+        told = self._recent(start.position)
+        if told is None:
+            told = next(((one, self._ours.certificate_at(index)) for one in self._ours.headers(index, index + 1)), None)
+        if told is not None and index < here.position.index:
+            with suppress(LogError):
+                walk.take(*told)
+        branch = walk.branch()
+        return Branch(start, here if here.position.index > index else start, branch.first, branch.heads)
+
+
+async def best_branch(
+    transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState
+) -> tuple[Branch, MemoryLog]:
+    """Return the best of the branches that these peers show, all from the manifest on, and its entries.
+
+    Raises: LineageError when nobody shows any.
+    """
+    log, best, reasons = MemoryLog(empty_log, 0), Branch(empty_log, empty_log), list[str]()
+    donors = [beat.peer for beat in beats]
+    for beat in [*beats[:1], *CHANCE.sample(beats[1:], min(ASKED, len(beats)) - 1)]:
+        if best.heads.get(beat.index) == beat.head:
+            continue
+        others = [peer for peer in donors if peer != beat.peer]
+        try:
+            found = await LineageFetch(transport, log).compare(beat.peer, beat.index, others, best.end)
+        except LineageError as error:
+            reasons.append(f"{beat.peer}: {error}")
+            continue
+        if found.theirs.is_better_than(found.ours):
+            best = best.followed_by(found.theirs)
+            await asyncio.to_thread(log.follow, found.chain, found.theirs.end.position.index)
+    if best.end.last is None:
+        raise LineageError("; ".join(reasons) or "nobody shows the run's log")
+    return best, log
+
+
+def _go_on(walk: Walk, chain: Chain, stretch: Stretch) -> int:
+    """Check entries, and keep them. Returns how many of them hold up."""
+    taken = 0
+    with suppress(LogError):
+        for told, certificate in stretch.told:
+            header = (walk.end.append(told) if isinstance(told, Header) else follow(walk.end, told)).last
+            assert header is not None
+            walk.take(header, certificate)
+            chain.add(Entry.whole(header, None, certificate))
+            taken += 1
+    return taken

@@ -1,0 +1,160 @@
+"""Which of two branches of the log is better, and what one vouches for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from peers.log.branch import Branch, Walk
+from peers.log.certificate import Certificate, CertificateError, Proof
+from peers.log.header import Header
+from peers.log.state import LogError, LogState
+from peers.simulator.simulated_keys import SimulatedKeys
+from peers.values.wire import digest_of
+from tests.peers.builders import LOG, commit, first_log, member
+
+VERIFY = SimulatedKeys("b").verify
+START = first_log()
+
+
+def next_of(log: LogState, payload: bytes = b"payload", peers: str = "abc", state: bytes = b"state") -> Header:
+    roster = [log.expected(peer) for peer in log.roster if peer in peers] or [member("a", 0, 20)]
+    return log.in_state(digest_of(state)).next_header(roster, digest_of(payload))
+
+
+def certificate_of(log: LogState, header: Header, by: str) -> Certificate:
+    certificate = commit(log, header, by=by).certificate
+    assert certificate is not None
+    return certificate
+
+
+def walked(*entries: tuple[Header, Certificate | None], start: LogState = START) -> Branch:
+    walk = Walk(start, VERIFY)
+    for header, certificate in entries:
+        walk.take(header, certificate)
+    return walk.branch()
+
+
+def branch(by: str, payload: bytes = b"payload", peers: str = "abc", start: LogState = START) -> Branch:
+    """One more entry, signed by these of a, b and c."""
+    header = next_of(start, payload, peers)
+    return walked((header, certificate_of(start, header, by)), start=start)
+
+
+def test_it_names_its_places_and_the_states_there() -> None:
+    first = next_of(START)
+    second = next_of(START.append(first), state=b"after")
+    middle = START.append(first)
+    whole = walked((first, certificate_of(START, first, "ab")), (second, certificate_of(middle, second, "ab")))
+    assert whole.heads == {1: START.position.head, 2: first.digest, 3: second.digest}
+    assert whole.states == {1: digest_of(b"state"), 2: digest_of(b"after")}
+    assert whole.newest_heads == (START.position.head, first.digest, second.digest)
+    assert all(whole.has(log.position) for log in (START, START.append(first), whole.end))
+    assert walked((first, None)).states == {}, "whoever signs nothing names no state"
+    assert not whole.has(whole.end.append(next_of(whole.end)).position)
+
+
+@pytest.mark.parametrize(("by", "certified"), [("abc", True), ("ab", True), ("a", False), ("", False)])
+def test_what_too_few_have_signed_is_a_doubt(by: str, certified: bool) -> None:
+    made = branch(by)
+    [(_, proof)] = made.first.values()
+    assert proof == Proof(certified, min(len(by), 2))
+    assert made.doubts == (() if certified else (START,))
+
+
+def test_what_does_not_follow_or_is_signed_falsely_ends_it() -> None:
+    header = next_of(START)
+    with pytest.raises(LogError, match="previous"):
+        walked((header.model_copy(update={"previous": bytes(32)}), None))
+    certificate = certificate_of(START, header, "ab")
+    [vote, *others] = certificate.votes
+    false = vote.model_copy(update={"signature": bytes(64)})
+    with pytest.raises(CertificateError, match="is not its own"):
+        walked((header, certificate.model_copy(update={"votes": (false, *others)})))
+
+
+def test_a_branch_ends_where_one_does_not_believe_it_any_more() -> None:
+    first = next_of(START)
+    middle = START.append(first)
+    second = next_of(middle)
+    certified = certificate_of(START, first, "abc")
+    made = walked((first, certified), (second, None))
+    until = made.until(middle)
+    assert until == replace(walked((first, certified)), end=middle)
+    assert walked((first, None)).until(START).first == {}
+
+
+# Which is better ------------------------------------------------------------------------------------------------
+BY_DIGEST = sorted((b"one", b"two"), key=lambda payload: next_of(START, payload).digest)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (branch("ab", b"one", "ab"), branch("c", b"two")),
+        (branch("b", b"one", "ab"), branch("", b"two", "abc")),
+        (branch("b", b"one", "abc"), branch("c", b"two", "ab")),
+        (branch("b", BY_DIGEST[0]), branch("c", BY_DIGEST[1])),
+    ],
+    ids=["certified", "more have signed", "more tokens", "the smaller digest"],
+)
+def test_of_two_branches_one_is_better(better: Branch, worse: Branch) -> None:
+    assert better.is_better_than(worse)
+    assert not worse.is_better_than(better)
+
+
+def test_a_certified_entry_outweighs_any_number_of_tokens() -> None:
+    """The two who trained are cut off from the three who can certify, and go on much faster."""
+    alone = branch("c", b"alone")
+    for _ in range(5):
+        header = next_of(alone.end)
+        alone = alone.followed_by(walked((header, None), start=alone.end))
+    certified = branch("ab", b"certified", "ab")
+    assert alone.end.lineage_tokens > certified.end.lineage_tokens
+    assert certified.is_better_than(alone)
+
+
+def test_of_two_foundings_the_one_with_more_tokens_is_better() -> None:
+    """Whoever founds a run is its first roster: how many have signed says nothing of them."""
+    few, many = next_of(LOG, b"few"), first_log().last
+    assert many is not None
+    one, more = (
+        walked((few, certificate_of(LOG, few, "a")), start=LOG),
+        walked((many, certificate_of(LOG, many, "abc")), start=LOG),
+    )
+    assert more.is_better_than(one)
+    longer = one
+    for _ in range(5):
+        longer = longer.followed_by(walked((next_of(longer.end), None), start=longer.end))
+    assert longer.is_better_than(more)
+
+
+def test_a_founding_that_nobody_has_signed_is_worth_nothing() -> None:
+    nobody = walked((next_of(LOG, b"nobody"), None), start=LOG)
+    for _ in range(20):
+        nobody = nobody.followed_by(walked((next_of(nobody.end), None), start=nobody.end))
+    header = first_log().last
+    assert header is not None
+    real = walked((header, certificate_of(LOG, header, "ab")), start=LOG)
+    assert real.is_better_than(nobody)
+    assert (real.is_certified, nobody.is_certified, real.splits_from(nobody)) == (True, False, True)
+
+
+def test_who_has_what_we_have_and_more_is_further_on() -> None:
+    nothing = Branch(START, START)
+    more = branch("abc")
+    assert more.is_better_than(nothing)
+    assert not nothing.is_better_than(more)
+    assert not more.is_better_than(more)
+
+
+def test_what_went_before_is_part_of_it() -> None:
+    first = branch("abc")
+    second = branch("a", start=first.end)
+    whole = first.followed_by(second)
+    entries: Iterable[Branch] = (first, second)
+    assert whole.heads == {index: head for one in entries for index, head in one.heads.items()}
+    assert (whole.start, whole.end, whole.first, whole.doubts) == (START, second.end, first.first, (first.end,))
+    assert second.preceded_by(1, [START.position.head, bytes(32)]).heads == whole.heads

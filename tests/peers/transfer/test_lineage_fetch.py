@@ -1,0 +1,268 @@
+"""Getting another peer's log, and comparing it with ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from peers.log import chain as chain_module
+from peers.log.branch import Branch
+from peers.log.chain import Chain, Entry, Stretch
+from peers.log.folder import MemoryLog
+from peers.log.header import Header, Position
+from peers.log.state import LogState
+from peers.simulator.simulated_keys import SimulatedKeys
+from peers.transfer import lineage_fetch
+from peers.transfer.headers import serve_headers
+from peers.transfer.lineage_fetch import PATIENCE, LineageError, LineageFetch, Told, best_branch
+from peers.values.wire import digest_of, pack, unpack
+from tests.peers.builders import LOG, RUN, beat, commit, first_log
+from tests.peers.fakes import FakeTransport, at_once
+from tests.peers.streams.test_throttle import simulate
+
+FEW = 4
+"""Entries that a donor tells at once here."""
+
+
+@pytest.fixture(autouse=True)
+def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "STRETCH_LIMIT", FEW)
+    monkeypatch.setattr(lineage_fetch, "STRETCH_LIMIT", FEW)
+
+
+class Past:
+    """A log of a, b and c: some entries, each signed by these."""
+
+    def __init__(self, entries: int, by: str = "ab", after: Past | None = None, name: bytes = b"") -> None:
+        self.entries: list[Entry] = list(after.entries) if after else []
+        self.logs: list[LogState] = list(after.logs) if after else [LOG]
+        for _ in range(entries):
+            log = self.logs[-1]
+            header = first_log().last if log.last is None else self._next(log, name)
+            assert header is not None
+            self.entries.append(Entry.whole(header, None, commit(log, header, by=by).certificate))
+            self.logs.append(log.append(header))
+
+    @staticmethod
+    def _next(log: LogState, name: bytes) -> Header:
+        roster = [log.expected(peer) for peer in log.roster]
+        return log.next_header(roster, digest_of(name + bytes([log.position.index])))
+
+    @property
+    def end(self) -> LogState:
+        return self.logs[-1]
+
+    def chain(self, first: int = 0) -> Chain:
+        chain = Chain(LOG)
+        for entry in self.entries[first:]:
+            chain.add(entry)
+        return chain
+
+    def kept(self, first: int = 0) -> MemoryLog:
+        log = MemoryLog(LOG, 0)
+        log.follow(self.chain(first), len(self.entries))
+        return log
+
+
+class Donors:
+    def __init__(self) -> None:
+        self.me = FakeTransport("me")
+        self.recent: Callable[[Position], Told | None] = lambda position: None
+
+    async def add(self, name: str, past: Past, first: int = 0) -> None:
+        self.me.donors[name] = FakeTransport(name)
+        await serve_headers(self.me.donors[name], {RUN: past.chain(first).stretch})
+
+    async def compare(
+        self, ours: MemoryLog, here: LogState, others: Sequence[str] = (), index: int = 100
+    ) -> tuple[Branch, Branch, Chain]:
+        fetch = LineageFetch(self.me, ours, SimulatedKeys("me").verify, self.recent)
+        found = await fetch.compare("donor", index, others, here)
+        return found.theirs, found.ours, found.chain
+
+
+COMMON = Past(10)
+OURS = Past(5, after=COMMON, by="c", name=b"ours")
+THEIRS = Past(6, after=COMMON, name=b"theirs")
+
+
+def test_a_newcomer_gets_and_checks_the_whole_log() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("donor", THEIRS)
+        theirs, own, chain = await donors.compare(MemoryLog(LOG, 0), LOG)
+        assert (theirs.start, theirs.end, own.end, theirs.doubts) == (LOG, THEIRS.end, LOG, ())
+        assert theirs.heads == {index: log.position.head for index, log in enumerate(THEIRS.logs)}
+        kept = MemoryLog(LOG, 0)
+        kept.follow(chain, 12)
+        assert kept.headers(0, 100) == [log.last for log in THEIRS.logs[1:13]]
+        assert all(kept.certificate_at(index) for index in range(12)), "it passes on what proves them"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("common", [0, 1, 9, 10])
+def test_where_two_logs_split_is_found(common: int) -> None:
+    async def scenario() -> None:
+        before = Past(common)
+        ours, past = Past(5, after=before, by="c", name=b"ours"), Past(6, after=before, name=b"theirs")
+        if common == 0:  # two foundings: theirs by fewer
+            past = Past(0)
+            header = LOG.next_header([LOG.expected("a", 0)], digest_of(b"another"))
+            past.entries = [Entry.whole(header, None, commit(LOG, header).certificate)]
+            past.logs = [LOG, LOG.append(header)]
+        donors = Donors()
+        await donors.add("donor", past)
+        theirs, own, _ = await donors.compare(ours.kept(), ours.end)
+        assert theirs.start == own.start == ours.logs[common]
+        assert (theirs.end, own.end) == (past.end, ours.end)
+        if common:
+            assert theirs.is_better_than(own), "it is certified"
+        assert not own.is_better_than(theirs) or not common
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("theirs", "better"), [(THEIRS, True), (COMMON, False)])
+def test_who_has_what_we_have(theirs: Past, better: bool) -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("donor", theirs)
+        branch, own, _ = await donors.compare(COMMON.kept(), COMMON.end)
+        assert (branch.start, own.end, branch.is_better_than(own)) == (COMMON.end, COMMON.end, better)
+        fetch = LineageFetch(donors.me, COMMON.kept(), SimulatedKeys("me").verify)
+        whole = fetch.before(branch)
+        assert all(whole.has(log.position) for log in theirs.logs[1:])
+
+    asyncio.run(scenario())
+
+
+def test_what_the_donor_lacks_others_may_have() -> None:
+    """It joined in the middle of the run."""
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("donor", THEIRS, first=8)
+        theirs, _, _ = await donors.compare(MemoryLog(LOG, 0), LOG, others=["gone"])
+        assert theirs.end == LOG, "nobody has the beginning"
+        await donors.add("old", COMMON)
+        theirs, _, _ = await donors.compare(MemoryLog(LOG, 0), LOG, others=["gone", "old"])
+        assert theirs.end == THEIRS.end
+
+    asyncio.run(scenario())
+
+
+def test_a_log_counts_as_far_as_its_signatures_are_good() -> None:
+    async def scenario() -> None:
+        donors, forged = Donors(), Past(6, after=COMMON, name=b"forged")
+        header = forged.logs[13].last
+        assert header is not None
+        forged.entries[12] = Entry.whole(header, None, commit(LOG, header, by="ab").certificate)  # of another roster
+        certificate = forged.entries[12].proof
+        assert certificate is not None
+        false = [vote.model_copy(update={"signature": bytes(64)}) for vote in certificate.votes]
+        forged.entries[12] = Entry.whole(header, None, certificate.model_copy(update={"votes": tuple(false)}))
+        await donors.add("donor", forged)
+        theirs, _, _ = await donors.compare(COMMON.kept(), COMMON.end)
+        assert theirs.end == forged.logs[12]
+
+    asyncio.run(scenario())
+
+
+def test_a_donor_that_does_not_answer() -> None:
+    async def scenario() -> None:
+        donors = Donors()
+        with pytest.raises(LineageError, match="peer donor did not answer"):
+            await donors.compare(COMMON.kept(), COMMON.end)
+
+    asyncio.run(scenario())
+
+
+def test_no_more_is_looked_at_than_a_donor_says_it_has() -> None:
+    """Regression: whoever made up entries without end kept a peer busy for ever."""
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("donor", COMMON)
+        await donors.add("endless", Past(50, after=COMMON, by="", name=b"endless"))
+        theirs, _, _ = await donors.compare(MemoryLog(LOG, 0), LOG, others=["endless"], index=10)
+        assert theirs.end.position.index < 10 + FEW
+
+    asyncio.run(scenario())
+
+
+def test_an_entry_that_does_not_follow_ends_the_look() -> None:
+    """Regression: it was asked for again and again."""
+
+    async def lie(name: str, header: bytes, data: bytearray) -> bytearray:
+        stretch = unpack(Stretch, bytes(data), 1 << 20)
+        nobody = {"turnout": stretch.outcomes[0].turnout.model_copy(update={"known": ()})}
+        outcomes = [one.model_copy(update=nobody) for one in stretch.outcomes]
+        return bytearray(pack(stretch.model_copy(update={"outcomes": tuple(outcomes)})))
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("donor", COMMON)
+        donors.me.donors["donor"].meddle = lie
+        with pytest.raises(LineageError, match="entry 7 of donor does not follow"):
+            await donors.compare(Past(3, after=Past(7)).kept(), Past(7).end)
+
+    asyncio.run(scenario())
+
+
+def test_a_donor_that_tells_its_log_too_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dawdle(name: str, header: bytes, data: bytearray) -> bytearray:
+        await asyncio.sleep(PATIENCE / 3)
+        return data
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("donor", Past(50))
+        donors.me.donors["donor"].meddle = dawdle
+        with pytest.raises(LineageError, match="takes too long to show its log"):
+            await donors.compare(MemoryLog(LOG, 0), LOG)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    simulate(scenario())
+
+
+@pytest.mark.parametrize("kept", [lambda: OURS.kept(), lambda: MemoryLog(LOG, 0), lambda: COMMON.kept()])
+def test_a_log_that_is_not_where_the_state_is(kept: Callable[[], MemoryLog]) -> None:
+    """The last entry is still to be written down, or the folder was lost, or it goes further than the checkpoint."""
+
+    async def scenario() -> None:
+        donors, here = Donors(), OURS.logs[12]
+        await donors.add("donor", THEIRS)
+        entry = OURS.entries[10]
+        header = OURS.logs[11].last
+        assert header is not None
+        donors.recent = {COMMON.end.position: (header, entry.proof)}.get
+        theirs, own, _ = await donors.compare(kept(), here)
+        assert own.end == here
+        if own.start == COMMON.end:
+            assert own.first[0][0] == header.digest
+        assert theirs.is_better_than(own)
+
+    asyncio.run(scenario())
+
+
+def test_whoever_has_no_log_compares_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that says it has trained most has gone on alone, and lies."""
+    monkeypatch.setattr(LineageFetch.__init__, "__defaults__", (SimulatedKeys("me").verify, lambda position: None))
+
+    async def scenario() -> None:
+        donors, longest = Donors(), Past(5, after=COMMON, by="c", name=b"alone")
+        await donors.add("liar", longest)
+        beats = [beat("liar", longest.end, lineage_tokens=2**61), beat("gone", COMMON.end, head=bytes(32))]
+        for name in ("honest", "another"):
+            await donors.add(name, Past(2, after=COMMON, name=b"theirs"))
+            beats.append(beat(name, Past(2, after=COMMON, name=b"theirs").end))
+        best, past = await best_branch(donors.me, beats, LOG)
+        assert (best.start, best.end) == (LOG, Past(2, after=COMMON, name=b"theirs").end)
+        assert past.headers(0, 100)[-1] == best.end.last
+        with pytest.raises(LineageError, match="gone: peer gone did not answer"):
+            await best_branch(donors.me, beats[1:2], LOG)
+
+    asyncio.run(scenario())

@@ -1,0 +1,82 @@
+"""Peers that are cut off from most others: what they do meanwhile, and what becomes of it when all meet again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peers.log.settings import Timing
+from peers.protocol.states import State
+from peers.simulator.schedules import agreed
+from peers.simulator.simulation import Swarm
+from tests.simulation.test_weaknesses import SETTINGS, at_work, swarm_of
+
+TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=60.0)
+FEW, MANY = ("peer3", "peer4"), ("peer0", "peer1", "peer2")
+
+
+def split(goes_on_alone: bool = True, seed: int = 1) -> Swarm:
+    """Five at work, two of which are cut off now, and train three times as fast as the others."""
+    settings = replace(SETTINGS, timing=TIMING, goes_on_alone=goes_on_alone)
+    swarm = at_work(swarm_of(5, seed, settings, one_child=False), 2)
+    for name in FEW:
+        swarm.side[name] = 1
+        swarm.peers[name].speed = 3.0
+    return swarm
+
+
+def heads(swarm: Swarm, names: tuple[str, ...]) -> set[bytes]:
+    return {swarm.peers[name].peer.log.position.head for name in names}
+
+
+def trouble_of(swarm: Swarm, name: str) -> str:
+    return swarm.peers[name].peer.troubles.told
+
+
+def meet(swarm: Swarm, seconds: float = 300.0) -> None:
+    swarm.heal()
+    longest = swarm.longest
+    assert swarm.run(seconds, until=lambda: agreed(swarm) and swarm.longest >= longest), "they stay apart"
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_who_went_on_alone_comes_back_to_what_most_have_signed_whatever_it_has_trained(seed: int) -> None:
+    swarm = split(seed=seed)
+    before = swarm.longest
+    swarm.run(400.0)
+    few, many = (swarm.peers[name].peer for name in (FEW[0], MANY[0]))
+    assert few.log.position.index > before, "it went on alone"
+    assert few.log.lineage_tokens > many.log.lineage_tokens, "and trained more than the others"
+    kept = swarm.peers[MANY[0]].log.heads
+    meet(swarm)
+    assert swarm.peers[FEW[0]].log.heads[: len(kept)] == kept
+    assert heads(swarm, FEW) == heads(swarm, MANY)
+
+
+def test_a_minority_is_told_that_it_is_one_until_the_others_are_back() -> None:
+    swarm = split()
+    split_at = swarm.longest
+    swarm.run(400.0)
+    for name in FEW:
+        assert trouble_of(swarm, name).startswith(f"only 2 of the 5 peers of outer step {split_at}")
+    assert not any(trouble_of(swarm, name) for name in MANY)
+    meet(swarm)
+    swarm.run(60.0)
+    assert not any(trouble_of(swarm, name) for name in FEW + MANY)
+
+
+def test_who_wants_to_waits_for_the_others() -> None:
+    swarm = split(goes_on_alone=False)
+    before = heads(swarm, FEW)
+    swarm.run(400.0)
+    assert heads(swarm, FEW) == before
+    for name in FEW:
+        assert swarm.peers[name].peer.state is State.READY, "what it has trained is kept"
+        assert trouble_of(swarm, name) == (
+            "3 of the 5 peers of the last outer step are gone; waiting for them, as --on-partition wait says"
+        )
+    assert swarm.peers[MANY[0]].index > swarm.peers[FEW[0]].index, "most go on"
+    meet(swarm)
+    swarm.run(60.0)
+    assert not any(trouble_of(swarm, name) for name in FEW + MANY)
