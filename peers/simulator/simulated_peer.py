@@ -74,7 +74,7 @@ class World(Protocol):
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]: ...
     def farewell(self, sender: SimulatedPeer) -> None: ...
     def training_time(self, steps: int) -> float: ...
-    def recorded(self, peer: SimulatedPeer, header: Header) -> None: ...
+    def recorded(self, peer: SimulatedPeer, made: Apply, payload: bytes | None) -> None: ...
 
 
 class Fragment:
@@ -96,6 +96,8 @@ class Frozen:
 
 class SimulatedPeer:
     """`clock` runs at its own rate from its own zero: no two peers agree on the time."""
+
+    is_honest = True
 
     def __init__(self, name: str, world: World, block_count: int, kept_bytes: int, clock: tuple[float, float]) -> None:
         self.name = name
@@ -186,6 +188,18 @@ class SimulatedPeer:
             }
         )
         return self.heartbeat
+
+    def heartbeat_for(self, peer: str) -> Heartbeat | None:
+        """Return what another peer hears of it."""
+        return self.heartbeat
+
+    def take_in(self, event: Event) -> list[Effect]:
+        """Tell the protocol what happened. Return what it wants done."""
+        return self.peer.handle(event, self.time(self.world.now))
+
+    def may_stumble(self, error: Exception) -> bool:
+        """Return whether an error in its own code concerns nobody else. Honest peers have none."""
+        return False
 
     def _table(self) -> EffectTable:
         """What carries out which effect, in the order of the real driver's table."""
@@ -287,13 +301,14 @@ class SimulatedPeer:
             self._postponed.append(apply)
             return
         header, log = apply.header, self.peer.log
-        fragment = self.fragments[header.fragment]
+        fragment, payload = self.fragments[header.fragment], None
         if header.payload != NO_PAYLOAD:
             kept = fragment.buffers.kept.get(header.payload)
             if kept is None:
                 raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
-            fragment.workload.apply(bytes(kept.data))
-        self.world.recorded(self, header)
+            payload = bytes(kept.data)
+            fragment.workload.apply(payload)
+        self.world.recorded(self, apply, payload)
         if not log.made:
             self._is_digesting, self._last_of_cycle = True, header
             self._newest = Frozen(log.last, log.ends, self.states)
@@ -333,9 +348,10 @@ class SimulatedPeer:
         """The state frozen last, or the newest one if that is older than `least`."""
         if self._frozen is None or self._place(self._frozen).index < least:
             self._frozen = self._newest
-        last, digest = self._frozen.last, digest_of_states(self._frozen.states)
+        frozen = self.frozen
+        last, digest = frozen.last, digest_of_states(frozen.states)
         offer = SnapshotOffer.model_construct(last=last, bytes=0, state_digest=digest, lineage=self.peer.lineage.heads)
-        return Offered(offer, self._place(self._frozen), ())
+        return Offered(offer, self._place(frozen), ())
 
     def _place(self, frozen: Frozen) -> Position:
         return self.peer.log.at(frozen.last, frozen.ends).position

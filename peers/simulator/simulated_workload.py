@@ -8,6 +8,12 @@ from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocks, Trained
 
 BLOCK_BYTES = 8
+GENESIS = digest_of(b"genesis")
+
+
+def stepped(state: bytes, payload: bytes) -> bytes:
+    """Return what a payload makes of a state."""
+    return digest_of(state + payload)
 
 
 class SimulatedWorkload:
@@ -16,7 +22,7 @@ class SimulatedWorkload:
     def __init__(self, me: str, block_count: int) -> None:
         self.me = me
         self.block_count = block_count
-        self.state = digest_of(b"genesis")
+        self.state = GENESIS
 
     def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
         return first_block * BLOCK_BYTES, last_block * BLOCK_BYTES
@@ -38,7 +44,7 @@ class SimulatedWorkload:
         return digest_of(repr(plain).encode())[: len(plain[0][0])]
 
     def apply(self, payload: bytes) -> bytes:
-        self.state = digest_of(self.state + payload)
+        self.state = stepped(self.state, payload)
         return self.state
 
 
