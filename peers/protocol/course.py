@@ -282,7 +282,8 @@ class Course:
             return
         self._desk.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
         is_other = refuse.state_digest != self.replica.state_digest
-        if is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most):
+        is_its_own = slot.leadership.granted_by == leader and not is_other  # it gave us what it refuses
+        if is_its_own or (is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most)):
             self.presence.distrust(leader)
         else:
             self._fetch(FarBehind(leader, self.replica.log.position.index))
@@ -296,9 +297,11 @@ class Course:
                 self._desk.emit(Note("error", f"our state is not that of most peers: fetching it from {donor}"))
                 self._fetch(FarBehind(donor, self.replica.log.position.index))
 
-    def on_excluded(self, reason: str) -> None:
+    def on_excluded(self, leader: str, reason: str) -> None:
         """The leader goes on without us."""
-        if self.state in (State.JOINING, State.READY) and not self._holds:
+        if not self.troubles.may_be_left_out:
+            self.presence.distrust(leader)
+        elif self.state in (State.JOINING, State.READY) and not self._holds:
             self.troubles.left_out(reason)
             self.look_for_trouble()
 

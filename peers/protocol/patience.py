@@ -9,6 +9,9 @@ from peers.presence.election import quorum
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 
+ATTEMPTS = 5
+"""How many attempts a leader may end at one position before its members turn to another."""
+
 
 class Patience:
     """Of one slot. A leader may wait for those at work, but not for ever; when most are ready, it has to begin.
@@ -23,16 +26,25 @@ class Patience:
         self._log = log
         self._since = self._gathered_at = desk.now
         self._given_up: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
 
     def begin(self) -> None:
         """Somebody is asked, or another one, to begin."""
         self._since = self._gathered_at = self._desk.now
 
-    def give_up(self, leader: str) -> None:
-        """Another one is asked from now on."""
-        self._given_up[leader] += 1
-        self._presence.distrust(leader)
+    def give_up(self, leader: str | None) -> None:
+        """Another one is asked from now on; we never give up on ourselves."""
+        if leader is not None and leader != self._desk.me:
+            self._given_up[leader] += 1
+            self._presence.distrust(leader)
         self.begin()
+
+    def attempt_ended(self, leader: str) -> None:
+        """The leader has ended an attempt. One that does so again and again may never come to an entry: what it lacks
+        itself, or refuses to give, it blames on nobody."""
+        self._ended[leader] += 1
+        if self._ended[leader] % ATTEMPTS == 0:
+            self.give_up(leader)
 
     def is_over(self, leader: str | None) -> bool:
         """Whether the leader could have begun long ago, or has waited for those at work for longer than it may."""

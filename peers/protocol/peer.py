@@ -199,7 +199,7 @@ class Peer:
             case Refuse() if sender == slot.led_by:
                 course.on_refuse(sender, message, slot)
             case Excluded(reason=reason) if sender == slot.led_by:
-                course.on_excluded(reason)
+                course.on_excluded(sender, reason)
             case LeaseGrant() if self.state is State.JOINING and slot.log.closes and sender == leadership.elect():
                 course.on_grant(sender, message)
             case LeaseRequest() if course.answers(sender) and course.gives_lease(sender, slot):

@@ -75,5 +75,6 @@ class Schedule:
 
     @property
     def distrust(self) -> float:
-        """For how long a peer that failed as leader or donor is not asked again."""
-        return 2 * self.timing.round_timeout
+        """For how long a peer that failed as leader or donor is not asked again: meanwhile another one can gather all
+        and lead an attempt, though not all gave up on the first one at the same time."""
+        return 2 * self.timing.round_timeout + self.timing.grace + self.death

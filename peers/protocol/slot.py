@@ -169,7 +169,7 @@ class Slot(Part):
         if not self._replica.is_settled:
             return
         if self._patience.is_over(self.acceptor.pledged_to):
-            self._give_up_on_leader()
+            self._patience.give_up(self.acceptor.pledged_to)
         leader = self.leadership.elect()
         if self.acceptor.pledge(leader):
             self._word.at_once()
@@ -182,13 +182,6 @@ class Slot(Part):
         self._desk.emit(Send(leader, self._offer.ready(self.acceptor, round)))
         if self.exchange:
             self._desk.emit(*self.exchange.repeat())
-
-    def _give_up_on_leader(self) -> None:
-        leader = self.acceptor.pledged_to
-        if leader is None or leader == self._desk.me:
-            self._patience.begin()
-        else:
-            self._patience.give_up(leader)
 
     # Attempts -------------------------------------------------------------------------------------------------
     def _begin(self, begin: Begin, sender: str) -> None:
@@ -256,7 +249,7 @@ class Slot(Part):
         if leader is None or attempt is None or (leader != self._desk.me and not self._presence.is_live(leader)):
             self._back_to_ready()
         elif now > self._attempt_ends:
-            self._give_up_on_leader()
+            self._patience.give_up(self.acceptor.pledged_to)
             self._back_to_ready()
         elif self._word.is_due:
             self._word.said()
@@ -279,6 +272,7 @@ class Slot(Part):
     def _aborted(self, abort: Abort, sender: str) -> None:
         """The leader has ended our attempt."""
         if sender == abort.attempt.leader and abort.attempt == self.attempt:
+            self._patience.attempt_ended(sender)
             self._back_to_ready()
 
     def _told_to_wait(self, abort: Abort, sender: str) -> None:
@@ -313,7 +307,9 @@ class Slot(Part):
 
     def _accuse(self, bad: BadBlocks) -> None:
         self._desk.emit(Dropped(bad.sender, "contribution", bad.reason))
-        if self.attempt:
+        if self.attempt and bad.sender == self.attempt.leader:
+            self._attempt_ends = self._desk.now  # it would not do without itself
+        elif self.attempt:
             accuse = Accuse(attempt=self.attempt, accused=bad.sender, reason=printable(bad.reason))
             self._desk.emit(Send(self.attempt.leader, accuse))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peers.presence.heartbeat import TAIL
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.events import Trouble
@@ -73,6 +74,13 @@ class Troubles:
             self._told_kind = kind
             self.told = told.reason if told else ""
             self._desk.emit(Trouble(self.told))
+
+    @property
+    def may_be_left_out(self) -> bool:
+        """Whether anybody says, we or another, that we can exchange no data with somebody who is there. A leader that
+        leaves us out though all reach us has no reason."""
+        live, me = self._presence.live(), self._desk.me[-TAIL:]
+        return not self._presence.unreached.isdisjoint(live) or any(me in beat.unreached for beat in live.trainers)
 
     def left_out(self, reason: str) -> None:
         """The leader goes on without us."""

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
+from peers.log.certificate import Certificate, prove
 from peers.log.header import Header
+from peers.log.settings import RunSettings
 from peers.log.state import LogState
+from peers.simulator.simulated_keys import SimulatedKeys
+from peers.simulator.simulated_workload import GENESIS, stepped
+
+Place = tuple[bytes, frozenset[bytes]]
+"""The head of a cycle, and the digests of those of its entries that are applied."""
 
 
 class InvariantError(AssertionError):
@@ -11,21 +21,58 @@ class InvariantError(AssertionError):
 
 
 class History:
-    """Every entry and every state that any peer of a swarm has had.
+    """Every entry and every state that any honest peer of a swarm has had.
 
-    `one_child`: whether a second entry at a position is an error, as it is until a partition grace has run out.
+    `one_child`: whether a second entry at a position is an error, as it is until a partition grace has run out. A
+    second certified one always is.
     """
 
-    def __init__(self, one_child: bool = True) -> None:
+    def __init__(self, settings: RunSettings, one_child: bool = True) -> None:
         self.one_child = one_child
-        self.states: dict[tuple[bytes, tuple[bytes, ...]], bytes] = {}
+        self.liars: frozenset[str] = frozenset()
+        self.states: dict[Place, tuple[bytes, ...]] = {
+            (settings.manifest_digest, frozenset()): (GENESIS,) * settings.fragments
+        }
         self.children: dict[tuple[bytes, int], bytes] = {}
+        self.proven: dict[tuple[bytes, int], bytes] = {}
         self.trained: dict[bytes, set[int]] = {}
+        self.counted: Counter[str] = Counter()
+        """Tokens that count of each peer, in all lineages together."""
         self.longest = 0
         self.smallest_roster = 0
+        self._keys = SimulatedKeys("")
+
+    def derive(self, header: Header, log: LogState, payload: bytes | None) -> None:
+        """Somebody applies an entry, whoever it is: note which state follows from those before and the payload."""
+        entries = frozenset(entry.digest for entry in log.made) or frozenset(log.ends)
+        before = self.states.get((header.previous, entries - {header.digest}))
+        place = _place(log)
+        if before is None or place in self.states:
+            return
+        states = list(before)
+        if payload is not None:
+            states[header.fragment] = stepped(states[header.fragment], payload)
+        self.states[place] = tuple(states)
+
+    def certified(self, header: Header, certificate: Certificate | None, before: LogState | None) -> None:
+        """An honest peer applies an entry with this certificate. One certified child per place, but for the first
+        place: before it is no roster, and whoever is tired of waiting may found the run.
+
+        Raises: InvariantError, and CertificateError when a signature in it is false.
+        """
+        place = header.previous, header.fragment
+        if certificate is None or before is None or before.last is None or self.proven.get(place) == header.digest:
+            return
+        if not prove(certificate, before.opening(header.fragment), header, self._keys.verify).is_certified:
+            return
+        known = self.proven.setdefault(place, header.digest)
+        if known != header.digest:
+            names = f"{known.hex()[:8]}, {header.digest.hex()[:8]}"
+            raise InvariantError(f"two certified entries at index {header.index}: {names}")
 
     def record(self, header: Header, log: LogState) -> None:
-        """An entry is applied, which leads to this log. One child per place, and no sample twice in a lineage.
+        """An entry is applied, which leads to this log. One child per place, no sample twice in a lineage, and somebody
+        honest counts in it.
 
         Raises: InvariantError.
         """
@@ -40,12 +87,24 @@ class History:
         samples = [n for member in whole for piece in member.samples for n in range(piece.start, piece.stop)]
         if len(set(samples)) != len(samples) or before & set(samples):
             raise InvariantError(f"entry {closing.index} trains a sample twice")
+        if self.liars.issuperset(member.peer for member in whole):
+            raise InvariantError(f"entry {closing.index} counts nobody but liars")
         self.trained[head] = before | set(samples)
+        self.counted.update({member.peer: member.tokens for member in whole})
         self.longest = max(self.longest, closing.index + 1)
         self.smallest_roster = min(self.smallest_roster or len(closing.roster), len(closing.roster))
 
-    def check(self, peer: str, log: LogState, state: bytes) -> None:
-        """A peer is at the end of this log with a state. One state per place. Raises: InvariantError."""
-        place = log.position.head, tuple(header.digest for header in log.made)
-        if self.states.setdefault(place, state) != state:
+    def check(self, peer: str, log: LogState, states: Sequence[bytes]) -> None:
+        """An honest peer is at the end of this log with these states: those that the log's entries lead to.
+
+        Raises: InvariantError.
+        """
+        derived = self.states.get(_place(log))
+        if derived is None:
+            raise InvariantError(f"{peer} is at {log.position}, where no entries lead")
+        if derived != tuple(states):
             raise InvariantError(f"{peer} has another state at {log.position}")
+
+
+def _place(log: LogState) -> Place:
+    return log.position.head, frozenset(entry.digest for entry in log.made)

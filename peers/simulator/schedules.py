@@ -11,6 +11,7 @@ from itertools import count, repeat
 
 from peers.log.settings import RunSettings, Timing
 from peers.simulator.history import InvariantError
+from peers.simulator.malice import KINDS, WITHSTOOD, Deceit, draw_deceits, patience, plant, thrive
 from peers.simulator.simulation import Faults, Swarm
 from peers.values.wire import digest_of
 
@@ -21,6 +22,12 @@ CALM = Faults()
 SPEEDS = (1.0, 0.9, 0.4)  # by name: some peers train shorter leases
 PEACE = 1000.0  # seconds in which everybody must agree again
 TIMINGS = (Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0), Timing())  # the second: as manifests have it
+INNER_STEPS = 5
+EVENLY = 0.1
+"""With liars nobody is late by chance: who misses an entry is not in its roster, where the honest must be most."""
+LONGEST_TRAINING = (1 + EVENLY) * INNER_STEPS / min(SPEEDS)  # seconds
+IMPATIENT = Timing(grace=5.0, round_timeout=60.0, partition_grace=20.0)
+"""A minority goes on alone before others would give up on a leader."""
 BATCH = 25  # seeds that one process takes at once
 
 
@@ -44,16 +51,19 @@ class Life:
     blows: tuple[Blow, ...]
     timing: Timing = TIMINGS[0]
     fragments: int = 1
+    liars: tuple[Deceit, ...] = ()
 
     def __str__(self) -> str:
-        blows = "".join(f"\n  {blow}" for blow in self.blows)
+        blows = "".join(f"\n  {what}" for what in (*self.blows, *self.liars))
         return f"seed {self.seed}, {self.peers} peers, {self.faults}, {self.timing}, {self.fragments} fragments{blows}"
 
 
-def draw_life(seed: int, fragments: int = 1) -> Life:
-    """2 to 12 peers, a bad network, and a few blows."""
+def draw_life(seed: int, fragments: int = 1, kinds: tuple[str, ...] = ()) -> Life:
+    """2 to 12 peers, a bad network, and a few blows. With `kinds` of lies some of the peers are liars."""
     draw = random.Random(seed)
     peers = draw.choice((2, 3, 3, 4, 4, 5, 5, 6, 7, 8, 10, 12))
+    if kinds:
+        return _draw_malice(draw, seed, max(peers, 3), fragments, kinds)
     names = [f"peer{number}" for number in range(peers)]
     timing = draw.choice(TIMINGS)
     slow = draw.choice([(), (), (draw.choice(names),)])
@@ -78,6 +88,26 @@ def draw_life(seed: int, fragments: int = 1) -> Life:
     return Life(seed, peers, faults, tuple(blows), timing, fragments)
 
 
+def _draw_malice(draw: random.Random, seed: int, peers: int, fragments: int, kinds: tuple[str, ...]) -> Life:
+    """Draw a life with liars. Of those whom no blow meets more than half are honest: so they must get on."""
+    names = [f"peer{number}" for number in range(peers)]
+    deceits = draw_deceits(draw, names, kinds)
+    honest = [name for name in names if name not in {deceit.peer for deceit in deceits}]
+    faults = Faults(
+        loss=draw.choice([0, 0, 0.02]),
+        duplication=draw.choice([0, 0.1]),
+        stream_failure=draw.choice([0, 0, 0.02]),
+        longest_delay=draw.choice([0.05, 0.05, 0.3]),
+        suspicion=draw.choice([0, 0, 0.01]),
+    )
+    victims = honest[: peers - 2 * len(deceits) - 1]
+    blows = []
+    for _ in range(draw.randint(0, 2) if victims else 0):
+        kind, victim = draw.choice(HARD + SOFT), draw.choice(victims)
+        blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
+    return Life(seed, peers, faults, tuple(blows), draw.choice((*TIMINGS, IMPATIENT)), fragments, deceits)
+
+
 def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ...]:
     """One pair, or all that one peer is in."""
     one, other = draw.sample(names, 2)
@@ -89,13 +119,18 @@ def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
 
     Raises: InvariantError, also when peace does not bring progress and agreement.
     """
-    names = [f"peer{number}" for number in range(life.peers)]
-    manifest = digest_of(b"manifest")
-    settings = RunSettings("simulated", manifest, 5, 10, 10, life.peers, life.timing, fragments=life.fragments)
-    swarm = Swarm(life.seed, settings, life.faults, speeds=SPEEDS)
+    manifest, founders = digest_of(b"manifest"), life.peers - sum(not liar.entries for liar in life.liars)
+    settings = RunSettings("simulated", manifest, INNER_STEPS, 10, 10, founders, life.timing, fragments=life.fragments)
+    swarm = Swarm(life.seed, settings, life.faults, one_child=not life.liars, speeds=SPEEDS)
+    if life.liars:
+        swarm.unevenness = EVENLY
+        plant(swarm, life.liars)
     watch(swarm)
-    for name in names:
-        swarm.start(name)
+    for number in range(life.peers):
+        swarm.start(f"peer{number}")
+    if life.liars:
+        _live_with_liars(swarm, life)
+        return swarm
     swarm.run(200.0, until=lambda: swarm.longest >= 1 and swarm.history.smallest_roster == life.peers)
     if swarm.history.smallest_roster == life.peers:  # else a minority of the names may be more of those who count
         for blow in life.blows:
@@ -106,6 +141,19 @@ def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
     if not swarm.run(PEACE, until=lambda: swarm.longest >= goal and agreed(swarm)):
         raise InvariantError(f"no progress: longest {swarm.longest}, wanted {goal}")
     return swarm
+
+
+def _live_with_liars(swarm: Swarm, life: Life) -> None:
+    """Strike the honest, and see that in peace they get on, while the liars lie."""
+    limit = patience(swarm.settings, len(life.liars), LONGEST_TRAINING)
+    if not swarm.run(limit, until=lambda: swarm.longest >= 1):
+        raise InvariantError(f"no first entry within {limit:.0f} s")
+    swarm.run(60.0)
+    for blow in life.blows:
+        _strike(swarm, blow)
+    swarm.faults = CALM
+    swarm.heal()
+    thrive(swarm, life.liars, LONGEST_TRAINING)
 
 
 def _strike(swarm: Swarm, blow: Blow) -> None:
@@ -163,6 +211,8 @@ def smallest(life: Life) -> Life:
 def _easier(life: Life) -> Iterator[Life]:
     for place in range(len(life.blows)):
         yield replace(life, blows=life.blows[:place] + life.blows[place + 1 :])
+    for place in range(len(life.liars) if len(life.liars) > 1 else 0):
+        yield replace(life, liars=life.liars[:place] + life.liars[place + 1 :])
     for name in (field.name for field in fields(Faults)):
         if getattr(life.faults, name) != getattr(CALM, name):
             yield replace(life, faults=replace(life.faults, **{name: getattr(CALM, name)}))
@@ -178,8 +228,8 @@ def report(life: Life) -> str:
     return f"{trace}\n{what}\n{life}"
 
 
-def failing_seeds(seeds: range, fragments: int) -> list[int]:
-    return [seed for seed in seeds if failure(draw_life(seed, fragments))]
+def failing_seeds(seeds: range, fragments: int, kinds: tuple[str, ...]) -> list[int]:
+    return [seed for seed in seeds if failure(draw_life(seed, fragments, kinds))]
 
 
 def main() -> None:
@@ -189,14 +239,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
     parser.add_argument("--fragments", type=int, default=1, help="of the state; plain DiLoCo has one")
+    parser.add_argument(
+        "--liars",
+        nargs="*",
+        choices=sorted(KINDS),
+        metavar="KIND",
+        help=f"some peers lie, in these ways (default: in all that honest peers withstand): {', '.join(KINDS)}",
+    )
     options = parser.parse_args()
+    kinds = () if options.liars is None else tuple(options.liars) or WITHSTOOD
     stop = options.first + options.seeds
     batches = [range(first, min(first + BATCH, stop)) for first in range(options.first, stop, BATCH)]
     with ProcessPoolExecutor(options.jobs) as pool:
-        failed = [seed for seeds in pool.map(failing_seeds, batches, repeat(options.fragments)) for seed in seeds]
+        found = pool.map(failing_seeds, batches, repeat(options.fragments), repeat(kinds))
+        failed = [seed for seeds in found for seed in seeds]
     if failed:
         raise SystemExit(
-            f"{report(draw_life(failed[0], options.fragments))}\n"
+            f"{report(draw_life(failed[0], options.fragments, kinds))}\n"
             f"{len(failed)} of {options.seeds} seeds failed: {failed[:20]}"
         )
     print(f"{options.seeds} schedules from seed {options.first} on: no invariant was broken")

@@ -9,6 +9,8 @@ from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate, Verify
 from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
+from peers.protocol.events import SnapshotRestored
+from peers.simulator.simulated_workload import digest_of_states
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ class SimulatedLog:
             _walked(start, theirs._entries[theirs._starts[common][1] :], verify),
             _walked(start, self._entries[here:], verify),
         )
+
+
+def restored(donor: str, frozen: Frozen, branch: Branch) -> SnapshotRestored:
+    """What a peer is told that has taken over a state, for which this branch vouches."""
+    index = frozen.last.index + 1 if frozen.last else 0
+    state_digest, doubt = digest_of_states(frozen.states), branch.doubt_before(index)
+    return SnapshotRestored(donor, frozen.last, state_digest, branch.newest_heads, frozen.ends, doubt)
 
 
 def _walked(start: LogState, entries: Sequence[tuple[Header, Certificate | None]], verify: Verify) -> Branch:

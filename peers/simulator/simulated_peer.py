@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
 from peers.log.header import NO_PAYLOAD, Header, Position
@@ -34,7 +34,6 @@ from peers.protocol.events import (
     ReduceChunk,
     SendChunk,
     SnapshotFailed,
-    SnapshotRestored,
     StopTraining,
     Train,
     TrainingDone,
@@ -46,8 +45,8 @@ from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
 from peers.simulator.simulated_keys import SimulatedKeys
-from peers.simulator.simulated_log import Frozen, SimulatedLog
-from peers.simulator.simulated_workload import SimulatedWorkload, digest_of_states
+from peers.simulator.simulated_log import Frozen, SimulatedLog, restored
+from peers.simulator.simulated_workload import Fragment, SimulatedWorkload, digest_of_states, run_now
 from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
@@ -78,19 +77,13 @@ class World(Protocol):
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]: ...
     def farewell(self, sender: SimulatedPeer) -> None: ...
     def training_time(self, steps: int) -> float: ...
-    def recorded(self, peer: SimulatedPeer, header: Header) -> None: ...
-
-
-class Fragment:
-    """One fragment of a peer's state, and where its payloads lie."""
-
-    def __init__(self, name: str, block_count: int, kept_bytes: int) -> None:
-        self.workload = SimulatedWorkload(name, block_count)
-        self.buffers = PayloadBuffers(self.workload, kept_bytes)
+    def recorded(self, peer: SimulatedPeer, made: Apply, payload: bytes | None) -> None: ...
 
 
 class SimulatedPeer:
     """`clock` runs at its own rate from its own zero: no two peers agree on the time."""
+
+    is_honest = True
 
     def __init__(self, name: str, world: World, block_count: int, kept_bytes: int, clock: tuple[float, float]) -> None:
         self.name = name
@@ -124,7 +117,7 @@ class SimulatedPeer:
         self._is_digesting = False
         self._last_of_cycle: Header | None = None  # the entry that was applied last in it
         self._postponed: deque[Apply | FetchSnapshot] = deque()
-        self.log = SimulatedLog(world.settings.empty_log)
+        self.entries = SimulatedLog(world.settings.empty_log)
         self._admissions = [Admission(self.peer, one.buffers, one.workload.check) for one in self.fragments]
         self._effects = self._table()
 
@@ -183,6 +176,18 @@ class SimulatedPeer:
             }
         )
         return self.heartbeat
+
+    def heartbeat_for(self, peer: str) -> Heartbeat | None:
+        """Return what another peer hears of it."""
+        return self.heartbeat
+
+    def take_in(self, event: Event) -> list[Effect]:
+        """Tell the protocol what happened. Return what it wants done."""
+        return self.peer.handle(event, self.time(self.world.now))
+
+    def may_stumble(self, error: Exception) -> bool:
+        """Return whether an error in its own code concerns nobody else. Honest peers have none."""
+        return False
 
     def _table(self) -> EffectTable:
         """What carries out which effect, in the order of the real driver's table."""
@@ -285,14 +290,15 @@ class SimulatedPeer:
             self._postponed.append(apply)
             return
         header, log = apply.header, self.peer.log
-        fragment = self.fragments[header.fragment]
+        fragment, payload = self.fragments[header.fragment], None
         if header.payload != NO_PAYLOAD:
             kept = fragment.buffers.kept.get(header.payload)
             if kept is None:
                 raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
-            fragment.workload.apply(bytes(kept.data))
-        self.world.recorded(self, header)
-        self.log.append(header, apply.certificate, log)
+            payload = bytes(kept.data)
+            fragment.workload.apply(payload)
+        self.world.recorded(self, apply, payload)
+        self.entries.append(header, apply.certificate, log)
         if not log.made:
             self._is_digesting, self._last_of_cycle = True, header
             self._newest = Frozen(log.last, log.ends, self.states)
@@ -332,9 +338,10 @@ class SimulatedPeer:
         """The state frozen last, or the newest one if that is older than `least`."""
         if self._frozen is None or self._place(self._frozen).index < least:
             self._frozen = self._newest
-        last, digest = self._frozen.last, digest_of_states(self._frozen.states)
+        frozen = self.frozen
+        last, digest = frozen.last, digest_of_states(frozen.states)
         offer = SnapshotOffer.model_construct(last=last, bytes=0, state_digest=digest)
-        return Offered(offer, self._place(self._frozen), ())
+        return Offered(offer, self._place(frozen), ())
 
     def _place(self, frozen: Frozen) -> Position:
         return self.peer.log.at(frozen.last, frozen.ends).position
@@ -350,10 +357,10 @@ class SimulatedPeer:
         try:
             if fetch.donor not in sources:
                 raise SnapshotError(f"{fetch.donor} does not answer")
-            believed = self.peer.believed(*self.log.branches(sources[fetch.donor].log, self._keys.verify))
+            believed = self.peer.believed(*self.entries.branches(sources[fetch.donor].entries, self._keys.verify))
             if believed is None:
                 raise SnapshotError(f"the log of {fetch.donor} is not better than ours")
-            theirs = believed.preceded_by(0, self.log.heads)
+            theirs = believed.preceded_by(0, self.entries.heads)
             state_at_end = state_named(theirs.end, self.peer.presence.live().values())
             having = Vouched(theirs, state_at_end, fetch.least).choose(offered)
         except SnapshotError as error:
@@ -363,20 +370,12 @@ class SimulatedPeer:
         for fragment, state in zip(self.fragments, frozen.states, strict=True):
             fragment.workload.state = state
         self._newest = self._frozen = frozen
-        self.log = sources[fetch.donor].log.until(self._place(frozen))
-        restored = SnapshotRestored(
-            fetch.donor,
-            frozen.last,
-            digest_of_states(frozen.states),
-            theirs.newest_heads,
-            frozen.ends,
-            theirs.doubt_before(self._place(frozen).index),
-        )
-        self.world.soon(self, restored, delays=5.0)
+        self.entries = sources[fetch.donor].entries.until(self._place(frozen))
+        self.world.soon(self, restored(fetch.donor, frozen, theirs), delays=5.0)
 
     def _fetch_lineage(self, fetch: FetchLineage) -> None:
         for source in self.world.fetch_from(self, (fetch.donor,)):
-            theirs, ours = self.log.branches(source.log, self._keys.verify)
+            theirs, ours = self.entries.branches(source.entries, self._keys.verify)
             self.world.soon(self, LineageSeen(fetch.donor, theirs, ours), delays=3.0)
             return
         self.world.soon(self, LineageNotSeen(fetch.donor, "it does not answer"), delays=3.0)
@@ -386,13 +385,3 @@ class SimulatedPeer:
         """What it offered last."""
         assert self._frozen is not None
         return self._frozen
-
-
-def run_now(work: Coroutine[None, None, T]) -> T:
-    """Run what is asynchronous for the real driver's sake, and here waits for nothing."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        returned: T = done.value
-        return returned
-    raise RuntimeError("it waits for something")

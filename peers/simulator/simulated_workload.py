@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import TypeVar
 
+from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocks, Trained
 
+T = TypeVar("T")
+
 BLOCK_BYTES = 8
+GENESIS = digest_of(b"genesis")
+
+
+def stepped(state: bytes, payload: bytes) -> bytes:
+    """Return what a payload makes of a state."""
+    return digest_of(state + payload)
 
 
 class SimulatedWorkload:
@@ -16,7 +26,7 @@ class SimulatedWorkload:
     def __init__(self, me: str, block_count: int) -> None:
         self.me = me
         self.block_count = block_count
-        self.state = digest_of(b"genesis")
+        self.state = GENESIS
 
     def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
         return first_block * BLOCK_BYTES, last_block * BLOCK_BYTES
@@ -38,10 +48,28 @@ class SimulatedWorkload:
         return digest_of(repr(plain).encode())[: len(plain[0][0])]
 
     def apply(self, payload: bytes) -> bytes:
-        self.state = digest_of(self.state + payload)
+        self.state = stepped(self.state, payload)
         return self.state
 
 
 def digest_of_states(states: Sequence[bytes]) -> bytes:
     """Of a state that is made of fragments: a tree, so that the step of one fragment leaves the others' digests."""
     return states[0] if len(states) == 1 else digest_of(b"".join(states))
+
+
+class Fragment:
+    """One fragment of a peer's state, and where its payloads lie."""
+
+    def __init__(self, name: str, block_count: int, kept_bytes: int) -> None:
+        self.workload = SimulatedWorkload(name, block_count)
+        self.buffers = PayloadBuffers(self.workload, kept_bytes)
+
+
+def run_now(work: Coroutine[None, None, T]) -> T:
+    """Run what is asynchronous for the real driver's sake, and here waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        returned: T = done.value
+        return returned
+    raise RuntimeError("it waits for something")

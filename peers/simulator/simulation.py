@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.protocol.events import (
+    Apply,
     Captured,
     ChunkSent,
     ChunksUnsent,
@@ -32,11 +32,12 @@ from peers.protocol.events import (
     TrainingDone,
     Undelivered,
 )
-from peers.protocol.messages import Message
+from peers.protocol.messages import Message, Unread
 from peers.simulator.history import History
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.trace import brief
 from peers.values.reach import Reach
+from peers.values.wire import WireError
 
 TICK = 1.0  # seconds
 SKEW = 0.03  # by which clocks run fast or slow
@@ -88,12 +89,18 @@ class Swarm:
     traced: bool = True
     speeds: tuple[float, ...] = (1.0,)
     """Of peers, by name; who is slow trains shorter leases."""
+    unevenness: float = 0.5
+    """By which share of its usual time an inner step takes more or less."""
     now: float = 0.0
     trace: list[tuple[object, ...]] = field(default_factory=list)
     on_message: Callable[[str, str, Message], Message | None] = field(default=lambda sender, to, message: message)
     on_chunk: Callable[[str, SendChunk], bool] = field(default=lambda sender, send: True)
     on_apply: Callable[[str], None] = field(default=lambda name: None)
     on_effect: Callable[[str], None] = field(default=lambda name: None)
+    peer_of: Callable[[str, Swarm, tuple[float, float]], SimulatedPeer] = field(
+        default=lambda name, swarm, clock: SimulatedPeer(name, swarm, swarm.block_count, swarm.kept_bytes, clock)
+    )
+    """Makes the peer of a name: whoever has liars in the swarm makes them here."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -102,7 +109,7 @@ class Swarm:
         self.deaf: set[str] = set()  # whom nothing reaches, while they are heard
         self.stopped: set[str] = set()
         self.incarnations: Iterator[int] = count(1000, 1000)
-        self.history = History(self.one_child)
+        self.history = History(self.settings, self.one_child)
         self.messages: Counter[str] = Counter()  # sent, by sender
         self.chunks: Counter[str] = Counter()
         self._checked: dict[str, tuple[LogState, tuple[bytes, ...]]] = {}  # where each peer was when it was checked
@@ -113,7 +120,7 @@ class Swarm:
     def start(self, name: str) -> None:
         """A peer starts, or starts again having forgotten everything but its name."""
         clock = (self.random.uniform(0, 1000), self.random.uniform(1 - SKEW, 1 + SKEW))
-        peer = SimulatedPeer(name, self, self.block_count, self.kept_bytes, clock)
+        peer = self.peer_of(name, self, clock)
         peer.sequence = self.peers[name].sequence if name in self.peers else 0
         self.peers[name] = peer
         self.note(name, "starts")
@@ -161,6 +168,11 @@ class Swarm:
     def living(self) -> list[SimulatedPeer]:
         return [peer for peer in self.peers.values() if peer.is_there]
 
+    @property
+    def honest(self) -> list[SimulatedPeer]:
+        """The living peers that do as they should."""
+        return [peer for peer in self.living if peer.is_honest]
+
     # The clock ------------------------------------------------------------------------------------------------
     def at(self, delay: float, action: Callable[[], None]) -> None:
         self._sequence += 1
@@ -184,7 +196,7 @@ class Swarm:
         self.at(seconds, lambda: self.handle(peer, event))
 
     def training_time(self, steps: int) -> float:
-        return steps * self.random.uniform(0.5, 1.5)
+        return steps * self.random.uniform(1 - self.unevenness, 1 + self.unevenness)
 
     def _repeat(self, peer: SimulatedPeer, period: float, action: Callable[[], None]) -> None:
         def again() -> None:
@@ -207,7 +219,7 @@ class Swarm:
             return
         side = self.side[peer.name]
         others = [other for other in self.peers.values() if other.is_there and self.side[other.name] == side]
-        beats = tuple(other.heartbeat for other in others if other.heartbeat)
+        beats = tuple(beat for other in others if (beat := other.heartbeat_for(peer.name)))
         self.soon(peer, HeartbeatsSeen(beats))
         self._learn_reach(peer, others)
 
@@ -232,6 +244,13 @@ class Swarm:
             return
         if isinstance(event, Captured | TrainingDone) and not peer.is_of_present_training(event):
             return
+        try:
+            self._take_in(peer, event)
+        except Exception as error:
+            if not peer.may_stumble(error):
+                raise
+
+    def _take_in(self, peer: SimulatedPeer, event: Event) -> None:
         for effect in self.tell(peer, event):
             self.on_effect(peer.name)
             if not peer.alive:
@@ -239,16 +258,21 @@ class Swarm:
             peer.carry_out(effect)
         peer.go_on(event)
         place = peer.peer.log, peer.states
-        if place != self._checked.get(peer.name) and peer.is_settled:
-            self.history.check(peer.name, peer.peer.log, peer.state)
+        if peer.is_honest and place != self._checked.get(peer.name) and peer.is_settled:
+            self.history.check(peer.name, peer.peer.log, peer.states)
             self._checked[peer.name] = place
 
     def tell(self, peer: SimulatedPeer, event: Event) -> list[Effect]:
         """Tell the peer's protocol. Returns what it wants done."""
-        return peer.peer.handle(event, peer.time(self.now))
+        return peer.take_in(event)
 
-    def recorded(self, peer: SimulatedPeer, header: Header) -> None:
-        self.history.record(header, peer.peer.log)
+    def recorded(self, peer: SimulatedPeer, made: Apply, payload: bytes | None) -> None:
+        """A peer applies an entry. What a liar says of it is no part of the history; what follows from it is."""
+        header, log = made.header, peer.peer.log
+        self.history.derive(header, log, payload)
+        if peer.is_honest:
+            self.history.record(header, log)
+            self.history.certified(header, made.certificate, peer.peer.lineage.start(header.previous))
         self.on_apply(peer.name)
 
     # The network ----------------------------------------------------------------------------------------------
@@ -281,8 +305,17 @@ class Swarm:
         """They have come. What they say depends on where in the log the receiver is by now."""
         if to.name in self.stopped:
             self.at(1.0, lambda: self.deliver(to, sender, packed))
-        elif to.alive and (message := to.packer.unpack(packed)) is not None:
+        elif to.alive and (message := self._unpacked(to, sender, packed)) is not None:
             self.handle(to, Received(sender, message))
+
+    def _unpacked(self, to: SimulatedPeer, sender: str, packed: bytes) -> Message | Unread | None:
+        """What bytes say to a peer. Only a liar sends such as say nothing. Raises: WireError."""
+        try:
+            return to.packer.unpack(packed)
+        except WireError:
+            if self.peers[sender].is_honest:
+                raise
+            return None
 
     def farewell(self, sender: SimulatedPeer) -> None:
         for other in self.living:

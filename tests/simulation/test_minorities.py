@@ -48,9 +48,9 @@ def test_who_went_on_alone_comes_back_to_what_most_have_signed_whatever_it_has_t
     few, many = (swarm.peers[name].peer for name in (FEW[0], MANY[0]))
     assert few.log.position.index > before, "it went on alone"
     assert few.log.lineage_tokens > many.log.lineage_tokens, "and trained more than the others"
-    kept = swarm.peers[MANY[0]].log.heads
+    kept = swarm.peers[MANY[0]].entries.heads
     meet(swarm)
-    assert swarm.peers[FEW[0]].log.heads[: len(kept)] == kept
+    assert swarm.peers[FEW[0]].entries.heads[: len(kept)] == kept
     assert heads(swarm, FEW) == heads(swarm, MANY)
 
 

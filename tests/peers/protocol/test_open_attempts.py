@@ -103,6 +103,7 @@ def excluded(rig: Rig) -> Excluded:
 
 def test_who_is_left_out_is_told_stops_and_asks_again_later() -> None:
     rig = at_second().trained()
+    rig.do(ReachSeen({"c": Reach.NONE}, {}))
     [trouble] = of(rig.hear("a", excluded(rig)), Trouble)
     assert "no data can be exchanged" in trouble.reason
     assert rig.peer.troubles.told == trouble.reason
@@ -115,6 +116,14 @@ def test_who_is_left_out_is_told_stops_and_asks_again_later() -> None:
     grant = LeaseGrant(position=rig.peer.log.position, samples=rig.lease, steps=10)
     assert of(rig.hear("a", grant), Trouble) == [Trouble("")]
     assert rig.is_in(State.TRAINING)
+
+
+def test_a_leader_that_leaves_out_a_peer_whom_all_reach_is_not_believed() -> None:
+    """Regression: a leader that left out all others made its entries alone, for ever."""
+    rig = at_second().trained()
+    assert not of(rig.hear("a", excluded(rig)), Trouble)
+    assert rig.is_in(State.READY)
+    assert rig.peer.slot.leadership.elect() == rig.peer.me, "it distrusts the leader, and is the next one"
 
 
 def test_it_asks_again_at_once_when_its_links_have_changed() -> None:

@@ -506,14 +506,16 @@ def is_cut_off(rig: Rig) -> None:
     rig.see()
 
 
-def left_out(rig: Rig) -> Excluded:
-    return Excluded(position=rig.peer.log.position, reason="no data can be exchanged between this peer and a")
+def is_left_out(rig: Rig) -> None:
+    """It can exchange nothing with one of the others, and the leader goes on without it."""
+    rig.do(ReachSeen({"c": Reach.NONE}, {}))
+    rig.hear("a", Excluded(position=rig.peer.log.position, reason="no data can be exchanged between this peer and c"))
 
 
 Way = Callable[[Rig], object]
 MOVES: dict[tuple[State, State], Way] = {
     (State.TRAINING, State.JOINING): is_cut_off,
-    (State.READY, State.JOINING): lambda rig: rig.hear("a", left_out(rig)),
+    (State.READY, State.JOINING): is_left_out,
     (State.JOINING, State.FETCHING): seen_far_ahead,
     (State.JOINING, State.REPLAYING): told,
     (State.JOINING, State.TRAINING): gets_a_lease,

@@ -1,0 +1,198 @@
+"""What a liar may do when others take it for their leader."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+
+from peers.log.certificate import certify, weigh
+from peers.log.header import Header, Member
+from peers.log.state import LogError
+from peers.protocol.messages import (
+    Abort,
+    Adopt,
+    Begin,
+    Commit,
+    Complete,
+    Excluded,
+    Held,
+    LeaseGrant,
+    LeaseRequest,
+    Message,
+    Ready,
+    Refuse,
+    Round,
+    Unread,
+)
+from peers.simulator.liars import Liar, Lie, Said, invented
+
+
+class NeverBegins(Lie):
+    """It lets all others wait."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Begin | Adopt):
+            yield to, message
+
+
+class NeverCommits(Lie):
+    """It leads rounds that nobody can conclude: nobody hears that it is complete, or that all are."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Commit | Complete):
+            yield to, message
+
+
+class CommitsToSome(Lie):
+    """Every other member never hears of what it commits."""
+
+    def says(self, to: str, message: Message) -> Said:
+        is_told = self.liar.others.index(to) % 2 == 0 if to in self.liar.others else True
+        if not isinstance(message, Commit | Complete) or is_told:
+            yield to, message
+
+
+class RefusesAll(Lie):
+    """Whoever says Ready to it, or asks for a lease, is told that its state is wrong."""
+
+    def hears(self, sender: str, message: Message | Unread) -> Said:
+        if isinstance(message, Ready | LeaseRequest):
+            digest = self.draw.choice((message.state_digest, invented("state")))
+            yield sender, Refuse(position=message.position, state_digest=digest, reason="your state is wrong")
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Begin | Adopt | LeaseGrant):
+            yield to, message
+
+
+class ExcludesAll(Lie):
+    """Whoever says Ready to it, or asks for a lease, is told that rounds go on without it."""
+
+    def hears(self, sender: str, message: Message | Unread) -> Said:
+        if isinstance(message, Ready | LeaseRequest):
+            yield sender, Excluded(position=message.position, reason="nobody reaches you")
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Begin | Adopt | LeaseGrant):
+            yield to, message
+
+
+class AbortsAll(Lie):
+    """It ends every attempt as soon as its members are complete."""
+
+    def hears(self, sender: str, message: Message | Unread) -> Said:
+        if isinstance(message, Complete) and message.attempt.leader == self.liar.name:
+            yield sender, Abort(attempt=message.attempt, reason="again")
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Commit | Complete):
+            yield to, message
+
+
+class OneLeaseForAll(Lie):
+    """It gives everybody who asks the same samples."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, LeaseGrant):
+            message = message.model_copy(update={"samples": self.liar.log.grants[0]})
+        yield to, message
+
+
+class OtherLeases(Lie):
+    """It gives samples that are another's already, or nobody's to give, and in too many inner steps."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, LeaseGrant):
+            leases = [*self.liar.log.leases.values(), self.liar.log.grants[-1]]
+            message = message.model_copy(
+                update={"samples": self.draw.choice(leases), "steps": self.draw.choice((1, message.steps, 10**6))}
+            )
+        yield to, message
+
+
+class ManyBegins(Lie):
+    """It begins another round with each: other shares, or without some of the others."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin):
+            message = message.model_copy(update={"round": self._another(message.round, to)})
+        yield to, message
+
+    def _another(self, round: Round, to: str) -> Round:
+        if self.draw.random() < 0.5:
+            gone = [peer for peer in round.remaining if peer not in (to, self.liar.name)]
+            return round.without(self.draw.sample(gone, self.draw.randint(0, len(gone) // 2)))
+        numbers = [share.chunks for share in round.shares]
+        self.draw.shuffle(numbers)
+        shares = tuple(
+            share.model_copy(update={"chunks": chunks}) for share, chunks in zip(round.shares, numbers, strict=True)
+        )
+        return round.model_copy(update={"shares": shares})
+
+
+class HandsOnItsOwn(Lie):
+    """Instead of a round it hands on an entry that it has made up."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin):
+            attempt = message.attempt
+            held = Held(attempt=attempt, header=self.liar.entry_of_its_own())
+            message = Adopt(attempt=attempt, held=held, holders=(self.liar.name,), seconds=message.seconds)
+        yield to, message
+
+
+class TwoEntries(Lie):
+    """It has each half of the others sign another entry, signs both, and commits both."""
+
+    def __init__(self, liar: Liar, draw: random.Random) -> None:
+        super().__init__(liar, draw)
+        self._votes: defaultdict[Header, dict[str, bytes]] = defaultdict(dict)
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin):
+            held = Held(attempt=message.attempt, header=self._entry(message.round, to))
+            holders = (self.liar.name,)
+            message = Adopt(attempt=message.attempt, held=held, holders=holders, seconds=message.seconds)
+        yield to, message
+
+    def _entry(self, round: Round, to: str) -> Header:
+        """Return an entry of the round, for one half without its last member; its payload is the liar's own."""
+        others, entry = self.liar.others, self.liar.entry_of_its_own()
+        half = others.index(to) % 2 if to in others else 0
+        return self._follower(round.roster[: len(round.roster) - half], entry)
+
+    def _follower(self, roster: Sequence[Member], entry: Header) -> Header:
+        try:
+            return self.liar.log.of(entry.fragment).next_header(roster, entry.payload)
+        except LogError:
+            return entry
+
+    def hears(self, sender: str, message: Message | Unread) -> Said:
+        """Put certificates together of what the members have signed, and of its own and its allies' signatures."""
+        exchange = self.liar.peer.exchange
+        is_mine = isinstance(message, Complete) and message.attempt.leader == self.liar.name
+        if not is_mine or exchange is None or not isinstance(message, Complete):
+            return
+        header, attempt = self._entry(exchange.round, sender), message.attempt
+        votes = self._votes[header]
+        votes[sender] = message.signature
+        signatures = votes | {ally: self.liar.sign(header, attempt, ally) for ally in self.liar.allies}
+        certificate = certify(self.liar.log, header, attempt.name, signatures, {})
+        if weigh(certificate, self.liar.log, header).is_certified:
+            yield from ((peer, Commit(header=header, certificate=certificate)) for peer in votes)
+
+
+LEADERS_LIES: dict[str, type[Lie]] = {
+    "never begins": NeverBegins,
+    "never commits": NeverCommits,
+    "commits to some": CommitsToSome,
+    "refuses all": RefusesAll,
+    "excludes all": ExcludesAll,
+    "aborts all": AbortsAll,
+    "one lease for all": OneLeaseForAll,
+    "other leases": OtherLeases,
+    "many begins": ManyBegins,
+    "hands on its own": HandsOnItsOwn,
+    "two entries": TwoEntries,
+}

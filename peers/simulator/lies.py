@@ -1,0 +1,248 @@
+"""What a liar that does not lead may do: claims in heartbeats and messages, and false data in rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from peers.log.certificate import Departure
+from peers.presence.heartbeat import Heartbeat, name_peers
+from peers.protocol.events import Event, ReducedArrived, SendChunk, Tick
+from peers.protocol.messages import (
+    Accuse,
+    Attempt,
+    Begin,
+    Complete,
+    Held,
+    LeaseRequest,
+    Leaving,
+    Message,
+    Ready,
+    Unread,
+)
+from peers.simulator.liars import Lie, Said, invented
+from peers.simulator.simulated_log import Frozen
+from peers.simulator.simulated_peer import SimulatedPeer
+from peers.values.wire import digest_of
+
+FAR = 2**61
+"""More than any honest run counts up to."""
+
+
+# Claims --------------------------------------------------------------------------------------------------------
+class InventedLog(Lie):
+    """Its heartbeats name a log that nobody has, heavier or longer than all others."""
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        claims = {
+            "lineage_tokens": FAR,
+            "index": heartbeat.index + 1000,
+            "head": invented(("head", heartbeat.index)),
+            "state_digest": invented("state"),
+        }
+        chosen = dict(self.draw.sample(sorted(claims.items()), self.draw.randint(1, len(claims))))
+        return heartbeat.model_copy(update=chosen)
+
+
+class FalseState(Lie):
+    """It says that its state is another than it is."""
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        return heartbeat.model_copy(update={"state_digest": invented(("state", heartbeat.head))})
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Ready | LeaseRequest):
+            message = message.model_copy(update={"state_digest": invented(("state", message.position.head))})
+        yield to, message
+
+
+class FalseSnapshot(Lie):
+    """What it gives to joiners is not the state that its entries lead to."""
+
+    def freezes(self, frozen: Frozen) -> Frozen:
+        return replace(frozen, states=tuple(digest_of(b"false" + state) for state in frozen.states))
+
+
+class FalseRate(Lie):
+    """It says that its link carries very much, or next to nothing; and that the others' do so, too."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Ready):
+            seen = tuple((peer, self.draw.choice((1, FAR))) for peer in self.liar.others)
+            message = message.model_copy(update={"rate": self.draw.choice((1, FAR)), "seen": seen})
+        yield to, message
+
+
+class FalseSpeed(Lie):
+    """It says that it trains faster than anybody can, so that the others' leases become small."""
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        return heartbeat.model_copy(update={"speed": 1e12})
+
+
+class ReachesNobody(Lie):
+    """It says that it reaches none of the others."""
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        return heartbeat.model_copy(update={"unreached": name_peers(self.liar.others)})
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Ready | LeaseRequest):
+            message = message.model_copy(update={"unreached": tuple(self.liar.others)})
+        yield to, message
+
+
+class InventedHeld(Lie):
+    """It says that it holds an entry of its own making, from a late attempt."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Ready):
+            entry = self.liar.entry_of_its_own()
+            attempt = Attempt(position=message.position, number=FAR, leader=max([*self.liar.others, self.liar.name]))
+            message = message.model_copy(update={"held": Held(attempt=attempt, header=entry)})
+        yield to, message
+
+
+class FalseFarewell(Lie):
+    """It says that it has left, and signed nothing; and goes on."""
+
+    def volunteers(self) -> Said:
+        peer = self.liar.peer
+        departure = Departure(run=peer.settings.run, peer=self.liar.name, incarnation=peer.incarnation, index=0)
+        leaving = Leaving(
+            position=peer.log.position,
+            incarnation=peer.incarnation,
+            departure=0,
+            signature=self.liar.keys.sign(departure.text),
+        )
+        if self.draw.random() < 0.1:
+            yield from ((other, leaving) for other in self.liar.others)
+
+
+class Twins(Lie):
+    """Two processes run with its key, and what one has promised the other does not know. Both are honest."""
+
+    def notices(self, event: Event) -> Event:
+        liar = self.liar
+        if liar.twin is None and isinstance(event, Tick):
+            liar.twin = Twin(liar.name, liar.swarm, liar.swarm.block_count, liar.swarm.kept_bytes, liar.clock)
+        return event
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        twin = self.liar.twin
+        if twin is None or heartbeat.sequence % 2:
+            return heartbeat
+        twin.sequence = heartbeat.sequence - 1
+        return twin.beat()
+
+
+class Twin(SimulatedPeer):
+    is_honest = False
+
+    def may_stumble(self, error: Exception) -> bool:
+        """It gets the data of rounds that it is not in."""
+        self.alive = False
+        return True
+
+
+# In rounds -----------------------------------------------------------------------------------------------------
+class Mute(Lie):
+    """No block of it ever comes."""
+
+    def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes] | None:
+        return None
+
+
+class ManyAverages(Lie):
+    """It gives each member another average."""
+
+    def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
+        differing = digest_of(send.to.encode() + data)[: len(data)].ljust(len(data), b"x")
+        return send, differing if send.reduced else data
+
+
+class FalseBlocks(Lie):
+    """Its own blocks are such as no encoder makes."""
+
+    def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
+        return send, data if send.reduced else bytes(len(data))
+
+
+class AllAbsent(Lie):
+    """It averages its own blocks alone, and says that those of all others were absent."""
+
+    def _others(self) -> tuple[str, ...]:
+        exchange = self.liar.peer.exchange
+        return tuple(peer for peer in exchange.round.peers if peer != self.liar.name) if exchange else ()
+
+    def notices(self, event: Event) -> Event:
+        if isinstance(event, ReducedArrived) and event.sender == self.liar.name:
+            return replace(event, absent=self._others())
+        return event
+
+    def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
+        return (replace(send, absent=self._others()) if send.reduced else send), data
+
+
+class Accuser(Lie):
+    """It accuses every other member as soon as a round begins."""
+
+    def hears(self, sender: str, message: Message | Unread) -> Said:
+        if isinstance(message, Begin):
+            for victim in sorted(set(message.round.remaining) - {self.liar.name, sender}):
+                yield sender, Accuse(attempt=message.attempt, accused=victim, reason="bad blocks")
+
+
+class ManyCompletes(Lie):
+    """It signs another entry for each member, whatever it holds."""
+
+    def says(self, to: str, message: Message) -> Said:
+        exchange = self.liar.peer.exchange
+        if not isinstance(message, Complete) or exchange is None:
+            yield to, message
+            return
+        payload, log = invented((to, message.payload)), self.liar.log.of(message.position.fragment)
+        header = log.next_header(exchange.round.entry_roster(dict(message.missed)), payload)
+        signature = self.liar.sign(header, message.attempt)
+        yield to, message.model_copy(update={"payload": payload, "signature": signature})
+
+
+class FalseSignatures(Lie):
+    """What it signs is not what it says."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Complete):
+            message = message.model_copy(update={"signature": 2 * invented(to)})
+        yield to, message
+
+
+class ManyReadys(Lie):
+    """It says Ready to all, with ever higher attempts, and now with its work and now without."""
+
+    def says(self, to: str, message: Message) -> Said:
+        yield to, message
+        if isinstance(message, Ready):
+            for other in self.liar.others:
+                last = message.last_attempt + self.draw.choice((0, 1, 1000))
+                update = {"last_attempt": last} | self.draw.choice(({}, {"tokens": 0, "samples": ()}))
+                yield other, message.model_copy(update=update)
+
+
+MEMBERS_LIES: dict[str, type[Lie]] = {
+    "invented log": InventedLog,
+    "false state": FalseState,
+    "false snapshot": FalseSnapshot,
+    "false rate": FalseRate,
+    "false speed": FalseSpeed,
+    "reaches nobody": ReachesNobody,
+    "invented held": InventedHeld,
+    "false farewell": FalseFarewell,
+    "twins": Twins,
+    "mute": Mute,
+    "many averages": ManyAverages,
+    "false blocks": FalseBlocks,
+    "all absent": AllAbsent,
+    "accuser": Accuser,
+    "many completes": ManyCompletes,
+    "false signatures": FalseSignatures,
+    "many readys": ManyReadys,
+}
