@@ -51,6 +51,7 @@ class Run:
             minimum_peers=rounds.minimum_peers,
             staleness=rounds.staleness,
             smallest_share=rounds.smallest_share,
+            clip=rounds.clip,
             snapshot_every=self.config.snapshots.every,
             timing=Timing(
                 heartbeat=rounds.heartbeat_seconds,

@@ -46,6 +46,8 @@ class RunSettings:
     snapshot_every: int = 8
     """Cycles from one snapshot to the next."""
     fragments: int = 1
+    clip: float = 4.0
+    """Times the median norm of a round's contributions, that one of them counts with at most."""
 
     @property
     def empty_log(self) -> LogState:

@@ -31,11 +31,20 @@ class SimulatedWorkload:
         if not any(blocks):
             raise BadBlocksError("all of its blocks are zero")
 
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        """Take bytes for values."""
+        self.check(blocks, first_block)
+        return float(sum(value * value for value in blocks))
+
     async def reduce(
-        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: int | None = None,
     ) -> bytes:
-        plain = [(bytes(blocks), tokens) for blocks, tokens in contributions]
-        return digest_of(repr(plain).encode())[: len(plain[0][0])]
+        plain = [(bytes(blocks), weight) for blocks, weight in contributions]
+        return digest_of(repr((plain, tokens)).encode())[: len(plain[0][0])]
 
     def apply(self, payload: bytes) -> bytes:
         self.state = digest_of(self.state + payload)

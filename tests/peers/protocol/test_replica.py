@@ -29,7 +29,7 @@ from peers.protocol.messages import Commit, Inquire
 from peers.protocol.replica import Replica, ReplicaState
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, beat, first_log, of
+from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, beat, first_log, inspect, of
 
 NEXT = digest_of(b"the state after the entry")
 
@@ -48,7 +48,7 @@ class Place:
     """b's replica, at some place in the log, beside a and c."""
 
     def __init__(self, log: LogState = LOG) -> None:
-        self.desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"))
+        self.desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
         self.presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
         self.replica = Replica(self.desk, self.presence, log, STATE)
         self.beats = 0
