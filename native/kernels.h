@@ -53,8 +53,12 @@ int64_t diloco_average(int32_t format, int32_t is_stochastic, uint64_t seed, int
                        const uintptr_t *payloads, const float *weights, int32_t payload_count, float total_weight,
                        int64_t count, uintptr_t payload, int32_t threads);
 
-/* Refuse what no encoder makes. The three below it do so, too, block by block as they go. */
+/* Refuse what no encoder makes. The four below it do so, too, block by block as they go. */
 int64_t diloco_check_payload(int32_t format, uintptr_t payload, int64_t count, int32_t threads);
+
+/* The sum of the squares of what the payload decodes to, in double, the same bits on every machine; refuses what no
+ * encoder makes. Not to be split: where the sums are cut is part of the result. */
+int64_t diloco_squared_norm(int32_t format, uintptr_t payload, int64_t count, double *squared);
 
 /* values = decoded payload. */
 int64_t diloco_dequantize(int32_t format, uintptr_t payload, int64_t count, uintptr_t values, int32_t threads);

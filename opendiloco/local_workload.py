@@ -66,12 +66,16 @@ class TrainingWorkload(LocalState):
         return self._contribution.buffer
 
     async def reduce(
-        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: int | None = None,
     ) -> Blocks:
-        return await asyncio.to_thread(self._codec.average, contributions, first_block, out)
+        return await asyncio.to_thread(self._codec.average, contributions, first_block, out, tokens)
 
-    def check(self, blocks: Blocks, first_block: int) -> None:
-        self._codec.check(blocks, first_block)
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        return self._codec.squared_norm(blocks, first_block)
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         """Raises: BadBlocksError, and changes nothing."""

@@ -53,6 +53,7 @@ class Run:
             minimum_peers=rounds.minimum_peers,
             staleness=rounds.staleness,
             smallest_share=rounds.smallest_share,
+            clip=rounds.clip,
             snapshot_every=self.config.snapshots.every,
             goes_on_alone=self.goes_on_alone,
             timing=Timing(

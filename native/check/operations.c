@@ -46,6 +46,24 @@ static void check_arithmetic(int32_t format)
     free(payload), free(expected);
 }
 
+/* Integer sums and eight lanes are the plain sum, but for its rounding; nothing more is read than is there. */
+static void check_squared_norm(int32_t format)
+{
+    const char *name = diloco_format_name(format);
+    int64_t size = diloco_payload_size(format, COUNT);
+    float *values = random_floats(COUNT, 1e-3f, 5);
+    uint8_t *payload = new_bytes(size);
+    double squared, sum = 0;
+    diloco_quantize(format, 0, 0, 0, ADDRESS(values), COUNT, ADDRESS(payload), 1);
+    diloco_dequantize(format, ADDRESS(payload), COUNT, ADDRESS(values), 1);
+    for (int64_t i = 0; i < COUNT; i++)
+        sum += (double)values[i] * (double)values[i];
+    expect(diloco_squared_norm(format, ADDRESS(payload), COUNT, &squared) == 0, "%s: squared norm", name);
+    expect(fabs(squared - sum) <= 1e-6 * sum, "%s: the squared norm is %g, not %g", name, squared, sum);
+    expect(diloco_squared_norm(format, ADDRESS(payload), 0, &squared) == 0 && squared == 0, "%s: norm of nothing", name);
+    free(values), free(payload);
+}
+
 /* An average in one go is the one by way of the sum. */
 static void check_average(int32_t format, int is_stochastic)
 {
@@ -179,6 +197,7 @@ static void check_float_settings(int32_t format)
 void check_operations(void)
 {
     for (int32_t format = 0; format < FORMATS; format++) {
+        check_squared_norm(format);
         check_arithmetic(format);
         check_error_feedback(format);
         for (int is_stochastic = 0; is_stochastic <= diloco_format_is_stochastic(format); is_stochastic++) {

@@ -83,6 +83,8 @@ class RoundsSection(Section):
     """Outer steps that a peer may miss and still contribute what it trained meanwhile."""
     smallest_share: Annotated[float, Field(gt=0, le=1)] = RunSettings.smallest_share
     """Of `training.inner_steps`, that the slowest peers make at the least; 1: all make as many."""
+    clip: Annotated[float, Field(ge=1, le=1000)] = RunSettings.clip
+    """Times the median norm of an outer step's pseudo-gradients, that one of them counts with at most."""
 
     @model_validator(mode="after")
     def check_expiry(self) -> Self:

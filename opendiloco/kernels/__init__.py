@@ -26,6 +26,7 @@ from opendiloco.kernels.operations import (
     outer_step,
     quantize,
     quantize_difference,
+    squared_norm,
     stochastic,
 )
 from opendiloco.kernels.sets import ENVIRONMENT_VARIABLE, KERNEL_SETS, choose_kernels, chosen_kernels, supported_kernels
@@ -61,6 +62,7 @@ __all__ = [
     "outer_step",
     "quantize",
     "quantize_difference",
+    "squared_norm",
     "stochastic",
     "supported_kernels",
 ]

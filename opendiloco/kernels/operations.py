@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from opendiloco._kernels import lib
+from opendiloco._kernels import ffi, lib
 from opendiloco.kernels.arrays import BFloat16s, Floats, FloatView, Payload, view_floats
 from opendiloco.kernels.errors import CorruptPayloadError, NonFiniteError
 
@@ -127,18 +127,26 @@ def finish_average(
 
 
 def average(
-    contributions: Sequence[tuple[Payload, float]], payload: Payload, rounding: Rounding = NEAREST, threads: int = 1
+    contributions: Sequence[tuple[Payload, float]],
+    payload: Payload,
+    rounding: Rounding = NEAREST,
+    threads: int = 1,
+    total_weight: float | None = None,
 ) -> None:
     """Encode the weighted average of decoded payloads, each with its weight; they are added up in this order.
 
     The same bytes as with `accumulate` into zeros and `finish_average`, with no array for the sum. The weights must be
-    at least 0, and their sum positive. Raises: CorruptPayloadError, as `check_payload` does of the first contribution
-    that doesn't pass; NonFiniteError, as `quantize` does.
+    at least 0. Their sum is divided by `total_weight`, by default the sum of the weights, which must be positive.
+
+    Raises: CorruptPayloadError, as `check_payload` does of the first contribution that doesn't pass; NonFiniteError, as
+    `quantize` does.
     """
     weights = [weight for _, weight in contributions]
-    total = sum(weights)
+    total = sum(weights) if total_weight is None else total_weight
     if not (_SMALLEST_FLOAT <= total <= LARGEST_WEIGHT and min(weights) >= 0):
-        raise ValueError(f"the weights are {weights}; none may be negative, and their sum must be between 0 and 2^63")
+        raise ValueError(
+            f"the weights are {weights} of {total}; none may be negative, and the total must be between 0 and 2^63"
+        )
     for contribution, _ in contributions:
         if (contribution.format, contribution.values) != (payload.format, payload.values):
             raise ValueError(f"a contribution has {contribution.values} values, the average {payload.values}")
@@ -165,6 +173,16 @@ def average(
 def check_payload(payload: Payload, threads: int = 1) -> None:
     """Raises: CorruptPayloadError for the first block that no encoder makes; what passes decodes to finite values."""
     _raise_corrupt(lib.diloco_check_payload(payload.format.index, payload.address, payload.values, threads))
+
+
+def squared_norm(payload: Payload) -> float:
+    """Return the sum of the squares of the decoded values, in double: the same bits on every machine.
+
+    Raises: CorruptPayloadError, as `check_payload` does.
+    """
+    squared = ffi.new("double *")
+    _raise_corrupt(lib.diloco_squared_norm(payload.format.index, payload.address, payload.values, squared))
+    return squared[0]
 
 
 def dequantize(payload: Payload, values: Floats, threads: int = 1) -> None:

@@ -43,6 +43,13 @@ class BlockCodec:
         except kernels.CorruptPayloadError as error:
             raise BadBlocksError(error.message) from error
 
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        """Return the sum of the squares of the values in these bytes. Raises: BadBlocksError, as `check` does."""
+        try:
+            return kernels.squared_norm(self._payload(blocks, first_block))
+        except kernels.CorruptPayloadError as error:
+            raise BadBlocksError(error.message) from error
+
     def checked(self, payload: Blocks) -> Payload:
         """A whole payload. Raises: BadBlocksError unless it is one that an encoder makes."""
         self.check(payload, 0)
@@ -51,16 +58,21 @@ class BlockCodec:
         return Payload(self.format, self.values, payload)
 
     def average(
-        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: float | None = None,
     ) -> memoryview:
-        """Return the mean of blocks from `first_block` on: fp32, in this order, weighted by tokens; quantized once.
+        """Return the mean of blocks from `first_block` on: fp32, in this order, weighted; quantized once.
 
+        The sum is divided by `tokens`, by default the sum of the weights: a contribution that is clipped weighs less.
         It lies in `out`, if given, which has as many bytes as each contribution: new memory costs more than the mean.
         Raises: CorruptPayloadError, NonFiniteError.
         """
         average = Payload(self.format, self._value_count(contributions[0][0], first_block), out)
-        payloads = [(self._payload(blocks, first_block), tokens) for blocks, tokens in contributions]
-        kernels.average(payloads, average, threads=self.threads)
+        payloads = [(self._payload(blocks, first_block), weight) for blocks, weight in contributions]
+        kernels.average(payloads, average, threads=self.threads, total_weight=tokens)
         return average.buffer
 
     def _payload(self, blocks: Blocks, first_block: int) -> Payload:

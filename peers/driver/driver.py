@@ -33,6 +33,7 @@ from peers.protocol.peer import Peer
 from peers.transfer.companion import CompanionDonor
 from peers.transfer.companion_fetch import CompanionJoiner
 from peers.transfer.download import PullTransport
+from peers.transfer.inspection import inspection
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.clock import now
 from peers.values.identity import Identity
@@ -74,6 +75,7 @@ class Driver:
             now(),
             secrets.randbits(INCARNATION_BITS),
             IdentityKeys(identity),
+            inspection(workload, stores.buffers),
             keeping.position,
         )
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None

@@ -90,7 +90,7 @@ class Outgoing:
 
         async def following() -> Frame[SendChunk] | None:
             send = waiting.pop() if waiting else await queue.get()
-            return Frame(send, pack(_header(send)), self._data(send)) if send else None
+            return Frame(send, pack(self._header(send)), self._data(send)) if send else None
 
         sender: ChunkSender[SendChunk] | None = None
         try:
@@ -115,6 +115,10 @@ class Outgoing:
         read = self._buffers.averaged if send.reduced else self._buffers.contribution
         return read(send.round_name, send.chunk)
 
+    def _header(self, send: SendChunk) -> ChunkHeader:
+        proof = None if send.reduced else self._buffers.proof(send.chunk)
+        return ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent, proof=proof, origin=send.origin)
+
     def _answered(self, send: SendChunk, is_taken: bool) -> None:
         if is_taken:
             start, stop = self._buffers.chunk_bytes(send.chunk)
@@ -136,7 +140,3 @@ class Outgoing:
             chunks = tuple(send.chunk for send in unsent if send.reduced == reduced)
             if chunks:
                 self._host.handle(ChunksUnsent(round_name, to, chunks, reduced))
-
-
-def _header(send: SendChunk) -> ChunkHeader:
-    return ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent)

@@ -24,7 +24,7 @@ class Traffic:
 
     def __init__(self, transport: StreamTransport, workload: Workload, buffers: PayloadBuffers, host: Host) -> None:
         self._outgoing = Outgoing(transport, buffers, host)
-        self._incoming = Incoming(transport, Admission(host.peer, buffers, workload.check), buffers, host)
+        self._incoming = Incoming(transport, Admission(host.peer, buffers, workload), buffers, host)
 
     async def serve(self) -> None:
         await self._incoming.serve()

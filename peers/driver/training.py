@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from peers.driver.host import Host
 from peers.protocol.events import StopTraining, Train, TrainingDone, TrainingProgress
 from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.inspection import inspection, offer
 from peers.values.workload import Progress, Workload
 
 
@@ -21,6 +23,7 @@ class Training:
         self.on_begin: Callable[[int], None] = lambda index: None
         self._workload = workload
         self._buffers = buffers
+        self._inspect = inspection(workload, buffers)
         self._worker = worker
         self._state = state
         self._host = host
@@ -39,8 +42,9 @@ class Training:
             await asyncio.to_thread(self._buffers.prepare)
             trained = await self._workload.train(train, self._progress)
             async with self._state:
-                self._buffers.own = await self._workload.contribution()  # now, so that no round waits for it
-        self._host.handle(TrainingDone(trained))
+                own = await self._workload.contribution()  # now, so that no round waits for it
+            root = await asyncio.to_thread(offer, own, self._buffers, self._inspect)
+        self._host.handle(TrainingDone(replace(trained, contribution=root)))
 
     def _progress(self, progress: Progress) -> None:
         self._host.handle(TrainingProgress(progress))

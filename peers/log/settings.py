@@ -48,6 +48,8 @@ class RunSettings:
     fragments: int = 1
     goes_on_alone: bool = True
     """The owner's choice: whether to train with a minority when most have been gone for the partition grace."""
+    clip: float = 4.0
+    """Times the median norm of a round's contributions, that one of them counts with at most."""
 
     @property
     def empty_log(self) -> LogState:

@@ -26,6 +26,7 @@ class Certifier:
     def __init__(self, keys: Keys, log: LogState, farewells: Callable[[], Farewells]) -> None:
         """`farewells` are those of the last roster."""
         self._keys = keys
+        self.verify = keys.verify
         self._log = log
         self._farewells = farewells
 

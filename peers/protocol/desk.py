@@ -11,16 +11,25 @@ from peers.protocol.events import Effect, Event, Received, Send
 from peers.protocol.schedule import Schedule
 from peers.values.chunks import PayloadSize
 from peers.values.signing import Keys
+from peers.values.workload import Inspect
 
 
 class Desk:
     """`now` is the time of the event that is being handled, in seconds of the driver's clock."""
 
     def __init__(
-        self, me: str, settings: RunSettings, payload: PayloadSize, now: float, incarnation: int, keys: Keys
+        self,
+        me: str,
+        settings: RunSettings,
+        payload: PayloadSize,
+        now: float,
+        incarnation: int,
+        keys: Keys,
+        inspect: Inspect,
     ) -> None:
         self.me = me
         self.keys = keys
+        self.inspect = inspect
         self.memory = Memory(me, settings.run, incarnation, keys)
         self.settings = settings
         self.payload = payload

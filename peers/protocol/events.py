@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from peers.log.branch import Branch
 from peers.log.certificate import Certificate
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat
+from peers.protocol.commitment import Evidence
 from peers.protocol.messages import Attempt, Message, Round, Unread
+from peers.protocol.signed_averages import Origin
 from peers.values.reach import Reach
 from peers.values.workload import InnerLoop, Progress, Trained
 
@@ -87,25 +89,42 @@ class ContributionArrived:
 
 @dataclass(frozen=True)
 class BadBlocks:
-    """`sender`'s blocks of a chunk are not what an encoder makes; they were dropped."""
+    """What `sender` gave of a chunk is not what it ought to be, and was dropped.
+
+    The `evidence` convinces others, too. Without it nobody else can know who of the two is to blame.
+    """
 
     round_name: Attempt
     sender: str
     chunk: int
     reason: str
+    evidence: Evidence | None = None
 
 
 @dataclass(frozen=True)
 class ReducedArrived:
     """An averaged chunk is here, from the peer that reduced it (ourselves included); blocks of `absent` are not in it.
 
-    `sender` handed it to us.
+    `sender` handed it to us; its `digest` is what the reducer has signed, as `origin` has it. What is ours is yet to be
+    signed.
     """
 
     round_name: Attempt
     sender: str
     chunk: int
     absent: tuple[str, ...]
+    digest: bytes = field(default=NO_PAYLOAD, compare=False)
+    origin: Origin | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class AverageTooEarly:
+    """`sender` gave an averaged chunk without blocks of a member that is not lost, as far as we know. It was not taken:
+    we may hear of the loss yet, and the chunk comes again; or the sender leaves out whom it likes."""
+
+    round_name: Attempt
+    sender: str
+    chunk: int
 
 
 @dataclass(frozen=True)
@@ -228,6 +247,7 @@ Event = (
     | ContributionArrived
     | BadBlocks
     | ReducedArrived
+    | AverageTooEarly
     | ChunkSent
     | ChunksUnsent
     | PayloadAssembled
@@ -278,16 +298,27 @@ class SendChunk:
     chunk: int
     reduced: bool
     absent: tuple[str, ...] = ()
+    origin: Origin | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class ReduceChunk:
-    """Average the blocks of these members, in this order, with these tokens; ends in ReducedArrived or BadBlocks."""
+    """Average the blocks of these members, in this order, with these tokens; ends in ReducedArrived or BadBlocks.
+
+    Of those that are `clipped` the blocks count times the factor that is given, and no less is divided by."""
 
     round_name: Attempt
     chunk: int
     members: tuple[tuple[str, int], ...]
     absent: tuple[str, ...]
+    clipped: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> list[tuple[str, float]]:
+        """What each member's blocks are multiplied with."""
+        return [
+            (peer, tokens * self.clipped[peer] if peer in self.clipped else tokens) for peer, tokens in self.members
+        ]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from peers.protocol.averages import Averages
+from peers.protocol.chunk_sets import chunk_set, chunks_in
+from peers.protocol.contributions import UNKNOWN, Contributions
 from peers.protocol.events import (
     AssemblePayload,
+    AverageTooEarly,
     BadBlocks,
     ChunkSent,
     ChunksUnsent,
@@ -30,16 +34,26 @@ from peers.protocol.events import (
     Send,
     SendChunk,
 )
-from peers.protocol.messages import Attempt, Holding, Round, Want, chunk_set, chunks_in
+from peers.protocol.messages import Accuse, Attempt, Compare, Holding, Round, Waiting, Want
+from peers.protocol.signed_averages import Origin
 from peers.values.chunks import parts_of
+from peers.values.signing import Keys
 
-ExchangeEvent = ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
+ExchangeEvent = (
+    ContributionArrived | BadBlocks | ReducedArrived | AverageTooEarly | ChunkSent | ChunksUnsent | PayloadAssembled
+)
 
 
 class Exchange:
     """Progress of one round at one member. `payload` is its digest, once all of it is here."""
 
-    def __init__(self, me: str, attempt: Attempt, round: Round) -> None:
+    def __init__(
+        self, me: str, attempt: Attempt, round: Round, contributions: Contributions = UNKNOWN, keys: Keys | None = None
+    ) -> None:
+        self.averages = Averages(me, round.name, keys)
+        self.contributions = contributions
+        self.disputed: set[str] = set()
+        """Whose chunks are not what they ought to be, though nobody but us can know."""
         self.attempt = attempt
         self.round = round
         self.name = round.name
@@ -158,6 +172,23 @@ class Exchange:
         own = theirs.intersection(chunks_in(want.own)) if self._contributes else set()
         return self._owe([sender], True, reduced) + self._owe([sender], False, own)
 
+    def hear(self, sender: str, message: Holding | Want | Compare) -> list[Effect]:
+        match message:
+            case Holding():
+                return self.on_holding(sender, message)
+            case Want():
+                return self.on_want(sender, message)
+            case Compare():
+                return self.on_compare(sender, message)
+
+    def on_compare(self, sender: str, compare: Compare) -> list[Effect]:
+        """Our payload is not the leader's. Show what was signed to us of the first chunk that differs."""
+        shown = self.averages.difference(compare.marks)
+        if compare.attempt != self.attempt or sender != self.attempt.leader or shown is None:
+            return []
+        accused = shown.origin.reducer
+        return [Send(sender, Accuse(attempt=self.attempt, accused=accused, reason="two averages", average=shown))]
+
     # What comes in --------------------------------------------------------------------------------------------
     def handle(self, event: ExchangeEvent) -> list[Effect]:
         match event:
@@ -165,8 +196,16 @@ class Exchange:
                 if self.wants_contribution(sender, chunk):
                     self.moved += 1
                     self._arrived[chunk].add(sender)
+                    self.disputed.discard(sender)
                     return self._reduce([chunk])
-            case ReducedArrived(chunk=chunk, absent=absent):
+            case ReducedArrived(sender=sender, chunk=chunk, absent=absent):
+                self.disputed.discard(sender)
+                if chunk in self._here:
+                    return []
+                if event.origin is not None:
+                    self.averages.keep(chunk, event.digest, absent, event.origin)
+                elif sender == self._me:
+                    self.averages.sign(chunk, event.digest, absent)
                 return self._averaged(chunk, absent)
             case ChunkSent(peer=peer, reduced=reduced, chunk=chunk):
                 self.moved += 1
@@ -174,7 +213,10 @@ class Exchange:
                 self._owed[peer, reduced].discard(chunk)
             case ChunksUnsent(peer=peer, reduced=reduced, chunks=chunks):
                 self._in_flight.difference_update((peer, reduced, chunk) for chunk in chunks)
+            case AverageTooEarly(sender=sender):
+                self.disputed.add(sender)
             case BadBlocks(sender=sender, chunk=chunk):
+                self.disputed.add(sender)
                 self._arrived[chunk].discard(sender)
                 self._reducing.discard(chunk)
             case PayloadAssembled(digest=digest):
@@ -190,6 +232,15 @@ class Exchange:
         asked, _ = self._wanted.get(sender, (set(), set()))
         return self._reducer_of.get(chunk) == sender or chunk in asked
 
+    def is_vouched_for(self, chunk: int, digest: bytes, absent: tuple[str, ...], origin: Origin | None) -> bool:
+        """Whether one who was to average the chunk has signed this: its reducer, or one before that is lost."""
+        owner = next((peer for peer, part in self._parts.items() if chunk in part), None)
+        if origin is None or owner is None:
+            return False
+        line = self._line[self._line.index(owner) :] + self._line
+        able = line[: line.index(self._reducer_of[chunk]) + 1]
+        return origin.reducer in able and self.averages.is_signed(chunk, digest, absent, origin)
+
     def is_done_with(self, sender: str, chunk: int, reduced: bool) -> bool:
         """Whether such a chunk of the sender's is here, or came too late."""
         if reduced or chunk in self._here:
@@ -197,9 +248,13 @@ class Exchange:
         return chunk in self._reducing or sender in self._arrived[chunk]
 
     def may_lack(self, absent: Iterable[str]) -> bool:
-        """Whether a chunk may have been averaged without these: somebody must be left."""
+        """Whether a chunk may ever be averaged without these: somebody must be left."""
         names = list(absent)
         return len(set(names)) == len(names) and set(names) < self._tokens.keys()
+
+    def are_lost(self, absent: Iterable[str]) -> bool:
+        """Whether all these are lost, as far as we have heard: of nobody else's blocks one may do without."""
+        return set(absent) <= set(self.round.lost)
 
     def missing(self) -> tuple[str, ...]:
         """The peers that owe us something; if blocks for our averages are missing, only those who owe them."""
@@ -214,6 +269,11 @@ class Exchange:
             else:
                 blocks |= self._awaited - self._arrived[chunk]
         return tuple(sorted((blocks or averages) - {self._me}))
+
+    def waiting(self, attempt: Attempt, unreached: frozenset[str]) -> Waiting:
+        """What to tell the leader until all is here."""
+        broken = tuple(sorted(self.partners() & (unreached | self.disputed)))
+        return Waiting(attempt=attempt, missing=self.missing(), moved=self.moved, unreached=broken)
 
     def partners(self) -> frozenset[str]:
         """The peers with which we still have to exchange something."""
@@ -250,12 +310,13 @@ class Exchange:
                 self._reducing.add(chunk)
                 members = tuple(item for item in self._tokens.items() if item[0] in arrived)
                 absent = tuple(peer for peer in self._tokens if peer not in arrived)
-                effects.append(ReduceChunk(self.name, chunk, members, absent))
+                clipped = {
+                    peer: self.contributions.clipped[peer] for peer in arrived & self.contributions.clipped.keys()
+                }
+                effects.append(ReduceChunk(self.name, chunk, members, absent, clipped))
         return effects
 
     def _averaged(self, chunk: int, absent: tuple[str, ...]) -> list[Effect]:
-        if chunk in self._here:
-            return []
         self.moved += 1
         self._here[chunk] = absent
         self._reducing.discard(chunk)
@@ -285,5 +346,6 @@ class Exchange:
                     self._owed[peer, reduced].add(chunk)
                     self._in_flight.add((peer, reduced, chunk))
                     absent = self._here[chunk] if reduced else ()
-                    effects.append(SendChunk(self.name, peer, chunk, reduced, absent))
+                    origin = self.averages.origin(chunk) if reduced else None
+                    effects.append(SendChunk(self.name, peer, chunk, reduced, absent, origin))
         return effects

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from peers.log.header import MEMBER_LIMIT, Member
+from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.presence.election import ATTEMPT_LEAP, quorum, take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import PARTICIPATING
 from peers.presence.standing import Standing
+from peers.protocol.certifier import Certifier
 from peers.protocol.events import Dropped, Effect, Send
-from peers.protocol.messages import Abort, Attempt, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
-from peers.protocol.planning import Plan, plan
+from peers.protocol.messages import Abort, Attempt, Excluded, Held, LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.protocol.planning import Plan, credible_rates, plan
 from peers.protocol.schedule import Schedule
 from peers.values.chunks import PayloadSize
 from peers.values.leases import Lease
@@ -35,9 +36,11 @@ class Gathering:
         settings: RunSettings,
         payload: PayloadSize,
         standing: Standing,
+        certifier: Certifier,
     ) -> None:
         """`standing` outlives the position."""
         self._me = me
+        self._certifier = certifier
         self._standing = standing
         self._schedule = Schedule(settings.timing)
         self._log = log
@@ -153,11 +156,20 @@ class Gathering:
         if lease and sender != self._me and (others or lease == self.lease):
             raise LogError("its samples were given to another joiner")
         self._log.check_member(_member(sender, ready))
+        self._check_commitment(sender, ready)
         for peer in others:  # whoever has what we trained: we can't do without ourselves
             del self._granted[peer]
             self._ready.pop(peer, None)
         if lease and sender not in self._log.leases:
             self._granted[sender] = lease
+
+    def _check_commitment(self, sender: str, ready: Ready) -> None:
+        """Raises: LogError unless who contributes has signed what."""
+        said = ready.commitment
+        if (said is not None) != (ready.tokens > 0):
+            raise LogError("it commits to what it does not contribute, or does not commit to what it does")
+        if said and not said.is_of(sender, ready.incarnation, self._log.position, self._certifier.verify):
+            raise LogError("it has not signed its commitment")
 
     def _is_time(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
         """Whether everybody who can be expected is ready, or the grace is over."""
@@ -275,6 +287,26 @@ class Gathering:
 
     def _offers(self) -> dict[str, Member]:
         return {peer: _member(peer, ready) for peer, ready in self._ready.items()}
+
+    def _rates(self, peers: Iterable[str]) -> dict[str, float]:
+        ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}
+        claimed = {peer: one.rate for peer, one in ready.items()}
+        return credible_rates(claimed, {peer: dict(one.seen) for peer, one in ready.items()})
+
+    def _latest_held(self) -> Held | None:
+        held = [ready.held for ready in self._ready.values() if ready.held and self._follows(ready.held.header)]
+        return max(held, key=lambda item: item.attempt.weight, default=None)
+
+    def _follows(self, header: Header) -> bool:
+        try:
+            self._log.check_next(header)
+        except LogError:
+            return False
+        return True
+
+    def _holds(self, peer: str, held: Held) -> bool:
+        theirs = self._ready[peer].held
+        return theirs is not None and theirs.header == held.header
 
     def _ask_again(self, peer: str) -> Effect:
         """Every Ready of an attempt must name the number before it: then nobody in it can meanwhile complete an earlier

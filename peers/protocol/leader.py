@@ -14,12 +14,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
-from peers.presence.election import culprits, take_order
+from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
+from peers.protocol.attempts import held_up_by, reducers, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier
+from peers.protocol.commitment import Commitment
+from peers.protocol.disputes import Disputes
 from peers.protocol.events import Effect, Note, Send
 from peers.protocol.gathering import Gathering
+from peers.protocol.judge import Judge
 from peers.protocol.messages import (
     Abort,
     Accuse,
@@ -27,6 +31,7 @@ from peers.protocol.messages import (
     Attempt,
     Begin,
     Commit,
+    Compare,
     Complete,
     Held,
     Ready,
@@ -34,7 +39,7 @@ from peers.protocol.messages import (
     Share,
     Waiting,
 )
-from peers.protocol.planning import credible_rates, deal, foreseen
+from peers.protocol.planning import deal, foreseen
 from peers.values.chunks import PayloadSize
 from peers.values.wire import printable
 
@@ -51,17 +56,18 @@ class Leader(Gathering):
         payload: PayloadSize,
         standing: Standing,
         certifier: Certifier,
+        judge: Judge,
     ) -> None:
-        super().__init__(me, log, state_digest, settings, payload, standing)
-        self._certifier = certifier
+        super().__init__(me, log, state_digest, settings, payload, standing, certifier)
+        self._judge = judge
+        self._differing_since: float | None = None
         self._running: Begin | Adopt | None = None
         self._members: dict[str, None] = {}  # who remains in the running attempt, in order
         self._in_minority = False
         self._began_at = self._moved_at = self._seconds = 0.0
         self._moved: dict[str, int] = {}  # chunks, as members say
         self._unseen_since: dict[str, float] = {}
-        self._silent_since: dict[tuple[str, str], float] = {}  # pairs, as one of the two says
-        self._heard: dict[str, float] = {}  # when members last spoke of the running attempt
+        self._disputes = Disputes(settings.timing)
         self._complete: dict[str, Complete] = {}
         self._waiting: dict[str, tuple[str, ...]] = {}
         self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
@@ -116,11 +122,13 @@ class Leader(Gathering):
             return self._hand_on(held, holders, take_order(self._log.roster, self._ready), "hands an entry on", now)
         round = self._unfinished_round()
         if round is not None:
-            return self._exchange(round, "goes on with a round", now)
+            return self._exchange(round, (), "goes on with a round", now)
         name = self._attempt(self._last_number + 1)
         if not self._has_work and not self._log.closes:
             return self._skip(name, now)
-        return self._exchange(self._new_round(name), "begins", now)
+        round = self._new_round(name)
+        committed = (self._ready[member.peer].commitment for member in round.contributors)
+        return self._exchange(round, tuple(one for one in committed if one), "begins", now)
 
     def _skip(self, name: Attempt, now: float) -> list[Effect]:
         """Nobody has trained the fragment in this cycle: its entry says so, and there is nothing to exchange."""
@@ -136,11 +144,6 @@ class Leader(Gathering):
         shares = tuple(Share(member=member, chunks=part.get(member.peer, 0)) for member in roster)
         return Round(name=name, shares=shares, lost=())
 
-    def _rates(self, peers: Iterable[str]) -> dict[str, float]:
-        ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}
-        claimed = {peer: one.rate for peer, one in ready.items()}
-        return credible_rates(claimed, {peer: dict(one.seen) for peer, one in ready.items()})
-
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
         rounds = {peer: ready.round for peer, ready in self._ready.items() if ready.round}
@@ -151,23 +154,32 @@ class Leader(Gathering):
         others = {peer: round for peer, round in rounds.items() if (round.name, round.shares) == plan}
         lost = {peer for round in others.values() for peer in round.lost}
         round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
-        able = self._me in round.remaining and bool(_reducers(round)) and self._is_connected(round)
+        able = self._me in round.remaining and bool(reducers(round)) and self._is_connected(round)
         return round if able and self._is_enough(round.remaining) else None
 
     def _is_connected(self, round: Round) -> bool:
         """Whether all who remain can exchange data with all of them who reduce, as far as we know."""
         pairs = self._standing.pairs(round.remaining)
-        return not any(pairs.broken_with(peer) for peer in _reducers(round))
+        return not any(pairs.broken_with(peer) for peer in reducers(round))
 
-    def _exchange(self, round: Round, what: str, now: float) -> list[Effect]:
-        """Run an attempt in which the members that remain exchange blocks."""
+    def _exchange(self, round: Round, commitments: tuple[Commitment, ...], what: str, now: float) -> list[Effect]:
+        """Run an attempt in which the members that remain exchange blocks.
+
+        All who go on with another leader's round know the `commitments` already.
+        """
         members = round.remaining
         rates = self._rates(members)
         measured = {peer: rates[peer] for peer in rates if self._ready[peer].rate}
         chunks = {share.member.peer: share.chunks for share in round.shares}
         seconds = self._schedule.attempt(foreseen(chunks, members, measured, self._payload.bytes))
         is_open = bool(self._log.roster) and not self._in_minority and len(members) <= OPEN_LIMIT
-        begin = Begin(attempt=self._next_attempt(), round=round, seconds=seconds, open=is_open)
+        begin = Begin(
+            attempt=self._next_attempt(),
+            round=round,
+            seconds=seconds,
+            open=is_open,
+            commitments=commitments,
+        )
         return self._run(begin, members, what, now)
 
     def _hand_on(
@@ -185,11 +197,11 @@ class Leader(Gathering):
         self._seconds = running.seconds
         self._taken_in.clear()
         self._unseen_since.clear()
-        self._silent_since.clear()
-        self._heard.clear()
+        self._disputes = Disputes(self._settings.timing)
+        self._differing_since = None
         self._complete, self._waiting = {}, {}
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
-        return [note, *(Send(peer, running) for peer in members)]
+        return [note, *(Send(peer, said) for peer, said in told(running, members))]
 
     def _next_attempt(self) -> Attempt:
         self._last_number += 1
@@ -221,9 +233,9 @@ class Leader(Gathering):
                 return self._abort(reason)
             return farewell + self._hand_on(running.held, holders, remaining, what, now)
         round = running.round.without(lost)
-        if not _reducers(round):
+        if not reducers(round):
             return self._abort(reason)
-        return farewell + self._exchange(round, what, now)
+        return farewell + self._exchange(round, running.commitments, what, now)
 
     def _watch(self, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
         """Who has been silent for a heartbeat's time is lost; so are those who hold all others up for too long."""
@@ -239,7 +251,8 @@ class Leader(Gathering):
         has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
         if not has_stalled and now - self._began_at <= self._seconds:
             return []
-        slow = self._culprits()
+        assert self._running is not None
+        slow = held_up_by(self._running, self._members, self._complete, self._waiting)
         for peer in slow:
             self._bar(peer, now)
         why = "nothing moves" if has_stalled else "time is up"
@@ -249,17 +262,6 @@ class Leader(Gathering):
         if has_stalled and isinstance(stalled, Begin) and not self.running:
             self._spoiled.add(stalled.round.name)  # whatever is wrong with it: a new one begins with all blocks
         return effects
-
-    def _culprits(self) -> tuple[str, ...]:
-        """Who holds the attempt up: of an entry that nobody could fetch, those who say that they hold it.
-
-        To do without them is safe. Had it been committed, there would be no majority without one that holds it.
-        """
-        running = self._running
-        is_fetched = isinstance(running, Adopt) and running.held.header.payload != NO_PAYLOAD
-        if isinstance(running, Adopt) and is_fetched and self._complete.keys() <= set(running.holders):
-            return running.holders
-        return culprits(self._members, self._complete, self._waiting)
 
     def _ends(self, attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
         abort = Abort(attempt=attempt, reason=printable(reason))
@@ -279,7 +281,7 @@ class Leader(Gathering):
             return self._set_right(sender, waiting.attempt)
         if sender not in self._members:
             return []
-        self._heard[sender] = now
+        self._disputes.heard(sender, now)
         self._waiting[sender] = waiting.missing
         if waiting.moved > self._moved.get(sender, 0):
             self._moved[sender] = waiting.moved
@@ -289,44 +291,59 @@ class Leader(Gathering):
     def _plan_anew(self, sender: str, unreached: Iterable[str], now: float) -> list[Effect]:
         """A pair that needs each other's data can't talk: begin another round, in which it need not."""
         others = {peer for peer in unreached if peer in self._members and peer != sender}
+        self._disputes.says(sender, others, now)
         if not others or not isinstance(self._running, Begin):
             return []
         round = self._running.round
-        reducers = _reducers(round)
+        able = reducers(round)
         pairs = self._standing.pairs(self._members)
         known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
-        broken = (others if sender in reducers else others & reducers) - known
-        broken = {other for other in broken if self._has_lasted(sender, other, now)}
+        broken = (others if sender in able else others & able) - known
+        broken = {other for other in broken if self._disputes.has_lasted(sender, other, now)}
         if not broken:
             return []
+        outcasts = self._disputes.outcasts(self._members) & {sender, *broken} - {self._me}
+        if outcasts:
+            return self._leave_behind(sorted(outcasts), "can exchange nothing with most others", now)
         reason = f"{sender} can't exchange data with {', '.join(sorted(broken))}"
         if sender != self._me and not self._standing.may_replan(sender):
-            self._bar(sender, now)
-            return self._lose([sender], reason, now) or self._abort(reason)
+            return self._leave_behind([sender], f"has a round planned anew once more: {reason}", now)
         self._standing.failed(sender, broken)
         self._spoiled.add(round.name)
         return self._abort(reason)
 
-    def _has_lasted(self, sender: str, other: str, now: float) -> bool:
-        """Whether a pair has been unable to talk for as long as it takes to see that one of the two is dead, and the
-        other one has spoken meanwhile. Heartbeats alone do not tell: they count for as long, and a little more."""
-        since = self._silent_since.setdefault((sender, other), now)
-        has_been_heard = self._heard.get(other, 0.0) > since + self._settings.timing.heartbeat
-        return has_been_heard and now - since >= self._settings.timing.heartbeat_expiry
+    def _leave_behind(self, peers: Sequence[str], reason: str, now: float) -> list[Effect]:
+        """Bar these, and go on without them."""
+        for peer in peers:
+            self._bar(peer, now)
+        named = f"{', '.join(peers)} {reason}"
+        return self._lose(peers, named, now) or self._abort(named)
 
     def on_accuse(self, sender: str, accuse: Accuse, now: float) -> list[Effect]:
-        if not self._is_running(accuse.attempt) or not {sender, accuse.accused} <= self._members.keys():
+        """Who is shown to have lied is lost, and whoever accuses without showing anything."""
+        running, accused = self._running, accuse.accused
+        if not self._is_running(accuse.attempt) or sender not in self._members or not isinstance(running, Begin):
             return []
-        self._bar(accuse.accused, now)
-        return self._lose([accuse.accused], f"{accuse.accused} sent {sender} bad blocks: {accuse.reason}", now)
+        if self._judge.is_two_averages(accuse):
+            self._spoiled.add(running.round.name)  # everybody holds something else
+            self._bar(accused, now)
+            return self._abort(f"{accused} gave {sender} another average")
+        if accused not in self._members:
+            return []
+        if self._judge.is_bad_contribution(accuse, running.round):
+            return self._leave_behind([accuse.accused], f"sent {sender} bad blocks: {accuse.reason}", now)
+        return self._leave_behind([sender], f"accuses {accuse.accused} without evidence: {accuse.reason}", now)
 
     def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
         running = self._running
         if running is None or running.attempt != complete.attempt or sender not in self._members:
             return self._set_right(sender, complete.attempt)
-        self._heard[sender] = now
+        self._disputes.heard(sender, now)
         if sender not in self._complete:
             self._moved_at = now
+        absent = {peer for peer, _ in complete.missed}
+        if isinstance(running, Begin) and not absent <= set(running.round.lost):
+            return self._leave_behind([sender], "does without blocks of members that are not lost", now)
         self._complete[sender] = complete
         if len(self._complete) < len(self._members):
             return []
@@ -342,10 +359,19 @@ class Leader(Gathering):
         if not wrong:
             return self._commit_if_signed(header, running, now)
         self._spoiled.add(running.round.name)  # should it be aborted
-        for peer in wrong:
-            self._bar(peer, now)
-        reason = f"{', '.join(wrong)} hold another payload"
-        return self._lose(wrong, reason, now) or self._abort(reason)
+        return self._compare(wrong, now)
+
+    def _compare(self, wrong: Sequence[str], now: float) -> list[Effect]:
+        """Who holds something else than we do may show who has given us different averages. If for a while nobody does,
+        those who are alone with what they hold are lost."""
+        assert self._running is not None
+        if self._differing_since is None:
+            self._differing_since = now
+        if now - self._differing_since >= self._settings.timing.heartbeat_expiry:
+            return self._leave_behind(wrong, "hold another payload", now)
+        mine = self._complete[self._me].outcome
+        compare = Compare(attempt=self._running.attempt, marks=self._judge.marks)
+        return [Send(peer, compare) for peer, said in self._complete.items() if said.outcome != mine]
 
     def _commit_if_signed(self, header: Header, running: Begin | Adopt, now: float) -> list[Effect]:
         """All say the same. Who has signed something else is lost."""
@@ -355,10 +381,7 @@ class Leader(Gathering):
         voters = self._counted(self._members) & set(self._log.roster)
         unsigned = sorted(voters - signed.keys()) if 2 * len(signed) <= len(self._log.roster) else []
         if unsigned:
-            for peer in unsigned:
-                self._bar(peer, now)
-            reason = f"{', '.join(unsigned)} did not sign what they say"
-            return self._lose(unsigned, reason, now) or self._abort(reason)
+            return self._leave_behind(unsigned, "did not sign what they say", now)
         commit = Commit(header=header, certificate=self._certifier.certify(header, name, signed))
         self._standing.entry_made(self._members)
         passed_on = isinstance(running, Begin) and len(self._members) > OPEN_LIMIT and self._me in self._members
@@ -372,22 +395,3 @@ class Leader(Gathering):
 
     def _is_running(self, attempt: Attempt) -> bool:
         return self._running is not None and self._running.attempt == attempt
-
-    def _latest_held(self) -> Held | None:
-        held = [ready.held for ready in self._ready.values() if ready.held and self._follows(ready.held.header)]
-        return max(held, key=lambda item: item.attempt.weight, default=None)
-
-    def _follows(self, header: Header) -> bool:
-        try:
-            self._log.check_next(header)
-        except LogError:
-            return False
-        return True
-
-    def _holds(self, peer: str, held: Held) -> bool:
-        theirs = self._ready[peer].held
-        return theirs is not None and theirs.header == held.header
-
-
-def _reducers(round: Round) -> set[str]:
-    return {share.member.peer for share in round.shares if share.chunks} & set(round.remaining)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.certifier import Certifier
 from peers.protocol.desk import Desk
+from peers.protocol.exchange import Exchange
+from peers.protocol.judge import Judge
 from peers.protocol.leader import Leader
 from peers.protocol.messages import Accuse, Complete, LeaseRequest, Ready, Waiting
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.trainer import Trainer, TrainerState
+
+
+class OwnWork(Protocol):
+    """What this peer does in the slot itself."""
+
+    @property
+    def is_taking_part(self) -> bool:
+        """Whether we are ready in the slot, or further, whatever the trainer does by now."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Our side of the round."""
 
 
 class Leadership:
@@ -25,9 +39,8 @@ class Leadership:
         replica: Replica,
         log: LogState,
         certifier: Certifier,
-        is_in_slot: Callable[[], bool],
+        work: OwnWork,
     ) -> None:
-        """`is_in_slot`: whether we are ready in the slot, or further, whatever the trainer does by now."""
         self.granted_by: str | None = None
         """Who gave us our lease: it leads, though its heartbeats may not say yet that it is at work, too."""
         self._desk = desk
@@ -36,7 +49,7 @@ class Leadership:
         self._replica = replica
         self._log = log
         self._certifier = certifier
-        self._is_in_slot = is_in_slot
+        self._work = work
         self._leader: Leader | None = None
 
     def elect(self) -> str | None:
@@ -44,7 +57,7 @@ class Leadership:
 
     def _at_work(self) -> set[str]:
         """Who works on the entry without saying so in heartbeats."""
-        is_at_work = self._trainer.state is not TrainerState.IDLE or self._is_in_slot()
+        is_at_work = self._trainer.state is not TrainerState.IDLE or self._work.is_taking_part
         is_level = self._replica.state is ReplicaState.LEVEL
         has_given = self._leader is not None and self._leader.has_given
         if not ((is_level and is_at_work) or has_given or self._replica.state is ReplicaState.APPLYING):
@@ -106,6 +119,9 @@ class Leadership:
         if self._leader is None:
             settings, payload, digest = self._desk.settings, self._desk.payload, self._replica.state_digest
             standing, log = self._presence.standing, self._log.in_state(digest)
-            self._leader = Leader(self._desk.me, log, digest, settings, payload, standing, self._certifier)
+            how = self._certifier.verify, self._desk.inspect, lambda: self._work.exchange
+            judge = Judge(log.position, payload.chunks, *how)
+            told = log, digest, settings, payload, standing, self._certifier, judge
+            self._leader = Leader(self._desk.me, *told)
         self._leader.lease = self._trainer.lease
         return self._leader

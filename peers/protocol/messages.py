@@ -15,14 +15,11 @@ from pydantic import Field
 from peers.log.certificate import AttemptName, Certificate, Signature
 from peers.log.header import MEMBER_LIMIT, Header, Member, Position
 from peers.presence.reachability import SEEN_LIMIT
+from peers.protocol.chunk_sets import ChunkSet
+from peers.protocol.commitment import Commitment, Evidence
+from peers.protocol.signed_averages import Averaged, Marks
 from peers.values.leases import PIECE_LIMIT
 from peers.values.wire import Count, Digest, PeerId, Reason, Samples, Seconds, Value
-
-CHUNK_SET_BYTES = 1 << 16  # half a million chunks
-
-ChunkSet = Annotated[bytes, Field(strict=True, max_length=CHUNK_SET_BYTES)]
-"""Numbers of chunks as a bit mask, little-endian: chunk n is bit n % 8 of byte n // 8."""
-
 
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
 Holders = Annotated[tuple[PeerId, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
@@ -30,24 +27,6 @@ Missed = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIM
 """Peers, and in how many chunks their blocks are missing."""
 Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
 """Peers, and bytes a second."""
-
-
-BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
-"""The bits that are set in each byte."""
-
-
-def chunk_set(chunks: Iterable[int]) -> bytes:
-    """The mask with these bits."""
-    wanted = sorted(chunks)
-    mask = bytearray(wanted[-1] // 8 + 1 if wanted else 0)
-    for chunk in wanted:
-        mask[chunk // 8] |= 1 << chunk % 8
-    return bytes(mask)
-
-
-def chunks_in(mask: bytes) -> list[int]:
-    """The bits that are set, in order."""
-    return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in BITS[byte]]
 
 
 class Attempt(Value):
@@ -111,6 +90,11 @@ class Round(Value):
         return tuple(share.member.peer for share in self.shares)
 
     @cached_property
+    def contributors(self) -> tuple[Member, ...]:
+        """Those whose blocks are averaged."""
+        return tuple(member for member in self.roster if member.tokens)
+
+    @cached_property
     def remaining(self) -> tuple[str, ...]:
         lost = set(self.lost)
         return tuple(peer for peer in self.peers if peer not in lost)
@@ -162,6 +146,7 @@ class Ready(Value):
 
     `relayed` names the peers that it reaches only through a relay, or with other difficulty, `unreached` those with
     which it can exchange no data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
+    The `commitment` is to its blocks; who has trained nothing has none.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -169,6 +154,7 @@ class Ready(Value):
     state_digest: Digest
     tokens: Count
     samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
+    commitment: Commitment | None
     incarnation: Count
     last_attempt: Count
     held: Held | None
@@ -184,7 +170,8 @@ class Begin(Value):
     """Leader → remaining members: begin this round, or go on with it now that somebody is lost.
 
     The leader ends the attempt after `seconds`. If it is `open`, all members tell each other that they are complete,
-    and whoever has heard the same of all knows that the entry is committed. A minority's attempt never is.
+    and whoever has heard the same of all knows that the entry is committed. A minority's attempt never is. Those who
+    reduce are told what all who contribute have committed to, in roster order; nobody else needs to know.
     """
 
     kind: ClassVar[Literal["begin"]] = "begin"
@@ -192,6 +179,7 @@ class Begin(Value):
     round: Round
     seconds: Seconds
     open: Annotated[bool, Field(strict=True)]
+    commitments: Annotated[tuple[Commitment, ...], Field(max_length=MEMBER_LIMIT)]
 
     @property
     def position(self) -> Position:
@@ -256,12 +244,28 @@ class Waiting(Value):
 
 
 class Accuse(Value):
-    """Member → leader: this peer sent me blocks that no encoder makes."""
+    """Member → leader: this peer broke the rules, as the evidence shows: what it contributed, or an average that it
+    signed to us and not to you. Who accuses without is to blame itself."""
 
     kind: ClassVar[Literal["accuse"]] = "accuse"
     attempt: Attempt
     accused: PeerId
     reason: Reason
+    evidence: Evidence | None = None
+    average: Averaged | None = None
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Compare(Value):
+    """Leader → member: your payload is not mine. These are the marks of my averages, in their order: of the first that
+    is another one at yours, show me what its reducer has signed."""
+
+    kind: ClassVar[Literal["compare"]] = "compare"
+    attempt: Attempt
+    marks: Marks
 
     @property
     def position(self) -> Position:
@@ -371,6 +375,7 @@ Message = (
     | Want
     | Waiting
     | Accuse
+    | Compare
     | Complete
     | Commit
     | Abort

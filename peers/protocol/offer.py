@@ -6,11 +6,13 @@ from peers.log.header import Member
 from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
+from peers.protocol.commitment import Commitment, commit_to
 from peers.protocol.desk import Desk
-from peers.protocol.messages import Ready, Round
+from peers.protocol.messages import Begin, Ready, Round
 from peers.protocol.minority import are_most
 from peers.protocol.replica import Replica
 from peers.protocol.trainer import Trainer
+from peers.values.sum_tree import Sum
 from peers.values.workload import Trained
 
 
@@ -25,6 +27,7 @@ class Offer:
         self._log = log
         self._trained: Trained | None = None
         self._wants = 0  # samples of the next lease; 0: a whole one
+        self._committed: tuple[Sum, int, Commitment] | None = None
 
     def make(self, trained: Trained) -> None:
         """Offer this, and decide how much to ask for next: a round must take all of the offer as it was made."""
@@ -40,6 +43,7 @@ class Offer:
             state_digest=self._replica.state_digest,
             tokens=trained.tokens,
             samples=trained.samples,
+            commitment=self._commitment(trained.contribution) if trained.tokens else None,
             incarnation=self._desk.memory.incarnation,
             last_attempt=acceptor.last_attempt,
             held=acceptor.held,
@@ -50,6 +54,16 @@ class Offer:
             unreached=presence.named(presence.unreached),
             seen=presence.reachability.seen(self._desk.me),
         )
+
+    def _commitment(self, root: Sum | None) -> Commitment | None:
+        """Sign what the training came to, once for each incarnation."""
+        incarnation = self._desk.memory.incarnation
+        if root is None:
+            return None
+        if self._committed is None or self._committed[:2] != (root, incarnation):
+            commitment = commit_to(root, self._desk.me, incarnation, self._log.position, self._desk.keys)
+            self._committed = root, incarnation, commitment
+        return self._committed[2]
 
     def is_in(self, round: Round, alone: bool) -> bool:
         """Whether we take part in a round, a minority's if it is `alone`."""
@@ -69,7 +83,15 @@ class Offer:
             incarnation=self._desk.memory.incarnation,
         )
 
-    def can_lead_to_an_entry(self, round: Round) -> bool:
+    def objection(self, begin: Begin, going_on: bool) -> str | None:
+        """Return why this peer takes no part in an attempt: it can lead to no entry, or is begun without proof."""
+        if not self._can_lead_to_an_entry(begin.round):
+            return "its attempt can lead to no entry"
+        if not going_on and not self._knows_commitments(begin):
+            return "not all members have signed what they contribute"
+        return None
+
+    def _can_lead_to_an_entry(self, round: Round) -> bool:
         """Whether the round's roster follows from the log, and its parts are the payload."""
         try:
             self._log.next_header(round.roster, self._log.position.head)  # any digest will do
@@ -78,3 +100,14 @@ class Offer:
         reduces = {share.member.peer for share in round.shares if share.chunks}
         trained = {member.peer for member in round.roster if member.tokens}
         return round.chunks == self._desk.payload.chunks and reduces <= trained and not reduces <= set(round.lost)
+
+    def _knows_commitments(self, begin: Begin) -> bool:
+        """Return whether all who contribute to a round have signed what, for this entry. Who reduces nothing need not
+        know."""
+        members, position, verify = begin.round.contributors, self._log.position, self._desk.keys.verify
+        if not any(share.chunks for share in begin.round.shares if share.member.peer == self._desk.me):
+            return True
+        return len(begin.commitments) == len(members) and all(
+            commitment.is_of(member.peer, member.incarnation, position, verify)
+            for member, commitment in zip(members, begin.commitments, strict=True)
+        )

@@ -55,6 +55,7 @@ from peers.protocol.messages import (
     Attempt,
     Begin,
     Commit,
+    Compare,
     Complete,
     Elsewhere,
     Excluded,
@@ -76,6 +77,7 @@ from peers.protocol.trainer import Trainer
 from peers.protocol.troubles import Troubles
 from peers.values.chunks import PayloadSize
 from peers.values.signing import Keys
+from peers.values.workload import Inspect
 
 
 class Peer:
@@ -90,13 +92,14 @@ class Peer:
         now: float,
         incarnation: int,
         keys: Keys,
+        inspect: Inspect,
         log: LogState | None = None,
     ) -> None:
         """`incarnation` is a number that no start of this peer has had before. `log` is where the state is, if not
-        before the first entry."""
+        before the first entry. What is shown as evidence is judged by `inspect`."""
         self.me = me
         self.settings = settings
-        self._desk = Desk(me, settings, payload, now, incarnation, keys)
+        self._desk = Desk(me, settings, payload, now, incarnation, keys, inspect)
         self._course = Course(self._desk, state_digest, log or settings.empty_log)
         self.presence: Presence = self._course.presence
         self.trainer: Trainer = self._course.trainer
@@ -192,7 +195,7 @@ class Peer:
         """A message about a position where we are. What does not fit our state is late or early, and is dropped."""
         course, leadership = self._course, slot.leadership
         match message:
-            case Begin() | Adopt() | Abort() | Holding() | Want():
+            case Begin() | Adopt() | Abort() | Holding() | Want() | Compare():
                 slot.take(message, sender)
             case Commit():
                 course.on_commit(sender, message, slot)

@@ -15,6 +15,7 @@ from pydantic import Field
 from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.log.outcome import Outcome, Turnout, header_of, outcome_of, turnout_of
 from peers.log.state import LogError, LogState
+from peers.protocol.chunk_sets import chunk_set, chunks_in
 from peers.protocol.messages import (
     Attempt,
     Held,
@@ -24,8 +25,6 @@ from peers.protocol.messages import (
     Rates,
     Round,
     Share,
-    chunk_set,
-    chunks_in,
 )
 from peers.values.wire import Count, PeerId, Value, from_plain
 

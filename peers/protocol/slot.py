@@ -14,6 +14,7 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.certifier import Certifier, passed_on
+from peers.protocol.contributions import Contributions
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.events import (
     BadBlocks,
@@ -38,10 +39,10 @@ from peers.protocol.messages import (
     Attempt,
     Begin,
     Commit,
+    Compare,
     Complete,
     Holding,
     Inquire,
-    Waiting,
     Want,
 )
 from peers.protocol.minority import may_make
@@ -103,6 +104,7 @@ class Slot(Part):
             Complete: Row("_heard_complete", COMMITTED),
             Holding: Row("_talk"),
             Want: Row("_talk"),
+            Compare: Row("_talk"),
             PayloadFetched: Row("_fetched", COMMITTED),
             PayloadNotFetched: Row("_not_fetched"),
         }
@@ -120,9 +122,7 @@ class Slot(Part):
         self.log = replica.log.of(fragment)
         self.acceptor = desk.memory.at(self.log.position)
         self.certifier = Certifier(desk.keys, self.log, lambda: presence.membership.farewells(self.log))
-        self.leadership = Leadership(
-            desk, presence, trainer, replica, self.log, self.certifier, lambda: self.is_taking_part
-        )
+        self.leadership = Leadership(desk, presence, trainer, replica, self.log, self.certifier, self)
         self.attempt: Attempt | None = None
         self.adopting: Adopt | None = None
         self._desk = desk
@@ -192,8 +192,8 @@ class Slot(Part):
         unbroken = going_on and self.state is AVERAGING  # it is the only one who may have committed what we hold
         if (self.acceptor.held and not unbroken) or not self._offer.is_in(begin.round, begin.attempt.alone):
             return
-        if not self._offer.can_lead_to_an_entry(begin.round):
-            self._desk.emit(Dropped(sender, "begin", "its attempt can lead to no entry"))
+        if objection := self._offer.objection(begin, going_on):
+            self._desk.emit(Dropped(sender, "begin", objection))
             return
         self._enter_attempt(begin.attempt, begin.seconds)
         self._open_to = begin.round.remaining if begin.open else ()
@@ -203,7 +203,8 @@ class Slot(Part):
                 self._hold_round(self.exchange)
         else:
             self._presence.reachability.round_begins(self.log.fragment)
-            self.exchange = Exchange(self._desk.me, begin.attempt, begin.round)
+            contributions = Contributions.of(begin, self._desk.settings.clip)
+            self.exchange = Exchange(self._desk.me, begin.attempt, begin.round, contributions, self._desk.keys)
             self._desk.emit(*self.exchange.open())
 
     def _adopt(self, adopt: Adopt, sender: str) -> None:
@@ -265,9 +266,7 @@ class Slot(Part):
                 self._hold_round(exchange)
                 return
             doubted = self._presence.reachability.doubted(self._desk.now)
-            unreached = tuple(sorted(exchange.partners() & (self._presence.unreached | doubted)))
-            waiting = Waiting(attempt=attempt, missing=exchange.missing(), moved=exchange.moved, unreached=unreached)
-            self._desk.emit(Send(leader, waiting))
+            self._desk.emit(Send(leader, exchange.waiting(attempt, self._presence.unreached | doubted)))
 
     def _aborted(self, abort: Abort, sender: str) -> None:
         """The leader has ended our attempt."""
@@ -306,19 +305,19 @@ class Slot(Part):
             self._accuse(event)
 
     def _accuse(self, bad: BadBlocks) -> None:
+        """What one can show is evidence; of the rest we say that there is no exchange with its sender."""
         self._desk.emit(Dropped(bad.sender, "contribution", bad.reason))
         if self.attempt and bad.sender == self.attempt.leader:
             self._attempt_ends = self._desk.now  # it would not do without itself
-        elif self.attempt:
-            accuse = Accuse(attempt=self.attempt, accused=bad.sender, reason=printable(bad.reason))
+        elif self.attempt and bad.evidence:
+            reason = printable(bad.reason)
+            accuse = Accuse(attempt=self.attempt, accused=bad.sender, reason=reason, evidence=bad.evidence)
             self._desk.emit(Send(self.attempt.leader, accuse))
 
-    def _talk(self, message: Holding | Want, sender: str) -> None:
-        """Members settle between them what becomes of a lost member's chunks."""
-        if self.exchange and isinstance(message, Holding):
-            self._desk.emit(*self.exchange.on_holding(sender, message))
-        elif self.exchange and isinstance(message, Want):
-            self._desk.emit(*self.exchange.on_want(sender, message))
+    def _talk(self, message: Holding | Want | Compare, sender: str) -> None:
+        """Members settle between them what becomes of a lost member's chunks, and who gave them different ones."""
+        if self.exchange:
+            self._desk.emit(*self.exchange.hear(sender, message))
 
     def _fetched(self, fetched: PayloadFetched) -> None:
         """The payload of an entry that we take over is here."""

@@ -23,7 +23,7 @@ from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.simulated_log import Frozen
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulated_workload import BLOCK_BYTES
-from peers.transfer.admission import Admitted
+from peers.transfer.admission import Admitted, ChunkHeader
 from peers.values.wire import digest_of
 
 if TYPE_CHECKING:
@@ -171,11 +171,11 @@ class Liar(SimulatedPeer):
         if given:
             self.world.send_chunk(self, *given)
 
-    def accept(self, sender: str, send: SendChunk, data: bytes) -> Admitted:
-        admitted = super().accept(sender, send, data)
+    def accept(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytes) -> Admitted:
+        admitted = super().accept(sender, round_name, header, data)
         if self.twin is None or admitted.is_taken:
             return admitted
-        event, is_taken = self.twin.accept(sender, send, data)
+        event, is_taken = self.twin.accept(sender, round_name, header, data)
         if event is not None:
             self.swarm.soon(self.twin, event)
         return Admitted(None, is_taken)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from peers.log.header import NO_PAYLOAD, Header, Position
@@ -51,6 +52,7 @@ from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
+from peers.transfer.inspection import inspection
 from peers.transfer.snapshot_fetch import Offered, Vouched
 from peers.transfer.snapshots import SnapshotOffer
 from peers.values.leases import sample_count
@@ -100,6 +102,7 @@ class SimulatedPeer:
             self.time(0.0),
             next(world.incarnations),
             self._keys,
+            inspection(self.workload, self.buffers),
         )
         self.packer = Packer(self.peer)
         self.alive = True
@@ -118,7 +121,7 @@ class SimulatedPeer:
         self._last_of_cycle: Header | None = None  # the entry that was applied last in it
         self._postponed: deque[Apply | FetchSnapshot] = deque()
         self.entries = SimulatedLog(world.settings.empty_log)
-        self._admissions = [Admission(self.peer, one.buffers, one.workload.check) for one in self.fragments]
+        self._admissions = [Admission(self.peer, one.buffers, one.workload) for one in self.fragments]
         self._effects = self._table()
 
     @property
@@ -221,14 +224,16 @@ class SimulatedPeer:
     def _train(self, train: Train) -> None:
         settings = self.world.settings
         count = sample_count(train.samples)
-        self._trained = Trained(train.samples, settings.tokens_per_sample * count, 1.0)
-        for fragment in self.fragments:
-            fragment.buffers.own = fragment.workload.contribution(self._trained)
+        trained = Trained(train.samples, settings.tokens_per_sample * count, 1.0)
+        *others, closing = [fragment.commit_to(trained) for fragment in self.fragments]
+        self._trained = replace(trained, contribution=closing)
         self.world.soon(self, TrainingProgress(Progress(1, loss=1.0, tokens_per_second=self.speed)))
         steps = min(train.steps, count * settings.inner_steps // settings.samples_per_lease)
         seconds = self.world.training_time(steps) / self.speed
         whole = len(self.fragments)
-        self._captured = [Captured(number, Trained((), self._trained.tokens, 1.0)) for number in range(whole - 1)]
+        self._captured = [
+            Captured(number, Trained((), trained.tokens, 1.0, contribution=root)) for number, root in enumerate(others)
+        ]
         for captured in self._captured:
             self.world.later(self, captured, seconds * (captured.fragment + 1) / whole)
         self.world.later(self, TrainingDone(self._trained), seconds)
@@ -259,13 +264,17 @@ class SimulatedPeer:
             read = buffers.averaged if send.reduced else buffers.contribution
             self.world.send_chunk(self, send, bytes(read(send.round_name, send.chunk)))
 
-    def accept(self, sender: str, send: SendChunk, data: bytes) -> Admitted:
+    def header(self, send: SendChunk) -> ChunkHeader:
+        """What it says of a chunk that it sends."""
+        proof = None if send.reduced else self._buffers(send.round_name).proof(send.chunk)
+        return ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent, proof=proof, origin=send.origin)
+
+    def accept(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytes) -> Admitted:
         """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""
-        header = ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent)
-        admission = self._admissions[send.round_name.position.fragment]
+        admission = self._admissions[round_name.position.fragment]
         admission.check_size(sender, header, len(data))
         self._received.passed(len(data))
-        return admission.take(sender, send.round_name, header, data)
+        return admission.take(sender, round_name, header, data)
 
     def _average(self, reduce: ReduceChunk) -> None:
         fragment = self.fragments[reduce.round_name.position.fragment]

@@ -6,6 +6,8 @@ from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
 from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.inspection import inspection, offer
+from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocks, Trained
 
@@ -41,11 +43,20 @@ class SimulatedWorkload:
         if not any(blocks):
             raise BadBlocksError("all of its blocks are zero")
 
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        """Take bytes for values."""
+        self.check(blocks, first_block)
+        return float(sum(value * value for value in blocks))
+
     async def reduce(
-        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: int | None = None,
     ) -> bytes:
-        plain = [(bytes(blocks), tokens) for blocks, tokens in contributions]
-        return digest_of(repr(plain).encode())[: len(plain[0][0])]
+        plain = [(bytes(blocks), weight) for blocks, weight in contributions]
+        return digest_of(repr((plain, tokens)).encode())[: len(plain[0][0])]
 
     def apply(self, payload: bytes) -> bytes:
         self.state = stepped(self.state, payload)
@@ -63,6 +74,10 @@ class Fragment:
     def __init__(self, name: str, block_count: int, kept_bytes: int) -> None:
         self.workload = SimulatedWorkload(name, block_count)
         self.buffers = PayloadBuffers(self.workload, kept_bytes)
+
+    def commit_to(self, trained: Trained) -> Sum:
+        """Make a contribution. Return its root."""
+        return offer(self.workload.contribution(trained), self.buffers, inspection(self.workload, self.buffers))
 
 
 def run_now(work: Coroutine[None, None, T]) -> T:

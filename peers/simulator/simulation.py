@@ -325,6 +325,7 @@ class Swarm:
         if not self.on_chunk(sender.name, send):
             return
         self.chunks[sender.name] += 1
+        header = sender.header(send)
 
         def arrive() -> None:
             if not sender.alive:
@@ -332,7 +333,7 @@ class Swarm:
             is_taken = False
             if self._reaches(sender.name, send.to) and self.random.random() >= self.faults.stream_failure:
                 receiver = self.peers[send.to]
-                event, is_taken = receiver.accept(sender.name, send, data)
+                event, is_taken = receiver.accept(sender.name, send.round_name, header, data)
                 if event is not None:
                     self.handle(receiver, event)
             if is_taken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from peers.protocol.chunk_sets import chunks_in
 from peers.protocol.messages import (
     Abort,
     Adopt,
@@ -15,7 +16,6 @@ from peers.protocol.messages import (
     Refuse,
     Waiting,
     Want,
-    chunks_in,
 )
 
 

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from peers.errors import RemoteProtocolError
 from peers.log.header import MEMBER_LIMIT
-from peers.protocol.events import BadBlocks, ContributionArrived, ReducedArrived
+from peers.protocol.commitment import EVIDENCE_LIMIT, ChunkProof, Evidence, fault_in
+from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrived, ReducedArrived
+from peers.protocol.exchange import Exchange
 from peers.protocol.messages import Attempt
 from peers.protocol.peer import Peer
+from peers.protocol.signed_averages import Origin
 from peers.transfer.buffers import PayloadBuffers
-from peers.values.wire import Count, PeerId, Value
+from peers.transfer.inspection import Measuring, inspection
+from peers.values.wire import Count, PeerId, Value, digest_of
 from peers.values.workload import BadBlocksError, Blocks
 
 
 class ChunkHeader(Value):
-    """What comes: an averaged chunk, with the names of those whose blocks are `absent`, or the sender's own blocks."""
+    """What comes: an averaged chunk, with the names of those whose blocks are `absent`; or the sender's own blocks,
+    with the proof that it committed to them. Of an average the `origin` says who made it, signed."""
 
     chunk: Count
     reduced: Annotated[bool, Field(strict=True)]
     absent: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+    proof: ChunkProof | None = None
+    origin: Origin | None = None
 
 
 class Admitted(NamedTuple):
     """What became of a chunk: what the protocol is to be told of it, and whether its sender is rid of it."""
 
-    event: ContributionArrived | ReducedArrived | BadBlocks | None
+    event: ContributionArrived | ReducedArrived | AverageTooEarly | BadBlocks | None
     is_taken: bool
 
 
@@ -44,11 +50,10 @@ class Admission:
     chunk, and never sees its bytes.
     """
 
-    def __init__(self, peer: Peer, buffers: PayloadBuffers, check: Callable[[Blocks, int], None]) -> None:
-        """`check` is the training side's, see `Workload.check`."""
+    def __init__(self, peer: Peer, buffers: PayloadBuffers, codec: Measuring) -> None:
         self._peer = peer
         self._buffers = buffers
-        self._check = check
+        self._inspect = inspection(codec, buffers)
 
     def is_shared(self, round_name: Attempt, sender: str) -> bool:
         """Return whether the sender and this peer are in this round together now."""
@@ -74,14 +79,45 @@ class Admission:
         is_wanted = exchange.wants_reduced if header.reduced else exchange.wants_contribution
         if not is_wanted(sender, chunk):
             return Admitted(None, exchange.is_done_with(sender, chunk, header.reduced))
+        if header.reduced:
+            return self._take_average(sender, round_name, exchange, header, data)
+        bad = self._fault(sender, round_name, exchange, header, data)
+        if bad is not None:
+            return Admitted(bad, is_taken=False)
+        current.contributions[chunk][sender] = data
+        return Admitted(ContributionArrived(round_name, sender, chunk), is_taken=True)
+
+    def _take_average(
+        self, sender: str, round_name: Attempt, exchange: Exchange, header: ChunkHeader, data: Blocks
+    ) -> Admitted:
+        chunk = header.chunk
         try:
-            self._check(data, self._buffers.chunking.blocks(chunk)[0])
+            if self._inspect(chunk, data) > exchange.contributions.longest:
+                raise BadBlocksError("it is longer than all that it can be made of")
             if header.absent and not exchange.may_lack(header.absent):
                 raise BadBlocksError("nobody is left in it")
         except BadBlocksError as error:
             return Admitted(BadBlocks(round_name, sender, chunk, str(error)), is_taken=False)
-        if header.reduced:
-            self._buffers.store(round_name, chunk, data)
-            return Admitted(ReducedArrived(round_name, sender, chunk, header.absent), is_taken=True)
-        current.contributions[chunk][sender] = data
-        return Admitted(ContributionArrived(round_name, sender, chunk), is_taken=True)
+        digest = digest_of(data)
+        if not exchange.is_vouched_for(chunk, digest, header.absent, header.origin):
+            return Admitted(BadBlocks(round_name, sender, chunk, "its reducer has not signed it"), is_taken=False)
+        if not exchange.are_lost(header.absent):
+            return Admitted(AverageTooEarly(round_name, sender, chunk), is_taken=False)
+        self._buffers.store(round_name, chunk, data, digest)
+        arrived = ReducedArrived(round_name, sender, chunk, header.absent, digest, header.origin)
+        return Admitted(arrived, is_taken=True)
+
+    def _fault(
+        self, sender: str, round_name: Attempt, exchange: Exchange, header: ChunkHeader, data: bytes | bytearray
+    ) -> BadBlocks | None:
+        """Return what is wrong with blocks to be averaged. It shows that their owner lied if it committed to them."""
+        chunk, proof = header.chunk, header.proof
+        if proof is None or not exchange.contributions.has(sender, chunk, digest_of(data), proof):
+            return BadBlocks(round_name, sender, chunk, "it has not committed to this")
+        fault = fault_in(chunk, data, proof, self._inspect)
+        if fault is None:
+            return None
+        is_short = len(data) <= EVIDENCE_LIMIT
+        said = exchange.contributions.commitments[sender]
+        evidence = Evidence(commitment=said, chunk=chunk, proof=proof, data=bytes(data)) if is_short else None
+        return BadBlocks(round_name, sender, chunk, fault, evidence)

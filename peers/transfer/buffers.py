@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from peers.log.payload import KeptPayloads, Payload
+from peers.protocol.commitment import ChunkProof
 from peers.protocol.messages import Attempt
 from peers.values.chunks import Chunking, PayloadSize
 from peers.values.memory import empty
+from peers.values.sum_tree import SumTree
 from peers.values.wire import digest_of
 from peers.values.workload import Blocked, Blocks
 
@@ -50,6 +52,7 @@ class PayloadBuffers:
         self._found = KeptPayloads(0)  # of the older ones, apart: what others ask for pushes nothing out that we need
         self._finding = Lock()
         self.own: Blocks = b""  # what we trained last, for this round or a later one
+        self.tree: SumTree | None = None  # over its chunks
         self._round: RoundBuffers | None = None
         self._spare: memoryview | None = None
         self._used: list[bytearray] = []
@@ -113,21 +116,33 @@ class PayloadBuffers:
         start, stop = self.chunk_bytes(chunk)
         return memoryview(self.own)[start:stop]
 
+    def proof(self, chunk: int) -> ChunkProof:
+        """Return how our own blocks of a chunk follow from what we committed to. Raises: KeyError without any."""
+        if self.tree is None:
+            raise KeyError("nothing is committed to")
+        return ChunkProof(squares=self.tree.squares(chunk), path=self.tree.path(chunk))
+
     def contributions(
-        self, name: Attempt, chunk: int, me: str, members: Sequence[tuple[str, int]]
-    ) -> list[tuple[bytes | bytearray | memoryview, int]]:
-        """The blocks of a chunk with their tokens, in the order of `members`. Raises: KeyError."""
+        self, name: Attempt, chunk: int, me: str, weights: Sequence[tuple[str, float]]
+    ) -> list[tuple[bytes | bytearray | memoryview, float]]:
+        """The blocks of a chunk with the members' weights, in their order. Raises: KeyError."""
         arrived = self._open_round(name).contributions[chunk]
         mine = self.contribution(name, chunk)
-        return [(mine if peer == me else arrived[peer], tokens) for peer, tokens in members]
+        return [(mine if peer == me else arrived[peer], weight) for peer, weight in weights]
 
-    def store(self, name: Attempt, chunk: int, data: bytes | bytearray | memoryview) -> None:
-        """An averaged chunk is here; what was sent to average it is not needed any more. Raises: KeyError."""
+    def store(
+        self, name: Attempt, chunk: int, data: bytes | bytearray | memoryview, digest: bytes | None = None
+    ) -> bytes:
+        """An averaged chunk is here; what was sent to average it is not needed any more. Returns its digest.
+
+        Raises: KeyError.
+        """
         current = self._open_round(name)
         start, stop = self.chunk_bytes(chunk)
         current.average[start:stop] = data
-        current.digests[chunk] = digest_of(data)
+        current.digests[chunk] = digest or digest_of(data)
         current.contributions.pop(chunk, None)
+        return current.digests[chunk]
 
     def averaged(self, name: Attempt, chunk: int) -> memoryview:
         """An averaged chunk. Raises: KeyError when the round is over."""

@@ -15,7 +15,11 @@ class Reducing(Protocol):
     """What averaging needs of the training side."""
 
     async def reduce(
-        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: int | None = None,
     ) -> Blocks:
         """See `Workload.reduce`."""
 
@@ -31,11 +35,12 @@ async def average_chunk(
     round_name, chunk = reduce.round_name, reduce.chunk
     if not buffers.round(round_name):
         return None
-    contributions = buffers.contributions(round_name, chunk, me, reduce.members)
+    contributions = buffers.contributions(round_name, chunk, me, reduce.weights)
+    tokens = sum(tokens for _, tokens in reduce.members)
     first_block = buffers.chunking.blocks(chunk)[0]
     room = buffers.room(len(contributions[0][0]))
     try:
-        average = await codec.reduce(contributions, first_block, memoryview(room))
+        average = await codec.reduce(contributions, first_block, memoryview(room), tokens)
     except (BadBlocksError, DilocoPeerError) as error:
         spoiler, _ = reduce.members[await find_spoiler(codec, contributions, first_block)]
         if spoiler == me:
@@ -43,12 +48,12 @@ async def average_chunk(
         return BadBlocks(round_name, spoiler, chunk, str(error))
     if not buffers.round(round_name):
         return None
-    buffers.store(round_name, chunk, average)
+    digest = buffers.store(round_name, chunk, average)
     buffers.give_back([room, *(blocks for blocks, _ in contributions)])
-    return ReducedArrived(round_name, me, chunk, reduce.absent)
+    return ReducedArrived(round_name, me, chunk, reduce.absent, digest)
 
 
-async def find_spoiler(codec: Reducing, contributions: Sequence[tuple[Blocks, int]], first_block: int) -> int:
+async def find_spoiler(codec: Reducing, contributions: Sequence[tuple[Blocks, float]], first_block: int) -> int:
     """Return the place of the contribution with which averaging begins to fail, given that it fails for all of them.
 
     Sums only grow from honest contributions by what rounding ignores beside one that makes them overflow.
@@ -58,7 +63,7 @@ async def find_spoiler(codec: Reducing, contributions: Sequence[tuple[Blocks, in
         middle = (good + bad) // 2
         tried = contributions[:middle]
         try:
-            if any(tokens for _, tokens in tried):  # there is no average of nothing
+            if any(weight for _, weight in tried):  # there is no average of nothing
                 await codec.reduce(tried, first_block)
             good = middle
         except (BadBlocksError, DilocoPeerError):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from peers.values.leases import SampleRange
+from peers.values.sum_tree import Sum
 
 Blocks: TypeAlias = bytes | bytearray | memoryview
 """Whole blocks of a payload."""
+Inspect: TypeAlias = Callable[[int, Blocks], float]
+"""Returns the squared norm of a chunk. Raises: BadBlocksError when these bytes are no such chunk."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one outer step's inner steps came to: the samples trained (a prefix of the lease) and the tokens in them."""
+    """What one outer step's inner steps came to: the samples trained (a prefix of the lease) and the tokens in them.
+
+    `contribution` is the root over the chunks of its pseudo-gradient, once that is quantized.
+    """
 
     samples: tuple[SampleRange, ...]
     tokens: int
     loss: float
+    contribution: Sum | None = field(default=None, kw_only=True)
 
 
 class Blocked(Protocol):
@@ -95,16 +102,24 @@ class Workload(ReplicatedState, Protocol):
         training, when it is done. The bytes may lie where those of the call before lay."""
 
     async def reduce(
-        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: int | None = None,
     ) -> Blocks:
-        """Average checked blocks from `first_block` on: in fp32, in this order, weighted by tokens; quantized once.
+        """Average checked blocks from `first_block` on: in fp32, in this order, weighted; quantized once.
 
-        It may lie in `out`, which has as many bytes as each contribution.
+        Weights are tokens, or less for a contribution that is clipped; the sum is divided by `tokens`, by default the
+        sum of the weights. The average may lie in `out`, which has as many bytes as each contribution.
         Raises: BadBlocksError or DilocoPeerError when there is no such average; if so, it does for more of them, too.
         """
 
-    def check(self, blocks: Blocks, first_block: int) -> None:
-        """Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes."""
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        """Return the sum of the squares of what blocks from `first_block` on decode to, the same bits everywhere.
+
+        Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes.
+        """
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         """See `ReplicatedState.apply`. With `keeps_work`, what is being trained, or has been, goes on counting from the

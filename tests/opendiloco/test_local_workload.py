@@ -51,7 +51,7 @@ async def swarm_step(swarm: dict[str, LocalWorkload], index: int, tokens: int, r
         start, stop = reducer.byte_range(first, last)
         blocks = [(whole[start:stop], result.tokens) for whole, result in zip(payloads, trained, strict=True)]
         for piece, _ in blocks:
-            reducer.check(piece, first)
+            reducer.squared_norm(piece, first)
         payload += await reducer.reduce(blocks, first)
     for member in members:
         await member.apply(payload, index)
@@ -167,18 +167,18 @@ def test_it_is_a_workload_of_whole_and_ragged_blocks(workload: LocalWorkload) ->
 def test_check_knows_which_blocks_are_whole(workload: LocalWorkload, first_block: int) -> None:
     payload = bytes(asyncio.run(workload.contribution()))
     start, stop = workload.byte_range(first_block, 3)
-    workload.check(payload[start:stop], first_block)
+    workload.squared_norm(payload[start:stop], first_block)
     for wrong in (payload[start : stop - 1], payload[start:stop] + b"\0", b"\xff" * (stop - start)):
         with pytest.raises(BadBlocksError):
-            workload.check(wrong, first_block)
+            workload.squared_norm(wrong, first_block)
 
 
 def test_check_takes_full_blocks_from_the_middle_and_none_past_the_end(workload: LocalWorkload) -> None:
-    workload.check(bytes(1028), 0)
-    workload.check(bytes(2 * 1028), 0)
+    workload.squared_norm(bytes(1028), 0)
+    workload.squared_norm(bytes(2 * 1028), 0)
     for blocks, first_block in ((bytes(1028), 2), (bytes(1028), 3), (bytes(1000), 0), (bytes(10**6), 0)):
         with pytest.raises(BadBlocksError):
-            workload.check(blocks, first_block)
+            workload.squared_norm(blocks, first_block)
 
 
 def test_a_payload_is_applied_whole_or_not_at_all(workload: LocalWorkload, small_config: RunConfig) -> None:

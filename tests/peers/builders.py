@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from peers.log.branch import Branch
 from peers.log.certificate import Departure, Proof, ballot, certify, electorate
 from peers.log.chain import Chain, Entry
-from peers.log.header import Header, Member
+from peers.log.header import Header, Member, Position
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogState
 from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.protocol.commitment import ChunkProof, Commitment, Evidence, commit_to
 from peers.protocol.events import (
     Applied,
     Digested,
@@ -28,6 +29,8 @@ from peers.protocol.events import (
     Tick,
     TrainingDone,
 )
+from peers.protocol.exchange import Exchange
+from peers.protocol.judge import Judge
 from peers.protocol.messages import (
     Adopt,
     Attempt,
@@ -48,8 +51,9 @@ from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.chunks import PayloadSize, split_evenly
 from peers.values.leases import Lease, SampleRange
+from peers.values.sum_tree import Sum, SumTree
 from peers.values.wire import digest_of
-from peers.values.workload import Trained
+from peers.values.workload import Blocks, Trained
 
 RUN = "tiny"
 MANIFEST = digest_of(b"manifest")
@@ -61,6 +65,7 @@ SETTINGS = RunSettings(
 )
 SIZE = PayloadSize(chunks=6, bytes=6000)
 TOKENS = 100
+CONTRIBUTION = Sum(digest_of(b"contribution"), 1.0)
 LOG = SETTINGS.empty_log
 CERTIFIED = Proof(is_certified=True, signers=2)
 
@@ -141,11 +146,23 @@ def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any
         "unreached": (),
         "seen": (),
     }
-    return Ready(**(fields | changes))
+    said = fields | changes
+    mine = commitment(peer, said["incarnation"], said["position"]) if said["tokens"] else None
+    return Ready(**({"commitment": mine} | said))
 
 
 def trained(lease: Lease) -> Trained:
-    return Trained(lease, TOKENS, 1.0)
+    return Trained(lease, TOKENS, 1.0, contribution=CONTRIBUTION)
+
+
+def commitment(peer: str, incarnation: int, position: Position, root: Sum = CONTRIBUTION) -> Commitment:
+    """What a peer has signed that it contributes to an entry."""
+    return commit_to(root, peer, incarnation, position, SimulatedKeys(peer))
+
+
+def commitments(round: Round, root: Sum = CONTRIBUTION) -> tuple[Commitment, ...]:
+    """Those of all who contribute to a round."""
+    return tuple(commitment(one.peer, one.incarnation, round.name.position, root) for one in round.contributors)
 
 
 def sends(effects: list[Effect], kind: type[Message]) -> list[tuple[str, Any]]:
@@ -183,6 +200,26 @@ def leaving(log: LogState, peer: str, departure: int, incarnation: int = 0) -> L
     return Leaving(position=log.position, incarnation=incarnation, departure=departure, signature=signature)
 
 
+def evidence(log: LogState, liar: str, honest: bool = False) -> Evidence:
+    """A chunk whose owner has committed to another norm than it has; if it is honest, to this one."""
+    data, chunk = b"blocks", 2
+    squares = inspect(chunk, data) if honest else 1.0
+    leaves = [Sum(digest_of(bytes([place])), 1.0) for place in range(SIZE.chunks)]
+    leaves[chunk] = Sum(digest_of(data), squares)
+    tree = SumTree(leaves)
+    said = commitment(liar, 0, log.position, tree.root)
+    return Evidence(commitment=said, chunk=chunk, proof=ChunkProof(squares=squares, path=tree.path(chunk)), data=data)
+
+
+def inspect(chunk: int, data: Blocks) -> float:
+    """Return the squared norm of blocks that are taken for values."""
+    return float(sum(value * value for value in data))
+
+
+def judge(log: LogState, exchange: Callable[[], Exchange | None] = lambda: None) -> Judge:
+    return Judge(log.position, SIZE.chunks, SimulatedKeys("a").verify, inspect, exchange)
+
+
 class Rig:
     """One peer with a clock, among others that are only heartbeats."""
 
@@ -190,7 +227,7 @@ class Rig:
         self, me: str = "b", others: str = "ac", settings: RunSettings = SETTINGS, incarnation: int = 0
     ) -> None:
         self.now = 0.0
-        self.peer = Peer(me, settings, SIZE, STATE, 0.0, incarnation, SimulatedKeys(me))
+        self.peer = Peer(me, settings, SIZE, STATE, 0.0, incarnation, SimulatedKeys(me), inspect)
         self.others = others
         self.sequence = 0
         self.effects: list[Effect] = []
@@ -266,7 +303,8 @@ class Rig:
         """A round of a, b and c begins; with a `name`, it goes on."""
         at = self.attempt(number, leader)
         round = round_of(name or at, self.roster(), lost)
-        return Begin(attempt=at, round=round, seconds=TIMING.round_timeout, open=False)
+        said = commitments(round)
+        return Begin(attempt=at, round=round, seconds=TIMING.round_timeout, open=False, commitments=said)
 
     def held(self, number: int = 1, leader: str = "a", payload: bytes = PAYLOAD) -> Held:
         return Held(attempt=self.attempt(number, leader), header=self.next_header(payload))

@@ -7,6 +7,9 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from peers.protocol.commitment import ChunkProof
+from peers.protocol.contributions import Contributions
+from peers.protocol.peer import Peer
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.reach import Reach
@@ -15,6 +18,8 @@ from tests.peers.builders import SIZE
 
 BLOCK = SIZE.bytes // SIZE.chunks
 GARBAGE = b"garbage!" * (BLOCK // 8)
+PROOF = ChunkProof(squares=1.0, path=b"")
+"""Of whatever is trusted anyway."""
 
 T = TypeVar("T")
 Meddle: TypeAlias = Callable[[str, bytes, bytearray], Awaitable[bytearray]]
@@ -76,6 +81,21 @@ class FakeTransport:
         return answer, data
 
 
+class Trusting(Contributions):
+    """Whatever comes has been committed to."""
+
+    def has(self, sender: str, chunk: int, digest: bytes, proof: ChunkProof) -> bool:
+        return proof == PROOF
+
+
+def trust_all(peer: Peer) -> None:
+    """Have a peer in a round take what anybody says that it has committed to, or averaged."""
+    assert peer.exchange is not None
+    known = peer.exchange.contributions
+    peer.exchange.contributions = Trusting(known.chunks, known.commitments, known.clipped, known.longest)
+    peer.exchange.is_vouched_for = lambda *average: True  # type: ignore[method-assign]
+
+
 class FakeWorkload:
     """As many blocks as the payloads of the tests' rounds have chunks; nobody trains."""
 
@@ -95,6 +115,11 @@ class FakeWorkload:
         if blocks == GARBAGE:
             raise BadBlocksError("code -128")
 
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        """All are as long as `PROOF` says."""
+        self.check(blocks, first_block)
+        return PROOF.squares
+
     async def state_digest(self) -> bytes:
         return digest_of_state([self.state])
 
@@ -113,7 +138,11 @@ class FakeWorkload:
         raise NotImplementedError
 
     async def reduce(
-        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: int | None = None,
     ) -> bytes:
         raise NotImplementedError
 

@@ -17,7 +17,10 @@ SPOILT = b"\xff" * BLOCK_BYTES
 
 
 class Garbage(SimulatedWorkload):
-    """Sends what no encoder makes."""
+    """Commits to what no encoder makes, and sends that."""
+
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        return super().squared_norm(blocks, first_block) if any(blocks) else 1e5
 
     def contribution(self, trained: Trained) -> bytes:
         return bytes(len(super().contribution(trained)))
@@ -36,11 +39,15 @@ def cannot_average_what_is_spoilt(swarm: Swarm) -> None:
         reduce = one.workload.reduce
 
         async def fail(
-            blocks: Sequence[tuple[Blocks, int]], first: int, out: memoryview | None = None, reduce: object = reduce
+            blocks: Sequence[tuple[Blocks, float]],
+            first: int,
+            out: memoryview | None = None,
+            tokens: int | None = None,
+            reduce: object = reduce,
         ) -> bytes:
             if any(bytes(data).startswith(SPOILT) for data, _ in blocks):
                 raise BadBlocksError("the weighted values overflow")
-            average: bytes = await reduce(blocks, first, out)  # type: ignore[operator]
+            average: bytes = await reduce(blocks, first, out, tokens)  # type: ignore[operator]
             return average
 
         one.workload.reduce = fail  # type: ignore[method-assign, assignment]
@@ -58,6 +65,6 @@ def test_blocks_without_an_average_stop_nobody(kind: type[SimulatedWorkload]) ->
     cannot_average_what_is_spoilt(swarm)
     liar = swarm.peers[LIAR]
     liar.workload.__class__ = kind
-    liar.buffers.own = liar.workload.contribution(Trained((), 0, 1.0))
+    liar.fragments[0].commit_to(Trained((), 0, 1.0))
     the_honest_go_on(swarm)
     assert dropped(swarm) == {(LIAR, "contribution")}

@@ -50,12 +50,16 @@ class VectorWorkload:
         return bytes(payload)
 
     async def reduce(
-        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: int | None = None,
     ) -> Blocks:
-        return self.codec.average(contributions, first_block)
+        return self.codec.average(contributions, first_block, None, tokens)
 
-    def check(self, blocks: Blocks, first_block: int) -> None:
-        self.codec.check(blocks, first_block)
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        return self.codec.squared_norm(blocks, first_block)
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         self.state.apply(self.codec.checked(payload), index)

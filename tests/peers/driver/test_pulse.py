@@ -19,7 +19,7 @@ from peers.values.identity import Identity
 from peers.values.reach import Reach
 from peers.values.signing import IdentityKeys
 from peers.values.workload import Progress
-from tests.peers.builders import LOG, SETTINGS, SIZE, STATE, beat
+from tests.peers.builders import LOG, SETTINGS, SIZE, STATE, beat, inspect
 
 ME, OTHER = Identity.generate(), Identity.generate()
 EARLY, LATE = "/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/2"
@@ -81,7 +81,7 @@ async def beats(network: Network, peer: Peer, count: int) -> None:
 
 
 def new_peer() -> Peer:
-    return Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0, incarnation=5, keys=IdentityKeys(ME))
+    return Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0, incarnation=5, keys=IdentityKeys(ME), inspect=inspect)
 
 
 def test_addresses_are_asked_for_now_and_then() -> None:

@@ -7,6 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,9 +36,10 @@ from peers.streams.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, Peer
 from peers.streams.lanes import FEWEST, MOST
 from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.inspection import offer
 from peers.values.wire import pack, unpack
 from tests.peers.builders import SIZE, Rig
-from tests.peers.fakes import BLOCK, GARBAGE, FakeWorkload
+from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
 from tests.peers.protocol.test_peer import at_second
 from tests.peers.streams.test_channel import BROKEN, rest_of, send_raw
 from tests.peers.streams.test_throttle import now, simulate
@@ -229,7 +231,7 @@ class Host:
 
     def quantized(self) -> None:
         """Our own blocks are ready and go out; until the test says so, they are held back."""
-        self.buffers.own = OWN
+        offer(OWN, self.buffers, lambda chunk, data: 1.0)
         for send in self._held_back:
             self.traffic.send(send)
         self._held_back.clear()
@@ -243,6 +245,7 @@ class Host:
         """As the driver does it."""
         for effect in self.rig.effects:
             if isinstance(effect, OpenRound):
+                trust_all(self.rig.peer)
                 self.buffers.open(effect.round.name)
                 self.traffic.begin(effect.round.name, len(effect.round.remaining) - 1)
             elif isinstance(effect, SendChunk) and not effect.reduced and not self.buffers.own:
@@ -254,6 +257,11 @@ class Host:
             self.buffers.close()
         self.traffic.tidy(exchange.name if exchange else None, exchange.round.remaining if exchange else ())
         self.notify()
+
+
+def own(host: Host, chunk: int) -> ChunkHeader:
+    """What b says of its own blocks."""
+    return ChunkHeader(chunk=chunk, reduced=False, absent=(), proof=host.buffers.proof(chunk))
 
 
 async def quiet() -> None:
@@ -269,10 +277,7 @@ def test_our_own_blocks_go_to_who_reduces_them() -> None:
             await host.when(lambda: len(host.seen(ChunkSent)) == 4)
             for name, chunks in (("a", (0, 1)), ("c", (4, 5))):
                 received = sorted(host.wire.members[name].received, key=lambda item: item[1].chunk)
-                assert received == [
-                    (host.round, ChunkHeader(chunk=chunk, reduced=False, absent=()), bytes([chunk]) * BLOCK)
-                    for chunk in chunks
-                ]
+                assert received == [(host.round, own(host, chunk), bytes([chunk]) * BLOCK) for chunk in chunks]
             assert set(host.events) == {
                 ChunkSent(host.round, peer, chunk, False) for peer, chunk in (("a", 0), ("a", 1), ("c", 4), ("c", 5))
             }
@@ -288,7 +293,11 @@ def test_what_we_averaged_goes_to_all_with_the_names_of_the_absent() -> None:
             host.averaged(2, absent=("c",))
             await host.when(lambda: len(host.seen(ChunkSent)) == 2)
             for member in host.wire.members.values():
-                header = ChunkHeader(chunk=2, reduced=True, absent=("c",))
+                assert host.rig.peer.exchange is not None
+                origin = host.rig.peer.exchange.averages.origin(2)
+                assert origin is not None
+                assert origin.reducer == "b"
+                header = ChunkHeader(chunk=2, reduced=True, absent=("c",), origin=origin)
                 assert member.received == [(host.round, header, b"2" * BLOCK)]
 
     simulate(scenario())
@@ -461,7 +470,7 @@ def test_one_of_many_streams_that_breaks_leaves_the_others_their_work() -> None:
                 return True
 
             a.answer = break_one
-            host.buffers.own = OWN
+            offer(OWN, host.buffers, lambda chunk, data: 1.0)
             for _ in range(count):
                 host.traffic.send(SendChunk(host.round, "a", 0, False))
             await host.when(lambda: len(host.seen(ChunkSent)) + unsent(host) >= count)
@@ -479,7 +488,7 @@ def test_streams_to_all_members_together_are_bounded(monkeypatch: pytest.MonkeyP
     async def scenario() -> None:
         async with Host.running() as host:
             host.traffic._outgoing._lanes.count = MOST
-            host.buffers.own = OWN
+            offer(OWN, host.buffers, lambda chunk, data: 1.0)
             host.traffic.send(SendChunk(host.round, "a", 0, False))
             assert len(host.traffic._outgoing._senders["a"]) == SIZE.chunks, "no more than there are chunks"
             host.traffic.send(SendChunk(host.round, "c", 4, False))
@@ -542,7 +551,9 @@ class Sender:
 
     async def send(self, chunk: int, data: bytes, reduced: bool = False, absent: tuple[str, ...] = ()) -> bool:
         """Whether b is done with the chunk."""
-        await self.channel.send_frame(pack(ChunkHeader(chunk=chunk, reduced=reduced, absent=absent)), data)
+        proof = None if reduced else PROOF
+        header = ChunkHeader(chunk=chunk, reduced=reduced, absent=absent, proof=proof)
+        await self.channel.send_frame(pack(header), data)
         return await self.channel.read_answer()
 
 
@@ -571,8 +582,8 @@ def test_averaged_blocks_come_from_who_reduces_them() -> None:
         async with Host.running() as host, sending(host, "a") as a, sending(host, "c") as c:
             assert not await a.send(4, b"4" * BLOCK, reduced=True)
             assert host.events == []
-            assert await c.send(4, b"4" * BLOCK, reduced=True, absent=("a",))
-            assert host.events == [ReducedArrived(host.round, "c", 4, ("a",))]
+            assert await c.send(4, b"4" * BLOCK, reduced=True)
+            assert host.events == [ReducedArrived(host.round, "c", 4, ())]
             assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
             assert await c.send(4, b"5" * BLOCK, reduced=True), "it needs not come again"
             assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
@@ -695,10 +706,10 @@ def test_garbage_is_dropped_and_its_sender_named() -> None:
         async with Host.running() as host, sending(host, "a") as a, sending(host, "c") as c:
             assert not await a.send(2, GARBAGE)
             assert not await c.send(4, GARBAGE, reduced=True)
-            assert host.events == [
-                BadBlocks(host.round, "a", 2, "code -128"),
-                BadBlocks(host.round, "c", 4, "code -128"),
-            ]
+            mine, theirs = host.seen(BadBlocks)
+            assert mine.evidence.data == GARBAGE
+            assert replace(mine, evidence=None) == BadBlocks(host.round, "a", 2, "code -128")
+            assert theirs == BadBlocks(host.round, "c", 4, "code -128")
             assert host.contributions == {}
             assert host.buffers.averaged(host.round, 4) == bytes(BLOCK)
             assert await a.send(2, b"A" * BLOCK), "a may do better"

@@ -13,6 +13,8 @@ from itertools import count
 
 import pytest
 
+from peers.protocol.chunk_sets import chunk_set
+from peers.protocol.contributions import Contributions
 from peers.protocol.events import (
     AssemblePayload,
     BadBlocks,
@@ -28,7 +30,7 @@ from peers.protocol.events import (
     SendChunk,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
-from peers.protocol.messages import Attempt, Holding, Round, Want, chunk_set
+from peers.protocol.messages import Attempt, Holding, Round, Want
 from peers.values.wire import digest_of
 from tests.peers.builders import PAYLOAD, TOKENS, attempt, first_log, member, round_of
 
@@ -105,6 +107,15 @@ def test_three_members_the_whole_way() -> None:
     assert exchange.payload == PAYLOAD
     assert (len(exchange._here), exchange.missing(), exchange.missed()) == (3, (), {})
     assert exchange.repeat() == []
+
+
+def test_who_is_clipped_is_averaged_so() -> None:
+    exchange = Exchange("b", AT, round_among("abc"), Contributions(clipped={"c": 0.5, "a": 0.1}))
+    exchange.open()
+    exchange.handle(ContributionArrived(AT, "a", 1))
+    (effect,) = exchange.handle(ContributionArrived(AT, "c", 1))
+    assert isinstance(effect, ReduceChunk)
+    assert effect.weights == [("a", 0.1 * TOKENS), ("b", TOKENS), ("c", 0.5 * TOKENS)]
 
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["own blocks", "the average"])

@@ -16,6 +16,7 @@ from peers.presence.election import ATTEMPT_LEAP
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
 from peers.protocol.certifier import Certifier
+from peers.protocol.commitment import Evidence
 from peers.protocol.events import Dropped, Effect
 from peers.protocol.gathering import OVERTAKING_LIMIT
 from peers.protocol.leader import Leader
@@ -25,6 +26,7 @@ from peers.protocol.messages import (
     Adopt,
     Begin,
     Commit,
+    Compare,
     Complete,
     Held,
     LeaseGrant,
@@ -45,8 +47,11 @@ from tests.peers.builders import (
     TIMING,
     attempt,
     beat,
+    commitment,
     complete,
+    evidence,
     first_log,
+    judge,
     member,
     of,
     ready,
@@ -68,7 +73,14 @@ class Lead:
     def __init__(self, log: LogState = LOG, settings: RunSettings = SETTINGS) -> None:
         self.log = log
         self.leader = Leader(
-            "a", log, STATE, settings, SIZE, Standing(SCHEDULE.bar), Certifier(SimulatedKeys("a"), log, dict)
+            "a",
+            log,
+            STATE,
+            settings,
+            SIZE,
+            Standing(SCHEDULE.bar),
+            Certifier(SimulatedKeys("a"), log, dict),
+            judge(log),
         )
         self.now = 0.0
         self.starts: dict[str, int] = {}
@@ -132,8 +144,8 @@ class Lead:
         waiting = Waiting(attempt=running.attempt, missing=tuple(missing), moved=moved, unreached=tuple(unreached))
         return self.leader.on_waiting(peer, waiting, self.now)
 
-    def accuse(self, peer: str, running: Begin | Adopt, accused: str) -> list[Effect]:
-        accuse = Accuse(attempt=running.attempt, accused=accused, reason="code -128")
+    def accuse(self, peer: str, running: Begin | Adopt, accused: str, shown: Evidence | None = None) -> list[Effect]:
+        accuse = Accuse(attempt=running.attempt, accused=accused, reason="code -128", evidence=shown)
         return self.leader.on_accuse(peer, accuse, self.now)
 
     def gone(self, peer: str) -> list[Effect]:
@@ -359,7 +371,19 @@ def leaves(lead: Lead, begin: Begin) -> list[Effect]:
 
 
 def spoils(lead: Lead, begin: Begin) -> list[Effect]:
-    return lead.accuse("b", begin, "c")
+    return lead.accuse("b", begin, "c", evidence(lead.log, "c"))
+
+
+def accuses_without_evidence(lead: Lead, begin: Begin) -> list[Effect]:
+    return lead.accuse("c", begin, "b")
+
+
+def accuses_with_what_shows_nothing(lead: Lead, begin: Begin) -> list[Effect]:
+    return lead.accuse("c", begin, "b", evidence(lead.log, "b", honest=True))
+
+
+def accuses_with_anothers_lie(lead: Lead, begin: Begin) -> list[Effect]:
+    return lead.accuse("c", begin, "b", evidence(lead.log, "c"))
 
 
 def lags(lead: Lead, begin: Begin) -> list[Effect]:
@@ -372,10 +396,14 @@ def lags(lead: Lead, begin: Begin) -> list[Effect]:
 def differs(lead: Lead, begin: Begin) -> list[Effect]:
     lead.complete("a", begin)
     lead.complete("b", begin)
-    return lead.complete("c", begin, OTHER)
+    compared = sends(lead.complete("c", begin, OTHER), Compare)
+    assert [to for to, _ in compared] == ["c"], "it may show who gave it that"
+    lead.now += TIMING.heartbeat_expiry
+    return lead.complete("b", begin)
 
 
-WAYS = pytest.mark.parametrize("way", [dies, leaves, spoils, lags, differs])
+FALSELY = [accuses_without_evidence, accuses_with_what_shows_nothing, accuses_with_anothers_lie]
+WAYS = pytest.mark.parametrize("way", [dies, leaves, spoils, lags, differs, *FALSELY])
 
 
 @WAYS
@@ -492,6 +520,8 @@ def test_a_leader_that_holds_another_payload_than_the_others_ends_the_attempt() 
     begin = lead.begun()
     lead.complete("a", begin, OTHER)
     lead.complete("b", begin)
+    assert [to for to, _ in sends(lead.complete("c", begin), Compare)] == ["b", "c"]
+    lead.now += TIMING.heartbeat_expiry
     assert len(sends(lead.complete("c", begin), Abort)) == 3
 
 
@@ -499,10 +529,26 @@ def test_what_can_be_no_entry_is_not_committed() -> None:
     """All chunks without anybody's blocks: nobody can have averaged that."""
     lead = Lead()
     begin = lead.begun()
+    effects = list[Effect]()
     for peer in "abc":
-        effects = lead.complete(peer, begin, missed=tuple((name, SIZE.chunks) for name in "abc"))
+        effects += lead.complete(peer, begin, missed=tuple((name, SIZE.chunks) for name in "abc"))
     assert not sends(effects, Commit)
-    assert len(sends(effects, Abort)) == 3
+    assert not lead.leader.running
+
+
+def test_who_does_without_blocks_of_members_that_are_here_is_lost() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    assert lead.complete("a", begin) == []
+    goes_on(lead.complete("b", begin, missed=(("c", 1),)), "ac", lost="b")
+
+
+def test_of_the_lost_blocks_may_lack() -> None:
+    lead = Lead()
+    lead.begun()
+    second = goes_on(lead.gone("c"), "ab", lost="c")
+    assert lead.complete("a", second, missed=(("c", 2),)) == []
+    assert len(sends(lead.complete("b", second, missed=(("c", 2),)), Commit)) == 2
 
 
 def test_the_lost_may_come_back_at_the_next_attempt_that_begins_anew() -> None:
@@ -601,7 +647,7 @@ def test_on_fast_links_a_death_is_noticed_before_the_time_is_up() -> None:
     goes_on(lead.tick(live="b", after=TIMING.heartbeat), "ab", lost="c")
 
 
-@pytest.mark.parametrize("way", [spoils, lags, differs])
+@pytest.mark.parametrize("way", [spoils, lags, differs, *FALSELY])
 def test_the_barred_are_left_out_for_a_while(way: Callable[[Lead, Begin], list[Effect]]) -> None:
     lead = Lead()
     way(lead, lead.begun())
@@ -707,6 +753,26 @@ def test_a_member_that_has_not_heard_of_the_present_attempt_is_told() -> None:
         ("c", Abort(attempt=begin.attempt, reason="this attempt is over"))
     ]
     assert lead.accuse("b", begin, "a") == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"commitment": None}, {"commitment": commitment("c", 0, LOG.position)}, {"tokens": 0}],
+    ids=["none", "another's", "to what is not contributed"],
+)
+def test_who_has_not_signed_what_it_contributes_is_refused(changes: dict[str, Any]) -> None:
+    lead = Lead()
+    lead.ready("ac")
+    said = {"commitment": commitment("b", 0, LOG.position)} | changes
+    assert sends(lead.ready("b", **said), Refuse)
+
+
+def test_those_who_reduce_are_told_what_all_have_committed_to() -> None:
+    lead = Lead()
+    lead.ready("ab")
+    begins = dict(sends(lead.ready("c", tokens=0, samples=()) + lead.tick(), Begin))
+    assert begins["a"].commitments == tuple(commitment(peer, 0, LOG.position) for peer in "ab")
+    assert begins["c"] == begins["a"].model_copy(update={"commitments": ()}), "it averages nothing"
 
 
 def test_overlapping_samples_are_refused() -> None:
@@ -870,7 +936,9 @@ def test_a_round_that_came_to_two_ends_is_not_gone_on_with() -> None:
     begin = lead.begun("b", incarnation=9)
     lead.complete("a", begin)
     lead.complete("b", begin)
-    assert len(sends(lead.complete("c", begin, OTHER), Abort)) == 3
+    assert sends(lead.complete("c", begin, OTHER), Compare)
+    lead.now += TIMING.heartbeat_expiry
+    assert len(sends(lead.complete("b", begin), Abort)) == 3
     lead.now += TIMING.round_timeout + 1
     lead.ready("abc", last_attempt=1, round=begin.round)
     assert new_round(lead)

@@ -15,7 +15,7 @@ from peers.protocol.messages import Abort, Begin, Excluded, LeaseGrant, LeaseReq
 from peers.protocol.schedule import Schedule
 from peers.simulator.simulated_keys import SimulatedKeys
 from tests.peers.builders import LOG as EMPTY
-from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TIMING, beats, member, ready, sends
+from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TIMING, beats, judge, member, ready, sends
 
 SCHEDULE = Schedule(TIMING)
 
@@ -34,7 +34,14 @@ class Lead:
         self.log = log_of(roster or names)
         self.standing = standing or Standing(SCHEDULE.bar)
         self.leader = Leader(
-            "a", self.log, STATE, SETTINGS, SIZE, self.standing, Certifier(SimulatedKeys("a"), self.log, dict)
+            "a",
+            self.log,
+            STATE,
+            SETTINGS,
+            SIZE,
+            self.standing,
+            Certifier(SimulatedKeys("a"), self.log, dict),
+            judge(self.log),
         )
         self.now = 0.0
 

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from peers.log.header import MEMBER_LIMIT
 from peers.log.lineage import Lineage
 from peers.presence.reachability import SEEN_LIMIT
+from peers.protocol.chunk_sets import CHUNK_SET_BYTES, chunk_set, chunks_in
+from peers.protocol.commitment import ChunkProof, Evidence
 from peers.protocol.messages import (
-    CHUNK_SET_BYTES,
     KINDS,
     Abort,
     Accuse,
     Adopt,
     Begin,
+    Compare,
     Complete,
     Elsewhere,
     Excluded,
@@ -37,28 +39,53 @@ from peers.protocol.messages import (
     Unread,
     Waiting,
     Want,
-    chunk_set,
-    chunks_in,
 )
 from peers.protocol.packing import FIELDS, PLACE, RELATIVE, Packer, open_envelope, pack_message, unpack_message
+from peers.protocol.signed_averages import Averaged, Origin
 from peers.values.leases import SampleRange
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError
-from tests.peers.builders import PAYLOAD, RUN, STATE, attempt, commit, first_log, member, ready, round_of
+from tests.peers.builders import (
+    PAYLOAD,
+    RUN,
+    STATE,
+    attempt,
+    commit,
+    commitment,
+    commitments,
+    first_log,
+    member,
+    ready,
+    round_of,
+)
 
 LOG = first_log()
 HEADER = LOG.next_header([member("a", 60, 80), member("b", 80, 100)], PAYLOAD)
 HELD = Held(attempt=attempt(LOG), header=HEADER)
 ROUND = round_of(attempt(LOG), HEADER.roster, lost=["b"])
+EVIDENCE = Evidence(
+    commitment=commitment("b", 0, LOG.position),
+    chunk=5,
+    proof=ChunkProof(squares=0.5, path=bytes(80)),
+    data=bytes(range(256)),
+)
 MESSAGES: tuple[Message, ...] = (
     LeaseRequest(position=LOG.position, state_digest=STATE, relayed=("b",), unreached=("c",)),
     LeaseGrant(position=LOG.position, samples=(SampleRange(1, 2),), steps=3),
     ready(LOG, "a", held=HELD, round=ROUND, rate=10**9, relayed=("b",), unreached=("c",), seen=(("b", 5),)),
-    Begin(attempt=attempt(LOG, 2), round=ROUND, seconds=12.5, open=True),
+    Begin(attempt=attempt(LOG, 2), round=ROUND, seconds=12.5, open=True, commitments=commitments(ROUND)),
     Adopt(attempt=attempt(LOG, 2), held=HELD, holders=("a", "c"), seconds=12.5),
     Holding(attempt=attempt(LOG), chunks=chunk_set([0, 5, 300])),
     Want(attempt=attempt(LOG), reduced=chunk_set([1]), own=chunk_set([])),
     Waiting(attempt=attempt(LOG), missing=("b", "c"), moved=7, unreached=("c",)),
     Accuse(attempt=attempt(LOG), accused="b", reason="code -128"),
+    Accuse(attempt=attempt(LOG), accused="b", reason="code -128", evidence=EVIDENCE),
+    Accuse(
+        attempt=attempt(LOG),
+        accused="b",
+        reason="two averages",
+        average=Averaged(chunk=5, digest=PAYLOAD, absent=("c",), origin=Origin(reducer="b", signature=bytes(64))),
+    ),
+    Compare(attempt=attempt(LOG), marks=bytes(range(16))),
     Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),), signature=bytes(range(64))),
     commit(LOG, HEADER),
     Abort(attempt=attempt(LOG), reason="time is up"),

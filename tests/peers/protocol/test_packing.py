@@ -30,7 +30,7 @@ from peers.protocol.messages import (
 from peers.protocol.packing import DEFLATED_FROM, RELATIVE, Packer, pack_message, unpack_message
 from peers.values.leases import prefix, sample_count
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, digest_of
-from tests.peers.builders import LOG, PAYLOAD, RUN, SETTINGS, attempt, first_log, ready, sends
+from tests.peers.builders import LOG, PAYLOAD, RUN, SETTINGS, attempt, commitments, first_log, ready, sends
 from tests.peers.protocol.test_messages import HEADER, MESSAGES
 from tests.peers.protocol.test_peer import at_second
 
@@ -214,7 +214,11 @@ def test_what_is_said_to_a_thousand_members_is_small(absent: int, unequal: int, 
     missing = tuple(sorted(round.peers[1:]))
     seen = tuple((peer, 10**7) for peer in NAMES[:SEEN_LIMIT])
     messages: dict[str, tuple[Message, int]] = {
-        "begin": (Begin(attempt=attempt(CROWD, 2), round=round, seconds=1.0, open=False), for_round),
+        "begin": (Begin(attempt=attempt(CROWD, 2), round=round, seconds=1.0, open=False, commitments=()), for_round),
+        "begin for a reducer": (
+            Begin(attempt=attempt(CROWD, 2), round=round, seconds=1.0, open=False, commitments=commitments(round)),
+            for_round + 116 * len(round.contributors),
+        ),
         "commit": (Commit(header=header, certificate=None), for_entry),
         "adopt": (Adopt(attempt=attempt(CROWD, 2), held=held, holders=missing, seconds=1.0), for_entry + 350),
         "ready": (ready(CROWD, NAMES[3], seen=seen), 700),

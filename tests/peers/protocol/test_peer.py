@@ -15,6 +15,8 @@ from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
+from peers.protocol.chunk_sets import chunk_set
+from peers.protocol.commitment import ChunkProof, Evidence
 from peers.protocol.events import (
     Applied,
     Apply,
@@ -73,7 +75,6 @@ from peers.protocol.messages import (
     Round,
     Waiting,
     Want,
-    chunk_set,
 )
 from peers.protocol.schedule import Schedule
 from peers.protocol.slot import SlotState
@@ -94,6 +95,8 @@ from tests.peers.builders import (
     Rig,
     attempt,
     beat,
+    commitment,
+    commitments,
     first_log,
     leaving,
     member,
@@ -332,7 +335,7 @@ def test_a_round_that_gives_us_another_lease_than_we_want_is_not_ours() -> None:
     rig = at_second().trained()
     roster = [one.model_copy(update={"wants": 2}) if one.peer == "b" else one for one in rig.roster()]
     at = rig.attempt()
-    rig.hear("a", Begin(attempt=at, round=round_of(at, roster), seconds=20.0, open=False))
+    rig.hear("a", Begin(attempt=at, round=round_of(at, roster), seconds=20.0, open=False, commitments=()))
     assert rig.is_in(State.READY)
 
 
@@ -663,6 +666,28 @@ def test_no_attempt_that_our_ready_did_not_promise() -> None:
     assert takes_part(rig, "a", rig.begin(5))
 
 
+def unsigned(begin: Begin) -> dict[str, Begin]:
+    of_another = commitments(begin.round)[::-1]
+    changes = {"none": (), "one lacks": commitments(begin.round)[:-1], "of another": of_another}
+    return {what: begin.model_copy(update={"commitments": said}) for what, said in changes.items()}
+
+
+@pytest.mark.parametrize("what", ["none", "one lacks", "of another"])
+def test_who_averages_takes_part_only_if_it_knows_what_all_have_committed_to(what: str) -> None:
+    rig = at_second().trained()
+    assert not takes_part(rig, "a", unsigned(rig.begin())[what])
+    assert [(dropped.peer, dropped.what) for dropped in of(rig.effects, Dropped)] == [("a", "begin")]
+    assert takes_part(rig, "a", rig.begin())
+
+
+def test_a_round_goes_on_with_what_was_committed_to_when_it_began() -> None:
+    rig = at_second().trained().averaging()
+    begin = rig.begin(2, lost="c", name=rig.attempt())
+    assert takes_part(rig, "a", unsigned(begin)["none"])
+    assert rig.peer.exchange is not None
+    assert rig.peer.exchange.contributions.commitments.keys() == set("abc")
+
+
 def impossible_rounds() -> dict[str, Round]:
     rig = at_second()
     a, b, c = rig.roster()
@@ -684,7 +709,7 @@ def impossible_rounds() -> dict[str, Round]:
 def test_no_attempt_that_can_lead_to_no_entry(what: str) -> None:
     """Regression: a roster that the log does not allow raised LogError when the payload was complete."""
     rig = at_second().trained()
-    begin = Begin(attempt=rig.attempt(), round=impossible_rounds()[what], seconds=20.0, open=False)
+    begin = Begin(attempt=rig.attempt(), round=impossible_rounds()[what], seconds=20.0, open=False, commitments=())
     assert not takes_part(rig, "a", begin)
     assert [(dropped.peer, dropped.what) for dropped in of(rig.effects, Dropped)] == [("a", "begin")]
     assert takes_part(rig, "a", rig.begin())
@@ -1371,16 +1396,34 @@ def test_strangers_are_not_ready() -> None:
 
 
 # Trouble -------------------------------------------------------------------------------------------------------
-def test_bad_blocks_are_reported_to_the_leader() -> None:
+def evidence_against_c(log: LogState) -> Evidence:
+    proof = ChunkProof(squares=1.0, path=b"")
+    return Evidence(commitment=commitment("c", 0, log.position), chunk=2, proof=proof, data=b"blocks")
+
+
+def test_bad_blocks_are_shown_to_the_leader() -> None:
     rig = at_second().trained().averaging()
-    (to, accuse), *_ = sends(rig.do(BadBlocks(attempt(rig.peer.log), "c", 2, "x" * 1000)), Accuse)
-    assert (to, accuse.accused, len(accuse.reason)) == ("a", "c", 500)
+    evidence = evidence_against_c(rig.peer.log)
+    bad = BadBlocks(attempt(rig.peer.log), "c", 2, "x" * 1000, evidence)
+    (to, accuse), *_ = sends(rig.do(bad), Accuse)
+    assert (to, accuse.accused, len(accuse.reason), accuse.evidence) == ("a", "c", 500, evidence)
+
+
+def test_of_bad_blocks_that_show_nothing_the_leader_hears_that_there_is_no_exchange() -> None:
+    rig = at_second().trained().averaging()
+    assert not sends(rig.do(BadBlocks(attempt(rig.peer.log), "c", 2, "not what it committed to")), Accuse)
+    ((_, waiting),) = sends(rig.tick(), Waiting)
+    assert waiting.unreached == ("c",)
+    rig.do(ContributionArrived(attempt(rig.peer.log), "c", 2))
+    ((_, waiting),) = sends(rig.tick(), Waiting)
+    assert waiting.unreached == ()
 
 
 def test_nobody_is_accused_between_two_attempts() -> None:
     rig = at_second().trained().averaging()
     back_to_ready(rig)
-    effects = rig.do(BadBlocks(attempt(rig.peer.log), "c", 2, "code -128"))
+    evidence = evidence_against_c(rig.peer.log)
+    effects = rig.do(BadBlocks(attempt(rig.peer.log), "c", 2, "code -128", evidence))
     assert [(dropped.peer, dropped.what) for dropped in of(effects, Dropped)] == [("c", "contribution")]
     assert not sends(effects, Accuse)
 
@@ -1602,7 +1645,13 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
             round=draw.choice([None, round]),
             rate=draw.choice([0, 1, 2**62 - 1]),
         ),
-        Begin(attempt=which, round=round, seconds=draw.choice([0.1, 20.0, 1e6]), open=draw.choice([False, True])),
+        Begin(
+            attempt=which,
+            round=round,
+            seconds=draw.choice([0.1, 20.0, 1e6]),
+            open=draw.choice([False, True]),
+            commitments=draw.choice([(), commitments(round)]),
+        ),
         rig.begin(number, leader),
         rig.begin(number, leader, draw.choice(["", "c"]), name),
         Adopt(attempt=which, held=held, holders=draw.choice([("a",), ("z", "b")]), seconds=20.0),

@@ -33,7 +33,20 @@ from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.search import Search
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
-from tests.peers.builders import CERTIFIED, LOG, PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, beat, first_log, member, of
+from tests.peers.builders import (
+    CERTIFIED,
+    LOG,
+    PAYLOAD,
+    SETTINGS,
+    SIZE,
+    STATE,
+    TOKENS,
+    beat,
+    first_log,
+    inspect,
+    member,
+    of,
+)
 
 NEXT = digest_of(b"the state after the entry")
 
@@ -52,7 +65,7 @@ class Place:
     """b's replica, at some place in the log, beside a and c."""
 
     def __init__(self, log: LogState = LOG) -> None:
-        self.desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"))
+        self.desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
         self.presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
         self.replica = Replica(self.desk, self.presence, log, STATE)
         self.search = Search(self.desk, self.presence, self.replica)

@@ -14,7 +14,7 @@ from peers.protocol.trainer import Trainer, TrainerState
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.leases import SampleRange
 from peers.values.workload import Progress, Trained
-from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, TIMING, first_log, member
+from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, TIMING, first_log, inspect, member
 
 LEASE = (SampleRange(20, 40),)
 FASTEST = 1000.0
@@ -24,7 +24,7 @@ class Bench:
     """b's trainer."""
 
     def __init__(self, settings: RunSettings = SETTINGS) -> None:
-        self.desk = Desk("b", settings, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"))
+        self.desk = Desk("b", settings, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
         self.trainer = Trainer(self.desk)
 
     def training(self, steps: int = 10) -> Bench:

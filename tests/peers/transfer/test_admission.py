@@ -6,12 +6,14 @@ from __future__ import annotations
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.protocol.events import BadBlocks, ContributionArrived, ReducedArrived
+from peers.protocol.commitment import ChunkProof
+from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrived, ReducedArrived
 from peers.protocol.messages import Attempt
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
+from peers.values.workload import Blocks
 from tests.peers.builders import SIZE, Rig
-from tests.peers.fakes import BLOCK, GARBAGE, FakeWorkload
+from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
 from tests.peers.protocol.test_peer import at_second
 
 DATA = b"A" * BLOCK
@@ -25,10 +27,11 @@ class Door:
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.admission = Admission(rig.peer, self.buffers, FakeWorkload().check)
+        self.admission = Admission(rig.peer, self.buffers, FakeWorkload())
         if rig.peer.exchange:
             self.buffers.open(self.round)
             self.buffers.own = bytes(SIZE.bytes)
+            trust_all(rig.peer)
 
     @property
     def round(self) -> Attempt:
@@ -44,9 +47,10 @@ class Door:
         reduced: bool = False,
         absent: tuple[str, ...] = (),
         round: Attempt | None = None,
+        proof: ChunkProof | None = PROOF,
     ) -> Admitted:
         """What the protocol hears of it, it takes in."""
-        header = ChunkHeader(chunk=chunk, reduced=reduced, absent=absent)
+        header = ChunkHeader(chunk=chunk, reduced=reduced, absent=absent, proof=None if reduced else proof)
         admitted = self.admission.take(sender, round or self.round, header, data)
         if admitted.event is not None:
             self.rig.do(admitted.event)
@@ -66,9 +70,21 @@ def test_blocks_that_are_waited_for_are_stored_as_they_are(door: Door) -> None:
 
 
 def test_an_average_that_is_waited_for_is_copied_to_its_place(door: Door) -> None:
-    event = ReducedArrived(door.round, "c", 4, ("a",))
-    assert door.take("c", 4, reduced=True, absent=("a",)) == Admitted(event, is_taken=True)
+    event = ReducedArrived(door.round, "c", 4, ())
+    assert door.take("c", 4, reduced=True) == Admitted(event, is_taken=True)
     assert door.buffers.averaged(door.round, 4) == DATA
+
+
+def test_an_average_may_lack_blocks_of_those_that_are_lost_and_of_nobody_else(door: Door) -> None:
+    """Whoever averages may have heard of the loss before us."""
+    early = Admitted(AverageTooEarly(door.round, "a", 0), is_taken=False)
+    assert door.take("a", 0, reduced=True, absent=("c",)) == early
+    assert door.rig.peer.exchange is not None
+    assert door.rig.peer.exchange.disputed == {"a"}
+    door.rig.hear("a", door.rig.begin(2, lost="c", name=door.round))
+    event = ReducedArrived(door.round, "a", 0, ("c",))
+    assert door.take("a", 0, reduced=True, absent=("c",)) == Admitted(event, is_taken=True)
+    assert door.rig.peer.exchange.disputed == set()
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -111,8 +127,44 @@ def test_who_is_lost_is_in_no_round_with_us_any_more(door: Door) -> None:
 def test_garbage_is_its_senders_fault(door: Door, reduced: bool) -> None:
     sender, chunk = ("c", 4) if reduced else ("a", 2)
     event, is_taken = door.take(sender, chunk, GARBAGE, reduced=reduced)
-    assert (event, is_taken) == (BadBlocks(door.round, sender, chunk, "code -128"), False)
+    assert isinstance(event, BadBlocks)
+    assert (event.sender, event.chunk, event.reason, is_taken) == (sender, chunk, "code -128", False)
+    assert (event.evidence is None) == reduced, "of averages nothing is signed"
     assert door.buffers.averaged(door.round, chunk) == bytes(BLOCK)
+
+
+@pytest.mark.parametrize("proof", [None, ChunkProof(squares=2.0, path=b"")], ids=["none", "another's"])
+def test_blocks_that_nobody_committed_to_are_not_taken_and_show_nothing(door: Door, proof: ChunkProof | None) -> None:
+    reason = "it has not committed to this"
+    assert door.take("a", 2, proof=proof) == Admitted(BadBlocks(door.round, "a", 2, reason), is_taken=False)
+
+
+def test_blocks_with_another_norm_than_was_committed_to_are_evidence(door: Door) -> None:
+    door.admission = Admission(door.rig.peer, door.buffers, Longer())
+    event, is_taken = door.take("a", 2)
+    assert isinstance(event, BadBlocks)
+    assert not is_taken
+    assert event.reason == "its squared norm is 4, not 1"
+    assert event.evidence is not None
+    assert (event.evidence.data, event.evidence.proof) == (DATA, PROOF)
+
+
+class Longer(FakeWorkload):
+    """What comes is twice as long as it says."""
+
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        return 4.0
+
+
+@pytest.mark.parametrize(("squares", "is_taken"), [(4.1, False), (4.0, True)])
+def test_an_average_that_is_longer_than_what_it_is_made_of_is_not_taken(
+    door: Door, squares: float, is_taken: bool
+) -> None:
+    """The members have committed to norms of 1."""
+    codec = FakeWorkload()
+    codec.squared_norm = lambda blocks, first_block: squares  # type: ignore[method-assign]
+    door.admission = Admission(door.rig.peer, door.buffers, codec)
+    assert door.take("c", 4, reduced=True).is_taken == is_taken
 
 
 @pytest.mark.parametrize("absent", [("a", "b", "c"), ("z",), ("a", "a")], ids=", ".join)

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from peers.errors import DilocoPeerError
-from peers.transfer.chunk_average import find_spoiler
+from peers.protocol.events import ReduceChunk, ReducedArrived
+from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.chunk_average import average_chunk, find_spoiler
 from peers.values.workload import BadBlocksError, Blocks
+from tests.peers.builders import SIZE
+from tests.peers.fakes import BLOCK, FakeWorkload
+from tests.peers.protocol.test_exchange import AT
 
 GOOD, BAD = (b"good", 10), (b"bad", 10)
 IDLE = (b"good", 0)
@@ -23,7 +28,11 @@ class Fussy:
         self.calls = 0
 
     async def reduce(
-        self, contributions: Sequence[tuple[Blocks, int]], first_block: int, out: memoryview | None = None
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: int | None = None,
     ) -> bytes:
         self.calls += 1
         assert any(tokens for _, tokens in contributions)
@@ -50,3 +59,30 @@ def test_the_first_that_spoils_the_average(
     workload = Fussy(error)
     assert asyncio.run(find_spoiler(workload, contributions, 0)) == place
     assert workload.calls <= 10
+
+
+class Recording(Fussy):
+    """Keeps what it was asked for."""
+
+    async def reduce(
+        self,
+        contributions: Sequence[tuple[Blocks, float]],
+        first_block: int,
+        out: memoryview | None = None,
+        tokens: int | None = None,
+    ) -> bytes:
+        self.asked = [(bytes(blocks), weight) for blocks, weight in contributions], tokens
+        return bytes(len(contributions[0][0]))
+
+
+def test_who_is_clipped_weighs_less_and_all_tokens_are_divided_by() -> None:
+    buffers, codec = PayloadBuffers(FakeWorkload()), Recording(BadBlocksError(""))
+    buffers.open(AT)
+    buffers.own = b"a" * SIZE.bytes
+    current = buffers.round(AT)
+    assert current is not None
+    current.contributions[2] = {"b": b"b" * BLOCK, "c": b"c" * BLOCK}
+    reduce = ReduceChunk(AT, 2, (("a", 10), ("b", 20), ("c", 40)), (), {"b": 0.25})
+    done = asyncio.run(average_chunk(codec, buffers, "a", reduce))
+    assert done == ReducedArrived(AT, "a", 2, ())
+    assert codec.asked == ([(b"a" * BLOCK, 10), (b"b" * BLOCK, 5.0), (b"c" * BLOCK, 40)], 70)

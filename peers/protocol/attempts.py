@@ -1,0 +1,54 @@
+"""What follows from a running attempt, and from what its members say. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from peers.log.header import NO_PAYLOAD
+from peers.presence.election import culprits
+from peers.protocol.messages import Adopt, Begin, Round
+
+
+def reducers(round: Round) -> set[str]:
+    """Return those who remain and reduce a part."""
+    return {share.member.peer for share in round.shares if share.chunks} & set(round.remaining)
+
+
+def told(running: Begin | Adopt, members: Sequence[str]) -> Sequence[tuple[str, Begin | Adopt]]:
+    """Return what is said to which member: what others have committed to only to those who reduce.
+
+    In large rounds these are few, and it is long.
+    """
+    if isinstance(running, Adopt):
+        return [(peer, running) for peer in members]
+    able = {share.member.peer for share in running.round.shares if share.chunks}
+    others = [peer for peer in members if peer not in able]
+    short = running.model_copy(update={"commitments": ()}) if others else running
+    return [(peer, running) for peer in members if peer in able] + [(peer, short) for peer in others]
+
+
+def held_up_by(
+    running: Begin | Adopt,
+    members: Collection[str],
+    complete: Collection[str],
+    waiting: Mapping[str, tuple[str, ...]],
+) -> tuple[str, ...]:
+    """Return who holds the attempt up: of an entry that nobody could fetch, those who say that they hold it.
+
+    To do without them is safe. Had it been committed, there would be no majority without one that holds it.
+    """
+    is_fetched = isinstance(running, Adopt) and running.held.header.payload != NO_PAYLOAD
+    if isinstance(running, Adopt) and is_fetched and set(complete) <= set(running.holders):
+        return running.holders
+    found = culprits(members, complete, waiting)
+    owing = _owe_blocks(running.round, waiting) if isinstance(running, Begin) else ()
+    return owing if owing and set(owing) <= set(found) else found
+
+
+def _owe_blocks(round: Round, waiting: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the members that average nothing and that most reducers wait for, two at least: what these lack is blocks,
+    for which nobody need wait."""
+    able = reducers(round)
+    named = Counter(peer for reducer in able for peer in waiting.get(reducer, ()) if peer not in able)
+    return tuple(sorted(peer for peer, count in named.items() if count >= 2 and 2 * count > len(able)))

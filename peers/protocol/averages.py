@@ -1,0 +1,89 @@
+"""What reducers sign of the chunks that they averaged: one that gives its partners different bytes is found out.
+
+Whoever takes an average keeps the signature. If members end up with different payloads, two of them show what they got:
+two statements by one reducer about one chunk that differ are proof, whoever shows them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from peers.log.header import MEMBER_LIMIT
+from peers.protocol.messages import Attempt
+from peers.protocol.signed_averages import Averaged, Origin
+from peers.values.signing import Keys
+from peers.values.wire import Count, Digest, PeerId, Value, digest_of, pack
+
+AVERAGE_CONTEXT = b"diloco-peer average\0"
+MARK_BYTES = 8
+
+
+class Statement(Value):
+    """What a reducer signs: in this round the average of this chunk has this digest, without the blocks of these."""
+
+    round_name: Attempt
+    chunk: Count
+    digest: Digest
+    absent: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+
+    @property
+    def text(self) -> bytes:
+        return AVERAGE_CONTEXT + pack(self)
+
+
+class Averages:
+    """The averaged chunks of one round that are here, as their reducers have signed them."""
+
+    def __init__(self, me: str, round_name: Attempt, keys: Keys | None) -> None:
+        """Without `keys` nothing is signed, nor checked."""
+        self._me = me
+        self._round_name = round_name
+        self._keys = keys
+        self._signed: dict[int, Averaged] = {}
+
+    def sign(self, chunk: int, digest: bytes, absent: tuple[str, ...]) -> None:
+        """We have averaged this ourselves."""
+        if self._keys is not None:
+            signature = self._keys.sign(self._text(chunk, digest, absent))
+            self.keep(chunk, digest, absent, Origin(reducer=self._me, signature=signature))
+
+    def is_signed(self, chunk: int, digest: bytes, absent: tuple[str, ...], origin: Origin) -> bool:
+        """Return whether the reducer that is named has signed this of a chunk."""
+        text = self._text(chunk, digest, absent)
+        return self._keys is None or self._keys.verify(origin.reducer, text, origin.signature)
+
+    def keep(self, chunk: int, digest: bytes, absent: tuple[str, ...], origin: Origin) -> None:
+        """A chunk is here, and signed."""
+        self._signed[chunk] = Averaged(chunk=chunk, digest=digest, absent=absent, origin=origin)
+
+    def origin(self, chunk: int) -> Origin | None:
+        """Return who has averaged a chunk, with its signature."""
+        signed = self._signed.get(chunk)
+        return signed.origin if signed else None
+
+    def marks(self) -> bytes:
+        """Return what tells these averages from others, a few bytes for each chunk."""
+        return b"".join(self._mark(self._signed[chunk]) for chunk in sorted(self._signed))
+
+    def difference(self, marks: bytes) -> Averaged | None:
+        """Return the first of our averages whose mark is another one."""
+        for place, chunk in enumerate(sorted(self._signed)):
+            if self._mark(self._signed[chunk]) != marks[place * MARK_BYTES : (place + 1) * MARK_BYTES]:
+                return self._signed[chunk]
+        return None
+
+    def convicts(self, accused: str, shown: Averaged) -> bool:
+        """Return whether the accused has signed this, and something else of the same chunk to us."""
+        ours = self._signed.get(shown.chunk)
+        if ours is None or not accused == ours.origin.reducer == shown.origin.reducer:
+            return False
+        is_other = (ours.digest, ours.absent) != (shown.digest, shown.absent)
+        return is_other and self.is_signed(shown.chunk, shown.digest, shown.absent, shown.origin)
+
+    def _mark(self, signed: Averaged) -> bytes:
+        return digest_of(self._text(signed.chunk, signed.digest, signed.absent))[:MARK_BYTES]
+
+    def _text(self, chunk: int, digest: bytes, absent: tuple[str, ...]) -> bytes:
+        return Statement(round_name=self._round_name, chunk=chunk, digest=digest, absent=absent).text

@@ -1,0 +1,106 @@
+"""What a member says of its contribution before anything is exchanged, and what shows that it did not keep to it.
+
+The commitment is signed, and names the root of a tree over all its chunks and their norms (sum_tree.py). Each chunk
+comes with its way up to that root. So bytes that lead there are its own, whoever shows them; and if they are no blocks,
+or have another norm than the leaf says, everybody can see that it lied.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from peers.log.certificate import Signature, Verify
+from peers.log.header import Member, Position
+from peers.values.signing import Keys
+from peers.values.sum_tree import MOST_LEVELS, NODE, Sum, root_of
+from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack
+from peers.values.workload import BadBlocksError, Blocks, Inspect
+
+COMMITMENT_CONTEXT = b"diloco-peer contribution\0"
+EVIDENCE_LIMIT = MESSAGE_LIMIT - (1 << 14)
+"""Bytes of a chunk that fits into a message: all formats' chunks do, but those of fp16 in large models."""
+
+Squares = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+"""A squared norm."""
+Path = Annotated[bytes, Field(strict=True, max_length=MOST_LEVELS * NODE.size)]
+
+
+class Pledge(Value):
+    """What a member signs: in this incarnation it contributes this to the entry at this position."""
+
+    position: Position
+    peer: PeerId
+    incarnation: Count
+    digest: Digest
+    squares: Squares
+
+    @property
+    def text(self) -> bytes:
+        return COMMITMENT_CONTEXT + pack(self)
+
+
+class Commitment(Value):
+    """The root over a contribution's chunks and their squared norms, and its owner's signature of it."""
+
+    digest: Digest
+    squares: Squares
+    signature: Signature
+
+    @property
+    def root(self) -> Sum:
+        return Sum(self.digest, self.squares)
+
+    def is_of(self, peer: str, incarnation: int, position: Position, verify: Verify) -> bool:
+        """Return whether the peer has signed it for the entry at this position."""
+        return verify(peer, _pledge(self.root, peer, incarnation, position).text, self.signature)
+
+
+class ChunkProof(Value):
+    """How a chunk follows from its sender's commitment: its squared norm, and the nodes beside its way to the root."""
+
+    squares: Squares
+    path: Path
+
+
+class Evidence(Value):
+    """A chunk as its owner committed to it, with its signature. It convinces everybody, or nobody."""
+
+    commitment: Commitment
+    chunk: Count
+    proof: ChunkProof
+    data: Annotated[bytes, Field(strict=True, max_length=EVIDENCE_LIMIT)]
+
+    def convicts(self, accused: Member, position: Position, chunks: int, verify: Verify, inspect: Inspect) -> bool:
+        """Return whether these bytes are what the accused has committed to, and nothing that one may commit to."""
+        said = self.commitment
+        return (
+            leads_to(said.root, self.chunk, chunks, digest_of(self.data), self.proof)
+            and said.is_of(accused.peer, accused.incarnation, position, verify)
+            and fault_in(self.chunk, self.data, self.proof, inspect) is not None
+        )
+
+
+def commit_to(root: Sum, peer: str, incarnation: int, position: Position, keys: Keys) -> Commitment:
+    """Return the peer's own signed commitment."""
+    signature = keys.sign(_pledge(root, peer, incarnation, position).text)
+    return Commitment(digest=root.digest, squares=root.squares, signature=signature)
+
+
+def leads_to(root: Sum, chunk: int, chunks: int, digest: bytes, proof: ChunkProof) -> bool:
+    """Return whether a chunk with this digest is the one that was committed to."""
+    return chunk < chunks and root_of(chunk, chunks, Sum(digest, proof.squares), proof.path) == root
+
+
+def fault_in(chunk: int, data: Blocks, proof: ChunkProof, inspect: Inspect) -> str | None:
+    """Return what is wrong with bytes that were committed to; None: nothing."""
+    try:
+        squares = inspect(chunk, data)
+    except BadBlocksError as error:
+        return str(error)
+    return None if squares == proof.squares else f"its squared norm is {squares:g}, not {proof.squares:g}"
+
+
+def _pledge(root: Sum, peer: str, incarnation: int, position: Position) -> Pledge:
+    return Pledge(position=position, peer=peer, incarnation=incarnation, digest=root.digest, squares=root.squares)

@@ -1,0 +1,102 @@
+"""One reducer's averages of one chunk are all the same, or two of its signatures show that they are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.protocol.averages import MARK_BYTES, Averages
+from peers.protocol.exchange import Exchange
+from peers.protocol.messages import Accuse, Compare
+from peers.protocol.signed_averages import Averaged, Origin
+from peers.simulator.simulated_keys import SimulatedKeys
+from peers.values.wire import digest_of
+from tests.peers.builders import attempt, first_log, sends
+from tests.peers.protocol.test_exchange import AT, SECOND, round_among
+
+OURS, THEIRS = digest_of(b"ours"), digest_of(b"theirs")
+LOG = first_log()
+
+
+def averages(me: str = "a") -> Averages:
+    return Averages(me, AT, SimulatedKeys(me))
+
+
+def signed_by(reducer: str, digest: bytes, chunk: int = 1, absent: tuple[str, ...] = ()) -> Averaged:
+    signer = averages(reducer)
+    signer.sign(chunk, digest, absent)
+    origin = signer.origin(chunk)
+    assert origin is not None
+    return Averaged(chunk=chunk, digest=digest, absent=absent, origin=origin)
+
+
+def having(*kept: Averaged) -> Averages:
+    mine = averages()
+    for one in kept:
+        assert mine.is_signed(one.chunk, one.digest, one.absent, one.origin)
+        mine.keep(one.chunk, one.digest, one.absent, one.origin)
+    return mine
+
+
+def test_two_averages_of_one_chunk_convict_their_reducer() -> None:
+    mine = having(signed_by("b", OURS))
+    assert mine.convicts("b", signed_by("b", THEIRS))
+    assert mine.convicts("b", signed_by("b", OURS, absent=("c",))), "whose blocks lack is signed, too"
+
+
+FALSE = {
+    "the same": signed_by("b", OURS),
+    "another's": signed_by("c", THEIRS),
+    "of another chunk": signed_by("b", THEIRS, chunk=2),
+    "not signed": Averaged(chunk=1, digest=THEIRS, absent=(), origin=Origin(reducer="b", signature=bytes(64))),
+}
+
+
+@pytest.mark.parametrize("shown", FALSE.values(), ids=FALSE)
+def test_nothing_else_convicts(shown: Averaged) -> None:
+    mine = having(signed_by("b", OURS))
+    assert not mine.convicts("b", shown)
+    assert not mine.convicts("c", shown)
+
+
+def test_what_is_signed_in_another_round_is_not_signed_in_this_one() -> None:
+    later = Averages("b", SECOND, SimulatedKeys("b"))
+    later.sign(1, THEIRS, ())
+    origin = later.origin(1)
+    assert origin is not None
+    assert not averages().is_signed(1, THEIRS, (), origin)
+
+
+def test_marks_show_where_payloads_differ() -> None:
+    same, ours, theirs = signed_by("b", OURS, 0), signed_by("b", OURS, 3), signed_by("b", THEIRS, 3)
+    leader, member = having(same, ours), having(same, theirs)
+    assert len(leader.marks()) == 2 * MARK_BYTES
+    assert member.difference(leader.marks()) == theirs
+    assert leader.difference(leader.marks()) is None
+    assert member.difference(b"") == same, "who says nothing is told the first"
+
+
+def test_a_member_shows_its_leader_what_differs_and_nobody_else() -> None:
+    exchange = Exchange("c", AT, round_among("abc"), keys=SimulatedKeys("c"))
+    shown = signed_by("b", THEIRS)
+    exchange.averages.keep(shown.chunk, shown.digest, shown.absent, shown.origin)
+    compare = Compare(attempt=AT, marks=having(signed_by("b", OURS)).marks())
+    ((to, accuse),) = sends(exchange.hear("a", compare), Accuse)
+    assert (to, accuse.accused, accuse.average) == ("a", "b", shown)
+    assert exchange.hear("b", compare) == []
+    assert exchange.hear("a", Compare(attempt=attempt(LOG, 7), marks=b"")) == []
+    assert exchange.hear("a", Compare(attempt=AT, marks=exchange.averages.marks())) == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "reducer", "is_good"),
+    [("", "b", True), ("", "a", False), ("", "c", False), ("", "z", False), ("b", "b", True), ("b", "c", True)],
+)
+def test_only_those_vouch_for_an_average_who_were_to_make_it(lost: str, reducer: str, is_good: bool) -> None:
+    """Of a, b, c each reduces one chunk; what b leaves behind falls to c."""
+    exchange = Exchange("a", AT, round_among("abc"), keys=SimulatedKeys("a"))
+    if lost:
+        exchange.go_on(SECOND, exchange.round.without(lost))
+    assert exchange.is_vouched_for(1, OURS, (), signed_by(reducer, OURS).origin) == is_good
+    assert not exchange.is_vouched_for(1, THEIRS, (), signed_by(reducer, OURS).origin)
+    assert not exchange.is_vouched_for(1, OURS, (), None)
+    assert not exchange.is_vouched_for(99, OURS, (), signed_by(reducer, OURS).origin)
