@@ -64,6 +64,7 @@ class Run:
 
 class ManifestFinder(Protocol):
     async def find_manifest(self, run_id: str) -> SignedManifest | None: ...
+    def learn(self, manifest: SignedManifest) -> None: ...
 
 
 async def find_run(network: ManifestFinder, run_id: str, remembered: SignedManifest | None = None) -> Run:
@@ -72,6 +73,7 @@ async def find_run(network: ManifestFinder, run_id: str, remembered: SignedManif
     Raises: SwarmUnreachableError when nobody knows it; ManifestError.
     """
     if remembered is not None and remembered.run_id == run_id:
+        network.learn(remembered)
         return Run.from_manifest(remembered)
     manifest = await network.find_manifest(run_id)
     if manifest is None:

@@ -24,6 +24,7 @@ from opendiloco.cli.options import (
     parse_run,
     relay_settings,
     run_option,
+    ticket_option,
     track_option,
     worker_options,
 )
@@ -46,6 +47,7 @@ THIS_MACHINE = "this machine"
 @run_option
 @initial_peers_option
 @click.option("--identity", type=FILE, help="Key file; made if it does not exist.  [default: this user's own]")
+@ticket_option
 @listen_option(0)
 @announce_option
 @data_port_option(0, "Accept bulk connections on TCP port N; 0 is any free one. Routers need not let it in.")
@@ -111,6 +113,7 @@ def command(
     run: str,
     initial_peers: tuple[str, ...],
     identity: Path | None,
+    ticket: str | None,
     listen: tuple[str, ...],
     announce: tuple[str, ...],
     data_port: int,
@@ -134,6 +137,7 @@ def command(
     from opendiloco.checkpoints.journal import Journal
     from opendiloco.checkpoints.remote import check_url
     from opendiloco.checkpoints.run_folder import RunFolder
+    from opendiloco.entrance import enter, read_ticket
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
     from opendiloco.run import find_run
@@ -146,6 +150,7 @@ def command(
     if console is None:
         log.start("info")
     invite = parse_run(run, initial_peers)
+    shown = None if ticket is None else read_ticket(ticket)
     record = None if journal is None else Journal.open(journal)
     if remote is not None:
         check_url(remote)
@@ -163,6 +168,7 @@ def command(
             transport.cap(caps)
             found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(data)
             folder = RunFolder.open(found, key.peer_id, state)
+            entrance = await enter(transport, found, key, invite.addresses, folder, shown)
             plan = KeepingPlan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             kept = folder if keep or keep_every else None
@@ -172,6 +178,7 @@ def command(
             ):
                 say(f"what outlives this process is in {folder.path}", console)
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)
+                volunteer.admitted_by(entrance)
                 volunteer.checkpoint_with(checkpointer)
                 volunteer.remember_with(remembered)
                 if record is not None:

@@ -100,6 +100,12 @@ class SnapshotsSection(Section):
     every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
 
 
+class AdmissionSection(Section):
+    """Who may join: everybody, or with `mode = "invite"` whoever has a ticket (`diloco-peer invite create`)."""
+
+    mode: Literal["open", "invite"] = "open"
+
+
 class EvaluationSection(Section):
     """After every so many outer steps one of the peers evaluates theta on held-out text, each time another; 0: none.
 
@@ -127,6 +133,7 @@ class RunConfig(Section):
     rounds: RoundsSection = RoundsSection()
     snapshots: SnapshotsSection = SnapshotsSection()
     evaluation: EvaluationSection = EvaluationSection()
+    admission: AdmissionSection = AdmissionSection()
 
     @model_validator(mode="after")
     def check_across_sections(self) -> Self:

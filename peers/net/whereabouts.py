@@ -11,14 +11,14 @@ from contextlib import suppress
 from typing import Protocol
 
 from peers import metrics
-from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
 from peers.presence.gossip import Gossip
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.life_signs import LifeSign
 from peers.presence.meeting_place import MeetingPlace
 from peers.presence.news import Request
 from peers.presence.voice import Pace
-from peers.streams.channel import PeerUnreachableError
+from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.values.clock import now
 
 logger = logging.getLogger(__name__)
@@ -126,8 +126,11 @@ class Whereabouts:
             logger.warning("dropped what a peer told us of others: %s", error)
 
     def answer(self, sender: str, request: Request) -> bytes:
-        """Answer an exchange that somebody else has begun. Raises: RemoteProtocolError."""
-        return self.gossip.answer(sender, request, now(), time.time())
+        """Answer an exchange that somebody else has begun. Raises: RemoteProtocolError, RefusalError."""
+        try:
+            return self.gossip.answer(sender, request, now(), time.time())
+        except AdmissionError as error:
+            raise RefusalError(str(error)) from error
 
     async def close(self) -> None:
         tasks = [*self._exchanging, *([self._telling] if self._telling else [])]
@@ -146,6 +149,7 @@ class Whereabouts:
                     await self._ask_around()
         elif self._is_new:
             await self._meet()
+        self.gossip.see_out(time.time())
         return self.gossip.heartbeats(now())
 
     def silences(self) -> dict[str, float]:
