@@ -40,6 +40,7 @@ from opendiloco.model.layout import Layout
 from opendiloco.model.shards import Shards
 from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.sole import listen
 from opendiloco.volunteer import Volunteer, connected
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
@@ -66,8 +67,8 @@ class DiLoCo:
     theta at each outer step. `inner_optimizer` steps it; each of its steps must train one batch of the run's size
     (`training.batch_size` windows of `training.sequence_length` tokens), since contributions are weighted by tokens.
 
-    Entering raises: ManifestError, AdmissionError, SwarmUnreachableError, LocalNetworkError, MachineError. What goes
-    wrong later is raised by the inner step during which it is noticed.
+    Entering raises: ManifestError, AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError,
+    MachineError. What goes wrong later is raised by the inner step during which it is noticed.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class DiLoCo:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = await find_run(transport, self._invite.run_id)
             entrance = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
+            await listen(transport, run.run_id)
             worker = LoopWorker(await asyncio.to_thread(initial_vectors, run.config, self._layout))
             workload = LoopWorkload(worker, run)
             keeping = Keeping(await workload.state_digest())

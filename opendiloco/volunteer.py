@@ -24,6 +24,7 @@ from opendiloco.evaluation_turns import is_our_turn
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
+from opendiloco.sole import doubled
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
@@ -136,6 +137,8 @@ class Volunteer:
             asyncio.create_task(self._workload.trainer.wait_for_death()),
             asyncio.create_task(self._transport.failure()),
         ]
+        incarnation, log = self._driver.peer.incarnation, lambda: self._driver.peer.log
+        failures.append(asyncio.create_task(doubled(self._transport, self.run.run_id, incarnation, log)))
         if self._entrance is not None:
             failures.append(asyncio.create_task(self._entrance.failure()))
         try:

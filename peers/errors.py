@@ -48,6 +48,12 @@ class AdmissionError(DilocoPeerError):
     exit_code = 13
 
 
+class CopiedKeyError(DilocoPeerError):
+    """Another machine takes part in the run with the same key."""
+
+    exit_code = 14
+
+
 class LocalProtocolError(DilocoPeerError):
     """Our own code broke the protocol: an event that is illegal in the present state."""
 

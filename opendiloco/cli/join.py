@@ -141,6 +141,7 @@ def command(
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
     from opendiloco.run import find_run
+    from opendiloco.sole import listening
     from opendiloco.volunteer import connected, volunteering
     from opendiloco.workers.trackers import tracking
     from peers.metrics import serve_metrics
@@ -173,9 +174,11 @@ def command(
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             kept = folder if keep or keep_every else None
             async with (
+                listening(transport, found.run_id) as sole,
                 volunteering(found, key, transport, workers, kept, trackers) as volunteer,
                 Checkpointer(plan) as checkpointer,
             ):
+                await sole
                 say(f"what outlives this process is in {folder.path}", console)
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)
                 volunteer.admitted_by(entrance)

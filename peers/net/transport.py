@@ -176,7 +176,7 @@ class HivemindTransport(HivemindNode):
             self._links.prepare(peer_id)
 
     # Who is there ---------------------------------------------------------------------------------------------
-    def _whereabouts_of(self, run_id: str) -> Whereabouts:
+    def whereabouts_of(self, run_id: str) -> Whereabouts:
         if run_id not in self._whereabouts:
             self._whereabouts[run_id] = Whereabouts(run_id, self)
         self._whereabouts[run_id].gossip.guests = self.doors.of(run_id)
@@ -184,15 +184,15 @@ class HivemindTransport(HivemindNode):
 
     def pace(self, run_id: str) -> Pace:
         """Return what the next thing that we say of ourselves in a run depends on."""
-        return self._whereabouts_of(run_id).pace()
+        return self.whereabouts_of(run_id).pace()
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
         """Tell a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
-        return await self._whereabouts_of(run_id).say(heartbeat, sign)
+        return await self.whereabouts_of(run_id).say(heartbeat, sign)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
-        found = await self._whereabouts_of(run_id).heartbeats()
+        found = await self.whereabouts_of(run_id).heartbeats()
         self.doors.catch_up(self, run_id, found)
         if self._links:
             self._links.observe(contacts_of(found), self._is_eager)
@@ -202,7 +202,7 @@ class HivemindTransport(HivemindNode):
 
     def silences(self, run_id: str) -> dict[str, float]:
         """Return for how many seconds nothing new was heard of each peer of a run."""
-        return self._whereabouts_of(run_id).silences()
+        return self.whereabouts_of(run_id).silences()
 
     async def _hear(self, sender: str, payload: bytes) -> bytes:
         request = Request.unpack(sender, payload)

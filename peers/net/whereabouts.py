@@ -12,6 +12,7 @@ from typing import Protocol
 
 from peers import metrics
 from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
+from peers.presence.copies import Copies
 from peers.presence.gossip import Gossip
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.life_signs import LifeSign
@@ -61,10 +62,16 @@ class Whereabouts:
         """Whether we are in the run ourselves, and not only looking."""
         return self.gossip.own is not None
 
+    @property
+    def copies(self) -> Copies:
+        """Return what was heard of our own key, from elsewhere."""
+        return self.gossip.copies
+
     # What we say ----------------------------------------------------------------------------------------------
     def pace(self) -> Pace:
         """Return what the next thing that we say of ourselves depends on."""
-        return Pace(len(self.gossip.others(now())), self.dht.is_to_be_stored(now(), time.time()))
+        is_whole = self.dht.is_to_be_stored(now(), time.time())
+        return Pace(len(self.gossip.others(now())), is_whole, self.gossip.copies.highest)
 
     async def say(self, signed: bytes | None, sign: LifeSign | None) -> bool:
         """Tell others of ourselves: those that gossip has us tell, and now and then the DHT. A farewell has been told
