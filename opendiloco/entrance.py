@@ -56,6 +56,9 @@ class Entrance:
         chain = self._chain()
         self._guests.show(self._me, chain)
         self._check(chain)
+        if chain:
+            until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(self._place(chain).expires))
+            logger.info("the ticket admits this machine until %s UTC", until)
         if self._path is not None:
             with suppress(OSError):  # the volunteer has its ticket, and can give it again
                 self._path.write_bytes(chain)

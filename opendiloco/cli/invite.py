@@ -90,7 +90,7 @@ def create(
         ours, key = held(given, load_identity(identity))
         issued = Issued(ours.run, key.peer_id, state)
         first = issued.next_place(ours)
-        check_room(ours, first, places)
+        check_room(ours, first, places, peer)
         ticket = ours.give_on(key, expires, first, places, peer)
     issued.add(ticket, first)
     click.echo(f"{ticket}")
@@ -184,9 +184,15 @@ def held(given: str, key: Identity) -> tuple[Ticket, Identity]:
     return ticket, key
 
 
-def check_room(ticket: Ticket, first: int, places: int) -> None:
-    """Raises: AdmissionError when a ticket has not so many places left."""
+def check_room(ticket: Ticket, first: int, places: int, peer: str | None) -> None:
+    """Raises: AdmissionError when a ticket has not so many places left, or was signed on too often."""
     from peers.errors import AdmissionError
+    from peers.values.tickets import GRANTS_LIMIT
+
+    if len(ticket.chain.grants) + 1 + (peer is None) > GRANTS_LIMIT:
+        raise AdmissionError(
+            "the ticket has been signed on as often as it can be.", "Ask the organiser for a ticket with more places."
+        )
 
     left = max(0, ticket.count - first)
     if places > left:

@@ -7,13 +7,14 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Annotated, Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Annotated, Protocol, TypeVar
 
 from pydantic import Field
 
 from peers import metrics
 from peers.errors import AdmissionError, RemoteProtocolError
+from peers.net.daemon import NETWORK_ERRORS
 from peers.presence.guests import GuestList
 from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import PeerUnreachableError, RefusalError
@@ -28,6 +29,9 @@ ASK_TIMEOUT = 10.0  # seconds
 PAUSE = 30.0  # seconds for which a peer is not asked again
 STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
 ASKED_LIMIT = 1000
+SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
+
+Thing = TypeVar("Thing")
 
 
 class RevocationsRequest(Value):
@@ -44,28 +48,35 @@ class DoorNetwork(Protocol):
 
 
 class Doors:
-    """The guest lists of runs by invitation. A run whose manifest is not known here is taken for an open one."""
+    """The guest lists of runs by invitation. A run whose manifest is not known here is taken for an open one, and its
+    manifest is looked for, one at a time."""
 
     def __init__(self) -> None:
         self._ours: dict[str, GuestList] = {}
         self._others: OrderedDict[str, GuestList] = OrderedDict()
         self._asked: dict[str, float] = {}
         self._asking: asyncio.Task[None] | None = None
+        self._open: OrderedDict[str, None] = OrderedDict()
+        self._sought: OrderedDict[str, float] = OrderedDict()
+        self._seeking: asyncio.Task[None] | None = None
+        self.find: Callable[[str], Coroutine[None, None, SignedManifest | None]] | None = None
+        """Looks for the manifest of a run in the DHT."""
         self.on_revoked: Callable[[str, bytes], None] = lambda run, packed: None
         """Told of each newer list of revoked tickets, so that it is kept."""
 
     def learn(self, manifest: SignedManifest, is_ours: bool = True) -> None:
         """Take in who may join a run. Of runs that are not `is_ours`, only the newest are remembered."""
         run = manifest.run_id
-        if not manifest.is_by_invitation or run in self._ours:
+        if not manifest.is_by_invitation:
+            remember(self._open, run, None)
+            return
+        if run in self._ours:
             return
         guests = self._others.pop(run, None) or GuestList(run, manifest.organiser)
         if is_ours:
             self._ours[run] = guests
             return
-        self._others[run] = guests
-        if len(self._others) > STRANGERS_LIMIT:
-            self._others.popitem(last=False)
+        remember(self._others, run, guests)
 
     def of(self, run: str) -> GuestList | None:
         """Return who may take part in a run; None: everybody, as far as is known here."""
@@ -83,7 +94,27 @@ class Doors:
     def admits(self, heartbeat: Heartbeat, wall: float) -> bool:
         """Whether a peer may say that it is in its run."""
         guests = self.of(heartbeat.run)
+        if guests is None:
+            self._look_up(heartbeat.run)
         return guests is None or not guests.admit(heartbeat.peer, heartbeat.ticket, wall)
+
+    def _look_up(self, run: str) -> None:
+        """Begin to look for the manifest of a run that is not known here, unless another one is looked for."""
+        now = time.monotonic()
+        is_busy = self._seeking is not None and not self._seeking.done()
+        if self.find is None or is_busy or run in self._open or now - self._sought.get(run, -SEEK_AGAIN) < SEEK_AGAIN:
+            return
+        remember(self._sought, run, now)
+        self._seeking = asyncio.create_task(self._seek(run, self.find))
+
+    async def _seek(self, run: str, find: Callable[[str], Coroutine[None, None, SignedManifest | None]]) -> None:
+        try:
+            manifest = await find(run)
+        except NETWORK_ERRORS as error:
+            logger.debug("the manifest of %s was not found: %r", run, error)
+            return
+        if manifest is not None:
+            self.learn(manifest, is_ours=False)
 
     # Revoked tickets ------------------------------------------------------------------------------------------
     def revoke(self, run: str, packed: bytes) -> bool:
@@ -155,6 +186,14 @@ class Doors:
             logger.warning("dropped %s", error)
 
     async def close(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        for task in filter(None, (self._asking, self._seeking)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def remember(known: OrderedDict[str, Thing], run: str, what: Thing) -> None:
+    """Note something about a run of others; only the newest are remembered."""
+    known[run] = what
+    known.move_to_end(run)
+    if len(known) > STRANGERS_LIMIT:
+        known.popitem(last=False)

@@ -137,6 +137,7 @@ class HivemindNode:
             node.protocol.storage, node.protocol.cache = bounded(node.protocol.storage), bounded(node.protocol.cache)
             transport = cls(daemon, node, await _visible_addresses(daemon))
             transport.doors = doors
+            doors.find = transport._search_manifest
         except BaseException as error:
             await stop_daemon(daemon)
             if isinstance(error, RuntimeError) and "none of the initial_peers" in str(error):
@@ -239,16 +240,20 @@ class HivemindNode:
 
     async def find_manifest(self, run_id: str) -> SignedManifest | None:
         """The run's manifest, all checks done; None when nobody here knows it."""
+        manifest = await self._search_manifest(run_id)
+        if manifest is not None:
+            self.learn(manifest)
+        return manifest
+
+    async def _search_manifest(self, run_id: str) -> SignedManifest | None:
         found = await self._node.get(manifest_key(run_id))
         if found is None or not isinstance(found.value, bytes):
             return None
         try:
-            manifest = SignedManifest.unpack(found.value, run_id)
+            return SignedManifest.unpack(found.value, run_id)
         except ManifestError as error:
             logger.warning("dropped a manifest for %s: %s", run_id, error)
             return None
-        self.learn(manifest)
-        return manifest
 
     async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool:
         """Keep a signed heartbeat in the DHT until it expires. Returns whether any node took it."""

@@ -84,6 +84,23 @@ def test_places_of_a_quota_are_given_once(party: Desk) -> None:
     assert party.create(*signing_on).parent == quota.id
 
 
+def test_a_ticket_is_signed_on_no_more_often_than_heartbeats_can_show(party: Desk) -> None:
+    keys = [Identity.generate() for _ in range(4)]
+    for number, key in enumerate(keys):
+        key.save(party.folder / f"{number}.pem")
+    ticket = party.create(party.manifest, "--for", keys[0].peer_id, "--places", "9")
+    for number in (0, 1):
+        (party.folder / f"{number}.txt").write_text(str(ticket))
+        given = ("--from", str(party.folder / f"{number}.txt"), "--identity", str(party.folder / f"{number}.pem"))
+        ticket = party.create(*given, "--for", keys[number + 1].peer_id, "--places", str(5 - number))
+    assert party.invite("create", *given).exit_code == 13, "whoever has it could not sign itself a place"
+    (party.folder / "2.txt").write_text(str(ticket))
+    last = ("--from", str(party.folder / "2.txt"), "--identity", str(party.folder / "2.pem"))
+    refused = party.invite("create", *last, "--for", keys[3].peer_id)
+    assert refused.exit_code == 13
+    assert "signed on as often as it can be" in refused.stderr
+
+
 def test_what_is_refused(party: Desk, tmp_path: Path) -> None:
     Identity.generate().save(tmp_path / "other.pem")
     anybodys = str(party.create(party.manifest))

@@ -83,6 +83,26 @@ class TestRecords:
         assert record_is_valid(place, msgpack.packb(None), value, 1.0, time.time(), made)
         assert not self.keeps(made, STRANGER)
 
+    def test_a_node_without_the_manifest_looks_for_it(self) -> None:
+        async def scenario() -> None:
+            made, sought = doors(), list[str]()
+
+            async def find(run: str) -> SignedManifest | None:
+                sought.append(run)
+                return {RUN: BY_INVITATION, OPEN.run_id: OPEN}.get(run)
+
+            made.find = find
+            for run in (RUN, OPEN.run_id, "unknown-" + "a" * 32) * 3:
+                made.admits(beat_of(STRANGER, run), time.time())
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            assert sought == [RUN, OPEN.run_id, "unknown-" + "a" * 32], "each once in a while"
+            assert not self.keeps(made, STRANGER)
+            assert self.keeps(made, FRIEND, TICKET.chain_for(FRIEND.peer_id))
+            await made.close()
+
+        asyncio.run(scenario())
+
     def test_runs_of_others_are_forgotten_and_ours_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("peers.net.doors.STRANGERS_LIMIT", 2)
         assert STRANGERS_LIMIT > 2
