@@ -52,6 +52,7 @@ class Run:
             staleness=rounds.staleness,
             smallest_share=rounds.smallest_share,
             snapshot_every=self.config.snapshots.every,
+            probation=self.config.admission.probation,
             timing=Timing(
                 heartbeat=rounds.heartbeat_seconds,
                 heartbeat_expiry=rounds.heartbeat_expiry_seconds,

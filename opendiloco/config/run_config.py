@@ -101,9 +101,14 @@ class SnapshotsSection(Section):
 
 
 class AdmissionSection(Section):
-    """Who may join: everybody, or with `mode = "invite"` whoever has a ticket (`diloco-peer invite create`)."""
+    """Who may join: everybody, or with `mode = "invite"` whoever has a ticket (`diloco-peer invite create`).
+
+    A new peer neither counts nor votes in its first `probation` outer steps. The default is none: where identities cost
+    nothing it is a delay for who makes up many of them, and for a volunteer it may be its first day.
+    """
 
     mode: Literal["open", "invite"] = "open"
+    probation: Annotated[int, Field(ge=0, le=1000)] = RunSettings.probation
 
 
 class EvaluationSection(Section):

@@ -46,6 +46,8 @@ class RunSettings:
     snapshot_every: int = 8
     """Cycles from one snapshot to the next."""
     fragments: int = 1
+    probation: int = 0
+    """Outer steps in whose rosters a new identity neither counts nor votes."""
 
     @property
     def empty_log(self) -> LogState:
@@ -57,4 +59,5 @@ class RunSettings:
             self.tokens_per_sample,
             self.staleness,
             self.fragments,
+            self.probation,
         )

@@ -35,5 +35,5 @@ def may_make(
 def may_follow(desk: Desk, presence: Presence, log: LogState, sender: str, header: Header, proof: Proof | None) -> bool:
     """Whether an entry that was made without us is to be replayed: one of the roster must have made it, at least."""
     is_of_one = proof is not None and proof.signers > 0
-    is_of_one = is_of_one or not log.roster or (sender in log.roster and sender in header.peers)
+    is_of_one = is_of_one or not log.roster or (sender in log.voters and sender in header.peers)
     return is_of_one and not presence.are_most_here(log, desk.memory.incarnation)

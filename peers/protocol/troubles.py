@@ -2,8 +2,9 @@
 
 Too slow: not even the smallest share of a lease is done before it is too old. The peer sees that itself, by the speeds
 in heartbeats, and stops when a lease was in vain. Cut off: the peer whom all take for their leader can't be reached; or
-the leader says that rounds go on without us. In each case the peer waits without a lease, and looks again when links or
-speeds change, and after some time.
+the leader says that rounds go on without us. In each of these cases the peer waits without a lease, and
+looks again when links or speeds change, and after some time. On probation: a new peer's work does not count yet; it
+is told so, and goes on.
 """
 
 from __future__ import annotations
@@ -99,7 +100,17 @@ class Troubles:
     def _find(self, leader: str | None) -> Hindrance | None:
         if self._excluded:
             return Hindrance("left out", f"{self._excluded}; {REACH_REMEDY}", is_vain=True)
-        return self._cut_off(leader) or self._too_slow()
+        return self._cut_off(leader) or self._too_slow() or self._on_probation()
+
+    def _on_probation(self) -> Hindrance | None:
+        log = self._replica.log
+        if not log.is_on_probation(self._desk.me):
+            return None
+        reason = (
+            f"this peer is new to the run: its first {log.probation} outer steps do not count, as the run's"
+            f" admission.probation says; it need only go on"
+        )
+        return Hindrance("on probation", reason, is_vain=False)
 
     def _cut_off(self, leader: str | None) -> Hindrance | None:
         """Whether we can talk to nobody, or not to the one whom all others take for their leader."""
