@@ -31,6 +31,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
+from opendiloco.entrance import enter, read_ticket
 from opendiloco.local_workload import TrainingWorkload
 from opendiloco.loop_worker import LoopWorker, OuterStep
 from opendiloco.model.build import build_model, layout_of, store_weights, trainable
@@ -39,6 +40,7 @@ from opendiloco.model.layout import Layout
 from opendiloco.model.shards import Shards
 from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.sole import listen
 from opendiloco.volunteer import Volunteer, connected
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
@@ -65,8 +67,8 @@ class DiLoCo:
     theta at each outer step. `inner_optimizer` steps it; each of its steps must train one batch of the run's size
     (`training.batch_size` windows of `training.sequence_length` tokens), since contributions are weighted by tokens.
 
-    Entering raises: ManifestError, SwarmUnreachableError, LocalNetworkError, MachineError. What goes wrong later is
-    raised by the inner step during which it is noticed.
+    Entering raises: ManifestError, AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError,
+    MachineError. What goes wrong later is raised by the inner step during which it is noticed.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class DiLoCo:
         run: str,
         data: Sequence[Path] = (),
         identity: Identity | None = None,
+        ticket: str | None = None,
     ) -> None:
-        """`run` is an invite. `data` are folders to read instead of sources that are local to this machine."""
+        """`run` is an invite; one by invitation needs a `ticket`, too: its text, or a file's path. `data` are folders
+        to read instead of sources that are local to this machine."""
         self.finished = False
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
         self._model = model
@@ -87,6 +91,7 @@ class DiLoCo:
         self._invite = Invite.parse(run)
         self._data = data
         self._identity = identity or Identity.generate()
+        self._ticket = None if ticket is None else read_ticket(ticket)
         self._loss: float | None = None
         self._joining: Future[_Joined] = Future()
         self._thread = threading.Thread(target=self._live, name="diloco-peer", daemon=True)
@@ -189,11 +194,14 @@ class DiLoCo:
     async def _take_part(self) -> None:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = await find_run(transport, self._invite.run_id)
+            entrance = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
+            await listen(transport, run.run_id)
             worker = LoopWorker(await asyncio.to_thread(initial_vectors, run.config, self._layout))
             workload = LoopWorkload(worker, run)
             keeping = Keeping(await workload.state_digest())
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
             volunteer = Volunteer(run, driver, transport, workload)
+            volunteer.admitted_by(entrance)
             loop = asyncio.get_running_loop()
             self._joining.set_result(_Joined(run, worker, lambda: _call(loop, volunteer.leave)))
             await volunteer.train()

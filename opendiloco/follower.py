@@ -22,14 +22,14 @@ from peers.values.manifest import Invite
 HELD_OUT_WINDOWS = 256  # for the loss on the model card: about 1 % of the default corpus
 
 
-async def export_run(invite: Invite, folder: Path) -> RunFacts:
+async def export_run(invite: Invite, folder: Path, key: Identity) -> RunFacts:
     """Write the newest state of a run as a model folder; returns what its card says.
 
     Raises: MachineError when the folder is not new, SwarmUnreachableError when no peer gives a state, and what starting
     a worker raises.
     """
     with new_folder(folder):
-        async with connected(Identity.generate(), invite.addresses) as transport:
+        async with connected(key, invite.addresses) as transport:
             run = await find_run(transport, invite.run_id)
             if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
                 raise nobody_trains(run.run_id)

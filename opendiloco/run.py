@@ -56,6 +56,7 @@ class Run:
             clip=rounds.clip,
             snapshot_every=self.config.snapshots.every,
             goes_on_alone=self.goes_on_alone,
+            probation=self.config.admission.probation,
             timing=Timing(
                 heartbeat=rounds.heartbeat_seconds,
                 heartbeat_expiry=rounds.heartbeat_expiry_seconds,
@@ -68,6 +69,7 @@ class Run:
 
 class ManifestFinder(Protocol):
     async def find_manifest(self, run_id: str) -> SignedManifest | None: ...
+    def learn(self, manifest: SignedManifest) -> None: ...
 
 
 async def find_run(network: ManifestFinder, run_id: str, remembered: SignedManifest | None = None) -> Run:
@@ -76,6 +78,7 @@ async def find_run(network: ManifestFinder, run_id: str, remembered: SignedManif
     Raises: SwarmUnreachableError when nobody knows it; ManifestError.
     """
     if remembered is not None and remembered.run_id == run_id:
+        network.learn(remembered)
         return Run.from_manifest(remembered)
     manifest = await network.find_manifest(run_id)
     if manifest is None:

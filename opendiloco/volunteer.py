@@ -19,10 +19,12 @@ from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
+from opendiloco.entrance import Entrance
 from opendiloco.evaluation_turns import is_our_turn
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
+from opendiloco.sole import doubled
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
@@ -92,6 +94,7 @@ class Volunteer:
         self._log = log
         self._leaving = False
         self._remembered: RememberedPeers | None = None
+        self._entrance: Entrance | None = None
 
     @property
     def device(self) -> str:
@@ -110,6 +113,12 @@ class Volunteer:
         """Keep the addresses of other peers, so that this machine finds the run again without its bootstrap nodes."""
         self._remembered = remembered
 
+    def admitted_by(self, entrance: Entrance | None) -> None:
+        """Stay for as long as this lets us."""
+        self._entrance = entrance
+        if entrance is not None:
+            entrance.roster = lambda: self._driver.peer.log.roster
+
     def _prune_log(self) -> None:
         if self._folder is None or self._log is None:
             return
@@ -124,10 +133,14 @@ class Volunteer:
         driving = asyncio.create_task(self._driver.run())
         keeping = asyncio.create_task(keep_findable(self._transport, self.run.manifest, self.others, self._remembered))
         keeping.add_done_callback(_report_failure)
-        failures = [
+        failures: list[asyncio.Task[DilocoPeerError]] = [
             asyncio.create_task(self._workload.trainer.wait_for_death()),
             asyncio.create_task(self._transport.failure()),
         ]
+        incarnation, log = self._driver.peer.incarnation, lambda: self._driver.peer.log
+        failures.append(asyncio.create_task(doubled(self._transport, self.run.run_id, incarnation, log)))
+        if self._entrance is not None:
+            failures.append(asyncio.create_task(self._entrance.failure()))
         try:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
             broken = [failure.result() for failure in failures if failure in done]

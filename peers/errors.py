@@ -42,6 +42,18 @@ class LocalNetworkError(DilocoPeerError):
     exit_code = 5
 
 
+class AdmissionError(DilocoPeerError):
+    """A run by invitation does not admit this machine: its ticket is missing, expired, revoked or for somebody else."""
+
+    exit_code = 13
+
+
+class CopiedKeyError(DilocoPeerError):
+    """Another machine takes part in the run with the same key."""
+
+    exit_code = 14
+
+
 class LocalProtocolError(DilocoPeerError):
     """Our own code broke the protocol: an event that is illegal in the present state."""
 

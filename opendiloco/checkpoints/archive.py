@@ -125,6 +125,7 @@ class ArchivedRun:
     async def publish(self) -> None:
         """Say that the run is kept here, up to where."""
         end = self.end
+        ticket, revocations = self._transport.credentials(self.run.run_id)
         heartbeat = Heartbeat(
             run=self.run.run_id,
             peer=self._identity.peer_id,
@@ -142,6 +143,8 @@ class ArchivedRun:
             loss=None,
             addresses=self._transport.addresses,
             roster_size=len(end.roster),
+            ticket=ticket,
+            revocations=revocations,
         )
         await self._transport.publish(heartbeat.sign(self._identity), self.run.run_id)
 
@@ -275,7 +278,7 @@ class Archive:
                     logger.warning("run %s: %s", archived.run.run_id, error)
                 if archived.buffers is not None:
                     kept[archived.run.run_id] = archived.buffers
-                if archived.end.last is not None:
+                if archived.end.last is not None or archived.run.manifest.is_by_invitation:  # else nobody gives it any
                     await archived.publish()
                 await asyncio.sleep(archived.run.settings.timing.heartbeat)
 
@@ -286,6 +289,7 @@ class Archive:
                     message = unpack_message(run_id, data, None)
                 except WireError:
                     continue  # of another run
+                transport.check_admitted(run_id, sender)
                 reply = archived.answer(message) if isinstance(message, Inquire) else None
                 if reply is not None:
                     with suppress(PeerUnreachableError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -18,6 +19,9 @@ from opendiloco.cli.options import (
     metrics_port_option,
     relay_settings,
 )
+
+if TYPE_CHECKING:
+    from peers.values.tickets import Ticket
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338
 RELAY_MEGABITS = 100.0
@@ -42,6 +46,13 @@ RELAY_MEGABITS = 100.0
 @metrics_port_option
 @click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
 @click.option("--archive", type=FOLDER, help="Keep the log and the newest snapshots of these runs in this folder.")
+@click.option(
+    "--ticket",
+    "tickets",
+    multiple=True,
+    metavar="TICKET|FILE",
+    help="With --archive: what admits this node to a run by invitation. May be repeated.",
+)
 @click.pass_obj
 def command(
     log: LogOptions,
@@ -55,6 +66,7 @@ def command(
     metrics_port: int | None,
     directory: Path | None,
     archive: Path | None,
+    tickets: tuple[str, ...],
 ) -> None:
     """Be a node through which the peers of any run find each other. Needs no GPU and little memory."""
     import asyncio
@@ -68,6 +80,7 @@ def command(
     links = relay_settings(data_port, None if no_relay else relay_limit)
     if metrics_port is not None:
         serve_metrics(metrics_port)
+    shown = read_tickets(tickets)
     runs = directory or identity.with_suffix(".runs")
 
     async def main(interrupts: Interrupts) -> None:
@@ -78,10 +91,19 @@ def command(
             from opendiloco.checkpoints.archive import Archive
 
             kept = Archive(key, archive)
-        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, kept, links)
+        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, kept, links, shown)
 
     with hold_identity(identity) as key:
         run_interruptible(main)
+
+
+def read_tickets(tickets: tuple[str, ...]) -> list[Ticket]:
+    """Raises: AdmissionError."""
+    if not tickets:
+        return []
+    from opendiloco.entrance import read_ticket
+
+    return [read_ticket(ticket) for ticket in tickets]
 
 
 def show_addresses(addresses: tuple[str, ...]) -> None:

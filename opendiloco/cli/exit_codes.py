@@ -16,6 +16,8 @@ EXIT_CODES: dict[int, str] = {
     10: "a remote folder cannot be used: its URL, the package for it, or its credentials",
     11: "a log whose headers, payloads or states are not what its digests say",
     12: "a peer of a run that is followed has another state than the log leads to, or this machine has",
+    13: "a run by invitation does not admit this machine: no ticket, or one that is expired, revoked or used up",
+    14: "another machine takes part with the same key: a copied identity file",
     70: "the protocol was broken: a bug, ours or a peer's",
     130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, NEW_FOLDER, initial_peers_option, parse_run
+from opendiloco.cli.options import FILE, NEW_FOLDER, initial_peers_option, parse_run, reader, reader_option
 
 if TYPE_CHECKING:
     from opendiloco.model.export import RunFacts
@@ -21,6 +21,7 @@ ANY_PATH = click.Path(path_type=Path)
     "--run", metavar="ID|INVITE", help="The run's id, or an invite to it: take the newest state of its peers."
 )
 @initial_peers_option
+@reader_option
 @click.option("--from", "source", type=ANY_PATH, help="Take a checkpoint: its file, or the newest in a folder.")
 @click.option("--at", type=click.IntRange(min=0), metavar="N", help="With --from: the model after N outer steps.")
 @click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: the one beside it]")
@@ -31,6 +32,7 @@ def command(
     log: LogOptions,
     run: str | None,
     initial_peers: tuple[str, ...],
+    identity: Path | None,
     source: Path | None,
     at: int | None,
     manifest: Path | None,
@@ -53,7 +55,10 @@ def command(
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
     with tempfile.TemporaryDirectory(prefix="diloco-peer-") as temporary:
         folder = Path(temporary) / "model" if out is None else out
-        facts = export_from_peers(run, initial_peers, folder) if run else export_from_disk(source, at, manifest, folder)
+        if run:
+            facts = export_from_peers(run, initial_peers, identity, folder)
+        else:
+            facts = export_from_disk(source, at, manifest, folder)
         if push_to is not None:
             push_folder(folder, push_to)
     places = " and ".join(str(place) for place in (out, push_to and without_secrets(push_to)) if place is not None)
@@ -61,12 +66,13 @@ def command(
     click.echo(f"held-out loss: {facts.held_out_loss:.4f} nats per token")
 
 
-def export_from_peers(run: str, initial_peers: tuple[str, ...], folder: Path) -> RunFacts:
+def export_from_peers(run: str, initial_peers: tuple[str, ...], identity: Path | None, folder: Path) -> RunFacts:
     import asyncio
 
     from opendiloco.follower import export_run
 
-    return asyncio.run(export_run(parse_run(run, initial_peers), folder))
+    with reader(identity) as key:
+        return asyncio.run(export_run(parse_run(run, initial_peers), folder, key))
 
 
 def export_from_disk(source: Path | None, at: int | None, manifest: Path | None, folder: Path) -> RunFacts:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FOLDER, initial_peers_option, parse_run, run_option
+from opendiloco.cli.options import FOLDER, initial_peers_option, parse_run, reader, reader_option, run_option
 
 if TYPE_CHECKING:
     from opendiloco.local_workload import LocalWorkload
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from opendiloco.tracking import Audit, Disagreement, Reached, Retrying
     from peers.net.transport import HivemindTransport
+    from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class FollowPlan:
 @click.command()
 @run_option
 @initial_peers_option
+@reader_option
 @click.option(
     "--every",
     type=click.IntRange(min=1),
@@ -71,6 +73,7 @@ def command(
     log: LogOptions,
     run: str,
     initial_peers: tuple[str, ...],
+    identity: Path | None,
     every: int,
     evaluate: bool,
     export: Path | None,
@@ -92,8 +95,8 @@ def command(
     if push_to is not None:
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
     plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json), Audit()
-    with staging(plan) as folder:
-        run_interruptible(lambda interrupts: follow(invite, plan, folder, audit))
+    with reader(identity) as key, staging(plan) as folder:
+        run_interruptible(lambda interrupts: follow(invite, key, plan, folder, audit))
     audit.check()
 
 
@@ -125,13 +128,12 @@ def staging(plan: FollowPlan) -> Iterator[Path | None]:
         yield Path(name)
 
 
-async def follow(invite: Invite, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
+async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.run import find_run
     from opendiloco.tracking import unless_failed
     from opendiloco.volunteer import connected
-    from peers.values.identity import Identity
 
-    async with connected(Identity.generate(), invite.addresses) as transport:
+    async with connected(key, invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
         await unless_failed(track(run, transport, plan, folder, audit), transport.failure())
 

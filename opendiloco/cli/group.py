@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, str] = {
     "demo": "opendiloco.cli.demo",
     "bootstrap": "opendiloco.cli.bootstrap",
     "run": "opendiloco.cli.run",
+    "invite": "opendiloco.cli.invite",
     "join": "opendiloco.cli.join",
     "status": "opendiloco.cli.status",
     "export": "opendiloco.cli.export",

@@ -25,6 +25,7 @@ from opendiloco.cli.options import (
     parse_run,
     relay_settings,
     run_option,
+    ticket_option,
     track_option,
     worker_options,
 )
@@ -47,6 +48,7 @@ THIS_MACHINE = "this machine"
 @run_option
 @initial_peers_option
 @click.option("--identity", type=FILE, help="Key file; made if it does not exist.  [default: this user's own]")
+@ticket_option
 @listen_option(0)
 @announce_option
 @data_port_option(0, "Accept bulk connections on TCP port N; 0 is any free one. Routers need not let it in.")
@@ -120,6 +122,7 @@ def command(
     run: str,
     initial_peers: tuple[str, ...],
     identity: Path | None,
+    ticket: str | None,
     listen: tuple[str, ...],
     announce: tuple[str, ...],
     data_port: int,
@@ -144,9 +147,11 @@ def command(
     from opendiloco.checkpoints.journal import Journal
     from opendiloco.checkpoints.remote import check_url
     from opendiloco.checkpoints.run_folder import RunFolder
+    from opendiloco.entrance import enter, read_ticket
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
     from opendiloco.run import find_run
+    from opendiloco.sole import listening
     from opendiloco.volunteer import connected, volunteering
     from opendiloco.workers.trackers import tracking
     from peers.metrics import serve_metrics
@@ -156,6 +161,7 @@ def command(
     if console is None:
         log.start("info")
     invite = parse_run(run, initial_peers)
+    shown = None if ticket is None else read_ticket(ticket)
     record = None if journal is None else Journal.open(journal)
     if remote is not None:
         check_url(remote)
@@ -174,15 +180,19 @@ def command(
             found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(data)
             found = replace(found, goes_on_alone=on_partition == "continue")
             folder = RunFolder.open(found, key.peer_id, state)
+            entrance = await enter(transport, found, key, invite.addresses, folder, shown)
             plan = KeepingPlan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             kept = folder if keep or keep_every else None
             async with (
+                listening(transport, found.run_id) as sole,
                 volunteering(found, key, transport, workers, kept, trackers) as volunteer,
                 Checkpointer(plan) as checkpointer,
             ):
+                await sole
                 say(f"what outlives this process is in {folder.path}", console)
                 say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave", console)
+                volunteer.admitted_by(entrance)
                 volunteer.checkpoint_with(checkpointer)
                 volunteer.remember_with(remembered)
                 if record is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -16,6 +17,7 @@ from peers.links.settings import LinkSettings
 
 if TYPE_CHECKING:
     from opendiloco.workers.trackers import Choice
+    from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -37,6 +39,22 @@ def initial_peers_option(command: Command) -> Command:
 
 def run_option(command: Command) -> Command:
     return click.option("--run", required=True, metavar="ID|INVITE", help="The run's id, or an invite to it.")(command)
+
+
+def ticket_option(command: Command) -> Command:
+    return click.option(
+        "--ticket",
+        metavar="TICKET|FILE",
+        help="What admits this machine to a run by invitation; needed once, then kept with what else --state keeps.",
+    )(command)
+
+
+def reader_option(command: Command) -> Command:
+    return click.option(
+        "--identity",
+        type=FILE,
+        help="Look as the peer with this key file: runs by invitation show themselves to their organiser.",
+    )(command)
 
 
 def listen_option(port: int) -> Callable[[Command], Command]:
@@ -169,6 +187,19 @@ WORKER_OPTIONS = (
         help="Compile the model's blocks with torch.compile.  [default: on GPUs]",
     ),
 )
+
+
+@contextmanager
+def reader(path: Path | None) -> Iterator[Identity]:
+    """The key of this file, or a new one, to look at a run with. Raises: LocalNetworkError."""
+    from opendiloco.identity_file import hold_identity
+    from peers.values.identity import Identity
+
+    if path is None:
+        yield Identity.generate()
+    else:
+        with hold_identity(path) as key:
+            yield key
 
 
 def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:

@@ -53,7 +53,11 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
     kept = asyncio.run(announce(run, initial_peers))
     invite = Invite(run.run_id, kept)
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}\nTo train in it, type on any machine:")
-    click.echo(f"  diloco-peer join --run {invite}")
+    if run.manifest.is_by_invitation:
+        click.echo(f"  diloco-peer join --run {invite} --ticket TICKET\nGive out such tickets with")
+        click.echo(f"  diloco-peer invite create {path}")
+    else:
+        click.echo(f"  diloco-peer join --run {invite}")
 
 
 @command.command()

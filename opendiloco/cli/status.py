@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import initial_peers_option, parse_run, run_option
+from opendiloco.cli.options import initial_peers_option, parse_run, reader, reader_option, run_option
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from peers.net.transport import HivemindTransport
     from peers.presence.heartbeat import Heartbeat
+    from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
 WATCH_SECONDS = 1.0
@@ -26,10 +28,13 @@ NOBODY = "no live peers: nobody trains in this run now"
 @click.command()
 @run_option
 @initial_peers_option
+@reader_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--watch", is_flag=True, help="Keep showing it until Ctrl-C.")
 @click.pass_obj
-def command(log: LogOptions, run: str, initial_peers: tuple[str, ...], as_json: bool, watch: bool) -> None:
+def command(
+    log: LogOptions, run: str, initial_peers: tuple[str, ...], identity: Path | None, as_json: bool, watch: bool
+) -> None:
     """Show the live peers of a run."""
     import asyncio
 
@@ -39,13 +44,14 @@ def command(log: LogOptions, run: str, initial_peers: tuple[str, ...], as_json: 
     if as_json and watch:
         raise click.UsageError("--json and --watch exclude each other.")
     invite = parse_run(run, initial_peers)
-    if watch:
-        run_interruptible(lambda interrupts: watch_status(invite))
-    else:
-        asyncio.run(show_status(invite, as_json))
+    with reader(identity) as key:
+        if watch:
+            run_interruptible(lambda interrupts: watch_status(invite, key))
+        else:
+            asyncio.run(show_status(invite, key, as_json))
 
 
-async def show_status(invite: Invite, as_json: bool) -> None:
+async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
     import json
 
     from rich.console import Console
@@ -53,10 +59,9 @@ async def show_status(invite: Invite, as_json: bool) -> None:
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
-    from peers.values.identity import Identity
 
     agreement = Agreement()
-    async with connected(Identity.generate(), invite.addresses, client_mode=True) as transport:
+    async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         heartbeats = await live_heartbeats(transport, run)
     agreement.observe(heartbeats)
@@ -67,7 +72,7 @@ async def show_status(invite: Invite, as_json: bool) -> None:
         Console().print(picture(run, heartbeats, agreement))
 
 
-async def watch_status(invite: Invite) -> None:
+async def watch_status(invite: Invite, key: Identity) -> None:
     import asyncio
 
     from rich.live import Live
@@ -75,10 +80,9 @@ async def watch_status(invite: Invite) -> None:
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
-    from peers.values.identity import Identity
 
     agreement = Agreement()
-    async with connected(Identity.generate(), invite.addresses, client_mode=True) as transport:
+    async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         with Live(auto_refresh=False) as live:
             while True:

@@ -102,6 +102,17 @@ class SnapshotsSection(Section):
     every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
 
 
+class AdmissionSection(Section):
+    """Who may join: everybody, or with `mode = "invite"` whoever has a ticket (`diloco-peer invite create`).
+
+    A new peer neither counts nor votes in its first `probation` outer steps. The default is none: where identities cost
+    nothing it is a delay for who makes up many of them, and for a volunteer it may be its first day.
+    """
+
+    mode: Literal["open", "invite"] = "open"
+    probation: Annotated[int, Field(ge=0, le=1000)] = RunSettings.probation
+
+
 class EvaluationSection(Section):
     """After every so many outer steps one of the peers evaluates theta on held-out text, each time another; 0: none.
 
@@ -129,6 +140,7 @@ class RunConfig(Section):
     rounds: RoundsSection = RoundsSection()
     snapshots: SnapshotsSection = SnapshotsSection()
     evaluation: EvaluationSection = EvaluationSection()
+    admission: AdmissionSection = AdmissionSection()
 
     @model_validator(mode="after")
     def check_across_sections(self) -> Self:

@@ -25,6 +25,7 @@ CALL_TIMEOUT = 10.0  # seconds
 class MessageTransport(Protocol):
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
     async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
+    def check_admitted(self, run_id: str, peer_id: str) -> None: ...
 
 
 class Messenger:
@@ -63,8 +64,9 @@ class Messenger:
         """Take in a message. The transport drops and counts what is none: not of this run or this version, of no known
         kind, or with a field out of bounds.
 
-        Raises: RemoteProtocolError.
+        Raises: RemoteProtocolError; RefusalError for a peer that is not admitted to the run.
         """
+        self._transport.check_admitted(self._host.peer.settings.run, sender)
         try:
             message = self._packer.unpack(data)
         except WireError as error:

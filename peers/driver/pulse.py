@@ -36,6 +36,7 @@ class PulseTransport(Protocol):
     async def refresh_addresses(self) -> tuple[str, ...]: ...
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     def pace(self, run_id: str) -> Pace: ...
+    def credentials(self, run_id: str) -> tuple[bytes, int]: ...
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
     def silences(self, run_id: str) -> dict[str, float]: ...
@@ -93,6 +94,7 @@ class Pulse:
         self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
         peer, progress, log = self._peer, self._peer.trainer.progress, self._peer.settled
         goodbye = peer.goodbye if peer.state is State.LEFT else None
+        ticket, revocations = self._transport.credentials(peer.settings.run)
         return Heartbeat(
             run=peer.settings.run,
             peer=peer.me,
@@ -118,6 +120,8 @@ class Pulse:
             trouble=printable(peer.troubles.told),
             departure=goodbye.departure if goodbye else 0,
             farewell=goodbye.signature if goodbye else b"",
+            ticket=ticket,
+            revocations=revocations,
         )
 
     async def _connect(self, stranger: Heartbeat) -> None:

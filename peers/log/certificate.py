@@ -107,9 +107,11 @@ def ballot(header: Header, attempt: AttemptName, incarnation: int) -> Ballot:
 
 
 def electorate(log: LogState, header: Header) -> tuple[tuple[str, int], ...]:
-    """Return who may sign an entry, as (peer, incarnation): the roster before; of the first entry its own."""
-    roster = log.last.roster if log.last else header.roster
-    return tuple((member.peer, member.incarnation) for member in roster)
+    """Return who may sign an entry, as (peer, incarnation): the roster before, without those on probation; of the first
+    entry its own."""
+    if log.last is None:
+        return tuple((member.peer, member.incarnation) for member in header.roster)
+    return tuple((peer, log.incarnations[peer]) for peer in log.voters)
 
 
 def certify(

@@ -64,8 +64,16 @@ class Assignment(Value):
     since: Count
 
 
+class Tenure(Value):
+    """In how many outer steps' rosters a peer has been, as far as that matters for its probation."""
+
+    peer: PeerId
+    served: Count
+
+
 class Header(Value):
-    """One link of the chain. `state` is the digest of theta and momentum when its cycle began: whoever signs the entry
+    """One link of the chain. `tenures` are those of the roster and of some who were in rosters before; none where the
+    run has no probation. `state` is the digest of theta and momentum when its cycle began: whoever signs the entry
     vouches for it, too."""
 
     run: RunId
@@ -79,6 +87,7 @@ class Header(Value):
     free: Annotated[tuple[Samples, ...], Field(max_length=FREE_LIMIT)]
     lineage_tokens: Count
     payload: Digest
+    tenures: Annotated[tuple[Tenure, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
 
     @cached_property
     def digest(self) -> bytes:

@@ -50,6 +50,8 @@ class RunSettings:
     """The owner's choice: whether to train with a minority when most have been gone for the partition grace."""
     clip: float = 4.0
     """Times the median norm of a round's contributions, that one of them counts with at most."""
+    probation: int = 0
+    """Outer steps in whose rosters a new identity neither counts nor votes."""
 
     @property
     def empty_log(self) -> LogState:
@@ -61,4 +63,5 @@ class RunSettings:
             self.tokens_per_sample,
             self.staleness,
             self.fragments,
+            self.probation,
         )

@@ -26,6 +26,7 @@ from peers.log.header import (
     Header,
     Member,
     Position,
+    Tenure,
     cycle_head,
 )
 from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
@@ -35,8 +36,8 @@ class LogError(ValueError):
     """A header that does not follow from the log. The message says which rule it breaks."""
 
 
-OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0}
-"""What entries that close no cycle say of leases and tokens: nothing."""
+OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0, "tenures": ()}
+"""What entries that close no cycle say of leases, tokens and tenures: nothing."""
 
 
 @lru_cache(maxsize=16)
@@ -59,6 +60,7 @@ class LogState:
     tokens_per_sample: int
     staleness: int = 0
     fragments: int = 1
+    probation: int = 0
     last: Header | None = None
     ends: tuple[bytes, ...] = ()
     made: tuple[Header, ...] = ()
@@ -109,8 +111,51 @@ class LogState:
         return {member.peer: member.incarnation for member in self.last.roster} if self.last else {}
 
     def counts(self, peer: str, incarnation: int) -> bool:
-        """Whether the peer was in the roster as the start that it is, and so remembers what it did there."""
-        return self.incarnations.get(peer) == incarnation
+        """Whether the peer was in the roster as the start that it is, and so remembers what it did there; and is not on
+        probation."""
+        return self.incarnations.get(peer) == incarnation and not self.is_on_probation(peer)
+
+    @cached_property
+    def served(self) -> dict[str, int]:
+        """In how many outer steps' rosters each peer has been, up to the manifest's `probation`."""
+        return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
+
+    def is_on_probation(self, peer: str) -> bool:
+        """Whether the peer neither counts nor votes yet. Before the first entry nobody is."""
+        return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
+
+    @cached_property
+    def voters(self) -> tuple[str, ...]:
+        """The peers of the roster that have a say in the next entry, in its order: those that are not on probation."""
+        return tuple(peer for peer in self.roster if not self.is_on_probation(peer)) if self.probation else self.roster
+
+    @cached_property
+    def by_standing(self) -> tuple[str, ...]:
+        """The roster, those on probation last."""
+        if not self.probation:
+            return self.roster
+        return (*self.voters, *(peer for peer in self.roster if self.is_on_probation(peer)))
+
+    def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
+        """The roster as it counts: of those on probation nothing, unless all of them are."""
+        new = {member.peer for member in roster if self.is_on_probation(member.peer)}
+        if not new or len(new) == len(roster):
+            return tuple(roster)
+        nothing = {"tokens": 0, "samples": (), "missed": 0}
+        return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
+
+    def _tenures(self, roster: Sequence[Member]) -> tuple[Tenure, ...]:
+        """Whoever founds the run has served. So has a roster of nobody but those on probation: it founds it anew."""
+        if not self.probation:
+            return ()
+        present = {member.peer for member in roster}
+        if self.last is None or all(self.is_on_probation(peer) for peer in present):
+            served = dict.fromkeys((member.peer for member in roster), self.probation)
+        else:
+            served = {peer: min(self.probation, self.served.get(peer, 0) + 1) for peer in (m.peer for m in roster)}
+        absent = [tenure for tenure in (self.last.tenures if self.last else ()) if tenure.peer not in present]
+        absent.sort(key=lambda tenure: -tenure.served)  # of those who have served as long, the latest stay first
+        return (*(Tenure(peer=peer, served=steps) for peer, steps in served.items()), *absent[:MEMBER_LIMIT])
 
     @property
     def lineage_tokens(self) -> int:
@@ -252,6 +297,8 @@ class LogState:
         peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
+        if self.probation and self.weighed(roster) != tuple(roster):
+            raise LogError("a peer on probation counts in the roster")
         try:
             return Header(
                 run=self.run,
@@ -286,6 +333,7 @@ class LogState:
             "cursor": pool.cursor,
             "free": pool.free,
             "lineage_tokens": self.lineage_tokens + tokens,
+            "tenures": self._tenures(roster),
         }
 
     def append(self, header: Header) -> LogState:

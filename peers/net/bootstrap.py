@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,7 @@ from peers.net.transport import HivemindTransport
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+from peers.values.tickets import Ticket, TicketError
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
 MANIFEST_LIMIT = 1000  # runs that one node remembers: 64 MB at most
 QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another's sake
 SUFFIX = ".manifest"
+REVOKED_SUFFIX = ".revocations"
 
 
 class ManifestStore:
@@ -68,6 +70,22 @@ class ManifestStore:
         except OSError as error:
             raise self._unusable(error) from error
 
+    def keep_revocations(self, run_id: str, packed: bytes) -> None:
+        """Remember the tickets of a run that its organiser has revoked."""
+        try:
+            path = self._directory / f"{run_id}{REVOKED_SUFFIX}"
+            path.with_suffix(".partial").write_bytes(packed)
+            path.with_suffix(".partial").replace(path)
+        except OSError as error:
+            logger.error("%s", self._unusable(error))
+
+    def revocations(self, run_id: str) -> bytes:
+        """Return the list of a run's revoked tickets; empty: there is none."""
+        try:
+            return (self._directory / f"{run_id}{REVOKED_SUFFIX}").read_bytes()
+        except OSError:
+            return b""
+
     def touch(self, run_id: str) -> None:
         """The run is in use: it is not forgotten for another while."""
         with suppress(OSError):
@@ -83,6 +101,7 @@ class ManifestStore:
             if time.time() - used < QUIET_LIMIT:
                 raise RefusalError("this node remembers as many runs as it can; ask again tomorrow")
             path.unlink()
+            path.with_suffix(REVOKED_SUFFIX).unlink(missing_ok=True)
             logger.info("forgot the run %s: nobody uses it", path.name.removesuffix(SUFFIX))
 
     def _unusable(self, error: OSError) -> LocalNetworkError:
@@ -107,14 +126,17 @@ async def run_bootstrap(
     stop: asyncio.Event,
     archive: Archive | None = None,
     links: LinkSettings | None = None,
+    tickets: Sequence[Ticket] = (),
 ) -> None:
     """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used. `archive` keeps the
-    runs that are announced to it. `links` says how the node brings volunteers together that can't dial each other.
+    runs that are announced to it, those by invitation with one of the `tickets`. `links` says how the node brings
+    volunteers together that can't dial each other.
 
     Raises: ManifestError, LocalNetworkError, SwarmUnreachableError when it cannot start; LocalNetworkError when
     libp2p's daemon dies.
     """
     store = ManifestStore(manifest_directory)
+    chains = {ticket.run: ticket.chain_for(identity.peer_id) for ticket in tickets}
     transport = await HivemindTransport.create(identity, initial_peers, listen, announce, public=True, links=links)
     try:
 
@@ -128,10 +150,14 @@ async def run_bootstrap(
             except LocalNetworkError as error:
                 logger.error("run %s is not kept: %s", manifest.run_id, error)
                 raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
+            _open_door(transport, store, manifest, chains)
             await transport.store_manifest(manifest, MANIFEST_LIFETIME)
             logger.info("run %s was announced by %s", manifest.run_id, sender)
             return manifest.run_id.encode()
 
+        transport.doors.on_revoked = store.keep_revocations
+        for manifest in store:
+            _open_door(transport, store, manifest, chains)
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
         await _publish(transport, store)
         on_ready(transport.addresses)
@@ -160,6 +186,22 @@ async def announce_manifest(
         except PeerUnreachableError as error:
             logger.warning("the manifest is not kept at %s: %s", address, error)
     return tuple(kept)
+
+
+def _open_door(
+    transport: HivemindTransport, store: ManifestStore, manifest: SignedManifest, chains: Mapping[str, bytes]
+) -> None:
+    """Learn who may come into a run, and what admits ourselves, should we keep it."""
+    transport.learn(manifest)
+    guests = transport.doors.of(manifest.run_id)
+    if guests is None:
+        return
+    guests.show(transport.peer_id, chains.get(manifest.run_id, b""))
+    if revoked := store.revocations(manifest.run_id):
+        try:
+            guests.revoke(revoked)
+        except TicketError as error:
+            logger.warning("a list of revoked tickets of %s: %s", manifest.run_id, error)
 
 
 async def _publish(transport: HivemindTransport, store: ManifestStore) -> None:

@@ -30,6 +30,7 @@ from peers.net.daemon import (
     unreachable,
 )
 from peers.net.dht_storage import bounded
+from peers.net.doors import Doors
 from peers.net.first_contact import first_contacts
 from peers.net.foothold import Foothold
 from peers.net.records import heartbeats_key, manifest_key, record_is_valid
@@ -55,8 +56,13 @@ DHT_OPTIONS = {
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
     """Keeps from this node's part of the DHT what does not prove itself."""
 
+    def __init__(self, doors: Doors) -> None:
+        self._doors = doors
+
     def validate(self, record: Any) -> bool:
-        return record_is_valid(record.key, record.subkey, record.value, record.expiration_time, time.time())
+        return record_is_valid(
+            record.key, record.subkey, record.value, record.expiration_time, time.time(), self._doors
+        )
 
 
 class EncodedAddress(bytes):
@@ -76,6 +82,8 @@ class HivemindNode:
     """One node of the DHT. Made by `create`; `close` ends it."""
 
     def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
+        self.doors = Doors()
+        """Who may come into which run."""
         self._daemon = daemon
         self._node = node
         self._foothold: Foothold | None = None
@@ -116,17 +124,20 @@ class HivemindNode:
         contacts = await first_contacts(initial_peers, remembered())
         exposure = _exposure(local, public)
         waits = bool(initial_peers) and exposure in (Exposure.PRIVATE, Exposure.UNKNOWN)
+        doors = Doors()
         daemon = await start_daemon(identity, contacts, listen, announce, client_mode, exposure)
         try:
             node = await HIVEMIND.node.DHTNode.create(
                 p2p=daemon,
                 initial_peers=contacts,
                 client_mode=client_mode or waits,
-                record_validator=RecordValidator(),
+                record_validator=RecordValidator(doors),
                 **DHT_OPTIONS,
             )
             node.protocol.storage, node.protocol.cache = bounded(node.protocol.storage), bounded(node.protocol.cache)
             transport = cls(daemon, node, await _visible_addresses(daemon))
+            transport.doors = doors
+            doors.find = transport._search_manifest
         except BaseException as error:
             await stop_daemon(daemon)
             if isinstance(error, RuntimeError) and "none of the initial_peers" in str(error):
@@ -144,6 +155,7 @@ class HivemindNode:
     async def close(self) -> None:
         """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
         try:
+            await self.doors.close()
             if self._watching is not None:
                 self._watching.cancel()
                 await asyncio.gather(self._watching, return_exceptions=True)
@@ -203,8 +215,23 @@ class HivemindNode:
         """Return whether others can dial our libp2p port; None while nobody has tried."""
         return None
 
+    def learn(self, manifest: SignedManifest) -> None:
+        """Take in who may join this run: only they are heard from now on."""
+        self.doors.learn(manifest)
+
+    def check_admitted(self, run_id: str, peer_id: str) -> None:
+        """Raises: RefusalError unless the peer may take part in the run, as far as we know."""
+        self.doors.check(run_id, peer_id)
+
+    def credentials(self, run_id: str) -> tuple[bytes, int]:
+        """Return what our heartbeats show where a ticket is needed: its chain, and the number of our list of revoked
+        ones."""
+        guests = self.doors.of(run_id)
+        return (guests.chain, guests.number) if guests else (b"", 0)
+
     async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
         """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
+        self.learn(manifest)
         key, expiration = manifest_key(manifest.run_id), time.time() + ttl
         packed, place = self._node.protocol.serializer.dumps(manifest.pack()), HIVEMIND.protocol.DHTID.generate(key)
         self._node.protocol.storage.favour(place)
@@ -213,6 +240,12 @@ class HivemindNode:
 
     async def find_manifest(self, run_id: str) -> SignedManifest | None:
         """The run's manifest, all checks done; None when nobody here knows it."""
+        manifest = await self._search_manifest(run_id)
+        if manifest is not None:
+            self.learn(manifest)
+        return manifest
+
+    async def _search_manifest(self, run_id: str) -> SignedManifest | None:
         found = await self._node.get(manifest_key(run_id))
         if found is None or not isinstance(found.value, bytes):
             return None

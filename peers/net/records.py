@@ -1,7 +1,8 @@
 """What a run keeps in the DHT: its manifest, and the heartbeats of its peers, one subkey each.
 
 A node refuses every record that does not prove itself: a manifest under the key that its own digest gives it, a
-heartbeat signed by the peer that its subkey names, under the key of the run that it is about. Nothing else can be
+heartbeat signed by the peer that its subkey names, under the key of the run that it is about. Where the node has the
+manifest of a run by invitation, the peer must be admitted, too. Nothing else can be
 stored, and nobody can overwrite what is somebody else's.
 """
 
@@ -11,6 +12,7 @@ import hashlib
 import heapq
 from collections.abc import Hashable
 from itertools import count
+from typing import Protocol
 
 from peers.errors import DilocoPeerError
 from peers.presence.heartbeat import Heartbeat
@@ -37,7 +39,16 @@ def key_digest(key: bytes) -> bytes:
     return hashlib.sha1(key, usedforsecurity=False).digest()
 
 
-def record_is_valid(key: bytes, subkey: bytes, value: bytes, expiration: float, now: float) -> bool:
+class Guard(Protocol):
+    """What a node knows of who may come into which run."""
+
+    def admits(self, heartbeat: Heartbeat, wall: float) -> bool: ...
+    def learn(self, manifest: SignedManifest, is_ours: bool) -> None: ...
+
+
+def record_is_valid(
+    key: bytes, subkey: bytes, value: bytes, expiration: float, now: float, guard: Guard | None = None
+) -> bool:
     """Whether a node may keep a record.
 
     key: digest of the DHT key, 20 bytes; subkey, value: as hivemind packs them (msgpack; a record without subkey has
@@ -49,13 +60,17 @@ def record_is_valid(key: bytes, subkey: bytes, value: bytes, expiration: float, 
             return False
         if owner is None:
             manifest = SignedManifest.unpack(data)
-            return key == key_digest(manifest_key(manifest.run_id)) and expiration <= now + MANIFEST_LIFETIME_LIMIT
+            is_there = key == key_digest(manifest_key(manifest.run_id))
+            if is_there and guard is not None:
+                guard.learn(manifest, is_ours=False)
+            return is_there and expiration <= now + MANIFEST_LIFETIME_LIMIT
         heartbeat = Heartbeat.verify(data)
     except (WireError, DilocoPeerError):
         return False
     # The DHT prefers what expires later: past the signed expiration, an old heartbeat could displace a newer one.
     timely = expiration <= heartbeat.expires <= now + CLOCK_TOLERANCE + heartbeat.lifetime
-    return key == key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer and timely
+    is_its_own = key == key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer
+    return is_its_own and timely and (guard is None or guard.admits(heartbeat, now))
 
 
 class RecordBudget:

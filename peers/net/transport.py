@@ -23,6 +23,7 @@ from peers.links.probing import probe
 from peers.links.relays import LINK_INFO, LinkInfo
 from peers.links.settings import LinkSettings
 from peers.net.daemon import NETWORK_ERRORS, Daemon, to_peer_id
+from peers.net.doors import REVOCATIONS
 from peers.net.first_contact import endpoint
 from peers.net.node import HivemindNode
 from peers.net.whereabouts import GOSSIP, Whereabouts
@@ -120,11 +121,10 @@ class HivemindTransport(HivemindNode):
         if settings is not None:
             links.listen([host for address in listen if (host := host_of(address))], settings)
             self._is_eager = True
-        await self.on_call(LINK_INFO, self._tell_link_info)
-        await self.on_call(MORE, links.dialling.on_more)
-        await self.on_call(INTRODUCE, links.arranging.on_introduce)
-        await self.on_call(MEET, links.arranging.on_meet)
-        await self.on_call(GOSSIP, self._hear)
+        answers: dict[str, CallHandler] = {LINK_INFO: self._tell_link_info, MORE: links.dialling.on_more}
+        answers |= {INTRODUCE: links.arranging.on_introduce, MEET: links.arranging.on_meet}
+        for name, answer in (answers | {GOSSIP: self._hear, REVOCATIONS: self.doors.answer}).items():
+            await self.on_call(name, answer)
         self.on_move = links.drop_all
         links.use_relays(initial_peers)
 
@@ -176,22 +176,24 @@ class HivemindTransport(HivemindNode):
             self._links.prepare(peer_id)
 
     # Who is there ---------------------------------------------------------------------------------------------
-    def _whereabouts_of(self, run_id: str) -> Whereabouts:
+    def whereabouts_of(self, run_id: str) -> Whereabouts:
         if run_id not in self._whereabouts:
             self._whereabouts[run_id] = Whereabouts(run_id, self)
+        self._whereabouts[run_id].gossip.guests = self.doors.of(run_id)
         return self._whereabouts[run_id]
 
     def pace(self, run_id: str) -> Pace:
         """Return what the next thing that we say of ourselves in a run depends on."""
-        return self._whereabouts_of(run_id).pace()
+        return self.whereabouts_of(run_id).pace()
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
         """Tell a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
-        return await self._whereabouts_of(run_id).say(heartbeat, sign)
+        return await self.whereabouts_of(run_id).say(heartbeat, sign)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
-        found = await self._whereabouts_of(run_id).heartbeats()
+        found = await self.whereabouts_of(run_id).heartbeats()
+        self.doors.catch_up(self, run_id, found)
         if self._links:
             self._links.observe(contacts_of(found), self._is_eager)
             self._links.arranging.volunteers = open_volunteers(found, self.peer_id)
@@ -200,7 +202,7 @@ class HivemindTransport(HivemindNode):
 
     def silences(self, run_id: str) -> dict[str, float]:
         """Return for how many seconds nothing new was heard of each peer of a run."""
-        return self._whereabouts_of(run_id).silences()
+        return self.whereabouts_of(run_id).silences()
 
     async def _hear(self, sender: str, payload: bytes) -> bytes:
         request = Request.unpack(sender, payload)
@@ -216,8 +218,7 @@ class HivemindTransport(HivemindNode):
 
     async def _ask_link_info(self, peer_id: str, address: str) -> LinkInfo:
         await self.connect(peer_id, [address])
-        answer = await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
-        return unpack_from(peer_id, LinkInfo, answer)
+        return unpack_from(peer_id, LinkInfo, await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT))
 
     async def can_be_dialled(self) -> bool | None:
         """Return whether a node that introduces us can dial our libp2p port; None while there is none to try."""

@@ -11,14 +11,15 @@ from contextlib import suppress
 from typing import Protocol
 
 from peers import metrics
-from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
+from peers.presence.copies import Copies
 from peers.presence.gossip import Gossip
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.life_signs import LifeSign
 from peers.presence.meeting_place import MeetingPlace
 from peers.presence.news import Request
 from peers.presence.voice import Pace
-from peers.streams.channel import PeerUnreachableError
+from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.values.clock import now
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,16 @@ class Whereabouts:
         """Whether we are in the run ourselves, and not only looking."""
         return self.gossip.own is not None
 
+    @property
+    def copies(self) -> Copies:
+        """Return what was heard of our own key, from elsewhere."""
+        return self.gossip.copies
+
     # What we say ----------------------------------------------------------------------------------------------
     def pace(self) -> Pace:
         """Return what the next thing that we say of ourselves depends on."""
-        return Pace(len(self.gossip.others(now())), self.dht.is_to_be_stored(now(), time.time()))
+        is_whole = self.dht.is_to_be_stored(now(), time.time())
+        return Pace(len(self.gossip.others(now())), is_whole, self.gossip.copies.highest)
 
     async def say(self, signed: bytes | None, sign: LifeSign | None) -> bool:
         """Tell others of ourselves: those that gossip has us tell, and now and then the DHT. A farewell has been told
@@ -126,8 +133,11 @@ class Whereabouts:
             logger.warning("dropped what a peer told us of others: %s", error)
 
     def answer(self, sender: str, request: Request) -> bytes:
-        """Answer an exchange that somebody else has begun. Raises: RemoteProtocolError."""
-        return self.gossip.answer(sender, request, now(), time.time())
+        """Answer an exchange that somebody else has begun. Raises: RemoteProtocolError, RefusalError."""
+        try:
+            return self.gossip.answer(sender, request, now(), time.time())
+        except AdmissionError as error:
+            raise RefusalError(str(error)) from error
 
     async def close(self) -> None:
         tasks = [*self._exchanging, *([self._telling] if self._telling else [])]
@@ -146,6 +156,7 @@ class Whereabouts:
                     await self._ask_around()
         elif self._is_new:
             await self._meet()
+        self.gossip.see_out(time.time())
         return self.gossip.heartbeats(now())
 
     def silences(self) -> dict[str, float]:

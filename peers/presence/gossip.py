@@ -16,6 +16,8 @@ from itertools import islice
 
 from peers.errors import RemoteProtocolError
 from peers.presence.allowances import Allowances
+from peers.presence.copies import Copies
+from peers.presence.guests import GuestList, refused
 from peers.presence.heard import HEARTBEATS_AT_ONCE, NO_TAG, Heard, Word
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
@@ -72,6 +74,9 @@ class Gossip:
         self.partners = Partners(seed, self._known_since)
         self.answered_at = -float("inf")
         """When another peer last took part in an exchange with us."""
+        self.copies = Copies()
+        self.guests: GuestList | None = None
+        """Who may take part; None: everybody."""
         self._others: list[str] = []
         self._counted = 0
         self._counted_at = -float("inf")
@@ -91,6 +96,7 @@ class Gossip:
             self.heard.confirm(sign, self.me, now, wall)
         self.own = self.heard.get(self.me)
         if self.own is not None:
+            self.copies.ours = self.own.heartbeat.incarnation
             self.heard.lifetime = self.own.heartbeat.lifetime
 
     def found(self, signed: bytes, now: float, wall: float) -> bool:
@@ -98,9 +104,24 @@ class Gossip:
         return self._hear(self.heard.word_of(signed, 0, b"", FROM_DHT, now), wall)
 
     def _hear(self, word: Word, wall: float) -> bool:
-        """Take in a heartbeat. Of ourselves we know better."""
+        """Take in a heartbeat. Of ourselves we know better, but for what another machine says with our key."""
         self._asked.pop(word.sign.tag, None)
-        return word.heartbeat.peer != self.me and self.heard.take(word, wall)
+        heartbeat = word.heartbeat
+        if heartbeat.peer == self.me:
+            self.copies.hear(word.newest, word.at)
+            return False
+        return not self._refusal(heartbeat, wall) and self.heard.take(word, wall)
+
+    def _refusal(self, heartbeat: Heartbeat, wall: float) -> str:
+        """Return why a peer may not take part; empty: it may."""
+        return self.guests.admit(heartbeat.peer, heartbeat.ticket, wall) if self.guests else ""
+
+    def see_out(self, wall: float) -> None:
+        """Forget those who may not take part any more: their tickets were revoked, or are expired."""
+        if self.guests is not None:
+            out = [one for one in self.heard.all_heartbeats() if one.peer != self.me and self._refusal(one, wall)]
+            for heartbeat in out:
+                self.heard.drop(heartbeat.peer)
 
     def heartbeats(self, now: float) -> list[Heartbeat]:
         """Return the newest of every peer, by peer id."""
@@ -238,16 +259,17 @@ class Gossip:
         """Return our answer to a peer's request, or to anybody else's who wants to know who is in the run: `BUSY`, if
         it had better ask another one.
 
-        Raises: RemoteProtocolError.
+        Raises: RemoteProtocolError; AdmissionError, when the sender has no ticket and needs one.
         """
         if request.run != self.heard.run:
             raise RemoteProtocolError(sender, f"it asks about run {request.run}, not {self.heard.run}")
         told = News.of(sender, request.news)
-        is_member = self._is_member(sender, told)
+        is_member = self._is_member(sender, told, wall)
         account = sender if is_member else STRANGER
         if not self._allowances.has_some(account, now):
             return BUSY
         self._allowances.spend(account, told.size)
+        double = self._double_of(sender, told)
         has: dict[str, LifeSign] = {}
         lacking = self._take(sender, told, has, now, wall)
         if is_member:
@@ -258,15 +280,38 @@ class Gossip:
         wanted = self._ask(lacking, now) if is_member else []
         is_ours = self.heard.first_serial <= request.after <= self.heard.serial
         after = request.after if is_ours else self.heard.serial if request.after == NOTHING else 0
-        answer = self._news(sender, after, has, told.asked, wanted, now).pack()
+        news = self._news(sender, after, has, told.asked, wanted, now)
+        if double is not None:
+            news = news._replace(wholes=(double, *news.wholes[: WHOLES_LIMIT - 1]))
+        answer = news.pack()
         self._allowances.spend(account, len(answer))
         return answer
 
-    def _is_member(self, sender: str, told: News) -> bool:
-        """Whether a peer says, or has said, who it is in this run. Its own heartbeat comes first."""
+    def _double_of(self, sender: str, told: News) -> Whole | None:
+        """Return what we have of the sender, if it may not have said that itself: it has just begun and says nothing of
+        itself yet, or speaks in another incarnation."""
+        known = self.heard.get(sender)
+        if known is None or (told.signs and not told.wholes):
+            return None
+        own = Heartbeat.verify(told.wholes[0].signed, self.heard.run) if told.wholes else None
+        is_same = own is not None and (own.peer != sender or own.incarnation == known.heartbeat.incarnation)
+        return None if is_same else _whole(known)
+
+    def _is_member(self, sender: str, told: News, wall: float) -> bool:
+        """Whether a peer says, or has said, who it is in this run. Its own heartbeat comes first.
+
+        A peer with a good ticket whose place another one has is told of that like a stranger. Raises: AdmissionError.
+        """
         if self.heard.get(sender) is not None:
             return True
-        return bool(told.wholes) and Heartbeat.verify(told.wholes[0].signed, self.heard.run).peer == sender
+        own = Heartbeat.verify(told.wholes[0].signed, self.heard.run) if told.wholes else None
+        is_own = own is not None and own.peer == sender
+        if self.guests is None:
+            return is_own
+        ticket = own.ticket if own is not None and is_own else b""
+        if reason := self.guests.refusal(sender, ticket, wall):
+            raise refused(sender, self.heard.run, reason)
+        return is_own and not self.guests.admit(sender, ticket, wall)
 
     # Both -----------------------------------------------------------------------------------------------------
     def _lacks(self, peer: str, word: Word, has: dict[str, LifeSign]) -> bool:

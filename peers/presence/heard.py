@@ -115,6 +115,16 @@ class Heard:
                 newer.append(word)
         return newer[::-1][:most]
 
+    def all_heartbeats(self) -> list[Heartbeat]:
+        """Return the last heartbeat of every peer that is remembered."""
+        return [word.heartbeat for word in self._words.values()]
+
+    def drop(self, peer: str) -> None:
+        """Forget a peer at once."""
+        word = self._words.pop(peer, None)
+        if word is not None:
+            self._by_tag.pop(word.sign.tag, None)
+
     # Taking in ------------------------------------------------------------------------------------------------
     def word_of(self, signed: bytes, slots: int, link: bytes, source: str, now: float) -> Word:
         """Return what a heartbeat says, and the newest link of its chain (`slots` 0: there is none).

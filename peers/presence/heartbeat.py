@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 from peers.errors import RemoteProtocolError
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
+from peers.values.tickets import CHAIN_BYTES
 from peers.values.wire import (
     PROTOCOL_VERSION,
     Count,
@@ -114,6 +115,9 @@ class Heartbeat(Value):
     `trouble` says why its work does not count at present, and what to do about it; empty: it does. Who is leaving has
     held no entry from index `departure` on, as the `farewell` proves: its signature of that `Departure`. Its `seal` is
     what later signs of life (`LifeSign`) lead to; None: there will be none.
+
+    In a run by invitation its `ticket` is the chain of grants that admits it, and `revocations` the number of the
+    newest list of revoked tickets that it has.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -142,6 +146,8 @@ class Heartbeat(Value):
     departure: Count = 0
     farewell: Annotated[bytes, Field(strict=True, max_length=SIGNATURE_BYTES)] = b""
     seal: Seal | None = None
+    ticket: Annotated[bytes, Field(strict=True, max_length=CHAIN_BYTES)] = b""
+    revocations: Count = 0
 
     @property
     def expires(self) -> float:

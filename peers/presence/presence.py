@@ -86,7 +86,7 @@ class Presence:
 
     def are_all_gone(self, log: LogState) -> bool:
         """Whether nobody is left of the log's roster, or there never was one: who comes then is no minority."""
-        return len(self.membership.departed(log)) == len(log.roster)
+        return self.membership.departed(log).issuperset(log.voters)
 
     def are_most_here(self, log: LogState, incarnation: int) -> bool:
         """Whether more than half of the log's roster are alive and no further on than it. `incarnation` is ours."""
@@ -94,7 +94,7 @@ class Presence:
         starts = {peer: beat.incarnation for peer, beat in live.items() if beat.index <= index}
         starts[self._me] = incarnation
         here = {peer for peer, start in starts.items() if log.counts(peer, start)}
-        return bool(here) and quorum(log.roster, self.membership.departed(log), here)
+        return bool(here) and quorum(log.voters, self.membership.departed(log), here)
 
     def state_of_most(self, log: LogState, ours: bytes, incarnation: int) -> bytes | None:
         """The digest that more than half of the log's roster, and we with `ours`, have for the state there, if any.
@@ -113,9 +113,9 @@ class Presence:
         elsewhere = {beat.peer for beat in beats if branch.heads.get(beat.index) != beat.head} - further
         elsewhere |= {beat.peer for beat in beats if beat.index <= doubt.position.index}
         elsewhere |= {self._me} if doubt.counts(self._me, incarnation) else set()
-        if elsewhere and quorum(doubt.roster, departed, elsewhere):
+        if elsewhere and quorum(doubt.voters, departed, elsewhere):
             return True
-        return None if further and quorum(doubt.roster, departed, elsewhere | further) else False
+        return None if further and quorum(doubt.voters, departed, elsewhere | further) else False
 
     def are_more_there(self, branch: Branch, log: LogState, lineage: Lineage) -> bool | None:
         """Whether more live peers are on a branch than with us; None: as many."""
@@ -180,7 +180,7 @@ class Presence:
         able |= {peer for peer in at_work if peer == self._me or peer in live}
         able -= distrusted
         joining = () if able else (beat.peer for beat in live.trainers if beat.index == index)
-        return elect(log.roster, able, {*joining, self._me} - distrusted, self._broken_pairs(live))
+        return elect(log.by_standing, able, {*joining, self._me} - distrusted, self._broken_pairs(live))
 
     def _broken_pairs(self, live: Roll) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since
@@ -198,7 +198,7 @@ def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[byt
     for beat in beats:
         named[beat.state_digest] += beat.head == head and log.counts(beat.peer, beat.incarnation)
     digest, count = max(named.items(), key=lambda item: item[1], default=(b"", 0))
-    return digest if 2 * count > len(log.roster) and count else None
+    return digest if 2 * count > len(log.voters) and count else None
 
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:

@@ -20,10 +20,11 @@ RESERVE = 0.25  # of a chain's length, which is left for the next heartbeat to b
 
 class Pace(NamedTuple):
     """What the next thing that a peer says of itself depends on. With more `others` heartbeats come more slowly, unless
-    it must be a whole one."""
+    it must be a whole one. It must come `after` what a former life said, whatever the clock was then (a sequence)."""
 
     others: int = 0
     is_whole: bool = False
+    after: int = 0
 
 
 def longest_silence(others: int, lifetime: float) -> float:
@@ -48,6 +49,8 @@ class Voice:
     def say(self, heartbeat: Heartbeat, pace: Pace, now: float) -> tuple[bytes | None, LifeSign | None]:
         """Return what to tell others now: the signed heartbeat or nothing, and a sign of life or, so soon, none."""
         said = None
+        if heartbeat.sequence <= pace.after:
+            heartbeat = heartbeat.model_copy(update={"sequence": pace.after + 1})
         if pace.is_whole or self._is_due(heartbeat, pace.others, now):
             said = self._whole(heartbeat, now)
         slots = self._slots_at(now)

@@ -183,7 +183,13 @@ class Gathering:
     @property
     def _has_work(self) -> bool:
         """Whether anybody who is ready has trained anything for this entry."""
-        return any(ready.tokens for ready in self._ready.values())
+        return bool(self._counting())
+
+    def _counting(self) -> set[str]:
+        """Those who are ready whose work counts: not that of peers on probation, unless nobody else is ready."""
+        working = {peer for peer, ready in self._ready.items() if ready.tokens}
+        new = {peer for peer in working if self._log.is_on_probation(peer)}
+        return working - new if new and not all(map(self._log.is_on_probation, self._ready)) else working
 
     def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
         """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""
@@ -207,7 +213,7 @@ class Gathering:
         unready = here - self._ready.keys()
         coming = {peer for peer in unready if peer == self._me or self._counts(peer, live[peer].incarnation)}
         coming |= self._counted(self._ready)
-        enough = quorum(self._log.roster, self.departed, coming) if self._log.roster else len(coming) >= self._minimum
+        enough = quorum(self._log.voters, self.departed, coming) if self._log.roster else len(coming) >= self._minimum
         enough = enough or self.is_behind
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
         if has_slept:
@@ -229,8 +235,7 @@ class Gathering:
     def _plan(self) -> Plan:
         """Who of those who are ready may reduce, and who can't take part."""
         members = take_order(self._log.roster, self._ready)
-        trained = {peer for peer, ready in self._ready.items() if ready.tokens}
-        return plan(self._me, members, trained, self._standing.pairs(members))
+        return plan(self._me, members, self._counting(), self._standing.pairs(members))
 
     def _leave_out(self, plan: Plan) -> list[Effect]:
         """Go on without those with whom too few can exchange data, and tell them."""
@@ -249,7 +254,7 @@ class Gathering:
         """Whether these are more than half of the last roster; before the first entry, the minimum of peers."""
         if not self._log.roster:
             return len(peers) >= self._minimum
-        return quorum(self._log.roster, self.departed, self._counted(peers))
+        return quorum(self._log.voters, self.departed, self._counted(peers))
 
     def _counted(self, peers: Collection[str]) -> set[str]:
         """Those of them that are ready and count: before the first entry all."""
@@ -262,7 +267,7 @@ class Gathering:
 
     def _are_most(self, peers: Collection[str]) -> bool:
         """Return whether these are more than half of the last roster by their names, though some may not count."""
-        return bool(self._log.roster) and quorum(self._log.roster, self.departed, peers)
+        return bool(self._log.roster) and quorum(self._log.voters, self.departed, peers)
 
     def _may_go_on_alone(self, peers: Collection[str]) -> bool:
         """Return whether these may make the entry once the partition grace is over.
@@ -286,7 +291,9 @@ class Gathering:
             self._standing.bar(peer, now)
 
     def _offers(self) -> dict[str, Member]:
-        return {peer: _member(peer, ready) for peer, ready in self._ready.items()}
+        """What those who are ready bring, as it counts."""
+        offers = self._log.weighed([_member(peer, ready) for peer, ready in self._ready.items()])
+        return {member.peer: member for member in offers}
 
     def _rates(self, peers: Iterable[str]) -> dict[str, float]:
         ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}

@@ -378,8 +378,8 @@ class Leader(Gathering):
         name = running.attempt.name
         said = {peer: complete.signature for peer, complete in self._complete.items()}
         signed = self._certifier.signed(header, name, said)
-        voters = self._counted(self._members) & set(self._log.roster)
-        unsigned = sorted(voters - signed.keys()) if 2 * len(signed) <= len(self._log.roster) else []
+        voters = self._counted(self._members) & set(self._log.voters)
+        unsigned = sorted(voters - signed.keys()) if 2 * len(signed) <= len(self._log.voters) else []
         if unsigned:
             return self._leave_behind(unsigned, "did not sign what they say", now)
         commit = Commit(header=header, certificate=self._certifier.certify(header, name, signed))

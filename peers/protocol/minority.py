@@ -19,7 +19,7 @@ from peers.protocol.messages import Attempt, Commit
 
 def are_most(log: LogState, peers: Iterable[str]) -> bool:
     """Return whether these are more than half of the roster by their names, though some may have started again."""
-    return 2 * len(set(log.roster) & set(peers)) > len(log.roster)
+    return 2 * len(set(log.voters) & set(peers)) > len(log.voters)
 
 
 def may_make(
@@ -50,5 +50,5 @@ def may_follow(desk: Desk, presence: Presence, log: LogState, sender: str, heade
     if not (desk.settings.goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
         return False
     is_of_one = proof is not None and proof.signers > 0
-    is_of_one = is_of_one or not log.roster or (sender in log.roster and sender in header.peers)
+    is_of_one = is_of_one or not log.roster or (sender in log.voters and sender in header.peers)
     return is_of_one and not presence.are_most_here(log, desk.memory.incarnation)

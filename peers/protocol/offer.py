@@ -72,7 +72,13 @@ class Offer:
         if alone and not (self._desk.settings.goes_on_alone or are_most(self._log, round.peers)):
             return False
         mine = [member for member in round.roster if member.peer == me]
-        return mine == [self._as_member(trained)] and me not in round.lost
+        offered = self._as_member(trained)
+        return mine in ([offered], [self._as_it_counts(offered, round)]) and me not in round.lost
+
+    def _as_it_counts(self, offered: Member, round: Round) -> Member:
+        """Return what a round takes of our offer: while we are on probation, nothing beside others who are not."""
+        others = [member for member in round.roster if member.peer != self._desk.me]
+        return self._log.weighed([offered, *others])[0]
 
     def _as_member(self, trained: Trained) -> Member:
         return Member(

@@ -59,4 +59,4 @@ class Patience:
         ready = {self._desk.me, *self._presence.live().ready}
         if not self._log.roster:
             return len(ready) >= self._desk.settings.minimum_peers
-        return quorum(self._log.roster, self._presence.membership.departed(self._log), ready)
+        return quorum(self._log.voters, self._presence.membership.departed(self._log), ready)

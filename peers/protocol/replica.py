@@ -116,7 +116,7 @@ class Replica(Part):
         """Whether those who went on from there are still fewer than the others."""
         if self.doubt is None:
             return False
-        return 2 * len(set(self.doubt.roster) & set(self.log.roster)) <= len(self.doubt.roster)
+        return 2 * len(set(self.doubt.voters) & set(self.log.roster)) <= len(self.doubt.voters)
 
     def _apply(self, made: EntryMade) -> None:
         if made.certificate is not None and not weigh(made.certificate, self.log, made.header).is_certified:

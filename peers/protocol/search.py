@@ -112,7 +112,7 @@ class Search:
         """Whether to believe what too few have made of a place; None: it is to be looked at again."""
         if self._presence.are_all_gone(doubt):
             return True
-        are_back = 2 * len(set(doubt.roster) & set(branch.end.roster)) > len(doubt.roster)
+        are_back = 2 * len(set(doubt.voters) & set(branch.end.roster)) > len(doubt.voters)
         if not (are_back or self._desk.settings.goes_on_alone):
             return False
         elsewhere = self._presence.are_most_elsewhere(doubt, branch, self._desk.memory.incarnation)

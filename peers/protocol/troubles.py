@@ -2,8 +2,9 @@
 
 Too slow: not even the smallest share of a lease is done before it is too old. The peer sees that itself, by the speeds
 in heartbeats, and stops when a lease was in vain. Cut off: the peer whom all take for their leader can't be reached; or
-the leader says that rounds go on without us. In each case the peer waits without a lease, and looks again when links or
-speeds change, and after some time.
+the leader says that rounds go on without us. In each of these cases the peer waits without a lease, and
+looks again when links or speeds change, and after some time. On probation: a new peer's work does not count yet; it
+is told so, and goes on.
 """
 
 from __future__ import annotations
@@ -107,24 +108,34 @@ class Troubles:
     def _find(self, leader: str | None) -> Hindrance | None:
         if self._excluded:
             return Hindrance("left out", f"{self._excluded}; {REACH_REMEDY}", is_vain=True)
-        return self._cut_off(leader) or self._too_slow() or self._partition()
+        return self._cut_off(leader) or self._too_slow() or self._partition() or self._on_probation()
 
     def _partition(self) -> Hindrance | None:
         """Whether most of the run's peers are gone, and we wait for them, or go on with a few."""
         replica, doubt = self._replica, self._replica.doubt
         if doubt is not None and replica.is_of_minority:
-            here = len(set(doubt.roster) & set(replica.log.roster))
+            here = len(set(doubt.voters) & set(replica.log.voters))
             reason = (
-                f"only {here} of the {len(doubt.roster)} peers of outer step {doubt.position.index} went on from there:"
+                f"only {here} of the {len(doubt.voters)} peers of outer step {doubt.position.index} went on from there:"
                 f" what is trained here counts nothing if the others did, too; leave, and join again to look for them"
             )
             return Hindrance("minority", reason, is_vain=False)
-        roster = set(replica.log.roster)
+        roster = set(replica.log.voters)
         gone = roster - self._presence.live().keys() - {self._desk.me}
         if self._desk.settings.goes_on_alone or 2 * len(gone) < len(roster) or not roster:
             return None
         reason = f"{len(gone)} of the {len(roster)} peers of the last outer step are gone; waiting for them"
         return Hindrance("waiting", f"{reason}, as --on-partition wait says", is_vain=False)
+
+    def _on_probation(self) -> Hindrance | None:
+        log = self._replica.log
+        if not log.is_on_probation(self._desk.me):
+            return None
+        reason = (
+            f"this peer is new to the run: its first {log.probation} outer steps do not count, as the run's"
+            f" admission.probation says; it need only go on"
+        )
+        return Hindrance("on probation", reason, is_vain=False)
 
     def _cut_off(self, leader: str | None) -> Hindrance | None:
         """Whether we can talk to nobody, or not to the one whom all others take for their leader."""

@@ -46,6 +46,7 @@ async def serve_headers(transport: PullTransport, pasts: Mapping[str, Past]) -> 
         past = pasts.get(request.run)
         if past is None:
             raise RefusalError(f"run {request.run} is not here")
+        transport.check_admitted(request.run, sender)
         async with places.one_for(sender):
             last = min(request.last, request.first + STRETCH_LIMIT)
             yield b"", pack(past(request.first, last, request.is_whole))

@@ -52,6 +52,7 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, PayloadBuf
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, PayloadRequest, packed)
+        transport.check_admitted(request.run, sender)
         buffers = kept.get(request.run)
         payload = await asyncio.to_thread(buffers.find, request.payload) if buffers else None
         if buffers is None or payload is None:

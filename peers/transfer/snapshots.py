@@ -95,6 +95,7 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
         source = sources.get(request.run)
         if source is None:
             raise RefusalError(f"run {request.run} is not here")
+        transport.check_admitted(request.run, sender)
         async with (places if source.is_member(sender) else places_for_strangers).one_for(sender):
             if request.head is None:
                 yield await _offer(source, request.least)

@@ -39,12 +39,22 @@ class Identity:
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
         self.private_key = private_key
-        self._public_bytes = private_key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        self.public_bytes = private_key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         self.peer_id = peer_id_of_key(private_key.public_key())
 
     @classmethod
     def generate(cls) -> Identity:
         return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def of_seed(cls, seed: bytes) -> Identity:
+        """Return the key pair that follows from 32 secret bytes."""
+        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+
+    @property
+    def seed(self) -> bytes:
+        """The private key, 32 bytes."""
+        return self.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
 
     @classmethod
     def load(cls, path: Path) -> Identity:
@@ -102,8 +112,7 @@ class Identity:
 
     def libp2p_private_key(self) -> bytes:
         """The private key as libp2p's protobuf, as its daemon reads it from a file."""
-        seed = self.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
-        return PRIVATE_KEY_PREFIX + seed + self._public_bytes
+        return PRIVATE_KEY_PREFIX + self.seed + self.public_bytes
 
 
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
@@ -120,7 +129,20 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
 
 def peer_id_of_key(key: Ed25519PublicKey) -> str:
     """Return the peer id that contains this key."""
-    return base58.b58encode(PEER_ID_PREFIX + key.public_bytes(Encoding.Raw, PublicFormat.Raw)).decode()
+    return peer_id_of_bytes(key.public_bytes(Encoding.Raw, PublicFormat.Raw))
+
+
+@lru_cache(maxsize=4096)
+def peer_id_of_bytes(key: bytes) -> str:
+    """Return the peer id that contains this public key, given as 32 bytes."""
+    return base58.b58encode(PEER_ID_PREFIX + key).decode()
+
+
+def key_of_peer(peer_id: str) -> bytes:
+    """Return the public key in a peer id, 32 bytes. Raises: ValueError when it is no peer id."""
+    if not is_peer_id(peer_id):
+        raise ValueError(f"{peer_id!r:.80} is not the peer id of an Ed25519 key")
+    return base58.b58decode(peer_id)[len(PEER_ID_PREFIX) :]
 
 
 def is_peer_id(text: str) -> bool:

@@ -80,6 +80,12 @@ class SignedManifest(Value):
         values: dict[str, Any] = json.loads(self.content)
         return values
 
+    @cached_property
+    def is_by_invitation(self) -> bool:
+        """Whether only those may join whom the organiser, or a holder of a quota, has given a ticket."""
+        admission = self.values.get("admission")
+        return isinstance(admission, dict) and admission.get("mode") == "invite"
+
     def pack(self) -> bytes:
         return pack(self)
 

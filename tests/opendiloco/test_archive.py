@@ -39,6 +39,9 @@ class Network:
     def __init__(self) -> None:
         self.published: list[Heartbeat] = []
 
+    def credentials(self, run_id: str) -> tuple[bytes, int]:
+        return b"ticket", 7
+
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         self.published.append(Heartbeat.verify(heartbeat, run_id))
         return True
@@ -110,6 +113,7 @@ def test_it_says_that_it_is_an_archive(run: Run, tmp_path: Path) -> None:
     [heartbeat] = cast(Any, kept._transport).published
     assert heartbeat.state is PeerState.ARCHIVING
     assert (heartbeat.index, heartbeat.head) == (2, states[-1].position.head)
+    assert (heartbeat.ticket, heartbeat.revocations) == (b"ticket", 7)
 
 
 def test_it_refuses_a_snapshot_that_it_does_not_have(run: Run, tmp_path: Path) -> None:

@@ -56,6 +56,9 @@ class FakeTransport:
         if gives_way:
             self.giving_way.add(name)
 
+    def check_admitted(self, run_id: str, peer_id: str) -> None:
+        """Everybody may come in."""
+
     def reach_of(self, peer_id: str) -> Reach | None:
         return self.reach.get(peer_id)
 

@@ -69,6 +69,9 @@ class Network:
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return self.present
 
+    def credentials(self, run_id: str) -> tuple[bytes, int]:
+        return b"", 0
+
     def silences(self, run_id: str) -> dict[str, float]:
         return self.silent
 

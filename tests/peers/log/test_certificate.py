@@ -107,6 +107,28 @@ def test_the_first_entry_is_signed_by_most_of_its_own_members() -> None:
     assert proof(LOG, header, voted(header, [0])) == Proof(False, 1)
 
 
+def test_a_name_has_one_vote_whichever_of_two_machines_with_its_key_signs() -> None:
+    """Only the incarnation that the roster names counts, and it once: the copy's signature is of something else."""
+    log = log_of(3)
+    header = next_of(log)
+    ours, copys = voted(header, [0])[PEERS[0]], voted(header, [0], started=99)[PEERS[0]]
+    assert prove_votes(log, header, (0, ours)) == Proof(False, 1)
+    with pytest.raises(CertificateError, match=f"the signature of {PEERS[0]} is not its own"):
+        prove_votes(log, header, (0, copys))
+    for twice in (((0, ours), (0, copys)), ((0, ours), (0, ours))):
+        with pytest.raises(CertificateError, match="names places that the roster does not have"):
+            prove_votes(log, header, *twice)
+    with pytest.raises(CertificateError, match=f"the signature of {PEERS[1]} is not its own"):
+        prove_votes(log, header, (0, ours), (1, copys))
+
+
+def prove_votes(log: LogState, header: Header, *votes: tuple[int, bytes]) -> Proof:
+    """What signatures at these places prove."""
+    number, leader, alone = ATTEMPT
+    given = tuple(Vote(place=place, signature=signature) for place, signature in votes)
+    return prove(Certificate(number=number, leader=leader, alone=alone, votes=given, farewells=()), log, header, verify)
+
+
 def test_a_certificate_is_no_longer_than_it_need_be() -> None:
     log = log_of(5)
     header = next_of(log)

@@ -264,6 +264,19 @@ def test_those_who_may_have_forgotten_do_not_count() -> None:
     assert sends(lead.tick(), Begin)
 
 
+def test_two_machines_with_one_key_are_one_member_and_only_that_of_the_roster_counts() -> None:
+    lead = Lead()
+    lead.ready("a")
+    lead.ready("b", incarnation=9)
+    lead.ready("b")
+    assert sends(lead.tick(), Begin) == [], "they still wait for c"
+    lead.ready("b", incarnation=9)
+    assert lead.tick(after=TIMING.grace) == [], "the copy does not count, and has taken the place of the one that did"
+    lead.ready("c")
+    begin = sends(lead.tick(), Begin)[0][1]
+    assert [one.peer for one in begin.round.roster] == ["a", "b", "c"]
+
+
 def forgetful() -> Lead:
     """Two of three have said that they have forgotten what they held."""
     lead = Lead()

@@ -84,6 +84,9 @@ class Donors:
         finally:
             self.under_way -= 1
 
+    def check_admitted(self, run_id: str, peer_id: str) -> None:
+        """Everybody may come in."""
+
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         raise NotImplementedError
 

@@ -1,0 +1,199 @@
+"""Who may come into which run, as far as this node has the manifests; and how lists of revoked tickets get around."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Annotated, Protocol, TypeVar
+
+from pydantic import Field
+
+from peers import metrics
+from peers.errors import AdmissionError, RemoteProtocolError
+from peers.net.daemon import NETWORK_ERRORS
+from peers.presence.guests import GuestList
+from peers.presence.heartbeat import Heartbeat
+from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.values.manifest import SignedManifest
+from peers.values.tickets import LIST_BYTES, TicketError
+from peers.values.wire import RunId, Value, pack, unpack_from
+
+logger = logging.getLogger(__name__)
+
+REVOCATIONS = "revocations"  # name of the call; payload: a RevocationsRequest, answer: a packed Revocations or nothing
+ASK_TIMEOUT = 10.0  # seconds
+PAUSE = 30.0  # seconds for which a peer is not asked again
+STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
+ASKED_LIMIT = 1000
+SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
+
+Thing = TypeVar("Thing")
+
+
+class RevocationsRequest(Value):
+    """Asks for the list of a run's revoked tickets, and tells the one that its sender has (empty: none)."""
+
+    run: RunId
+    known: Annotated[bytes, Field(strict=True, max_length=LIST_BYTES)]
+
+
+class DoorNetwork(Protocol):
+    peer_id: str
+
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
+
+
+class Doors:
+    """The guest lists of runs by invitation. A run whose manifest is not known here is taken for an open one, and its
+    manifest is looked for, one at a time."""
+
+    def __init__(self) -> None:
+        self._ours: dict[str, GuestList] = {}
+        self._others: OrderedDict[str, GuestList] = OrderedDict()
+        self._asked: dict[str, float] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._open: OrderedDict[str, None] = OrderedDict()
+        self._sought: OrderedDict[str, float] = OrderedDict()
+        self._seeking: asyncio.Task[None] | None = None
+        self.find: Callable[[str], Coroutine[None, None, SignedManifest | None]] | None = None
+        """Looks for the manifest of a run in the DHT."""
+        self.on_revoked: Callable[[str, bytes], None] = lambda run, packed: None
+        """Told of each newer list of revoked tickets, so that it is kept."""
+
+    def learn(self, manifest: SignedManifest, is_ours: bool = True) -> None:
+        """Take in who may join a run. Of runs that are not `is_ours`, only the newest are remembered."""
+        run = manifest.run_id
+        if not manifest.is_by_invitation:
+            remember(self._open, run, None)
+            return
+        if run in self._ours:
+            return
+        guests = self._others.pop(run, None) or GuestList(run, manifest.organiser)
+        if is_ours:
+            self._ours[run] = guests
+            return
+        remember(self._others, run, guests)
+
+    def of(self, run: str) -> GuestList | None:
+        """Return who may take part in a run; None: everybody, as far as is known here."""
+        return self._ours.get(run) or self._others.get(run)
+
+    def check(self, run: str, peer: str) -> None:
+        """Raises: RefusalError unless the peer may take part in the run."""
+        guests = self.of(run)
+        if guests is not None:
+            try:
+                guests.check(peer, time.time())
+            except AdmissionError as error:
+                raise RefusalError(str(error)) from error
+
+    def admits(self, heartbeat: Heartbeat, wall: float) -> bool:
+        """Whether a peer may say that it is in its run."""
+        guests = self.of(heartbeat.run)
+        if guests is None:
+            self._look_up(heartbeat.run)
+        return guests is None or not guests.admit(heartbeat.peer, heartbeat.ticket, wall)
+
+    def _look_up(self, run: str) -> None:
+        """Begin to look for the manifest of a run that is not known here, unless another one is looked for."""
+        now = time.monotonic()
+        is_busy = self._seeking is not None and not self._seeking.done()
+        if self.find is None or is_busy or run in self._open or now - self._sought.get(run, -SEEK_AGAIN) < SEEK_AGAIN:
+            return
+        remember(self._sought, run, now)
+        self._seeking = asyncio.create_task(self._seek(run, self.find))
+
+    async def _seek(self, run: str, find: Callable[[str], Coroutine[None, None, SignedManifest | None]]) -> None:
+        try:
+            manifest = await find(run)
+        except NETWORK_ERRORS as error:
+            logger.debug("the manifest of %s was not found: %r", run, error)
+            return
+        if manifest is not None:
+            self.learn(manifest, is_ours=False)
+
+    # Revoked tickets ------------------------------------------------------------------------------------------
+    def revoke(self, run: str, packed: bytes) -> bool:
+        """Take in a list of revoked tickets. Returns whether it is new here. Raises: TicketError."""
+        guests = self.of(run)
+        is_new = guests is not None and guests.revoke(packed)
+        if is_new:
+            logger.info("run %s: its organiser has revoked tickets", run)
+            self.on_revoked(run, packed)
+        return is_new
+
+    async def answer(self, sender: str, payload: bytes) -> bytes:
+        """Answer a RevocationsRequest, and take in what it tells. Raises: RemoteProtocolError, RefusalError."""
+        request = unpack_from(sender, RevocationsRequest, payload, LIST_BYTES + 256)
+        guests = self.of(request.run)
+        if guests is None:
+            raise RefusalError(f"no run by invitation called {request.run} is known here")
+        if request.known:
+            try:
+                self.revoke(request.run, request.known)
+            except TicketError as error:
+                raise RemoteProtocolError(sender, f"a list of revoked tickets: {error}") from error
+        return pack(guests.revocations) if guests.revocations else b""
+
+    async def exchange(self, network: DoorNetwork, run: str, peer: str) -> None:
+        """Tell a peer, or a node that remembers runs, of the newest list, and take in its own if that is newer.
+
+        Raises: PeerUnreachableError, RemoteProtocolError.
+        """
+        guests = self.of(run)
+        if guests is None:
+            return
+        known = pack(guests.revocations) if guests.revocations else b""
+        answer = await network.call(peer, REVOCATIONS, pack(RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
+        if answer:
+            try:
+                self.revoke(run, answer)
+            except TicketError as error:
+                raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
+
+    def catch_up(self, network: DoorNetwork, run: str, heartbeats: Iterable[Heartbeat]) -> None:
+        """Begin to ask one of the peers that know of later revocations. Whoever has none to give is asked no more for a
+        while."""
+        guests = self.of(run)
+        if guests is None or (self._asking is not None and not self._asking.done()):
+            return
+        now = time.monotonic()
+        if len(self._asked) > ASKED_LIMIT:
+            self._asked = {peer: at for peer, at in self._asked.items() if now - at < PAUSE}
+        ahead = [
+            beat.peer
+            for beat in heartbeats
+            if beat.revocations > guests.number
+            and beat.peer != network.peer_id
+            and now - self._asked.get(beat.peer, -PAUSE) >= PAUSE
+        ]
+        if ahead:
+            peer = random.choice(ahead)
+            self._asked[peer] = now
+            self._asking = asyncio.create_task(self._ask(network, run, peer))
+
+    async def _ask(self, network: DoorNetwork, run: str, peer: str) -> None:
+        try:
+            await self.exchange(network, run, peer)
+        except PeerUnreachableError as error:
+            logger.debug("%s", error)
+        except RemoteProtocolError as error:
+            metrics.DROPPED.labels("message").inc()
+            logger.warning("dropped %s", error)
+
+    async def close(self) -> None:
+        for task in filter(None, (self._asking, self._seeking)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def remember(known: OrderedDict[str, Thing], run: str, what: Thing) -> None:
+    """Note something about a run of others; only the newest are remembered."""
+    known[run] = what
+    known.move_to_end(run)
+    if len(known) > STRANGERS_LIMIT:
+        known.popitem(last=False)

@@ -1,0 +1,75 @@
+"""Whether another machine speaks with our key: a copied disk or container image, which has the same identity file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peers.presence.heartbeat import Heartbeat, PeerState
+
+LIVES_LIMIT = 8  # incarnations of ours that are remembered
+
+
+@dataclass
+class _Life:
+    """One start of this key that we did not make. `baseline`: the latest sequence that was heard while what others
+    still had of it was getting around."""
+
+    first_at: float
+    baseline: int
+    newest: Heartbeat
+    advanced_at: float
+
+
+class Copies:
+    """What was heard of our own key in incarnations that are not ours.
+
+    A former life of ours left heartbeats behind that still go around. They come from one clock and end with one that is
+    the last, whatever that clock says: so a life is over when nothing newer comes for half of a heartbeat's lifetime,
+    which is its expiry. It goes on when newer ones come that are further apart than anything that was still on its way
+    can be. No clock is compared with another.
+    """
+
+    def __init__(self) -> None:
+        self.ours: int | None = None
+        """The incarnation that we speak as; None: we have said nothing."""
+        self._lives: dict[int, _Life] = {}
+
+    def hear(self, heartbeat: Heartbeat, now: float) -> None:
+        """Take in a heartbeat with our own signature."""
+        incarnation = heartbeat.incarnation
+        if incarnation == self.ours:
+            return
+        life = self._lives.get(incarnation)
+        if life is None:
+            self._lives[incarnation] = _Life(now, heartbeat.sequence, heartbeat, now)
+            if len(self._lives) > LIVES_LIMIT:
+                del self._lives[next(iter(self._lives))]
+        elif heartbeat.sequence > life.newest.sequence:
+            life.newest, life.advanced_at = heartbeat, now
+            if now - life.first_at <= _expiry(heartbeat):
+                life.baseline = heartbeat.sequence
+
+    @property
+    def highest(self) -> int:
+        """Return the latest sequence in which our key was heard; 0: in none. What we say must come after it."""
+        return max((life.newest.sequence for life in self._lives.values()), default=0)
+
+    def may_live(self, now: float) -> bool:
+        """Whether it is too early to say that all other lives of this key are over."""
+        return any(
+            life.newest.state is not PeerState.LEAVING and now - life.advanced_at <= _expiry(life.newest)
+            for life in self._lives.values()
+        )
+
+    def living(self, now: float) -> Heartbeat | None:
+        """Return what another machine with our key said last, if there certainly is one."""
+        for life in self._lives.values():
+            is_new = life.newest.sequence - life.baseline > 1000 * life.newest.lifetime
+            if is_new and life.newest.state is not PeerState.LEAVING and now - life.advanced_at <= _expiry(life.newest):
+                return life.newest
+        return None
+
+
+def _expiry(heartbeat: Heartbeat) -> float:
+    """Return the seconds of silence after which its peer is dead to others."""
+    return heartbeat.lifetime / 2
