@@ -26,7 +26,7 @@ from peers.errors import DilocoPeerError
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
-from peers.protocol import events
+from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.events import Event, LeaveRequested, Tick
 from peers.protocol.peer import Peer
@@ -103,22 +103,22 @@ class Driver:
     def _table(self) -> EffectTable:
         """Which part carries out which effect."""
         return EffectTable(
-            row(events.Send, self._messenger.send),
-            row(events.Train, self._training.begin),
-            row(events.StopTraining, self._training.stop),
-            row(events.OpenRound, self._rounds.open),
-            row(events.SendChunk, self._rounds.send),
-            row(events.ReduceChunk, self._rounds.average),
-            row(events.AssemblePayload, self._rounds.assemble),
-            row(events.Apply, self._replication.apply),
-            row(events.FetchPayload, self._replication.fetch_payload),
-            row(events.FetchLineage, self._replication.fetch_lineage),
-            row(events.FetchSnapshot, self._replication.fetch_snapshot),
-            row(events.Note, reports.note),
-            row(events.Dropped, reports.dropped),
-            row(events.TokensLost, reports.tokens_lost),
-            row(events.Trouble, reports.trouble),
-            row(events.Stop, lambda stop: self._stopped.set()),
+            row(effects.Send, self._messenger.send),
+            row(effects.Train, self._training.begin),
+            row(effects.StopTraining, self._training.stop),
+            row(effects.OpenRound, self._rounds.open),
+            row(effects.SendChunk, self._rounds.send),
+            row(effects.ReduceChunk, self._rounds.average),
+            row(effects.AssemblePayload, self._rounds.assemble),
+            row(effects.Apply, self._replication.apply),
+            row(effects.FetchPayload, self._replication.fetch_payload),
+            row(effects.FetchLineage, self._replication.fetch_lineage),
+            row(effects.FetchSnapshot, self._replication.fetch_snapshot),
+            row(effects.Note, reports.note),
+            row(effects.Dropped, reports.dropped),
+            row(effects.TokensLost, reports.tokens_lost),
+            row(effects.Trouble, reports.trouble),
+            row(effects.Stop, lambda stop: self._stopped.set()),
         )
 
     # One life -------------------------------------------------------------------------------------------------

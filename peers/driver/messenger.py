@@ -10,7 +10,8 @@ from typing import Protocol
 from peers.driver.host import Host
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.log.state import LogError
-from peers.protocol.events import Received, Send, Undelivered
+from peers.protocol.effects import Send
+from peers.protocol.events import Received, Undelivered
 from peers.protocol.messages import Message
 from peers.protocol.packing import Packer
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError

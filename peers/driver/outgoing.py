@@ -10,7 +10,8 @@ from typing import Protocol
 from peers.driver.host import Host
 from peers.driver.incoming import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.links.sockets import has_bbr
-from peers.protocol.events import ChunkSent, ChunksUnsent, SendChunk
+from peers.protocol.effects import SendChunk
+from peers.protocol.events import ChunkSent, ChunksUnsent
 from peers.protocol.messages import Attempt
 from peers.streams.channel import Channel, PeerUnreachableError
 from peers.streams.chunk_streams import ChunkSender, Frame

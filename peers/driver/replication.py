@@ -16,13 +16,10 @@ from peers.errors import LocalProtocolError
 from peers.log.header import Header
 from peers.log.lineage import RECENT_ENTRIES
 from peers.presence.presence import state_named
+from peers.protocol.effects import Apply, FetchLineage, FetchPayload, FetchSnapshot
 from peers.protocol.events import (
     Applied,
-    Apply,
     Digested,
-    FetchLineage,
-    FetchPayload,
-    FetchSnapshot,
     LineageNotSeen,
     LineageSeen,
     PayloadFetched,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from peers import metrics
-from peers.protocol.events import Dropped, Note, TokensLost, Trouble
+from peers.protocol.effects import Dropped, Note, TokensLost, Trouble
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from typing import Protocol
 from peers import metrics
 from peers.driver.host import Host
 from peers.driver.traffic import StreamTransport, Traffic
-from peers.protocol.events import AssemblePayload, OpenRound, PayloadAssembled, ReduceChunk, SendChunk
+from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk, SendChunk
+from peers.protocol.events import PayloadAssembled
 from peers.protocol.messages import Round
 from peers.protocol.states import State
 from peers.transfer.buffers import PayloadBuffers

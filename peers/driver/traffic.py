@@ -8,7 +8,7 @@ from typing import Protocol
 from peers.driver.host import Host
 from peers.driver.incoming import Incoming, IncomingTransport
 from peers.driver.outgoing import Outgoing, OutgoingTransport
-from peers.protocol.events import SendChunk
+from peers.protocol.effects import SendChunk
 from peers.protocol.messages import Attempt
 from peers.transfer.admission import Admission
 from peers.transfer.buffers import PayloadBuffers

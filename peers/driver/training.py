@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from peers.driver.host import Host
-from peers.protocol.events import StopTraining, Train, TrainingDone, TrainingProgress
+from peers.protocol.effects import StopTraining, Train
+from peers.protocol.events import TrainingDone, TrainingProgress
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import inspection, offer
 from peers.values.workload import Progress, Workload

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from peers.log.certificate import AttemptName, Certificate, Proof, ballot, certify, electorate, prove, weigh
 from peers.log.header import Header
 from peers.log.state import LogError, LogState
-from peers.protocol.events import Send
+from peers.protocol.effects import Send
 from peers.protocol.messages import Attempt, Commit, Round
 from peers.values.signing import Keys
 

@@ -11,15 +11,13 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
+from peers.protocol.effects import Note, Send, Stop
 from peers.protocol.events import (
     Captured,
     LineageNotSeen,
     LineageSeen,
-    Note,
-    Send,
     SnapshotFailed,
     SnapshotRestored,
-    Stop,
     Tick,
     TrainingDone,
 )

@@ -7,7 +7,8 @@ from collections import deque
 from peers.log.certificate import Departure
 from peers.log.settings import RunSettings
 from peers.protocol.acceptor import Memory
-from peers.protocol.events import Effect, Event, Received, Send
+from peers.protocol.effects import Effect, Send
+from peers.protocol.events import Event, Received
 from peers.protocol.schedule import Schedule
 from peers.values.chunks import PayloadSize
 from peers.values.signing import Keys

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from peers.errors import LocalProtocolError
-from peers.protocol.events import Effect
+from peers.protocol.effects import Effect
 
 E = TypeVar("E")
 EFFECTS = frozenset(get_args(Effect))

@@ -19,20 +19,15 @@ from collections.abc import Iterable
 from peers.protocol.averages import Averages
 from peers.protocol.chunk_sets import chunk_set, chunks_in
 from peers.protocol.contributions import UNKNOWN, Contributions
+from peers.protocol.effects import AssemblePayload, Effect, OpenRound, ReduceChunk, Send, SendChunk
 from peers.protocol.events import (
-    AssemblePayload,
     AverageTooEarly,
     BadBlocks,
     ChunkSent,
     ChunksUnsent,
     ContributionArrived,
-    Effect,
-    OpenRound,
     PayloadAssembled,
-    ReduceChunk,
     ReducedArrived,
-    Send,
-    SendChunk,
 )
 from peers.protocol.messages import Accuse, Attempt, Compare, Holding, Round, Waiting, Want
 from peers.protocol.signed_averages import Origin

@@ -13,7 +13,7 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import PARTICIPATING
 from peers.presence.standing import Standing
 from peers.protocol.certifier import Certifier
-from peers.protocol.events import Dropped, Effect, Send
+from peers.protocol.effects import Dropped, Effect, Send
 from peers.protocol.messages import Abort, Attempt, Excluded, Held, LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.protocol.planning import Plan, credible_rates, plan
 from peers.protocol.schedule import Schedule

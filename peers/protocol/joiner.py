@@ -5,7 +5,7 @@ from __future__ import annotations
 from peers.log.state import LogError
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk, Repetition
-from peers.protocol.events import Dropped, Send
+from peers.protocol.effects import Dropped, Send
 from peers.protocol.messages import LeaseGrant, LeaseRequest
 from peers.protocol.replica import Replica
 from peers.protocol.troubles import Troubles

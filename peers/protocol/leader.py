@@ -21,7 +21,7 @@ from peers.protocol.attempts import held_up_by, reducers, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier
 from peers.protocol.commitment import Commitment
 from peers.protocol.disputes import Disputes
-from peers.protocol.events import Effect, Note, Send
+from peers.protocol.effects import Effect, Note, Send
 from peers.protocol.gathering import Gathering
 from peers.protocol.judge import Judge
 from peers.protocol.messages import (

@@ -25,11 +25,11 @@ from peers.presence.membership import Membership
 from peers.presence.presence import Presence
 from peers.protocol.course import Course
 from peers.protocol.desk import Desk
+from peers.protocol.effects import Effect
 from peers.protocol.events import (
     Applied,
     Captured,
     Digested,
-    Effect,
     Event,
     HeartbeatsSeen,
     LeaveRequested,

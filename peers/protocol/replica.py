@@ -13,18 +13,8 @@ from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
-from peers.protocol.events import (
-    Applied,
-    Apply,
-    Digested,
-    Dropped,
-    FetchPayload,
-    FetchSnapshot,
-    Note,
-    SnapshotFailed,
-    SnapshotRestored,
-    TokensLost,
-)
+from peers.protocol.effects import Apply, Dropped, FetchPayload, FetchSnapshot, Note, TokensLost
+from peers.protocol.events import Applied, Digested, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit
 from peers.protocol.minority import may_follow

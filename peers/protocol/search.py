@@ -14,7 +14,8 @@ from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk, Repetition
-from peers.protocol.events import FetchLineage, LineageNotSeen, LineageSeen, Note, Send
+from peers.protocol.effects import FetchLineage, Note, Send
+from peers.protocol.events import LineageNotSeen, LineageSeen
 from peers.protocol.internal import FarBehind
 from peers.protocol.messages import Inquire
 from peers.protocol.replica import Replica

@@ -16,17 +16,14 @@ from peers.presence.presence import Presence
 from peers.protocol.certifier import Certifier, passed_on
 from peers.protocol.contributions import Contributions
 from peers.protocol.desk import Desk, Repetition
+from peers.protocol.effects import Dropped, FetchPayload, Note, Send
 from peers.protocol.events import (
     BadBlocks,
     ChunkSent,
     ChunksUnsent,
-    Dropped,
-    FetchPayload,
-    Note,
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
-    Send,
     Tick,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent

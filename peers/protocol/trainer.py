@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from peers.log.header import Header
 from peers.protocol.desk import Desk
-from peers.protocol.events import StopTraining, TokensLost, Train, TrainingDone, TrainingProgress
+from peers.protocol.effects import StopTraining, TokensLost, Train
+from peers.protocol.events import TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
 from peers.protocol.part import Part, Row, Table
 from peers.values.leases import Lease, sample_count

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from peers.presence.heartbeat import TAIL
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
-from peers.protocol.events import Trouble
+from peers.protocol.effects import Trouble
 from peers.protocol.replica import Replica
 from peers.protocol.trainer import Trainer
 

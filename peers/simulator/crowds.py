@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import median
 
 from peers.log.settings import RunSettings, Timing
-from peers.protocol.events import Effect, Event, Received, SendChunk
+from peers.protocol.effects import Effect, SendChunk
+from peers.protocol.events import Event, Received
 from peers.protocol.messages import Commit, Message
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm

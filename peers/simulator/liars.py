@@ -16,7 +16,8 @@ from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.events import Effect, Event, HeartbeatsSeen, ReachSeen, Received, Send, SendChunk, Tick, Undelivered
+from peers.protocol.effects import Effect, Send, SendChunk
+from peers.protocol.events import Event, HeartbeatsSeen, ReachSeen, Received, Tick, Undelivered
 from peers.protocol.messages import Attempt, Message, Unread
 from peers.protocol.packing import Packer
 from peers.simulator.simulated_keys import SimulatedKeys

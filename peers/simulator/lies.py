@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from peers.log.certificate import Departure
 from peers.presence.heartbeat import Heartbeat, name_peers
-from peers.protocol.events import Event, ReducedArrived, SendChunk, Tick
+from peers.protocol.effects import SendChunk
+from peers.protocol.events import Event, ReducedArrived, Tick
 from peers.protocol.messages import (
     Accuse,
     Attempt,

@@ -11,32 +11,34 @@ from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, name_peers
 from peers.presence.presence import state_named
-from peers.protocol import events
+from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
-from peers.protocol.events import (
-    Applied,
+from peers.protocol.effects import (
     Apply,
     AssemblePayload,
-    Captured,
-    ChunkSent,
-    Digested,
     Effect,
-    Event,
     FetchLineage,
     FetchPayload,
     FetchSnapshot,
+    OpenRound,
+    ReduceChunk,
+    SendChunk,
+    StopTraining,
+    Train,
+)
+from peers.protocol.events import (
+    Applied,
+    Captured,
+    ChunkSent,
+    Digested,
+    Event,
     LineageNotSeen,
     LineageSeen,
-    OpenRound,
     PayloadAssembled,
     PayloadFetched,
     PayloadNotFetched,
     RateMeasured,
-    ReduceChunk,
-    SendChunk,
     SnapshotFailed,
-    StopTraining,
-    Train,
     TrainingDone,
     TrainingProgress,
 )
@@ -195,22 +197,22 @@ class SimulatedPeer:
     def _table(self) -> EffectTable:
         """What carries out which effect, in the order of the real driver's table."""
         return EffectTable(
-            row(events.Send, lambda send: self.world.send(self, send.to, send.message)),
-            row(events.Train, self._train),
-            row(events.StopTraining, self._stop_training),
-            row(events.OpenRound, self._open_round),
-            row(events.SendChunk, self._send_chunk),
-            row(events.ReduceChunk, self._average),
-            row(events.AssemblePayload, self._assemble),
-            row(events.Apply, self._apply),
-            row(events.FetchPayload, self._fetch_payload),
-            row(events.FetchLineage, self._fetch_lineage),
-            row(events.FetchSnapshot, self._fetch_snapshot),
-            row(events.Note, self._note),
-            row(events.Dropped, self._note),
-            row(events.TokensLost, self._note),
-            row(events.Trouble, self._note),
-            row(events.Stop, self._stop),
+            row(effects.Send, lambda send: self.world.send(self, send.to, send.message)),
+            row(effects.Train, self._train),
+            row(effects.StopTraining, self._stop_training),
+            row(effects.OpenRound, self._open_round),
+            row(effects.SendChunk, self._send_chunk),
+            row(effects.ReduceChunk, self._average),
+            row(effects.AssemblePayload, self._assemble),
+            row(effects.Apply, self._apply),
+            row(effects.FetchPayload, self._fetch_payload),
+            row(effects.FetchLineage, self._fetch_lineage),
+            row(effects.FetchSnapshot, self._fetch_snapshot),
+            row(effects.Note, self._note),
+            row(effects.Dropped, self._note),
+            row(effects.TokensLost, self._note),
+            row(effects.Trouble, self._note),
+            row(effects.Stop, self._stop),
         )
 
     def carry_out(self, effect: Effect) -> None:
@@ -238,7 +240,7 @@ class SimulatedPeer:
             self.world.later(self, captured, seconds * (captured.fragment + 1) / whole)
         self.world.later(self, TrainingDone(self._trained), seconds)
 
-    def _stop(self, stop: events.Stop) -> None:
+    def _stop(self, stop: effects.Stop) -> None:
         self._has_stopped = True
         self.world.farewell(self)
 

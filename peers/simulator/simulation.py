@@ -16,18 +16,16 @@ from itertools import count
 
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
+from peers.protocol.effects import Apply, Effect, SendChunk
 from peers.protocol.events import (
-    Apply,
     Captured,
     ChunkSent,
     ChunksUnsent,
-    Effect,
     Event,
     HeartbeatsSeen,
     LeaveRequested,
     ReachSeen,
     Received,
-    SendChunk,
     Tick,
     TrainingDone,
     Undelivered,

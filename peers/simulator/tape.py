@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from peers.log.settings import RunSettings
 from peers.log.state import LogError
-from peers.protocol.events import Effect, Event, Received, Send
+from peers.protocol.effects import Effect, Send
+from peers.protocol.events import Event, Received
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.simulator.simulated_keys import SimulatedKeys

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from peers.errors import DilocoPeerError
-from peers.protocol.events import BadBlocks, ReduceChunk, ReducedArrived
+from peers.protocol.effects import ReduceChunk
+from peers.protocol.events import BadBlocks, ReducedArrived
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import BadBlocksError, Blocks
 

@@ -15,17 +15,15 @@ from peers.log.state import LogState
 from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.commitment import ChunkProof, Commitment, Evidence, commit_to
+from peers.protocol.effects import Effect, FetchLineage, Send
 from peers.protocol.events import (
     Applied,
     Digested,
-    Effect,
     Event,
-    FetchLineage,
     HeartbeatsSeen,
     LineageSeen,
     PayloadAssembled,
     Received,
-    Send,
     Tick,
     TrainingDone,
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from peers.protocol.events import Dropped
+from peers.protocol.effects import Dropped
 from peers.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
 from peers.simulator.simulation import Swarm
 from peers.values.workload import BadBlocksError, Blocks, Trained

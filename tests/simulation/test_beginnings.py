@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from peers.log.settings import Timing
-from peers.protocol.events import TokensLost
+from peers.protocol.effects import TokensLost
 from peers.simulator.simulation import Swarm
 from tests.simulation.test_schedules import SETTINGS
 

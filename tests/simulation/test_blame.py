@@ -9,7 +9,7 @@ import pytest
 
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.averages import Averages
-from peers.protocol.events import Note, SendChunk
+from peers.protocol.effects import Note, SendChunk
 from peers.simulator.schedules import agreed
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm

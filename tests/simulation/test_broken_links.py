@@ -11,7 +11,7 @@ import pytest
 
 from peers.log.header import Header, Member
 from peers.log.settings import RunSettings, Timing
-from peers.protocol.events import Note, SendChunk, Trouble
+from peers.protocol.effects import Note, SendChunk, Trouble
 from peers.protocol.messages import Attempt, Begin, Commit, Held, Message, Ready
 from peers.protocol.schedule import Schedule
 from peers.protocol.states import State

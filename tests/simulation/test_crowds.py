@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.protocol.events import Send
+from peers.protocol.effects import Send
 from peers.protocol.messages import Begin
 from peers.simulator import crowds
 from peers.simulator.crowds import LARGEST, Bar, bars

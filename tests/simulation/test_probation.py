@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from peers.protocol.events import Trouble
+from peers.protocol.effects import Trouble
 from peers.simulator.simulation import Swarm
 from tests.simulation.test_schedules import SETTINGS, swarm_of
 

@@ -17,17 +17,8 @@ import pytest
 from peers.log.certificate import certify, electorate
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.protocol.events import (
-    Dropped,
-    Effect,
-    FetchPayload,
-    FetchSnapshot,
-    Note,
-    Send,
-    SendChunk,
-    TokensLost,
-    Undelivered,
-)
+from peers.protocol.effects import Dropped, Effect, FetchPayload, FetchSnapshot, Note, Send, SendChunk, TokensLost
+from peers.protocol.events import Undelivered
 from peers.protocol.exchange import Exchange
 from peers.protocol.leader import Leader
 from peers.protocol.messages import Adopt, Attempt, Begin, Commit, Complete, Message, Ready

@@ -18,15 +18,8 @@ from peers.log.payload import Payload
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogError
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.protocol.events import (
-    Event,
-    FetchSnapshot,
-    HeartbeatsSeen,
-    PayloadFetched,
-    Received,
-    ReducedArrived,
-    TrainingDone,
-)
+from peers.protocol.effects import FetchSnapshot
+from peers.protocol.events import Event, HeartbeatsSeen, PayloadFetched, Received, ReducedArrived, TrainingDone
 from peers.protocol.messages import Accuse, Attempt, Begin, Commit, Complete, Held, Message, Ready
 from peers.protocol.states import State
 from peers.simulator.history import InvariantError

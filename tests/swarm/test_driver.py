@@ -14,7 +14,8 @@ from peers.driver.keeping import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.net.transport import HivemindTransport
-from peers.protocol.events import ChunkSent, Effect, Event, OpenRound, SendChunk
+from peers.protocol.effects import Effect, OpenRound, SendChunk
+from peers.protocol.events import ChunkSent, Event
 from peers.protocol.messages import Attempt
 from peers.values.chunks import Chunking
 from peers.values.identity import Identity

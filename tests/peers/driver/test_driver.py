@@ -19,17 +19,8 @@ from peers.driver.incoming import CHUNKS, StreamHeader
 from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
 from peers.log.payload import Payload
-from peers.protocol.events import (
-    Apply,
-    ContributionArrived,
-    OpenRound,
-    Received,
-    ReduceChunk,
-    ReducedArrived,
-    SendChunk,
-    TokensLost,
-    Train,
-)
+from peers.protocol.effects import Apply, OpenRound, ReduceChunk, SendChunk, TokensLost, Train
+from peers.protocol.events import ContributionArrived, Received, ReducedArrived
 from peers.protocol.messages import Abort, Accuse, Attempt, Complete, Message, Unread
 from peers.protocol.packing import Packer, open_envelope, unpack_message
 from peers.protocol.states import State

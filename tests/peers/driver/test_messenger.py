@@ -10,7 +10,8 @@ import pytest
 
 from peers.driver.messenger import CALL, CALL_TIMEOUT, Messenger
 from peers.errors import LocalProtocolError, RemoteProtocolError
-from peers.protocol.events import Event, Received, Send, Undelivered
+from peers.protocol.effects import Send
+from peers.protocol.events import Event, Received, Undelivered
 from peers.protocol.messages import Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.protocol.peer import Peer

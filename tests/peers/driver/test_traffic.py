@@ -18,16 +18,15 @@ from peers.driver import outgoing
 from peers.driver.incoming import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, StreamHeader
 from peers.driver.traffic import Traffic
 from peers.errors import RemoteProtocolError
+from peers.protocol.effects import OpenRound, SendChunk
 from peers.protocol.events import (
     BadBlocks,
     ChunkSent,
     ChunksUnsent,
     ContributionArrived,
     Event,
-    OpenRound,
     Received,
     ReducedArrived,
-    SendChunk,
     Tick,
 )
 from peers.protocol.messages import Abort, Attempt

@@ -9,15 +9,8 @@ import pytest
 from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogState
-from peers.protocol.events import (
-    Effect,
-    PayloadFetched,
-    PayloadNotFetched,
-    SnapshotRestored,
-    TokensLost,
-    TrainingProgress,
-    Undelivered,
-)
+from peers.protocol.effects import Effect, TokensLost
+from peers.protocol.events import PayloadFetched, PayloadNotFetched, SnapshotRestored, TrainingProgress, Undelivered
 from peers.protocol.messages import Held, Refuse
 from peers.values.wire import digest_of
 from peers.values.workload import Progress

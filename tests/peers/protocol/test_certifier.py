@@ -7,7 +7,7 @@ import pytest
 from peers.log.certificate import Certificate, Proof
 from peers.protocol.acceptor import MEMORY, Memory
 from peers.protocol.certifier import FANOUT, OPEN_LIMIT, Certifier, told_by
-from peers.protocol.events import Apply, FetchPayload
+from peers.protocol.effects import Apply, FetchPayload
 from peers.protocol.messages import Abort, Commit, Complete
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys

@@ -6,7 +6,7 @@ import pytest
 
 from peers.errors import LocalProtocolError
 from peers.protocol.effect_table import EFFECTS, EffectTable, Handling, row
-from peers.protocol.events import Effect, Note, Stop, Trouble
+from peers.protocol.effects import Effect, Note, Stop, Trouble
 
 done: list[Effect] = []
 ROWS = [row(kind, done.append) for kind in EFFECTS]

@@ -15,19 +15,14 @@ import pytest
 
 from peers.protocol.chunk_sets import chunk_set
 from peers.protocol.contributions import Contributions
+from peers.protocol.effects import AssemblePayload, Effect, OpenRound, ReduceChunk, Send, SendChunk
 from peers.protocol.events import (
-    AssemblePayload,
     BadBlocks,
     ChunkSent,
     ChunksUnsent,
     ContributionArrived,
-    Effect,
-    OpenRound,
     PayloadAssembled,
-    ReduceChunk,
     ReducedArrived,
-    Send,
-    SendChunk,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.messages import Attempt, Holding, Round, Want

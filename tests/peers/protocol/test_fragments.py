@@ -8,16 +8,8 @@ from peers.log.header import Header, Member
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
-from peers.protocol.events import (
-    Applied,
-    Apply,
-    Captured,
-    FetchPayload,
-    PayloadFetched,
-    PayloadNotFetched,
-    StopTraining,
-    TokensLost,
-)
+from peers.protocol.effects import Apply, FetchPayload, StopTraining, TokensLost
+from peers.protocol.events import Applied, Captured, PayloadFetched, PayloadNotFetched
 from peers.protocol.internal import Behind, EntryMade, NobodyAhead
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.slot import SlotState

@@ -17,7 +17,7 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
 from peers.protocol.certifier import Certifier
 from peers.protocol.commitment import Evidence
-from peers.protocol.events import Dropped, Effect
+from peers.protocol.effects import Dropped, Effect
 from peers.protocol.gathering import OVERTAKING_LIMIT
 from peers.protocol.leader import Leader
 from peers.protocol.messages import (

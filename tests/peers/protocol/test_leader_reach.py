@@ -9,7 +9,7 @@ import pytest
 from peers.log.state import LogState
 from peers.presence.standing import REPLANS, Standing
 from peers.protocol.certifier import OPEN_LIMIT, Certifier
-from peers.protocol.events import Effect
+from peers.protocol.effects import Effect
 from peers.protocol.leader import Leader
 from peers.protocol.messages import Abort, Begin, Excluded, LeaseGrant, LeaseRequest, Waiting
 from peers.protocol.schedule import Schedule

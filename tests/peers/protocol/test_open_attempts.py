@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from peers.presence.heartbeat import PeerState
-from peers.protocol.events import Apply, HeartbeatsSeen, ReachSeen, StopTraining, TrainingProgress, Trouble
+from peers.protocol.effects import Apply, StopTraining, Trouble
+from peers.protocol.events import HeartbeatsSeen, ReachSeen, TrainingProgress
 from peers.protocol.messages import Complete, Excluded, LeaseGrant, LeaseRequest, Waiting
 from peers.protocol.states import State
 from peers.protocol.troubles import LOOK_AGAIN, TOLD_AFTER, TRAIN_AGAIN

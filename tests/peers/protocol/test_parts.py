@@ -13,7 +13,8 @@ from peers.log.header import Member, cycle_head
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.diagrams import PARTS, diagram
-from peers.protocol.events import Applied, Apply, PayloadFetched
+from peers.protocol.effects import Apply
+from peers.protocol.events import Applied, PayloadFetched
 from peers.protocol.internal import EntryMade
 from peers.protocol.messages import Adopt
 from peers.protocol.part import Part, Row, Table

@@ -13,20 +13,8 @@ from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
-from peers.protocol.events import (
-    Applied,
-    Apply,
-    Digested,
-    Dropped,
-    FetchLineage,
-    FetchPayload,
-    FetchSnapshot,
-    LineageSeen,
-    Send,
-    SnapshotFailed,
-    SnapshotRestored,
-    TokensLost,
-)
+from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchPayload, FetchSnapshot, Send, TokensLost
+from peers.protocol.events import Applied, Digested, LineageSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit, Inquire
 from peers.protocol.replica import Replica, ReplicaState

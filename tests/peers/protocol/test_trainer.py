@@ -8,7 +8,8 @@ import pytest
 
 from peers.log.settings import RunSettings
 from peers.protocol.desk import Desk
-from peers.protocol.events import StopTraining, TokensLost, Train, TrainingDone, TrainingProgress
+from peers.protocol.effects import StopTraining, TokensLost, Train
+from peers.protocol.events import TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
 from peers.protocol.trainer import Trainer, TrainerState
 from peers.simulator.simulated_keys import SimulatedKeys

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from peers.errors import DilocoPeerError
-from peers.protocol.events import ReduceChunk, ReducedArrived
+from peers.protocol.effects import ReduceChunk
+from peers.protocol.events import ReducedArrived
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk, find_spoiler
 from peers.values.workload import BadBlocksError, Blocks

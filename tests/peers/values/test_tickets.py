@@ -94,7 +94,9 @@ def test_a_ticket_of_another_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"first": 1}, {"count": 9}, {"expires": LATER + 1}, {"holder": STRANGER.public_bytes}], ids=str
+    "change",
+    [{"first": 1}, {"count": 9}, {"expires": LATER + 1}, {"holder": STRANGER.public_bytes}],
+    ids=["first", "count", "expires", "holder"],
 )
 def test_what_a_grant_says_cannot_be_changed(change: dict[str, Any]) -> None:
     for at in range(2):
