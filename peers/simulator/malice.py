@@ -18,8 +18,7 @@ from peers.simulator.simulation import Swarm
 KINDS: dict[str, type[Lie]] = MEMBERS_LIES | LEADERS_LIES | MIXED_LIES
 BREAK: dict[str, str] = {
     "false speed": "whoever was late once stops, if it is much slower than the fastest says that it is",
-    "all absent": "what a reducer says is not compared with what it was sent",
-    "accuser": "an accusation needs no evidence",
+    "all absent": "an entry may count nobody but its leader",
     "invented held": "whoever says that it holds an entry is believed",
     "hands on its own": "a leader need not prove that somebody held what it hands on",
     "two entries": "the same; and any two certificates may share one signer alone, who lies",
