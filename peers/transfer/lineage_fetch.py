@@ -48,8 +48,18 @@ class Compared:
     chain: Chain
 
 
+@dataclass
+class Look:
+    """A look at one donor's log, from where our state is: how far it has come."""
+
+    donor: str
+    here: Position
+    walk: Walk
+    chain: Chain
+
+
 class LineageFetch:
-    """Compares the log that is here with those of others."""
+    """Compares the log that is here with those of others. A second look at one goes on where the first has ended."""
 
     def __init__(
         self,
@@ -63,6 +73,7 @@ class LineageFetch:
         self._ours = ours
         self._verify = verify
         self._recent = recent
+        self._last: Look | None = None
 
     async def compare(self, donor: str, index: int, others: Sequence[str], here: LogState) -> Compared:
         """Look at the donor's log up to `index`. `here` is where our state is.
@@ -75,8 +86,8 @@ class LineageFetch:
         began = clock.time()
         try:
             async with asyncio.timeout(PATIENCE) as patience:
-                start, stretch = await self._where_it_leaves(donor, others, here)
-                walk, chain, size = Walk(start, self._verify), Chain(self._ours.empty_log), 0
+                look, stretch = await self._begin(donor, others, here)
+                walk, chain, size = look.walk, look.chain, 0
                 while stretch.told and size < CHAIN_BYTES:
                     went_on = await asyncio.to_thread(_go_on, walk, chain, stretch)
                     size += sum(len(entry.told) + len(entry.certificate or b"") for entry in chain.entries[-went_on:])
@@ -86,8 +97,16 @@ class LineageFetch:
                     stretch = await self._next(donor, others, walk.end) if is_whole else NO_STRETCH
         except TimeoutError:
             raise LineageError(f"peer {donor} takes too long to show its log") from None
-        theirs = walk.branch()
-        return Compared(theirs, await asyncio.to_thread(self._own_branch, start, here), chain)
+        self._last, theirs = look, walk.branch()
+        return Compared(theirs, await asyncio.to_thread(self._own_branch, theirs.start, here), chain)
+
+    async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[Look, Stretch]:
+        """What is known of the donor's log, and what follows. Raises: LineageError."""
+        last, self._last = self._last, None
+        if last is not None and (last.donor, last.here) == (donor, here.position):
+            return last, await self._next(donor, others, last.walk.end)
+        start, stretch = await self._where_it_leaves(donor, others, here)
+        return Look(donor, here.position, Walk(start, self._verify), Chain(self._ours.empty_log)), stretch
 
     def before(self, branch: Branch) -> Branch:
         """Return a branch with the places before its start, as far as they are here."""

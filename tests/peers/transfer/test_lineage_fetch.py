@@ -15,7 +15,7 @@ from peers.log.header import Header, Position
 from peers.log.state import LogState
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.transfer import lineage_fetch
-from peers.transfer.headers import serve_headers
+from peers.transfer.headers import HeadersRequest, serve_headers
 from peers.transfer.lineage_fetch import PATIENCE, LineageError, LineageFetch, Told, best_branch
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, beat, commit, first_log
@@ -264,5 +264,25 @@ def test_whoever_has_no_log_compares_those_of_others(monkeypatch: pytest.MonkeyP
         assert past.headers(0, 100)[-1] == best.end.last
         with pytest.raises(LineageError, match="gone: peer gone did not answer"):
             await best_branch(donors.me, beats[1:2], LOG)
+
+    asyncio.run(scenario())
+
+
+def test_a_second_look_goes_on_where_the_first_has_ended() -> None:
+    """Regression: a joiner checked a long log twice, and the snapshot that it was offered expired meanwhile."""
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("donor", COMMON)
+        fetch = LineageFetch(donors.me, MemoryLog(LOG, 0), SimulatedKeys("me").verify)
+        await fetch.compare("donor", 100, (), LOG)
+        await donors.add("donor", THEIRS)
+        donors.me.pulls.clear()
+        found = await fetch.compare("donor", 100, (), LOG)
+        assert (found.theirs.end, len(found.chain)) == (THEIRS.end, len(THEIRS.entries))
+        firsts = [unpack(HeadersRequest, request).first for _, _, request in donors.me.pulls]
+        assert min(firsts) == len(COMMON.entries)
+        found = await fetch.compare("donor", 100, (), COMMON.end)
+        assert found.ours.end == COMMON.end, "our state has moved: it begins anew"
 
     asyncio.run(scenario())
