@@ -104,7 +104,7 @@ class Replica(Part):
     @property
     def is_of_minority(self) -> bool:
         """Whether those who went on from there are still fewer than the others."""
-        if self.doubt is None:
+        if self.doubt is None or self._presence.are_all_gone(self.doubt):
             return False
         return 2 * len(set(self.doubt.voters) & set(self.log.roster)) <= len(self.doubt.voters)
 

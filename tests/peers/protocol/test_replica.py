@@ -214,6 +214,20 @@ def test_what_too_few_have_signed_is_not_followed_while_most_are_elsewhere(
     assert (gone_on_alone(place, theirs, elsewhere, further) is not None) is is_followed
 
 
+def test_those_who_go_on_where_nobody_is_left_are_no_minority() -> None:
+    place, log = Place(), first_log()
+    place.step(log)
+    assert not place.replica.is_of_minority
+    place.replica.doubt = LOG
+    assert not place.replica.is_of_minority, "there was nobody before the first entry"
+    place.replica.doubt = log_of_others = LOG.append(LOG.next_header([member(name, 0, 20) for name in "z"], NEXT))
+    assert place.replica.is_of_minority
+    leaving = [beat("z", log_of_others, PeerState.LEAVING, 5)]
+    place.presence.membership.is_farewell = lambda *said: True
+    place.presence.membership.observe([one.model_copy(update={"farewell": bytes(64)}) for one in leaving], 0.0)
+    assert not place.replica.is_of_minority, "all have left"
+
+
 def founding(place: Place, theirs: str, proof: Proof) -> FarBehind | None:
     """c shows that it has founded the run with others, and trained more."""
     other = LOG.append(LOG.next_header([member("c", 0, 20, 2000)], NEXT))
