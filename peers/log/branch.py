@@ -50,18 +50,15 @@ class Branch:
 
     def followed_by(self, other: Branch) -> Branch:
         """Return this branch up to where the other one starts, and then that."""
-        start = other.start.position.index
-        if start == self.start.position.index:
+        if other.start.position.index == self.start.position.index:
             return other
-        heads = {index: head for index, head in self.heads.items() if index < start}
-        states = {index: state for index, state in self.states.items() if index < start}
-        doubts = tuple(doubt for doubt in self.doubts if doubt.position.index < start)
+        before = self.until(other.start)
         return replace(
-            self,
+            before,
             end=other.end,
-            heads=heads | dict(other.heads),
-            states=states | dict(other.states),
-            doubts=doubts + other.doubts,
+            heads={**before.heads, **other.heads},
+            states={**before.states, **other.states},
+            doubts=before.doubts + other.doubts,
         )
 
     def preceded_by(self, first: int, heads: Sequence[bytes]) -> Branch:
@@ -69,12 +66,12 @@ class Branch:
         before = {index: head for index, head in enumerate(heads, first) if index < self.start.position.index}
         return replace(self, heads=before | dict(self.heads))
 
-    def until(self, doubt: LogState) -> Branch:
-        """Return the branch as far as this one of its doubts."""
-        last = doubt.position.index
+    def until(self, place: LogState) -> Branch:
+        """Return the branch as far as this one of its places."""
+        last = place.position.index
         return replace(
             self,
-            end=doubt,
+            end=place,
             first={} if last == self.start.position.index else self.first,
             heads={index: head for index, head in self.heads.items() if index <= last},
             states={index: state for index, state in self.states.items() if index <= last},
@@ -88,15 +85,19 @@ class Branch:
 
     def splits_from(self, other: Branch) -> bool:
         """Whether they have different entries at one place."""
-        return any(self.first[one][0] != other.first[one][0] for one in self.first.keys() & other.first.keys())
+        return self._split(other) is not None
 
     def is_better_than(self, other: Branch) -> bool:
         """Whether a peer that has the other branch is to move to this one. Both start at one place."""
-        for fragment in sorted(self.first.keys() & other.first.keys()):
-            (digest, _), (other_digest, _) = self.first[fragment], other.first[fragment]
-            if digest != other_digest:
-                return self._weight(fragment) > other._weight(fragment)
-        return self.end.position.index > other.end.position.index
+        fragment = self._split(other)
+        if fragment is None:
+            return self.end.position.index > other.end.position.index
+        return self._weight(fragment) > other._weight(fragment)
+
+    def _split(self, other: Branch) -> int | None:
+        """The first fragment of which they have different entries."""
+        both = sorted(self.first.keys() & other.first.keys())
+        return next((one for one in both if self.first[one][0] != other.first[one][0]), None)
 
     def _weight(self, fragment: int) -> tuple[bool, int, int, int]:
         digest, proof = self.first[fragment]

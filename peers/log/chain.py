@@ -84,7 +84,7 @@ class Entry:
         elif (self.index, content.previous) != (log.position.index, log.position.head):
             raise LogError(f"entry {self.index} does not follow from {log.position}")
         else:
-            after = log.append(content) if isinstance(content, Header) else follow(log, content)
+            after = follow(log, content)
         if (after.position.index, after.position.head) != (self.index + 1, self.digest):
             raise LogError(f"entry {self.index} is not the one whose digest is beside it")
         return after

@@ -87,7 +87,7 @@ class RunLog(ABC):
 
     def log_at(self, position: Position) -> LogState | None:
         """Return the log as it was at a position, if that is known here."""
-        log = self._chain.after(position.index - 1)
+        log = self.log_after(position.index)
         return log if log is not None and log.position == position else None
 
     def log_after(self, index: int) -> LogState | None:

@@ -135,9 +135,9 @@ def header_of(log: LogState, outcome: Outcome) -> Header:
     return _header_of(log.opening(outcome.fragment), outcome)
 
 
-def follow(log: LogState, outcome: Outcome) -> LogState:
-    """Return the log with the entry that an outcome means. Raises: LogError when there is none."""
-    return log.append(header_of(log, outcome))
+def follow(log: LogState, told: Header | Outcome) -> LogState:
+    """Return the log with the entry that is told, as a header or in brief. Raises: LogError when there is none."""
+    return log.append(told if isinstance(told, Header) else header_of(log, told))
 
 
 @lru_cache(maxsize=8)

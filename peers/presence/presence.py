@@ -137,13 +137,17 @@ class Presence:
         self._passed_over[peer] = times, self.now + min(self._distrust, self._expiry * 2.0 ** min(times - 1, 16))
 
     def claimant(self, log: LogState, lineage: Lineage) -> str | None:
-        """The live peer that says that it has trained most, of those that say that they are where our log does not
-        lead, or further on; those of our last roster come first. Whether that is true, its log will show."""
+        """The first of the claimants, if there are any."""
+        return next(iter(self._claimants(log, lineage)), None)
+
+    def _claimants(self, log: LogState, lineage: Lineage) -> tuple[str, ...]:
+        """The live peers that say that they are where our log does not lead, or further on: those of our last roster
+        first, and the one first that says it has trained most. Whether that is true, their logs will show."""
         passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if self.now < until)
         asked = (self.live(), log, self.distrusted, self.unreached, passed_over)
         if not _is_same(asked, self._ahead[0]):
             self._ahead = asked, self._find_claimants(log, lineage, self.distrusted | self.unreached | passed_over)
-        return self._ahead[1][0] if self._ahead[1] else None
+        return self._ahead[1]
 
     def _find_claimants(self, log: LogState, lineage: Lineage, besides: frozenset[str]) -> tuple[str, ...]:
         index = log.position.index
@@ -160,9 +164,8 @@ class Presence:
     def is_behind(self, log: LogState, lineage: Lineage) -> bool:
         """Whether those whom one can believe say so: half of those of the last roster that are here, at least. Where
         nobody of it is here, anybody."""
-        claimants = self._ahead[1] if self.claimant(log, lineage) else ()
         others = {peer for peer in log.roster if peer != self._me and self.is_live(peer)} - self.unreached
-        further = {peer for peer in claimants if self.live()[peer].index > log.position.index}
+        further = {peer for peer in self._claimants(log, lineage) if self.live()[peer].index > log.position.index}
         return 2 * len(further & others) >= len(others) if others else bool(further)
 
     # Who leads ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def told(running: Begin | Adopt, members: Sequence[str]) -> Sequence[tuple[str, 
     """
     if isinstance(running, Adopt):
         return [(peer, running) for peer in members]
-    able = {share.member.peer for share in running.round.shares if share.chunks}
+    able = reducers(running.round)
     others = [peer for peer in members if peer not in able]
     short = running.model_copy(update={"commitments": ()}) if others else running
     return [(peer, running) for peer in members if peer in able] + [(peer, short) for peer in others]

@@ -146,7 +146,7 @@ class Course:
             self._offer_work()
         elif kept:
             pass
-        elif lease is not None and not self.search.is_behind:
+        elif lease is not None and not self.replica.is_behind:
             self._train(lease, self._whole)
         else:
             self._await_lease()
@@ -179,11 +179,11 @@ class Course:
         """Get the state of those who are further on, then a lease from the leader."""
         if not self.joiner.may_ask or self._leave_by is not None or not self.slot.log.closes:
             return
-        if self.search.claimant is None:
+        if self.replica.claimant is None:
             self.replica.note_nobody_ahead()
         elif self.search.question.is_due:
             self.catch_up()
-        if self.search.is_behind or self.replica.state is not ReplicaState.LEVEL:
+        if self.replica.is_behind or self.replica.state is not ReplicaState.LEVEL:
             return
         lease = self.replica.log.leases.get(self._me)
         if lease is not None and not self.troubles.is_excluded:
@@ -269,7 +269,7 @@ class Course:
 
     def on_elsewhere(self, sender: str) -> None:
         """Our inquiry led nowhere: the sender is on another lineage than we are."""
-        if self._can_catch_up and self.search.claimant == sender:
+        if self._can_catch_up and self.replica.claimant == sender:
             self.search.weigh(sender)
 
     def on_refuse(self, leader: str, refuse: Refuse, slot: Slot) -> None:

@@ -77,7 +77,7 @@ class Leadership:
         if self._leader is not None:
             self._leader.grace = self._trainer.grace()
             self._leader.unreached = self._presence.unreached
-            self._leader.is_behind = self._presence.is_behind(self._replica.log, self._replica.lineage)
+            self._leader.is_behind = self._replica.is_behind
             departed = self._presence.membership.departed(self._log)
             self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), departed))
 

@@ -17,7 +17,7 @@ from peers.protocol.effects import Apply, Dropped, FetchPayload, FetchSnapshot, 
 from peers.protocol.events import Applied, Digested, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit
-from peers.protocol.minority import may_follow
+from peers.protocol.minority import are_most, may_follow
 from peers.protocol.part import Part, Row, Table
 
 
@@ -106,7 +106,7 @@ class Replica(Part):
         """Whether those who went on from there are still fewer than the others."""
         if self.doubt is None or self._presence.are_all_gone(self.doubt):
             return False
-        return 2 * len(set(self.doubt.voters) & set(self.log.roster)) <= len(self.doubt.voters)
+        return not are_most(self.doubt, self.log.roster)
 
     def _apply(self, made: EntryMade) -> None:
         if made.certificate is not None and not weigh(made.certificate, self.log, made.header).is_certified:
@@ -160,6 +160,17 @@ class Replica(Part):
         head, live = self.settled.position.head, self._presence.live()
         having = {peer for peer, beat in live.items() if (beat.head, beat.state_digest) == (head, state_digest)}
         return min(having - self._presence.distrusted, default=None)
+
+    # Who is further on ----------------------------------------------------------------------------------------
+    @property
+    def claimant(self) -> str | None:
+        """Who says that it is furthest on, or on another branch."""
+        return self._presence.claimant(self.log, self.lineage)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether to wait for what others have made rather than go on from here."""
+        return self._presence.is_behind(self.log, self.lineage)
 
     # Behind ---------------------------------------------------------------------------------------------------
     def note_nobody_ahead(self) -> None:
@@ -223,9 +234,7 @@ class Replica(Part):
 
     def _not_restored(self, failed: SnapshotFailed) -> None:
         self._presence.distrust(failed.donor)
-        if (
-            self._presence.claimant(self.log, self.lineage) is None
-        ):  # nobody else is ahead: to go on alone would be worse than to ask again
+        if self.claimant is None:  # nobody else is ahead: to go on alone would be worse than to ask again
             self._presence.trust(failed.donor)
         self.has_snapshot = True  # as good as: whoever knows what followed may have all of it
         self._desk.emit(Note("warning", f"no state from {failed.donor}: {failed.reason}"))

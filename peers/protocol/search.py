@@ -18,6 +18,7 @@ from peers.protocol.effects import FetchLineage, Note, Send
 from peers.protocol.events import LineageNotSeen, LineageSeen
 from peers.protocol.internal import FarBehind
 from peers.protocol.messages import Inquire
+from peers.protocol.minority import are_most
 from peers.protocol.replica import Replica
 
 
@@ -33,19 +34,9 @@ class Search:
         self._asked: tuple[str, Position] | None = None
         self._asked_since = desk.now
 
-    @property
-    def claimant(self) -> str | None:
-        """Who says that it is furthest on, or on a heavier branch."""
-        return self._presence.claimant(self._replica.log, self._replica.lineage)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether to wait for what others have made rather than go on from here."""
-        return self._presence.is_behind(self._replica.log, self._replica.lineage)
-
     def catch_up(self) -> None:
         """Ask who claims to be further on for the next entry, or for its log."""
-        ahead = self.claimant
+        ahead = self._replica.claimant
         if ahead is None:
             return
         self.question.said()
@@ -113,8 +104,7 @@ class Search:
         """Whether to believe what too few have made of a place; None: it is to be looked at again."""
         if self._presence.are_all_gone(doubt):
             return True
-        are_back = 2 * len(set(doubt.voters) & set(branch.end.roster)) > len(doubt.voters)
-        if not (are_back or self._desk.settings.goes_on_alone):
+        if not (are_most(doubt, branch.end.roster) or self._desk.settings.goes_on_alone):
             return False
         elsewhere = self._presence.are_most_elsewhere(doubt, branch, self._desk.memory.incarnation)
         return None if elsewhere is None else not elsewhere
@@ -131,7 +121,7 @@ class Search:
 
     def far_behind(self) -> FarBehind | None:
         """Nobody has what follows here any more: the state of who is furthest on leads further, if anybody is."""
-        ahead = self.claimant
+        ahead = self._replica.claimant
         return self._far_behind(ahead) if ahead is not None else None
 
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:

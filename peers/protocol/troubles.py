@@ -147,8 +147,7 @@ class Troubles:
             return None
         was_cut_off = self._hindrance is not None and self._hindrance.kind == "cut off"
         # Once cut off, being behind is no cure for it.
-        is_behind = self._presence.is_behind(self._replica.log, self._replica.lineage)
-        if leader in unreached and (self.is_aside or was_cut_off or not is_behind):
+        if leader in unreached and (self.is_aside or was_cut_off or not self._replica.is_behind):
             return Hindrance("cut off", f"the leader {leader} can't be reached; {REACH_REMEDY}", is_vain=True)
         if others <= unreached:
             reason = "no other peer can be reached, and what is trained here may count nothing in the end"

@@ -73,7 +73,7 @@ async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> Ne
         raise LogError(f"it has no entry {index}")
     if told.previous != log.position.head:
         raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
-    after = log.append(told) if isinstance(told, Header) else follow(log, told)
+    after = follow(log, told)
     assert after.last is not None
     proof = UNPROVEN if certificate is None else prove(certificate, log, after.last, verify)
     return Next(donor, after, certificate, proof)

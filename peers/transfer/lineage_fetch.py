@@ -142,7 +142,7 @@ class LineageFetch:
         """Leave out what is in our log, too."""
         with suppress(LogError):
             for place, (told, _) in enumerate(stretch.told):
-                after = log.append(told) if isinstance(told, Header) else follow(log, told)
+                after = follow(log, told)
                 if self._ours.digests(log.position.index, log.position.index + 1) != [after.position.head]:
                     certificates = stretch.certificates[place:]
                     return log, Stretch(header=None, outcomes=stretch.outcomes[place:], certificates=certificates)
@@ -212,7 +212,7 @@ def _go_on(walk: Walk, chain: Chain, stretch: Stretch) -> int:
     taken = 0
     with suppress(LogError):
         for told, certificate in stretch.told:
-            header = (walk.end.append(told) if isinstance(told, Header) else follow(walk.end, told)).last
+            header = follow(walk.end, told).last
             assert header is not None
             walk.take(header, certificate)
             chain.add(Entry.whole(header, None, certificate))
