@@ -9,6 +9,7 @@ from pathlib import Path
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.errors import MachineError
 from peers.errors import AdmissionError
+from peers.log.files import write_whole
 from peers.values.tickets import REVOKED_LIMIT, Revocations, Ticket
 from peers.values.wire import pack
 
@@ -86,9 +87,7 @@ class Issued:
         """Keep a list as the newest one. Raises: MachineError."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial = self._folder / f"{REVOKED}.partial"
-            partial.write_bytes(pack(revocations))
-            partial.replace(self._folder / REVOKED)
+            write_whole(self._folder / REVOKED, [pack(revocations)])
         except OSError as error:
             raise self._unusable(error) from error
 

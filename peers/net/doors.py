@@ -132,11 +132,7 @@ class Doors:
         guests = self.of(request.run)
         if guests is None:
             raise RefusalError(f"no run by invitation called {request.run} is known here")
-        if request.known:
-            try:
-                self.revoke(request.run, request.known)
-            except TicketError as error:
-                raise RemoteProtocolError(sender, f"a list of revoked tickets: {error}") from error
+        self._take_in(sender, request.run, request.known)
         return pack(guests.revocations) if guests.revocations else b""
 
     async def exchange(self, network: DoorNetwork, run: str, peer: str) -> None:
@@ -149,9 +145,13 @@ class Doors:
             return
         known = pack(guests.revocations) if guests.revocations else b""
         answer = await network.call(peer, REVOCATIONS, pack(RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
-        if answer:
+        self._take_in(peer, run, answer)
+
+    def _take_in(self, peer: str, run: str, packed: bytes) -> None:
+        """Take in the list that a peer has told us, if it has any. Raises: RemoteProtocolError."""
+        if packed:
             try:
-                self.revoke(run, answer)
+                self.revoke(run, packed)
             except TicketError as error:
                 raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
 

@@ -19,6 +19,10 @@ class _Life:
     newest: Heartbeat
     advanced_at: float
 
+    def may_go_on(self, now: float) -> bool:
+        """Whether it is too early to say that this life is over."""
+        return self.newest.state is not PeerState.LEAVING and now - self.advanced_at <= _expiry(self.newest)
+
 
 class Copies:
     """What was heard of our own key in incarnations that are not ours.
@@ -56,16 +60,13 @@ class Copies:
 
     def may_live(self, now: float) -> bool:
         """Whether it is too early to say that all other lives of this key are over."""
-        return any(
-            life.newest.state is not PeerState.LEAVING and now - life.advanced_at <= _expiry(life.newest)
-            for life in self._lives.values()
-        )
+        return any(life.may_go_on(now) for life in self._lives.values())
 
     def living(self, now: float) -> Heartbeat | None:
         """Return what another machine with our key said last, if there certainly is one."""
         for life in self._lives.values():
             is_new = life.newest.sequence - life.baseline > 1000 * life.newest.lifetime
-            if is_new and life.newest.state is not PeerState.LEAVING and now - life.advanced_at <= _expiry(life.newest):
+            if is_new and life.may_go_on(now):
                 return life.newest
         return None
 
