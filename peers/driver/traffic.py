@@ -10,19 +10,21 @@ from peers.driver.incoming import Incoming, IncomingTransport
 from peers.driver.outgoing import Outgoing, OutgoingTransport
 from peers.protocol.effects import SendChunk
 from peers.protocol.messages import Attempt
+from peers.streams.throttle import Caps
 from peers.transfer.admission import Admission
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import Workload
 
 
 class StreamTransport(IncomingTransport, OutgoingTransport, Protocol):
-    pass
+    caps: Caps
 
 
 class Traffic:
     """Both directions together."""
 
     def __init__(self, transport: StreamTransport, workload: Workload, buffers: PayloadBuffers, host: Host) -> None:
+        self._transport = transport
         self._outgoing = Outgoing(transport, buffers, host)
         self._incoming = Incoming(transport, Admission(host.peer, buffers, workload), buffers, host)
 
@@ -45,7 +47,7 @@ class Traffic:
     @property
     def rate(self) -> int:
         """Bytes a second that the link was seen to carry each way in rounds; 0: not known."""
-        return int(min(self._outgoing.meter.rate, self._incoming.meter.rate))
+        return int(self._transport.caps.of_both(self._outgoing.meter.rate, self._incoming.meter.rate))
 
     @property
     def rates(self) -> dict[str, int]:

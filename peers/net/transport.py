@@ -40,7 +40,7 @@ from peers.streams.channel import (
     pull,
     serve_pull,
 )
-from peers.streams.throttle import UNLIMITED, Caps, Throttle
+from peers.streams.throttle import Caps, Throttle
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 from peers.values.wire import MESSAGE_LIMIT, pack, printable, unpack_from
@@ -68,7 +68,7 @@ class HivemindTransport(HivemindNode):
     def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
         super().__init__(daemon, node, addresses)
         self._serving: set[asyncio.Task[None]] = set()
-        self._upload = self._download = UNLIMITED
+        self.cap(Caps())
         self._conversations: dict[str, Conversation] = {}
         self._answers: dict[str, CallHandler] = {}
         self._links: Links | None = None
@@ -130,7 +130,7 @@ class HivemindTransport(HivemindNode):
 
     def cap(self, caps: Caps) -> None:
         """Let all streams together use no more than this of the link."""
-        self._upload, self._download = Throttle(caps.upload), Throttle(caps.download)
+        self.caps, self._upload, self._download = caps, Throttle(caps.upload), Throttle(caps.download)
 
     async def close(self) -> None:
         for whereabouts in self._whereabouts.values():

@@ -31,6 +31,14 @@ class Caps:
         up, down = (None if limit is None else limit * 1e6 / 8 for limit in (upload, download))
         return cls(up, down)
 
+    def of_both(self, upload: float, download: float) -> float:
+        """Return what a link carries each way that was seen to carry so much.
+
+        What is confirmed comes in bursts, so that for a moment it may be more than the caps let through.
+        """
+        limits = [limit for limit in (self.upload, self.download) if limit is not None]
+        return min(upload, download, *limits)
+
 
 class Throttle:
     """Lets bytes through at no more than a rate. Waiting callers are served in turn."""

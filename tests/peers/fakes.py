@@ -11,6 +11,7 @@ from peers.protocol.commitment import ChunkProof
 from peers.protocol.contributions import Contributions
 from peers.protocol.peer import Peer
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
+from peers.streams.throttle import Caps
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.reach import Reach
 from peers.values.workload import BadBlocksError, Blocks, InnerLoop, Progress, SnapshotError, Trained
@@ -40,6 +41,8 @@ class NoChance(random.Random):
 
 class FakeTransport:
     """One peer's way to its `donors`; keeps what is registered here, and the pulls that were made from here."""
+
+    caps = Caps()
 
     def __init__(self, me: str = "b") -> None:
         self.me = me

@@ -33,6 +33,7 @@ from peers.protocol.messages import Abort, Attempt
 from peers.protocol.peer import Peer
 from peers.streams.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
 from peers.streams.lanes import FEWEST, MOST
+from peers.streams.throttle import Caps
 from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import offer
@@ -109,6 +110,8 @@ class Member:
 
 class Wire:
     """The streams between b and the others."""
+
+    caps = Caps()
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.members = {name: Member(changed) for name in "ac"}
@@ -847,6 +850,8 @@ def test_a_link_is_measured_both_ways() -> None:
             await host.when(lambda: len(host.seen(ChunkSent)) == 4)
             assert host.traffic.rate == 0, "nothing has come in yet"
             assert await a.send(2, b"A" * BLOCK)
-            assert host.traffic.rate > 0
+            assert host.traffic.rate > 1
+            host.wire.caps = Caps(upload=1.0)
+            assert host.traffic.rate == 1, "more than the owner allows, the link does not carry"
 
     simulate(scenario())

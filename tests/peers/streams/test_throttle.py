@@ -219,6 +219,21 @@ def test_caps_are_told_in_what_people_know_of_their_link() -> None:
     assert Caps() == Caps.of_megabits(None, None)
 
 
+@pytest.mark.parametrize(
+    ("caps", "seen", "carries"),
+    [
+        (Caps(), (20.0, 30.0), 20.0),
+        (Caps(upload=10.0), (20.0, 30.0), 10.0),
+        (Caps(upload=10.0, download=5.0), (20.0, 30.0), 5.0),
+        (Caps(upload=10.0), (4.0, 30.0), 4.0),
+        (Caps(upload=10.0), (0.0, 0.0), 0.0),
+    ],
+)
+def test_no_link_is_taken_to_carry_more_than_its_caps(caps: Caps, seen: tuple[float, float], carries: float) -> None:
+    """Regression: three donors with 100 Mbit/s each measured up to 190, and the one with most was dealt two thirds."""
+    assert caps.of_both(*seen) == carries
+
+
 # Giving way -----------------------------------------------------------------------------------------------------
 def test_bytes_that_are_in_no_hurry_pass_at_once_while_nothing_else_is_under_way() -> None:
     async def scenario() -> None:
