@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -303,10 +303,21 @@ def eventually(condition: object, why: str) -> None:
 
 
 def leftovers() -> set[Path]:
-    """Files in shared memory, of hivemind, and sockets of ours on which nobody listens."""
-    temporary = Path(tempfile.gettempdir())
-    sockets = {path for path in temporary.glob("diloco-peer-*.sock") if is_deserted(path)}
-    return {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("hivemind-*"), *sockets}
+    """Files in shared memory that no living process has mapped, and sockets, hivemind's and ours, on which nobody
+    listens: other tests may run at the same time."""
+    mapped = mapped_files()
+    shared = {path for path in Path("/dev/shm").iterdir() if str(path) not in mapped}
+    sockets = [*Path(tempfile.gettempdir()).glob("diloco-peer-*.sock"), *Path("/tmp").glob("hivemind-*")]
+    return shared | {path for path in sockets if is_deserted(path)}
+
+
+def mapped_files() -> set[str]:
+    """What processes have mapped of /dev/shm."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # gone, or not ours
+            found |= {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    return found
 
 
 def is_deserted(path: Path) -> bool:

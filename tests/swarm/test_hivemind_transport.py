@@ -343,6 +343,11 @@ async def linked(*nodes: HivemindTransport) -> None:
         await eventually(lambda node=node: are_open(node, len(nodes) - 1), "there is a way to all")  # type: ignore[misc]
 
 
+async def has_been_seen(node: HivemindTransport) -> bool:
+    assert node._links is not None
+    return bool(node._links.arranging.seen)
+
+
 async def are_open(node: HivemindTransport, count: int) -> bool:
     return list(node.reach().values()) == [Reach.OPEN] * count
 
@@ -435,6 +440,8 @@ def test_when_a_link_breaks_libp2p_is_used_until_it_is_there_again(monkeypatch: 
             await linked(left, right)
             assert left._links is not None
             assert right._links is not None
+            # A look at its bootstrap node that is still under way would link it again.
+            await eventually(lambda: has_been_seen(right), "the right one knows how the left one sees it")
             left._links.observe({}, eagerly=False)  # nobody knows where to dial
             right._links.observe({}, eagerly=False)
             left._links.drop_all()
