@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import torch
 
+from opendiloco.anchorage import ask_for_anchors
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
@@ -194,6 +195,7 @@ class DiLoCo:
     async def _take_part(self) -> None:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = await find_run(transport, self._invite.run_id)
+            await ask_for_anchors(transport, run, self._invite.addresses)
             entrance = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
             worker = LoopWorker(await asyncio.to_thread(initial_vectors, run.config, self._layout))

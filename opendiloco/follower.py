@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from opendiloco.anchorage import ask_for_anchors
 from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.export import RunFacts
@@ -31,6 +32,7 @@ async def export_run(invite: Invite, folder: Path, key: Identity) -> RunFacts:
     with new_folder(folder):
         async with connected(key, invite.addresses) as transport:
             run = await find_run(transport, invite.run_id)
+            await ask_for_anchors(transport, run, invite.addresses)
             if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
                 raise nobody_trains(run.run_id)
             async with working(run) as workload:

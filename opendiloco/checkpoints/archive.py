@@ -1,7 +1,8 @@
 """Archives: a bootstrap node that keeps runs, so that they outlive the last of their volunteers.
 
 Of each run that is announced to it, it keeps the headers of all entries, the newest snapshots, and the payloads since;
-and it gives them like a peer. It has no worker and no state of its own, and takes no part in rounds.
+and it gives them like a peer. It has no worker and no state of its own, and takes no part in rounds. Where its key is
+one of a run's anchors, it signs heads of the log that it has checked.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
+from peers.log.anchorer import Anchorer, AnchorFileError, CannotAnchorError
 from peers.log.folder import LogFolder
 from peers.log.header import Position
+from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
 from peers.net.transport import CallHandler, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -35,20 +38,24 @@ from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import next_in_log
 from peers.transfer.headers import Past, add_headers_before, serve_headers
-from peers.transfer.lineage_fetch import LineageFetch
+from peers.transfer.lineage_fetch import Compared, LineageFetch
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
 from peers.transfer.snapshot_fetch import Vouched, ask_offer, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
 from peers.transfer.storage import FolderStorage
+from peers.values.anchors import AnchoredHeads, Anchors
+from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
-from peers.values.wire import DIGEST_BYTES, WireError
+from peers.values.signing import IdentityKeys
+from peers.values.wire import DIGEST_BYTES, WireError, pack
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
 POLL = 5.0  # seconds between two looks for new runs
 SNAPSHOT_SHARE = 4  # of so many snapshots of the peers one is kept: each takes their links 8 bytes a parameter
+ANCHOR_PAUSE = 60.0  # seconds between two heads that are signed: all peers hear of each
 NO_STATE = bytes(DIGEST_BYTES)
 FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, SnapshotError, OSError)
 
@@ -70,6 +77,11 @@ class ArchivedRun:
         self.buffers: PayloadBuffers | None = None  # from then on
         self._snapshot: Snapshot | None = None
         self._peers: frozenset[str] = frozenset()
+        self._anchorer: Anchorer | None = None
+        self._anchor_at = 0.0
+        if identity.peer_id in run.manifest.anchors:
+            keys = IdentityKeys(identity)
+            self._anchorer = Anchorer(run.run_id, identity.peer_id, keys, self._folder.path)
         self._load()
         last = self.log.header_at(self.log.next_index - 1)
         if self._snapshot is not None and (last is None or last.index < self._snapshot.index - 1):
@@ -145,8 +157,41 @@ class ArchivedRun:
             roster_size=len(end.roster),
             ticket=ticket,
             revocations=revocations,
+            anchors=self._anchors.digest,
         )
         await self._transport.publish(heartbeat.sign(self._identity), self.run.run_id)
+
+    # Anchoring ------------------------------------------------------------------------------------------------
+    @property
+    def _anchors(self) -> Anchors:
+        return self._transport.anchors_of(self.run.run_id)
+
+    @property
+    def _is_astray(self) -> bool:
+        """Whether the run's anchors have signed another log than the one that is kept here."""
+        return self._anchors.contradiction(self._heads) is not None
+
+    @property
+    def _heads(self) -> dict[int, bytes]:
+        """What the log that is kept here has where anchors have signed."""
+        return self.log.heads_at(self._anchors.indices)
+
+    async def anchor(self) -> None:
+        """Sign the newest head that we have checked, if we are an anchor, and tell others."""
+        if self._anchorer is None or self.log.first or now() < self._anchor_at:
+            return
+        self._anchor_at = now() + ANCHOR_PAUSE
+        run = self.run.run_id
+        try:
+            signed = await asyncio.to_thread(self._anchorer.sign, self.log, self._anchors)
+        except (CannotAnchorError, AnchorFileError) as error:
+            logger.warning("run %s: this anchor does not sign the log that is kept here: %s", run, error)
+            return
+        if signed is None:
+            self._anchor_at = 0.0  # at once when there is something
+            return
+        self._transport.anchorage.take(run, pack(AnchoredHeads(heads=(signed,))))
+        logger.info("run %s: outer step %d is anchored", run, signed.index)
 
     # Keeping --------------------------------------------------------------------------------------------------
     async def follow(self) -> None:
@@ -155,7 +200,12 @@ class ArchivedRun:
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         self._peers = frozenset(beat.peer for beat in beats)
         index, tokens = self.end.position.index, self.end.lineage_tokens
-        ahead = [beat for beat in beats if beat.index > index or beat.lineage_tokens > tokens]
+        is_astray, heads = self._is_astray, self.log.digests(0, index)[-RECENT_ENTRIES:]
+        ahead = [
+            beat
+            for beat in beats
+            if beat.index > index or beat.lineage_tokens > tokens or (is_astray and beat.head not in heads)
+        ]
         donors = [beat.peer for beat in ahead]
         if not donors:
             return
@@ -180,6 +230,8 @@ class ArchivedRun:
         """Keep what a peer has that is ahead of us. Raises: FAILURES."""
         donors = [beat.peer, *others]
         try:
+            if self._is_astray:
+                raise LogError("the run's anchors have signed another log")
             if self.end.position.index >= beat.index:
                 raise LogError(f"{beat.peer} is on another lineage, which is heavier")
             while self.end.position.index < beat.index:
@@ -191,7 +243,7 @@ class ArchivedRun:
     async def _keep_next(self, donors: Sequence[str]) -> None:
         """Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
         assert self.buffers is not None
-        found = await next_in_log(self._transport, donors[0], self.end)
+        found = await next_in_log(self._transport, donors[0], self.end, self._anchors, self._heads)
         header = found.log.last
         assert header is not None
         await Payloads(self._transport, self.run.run_id, self.buffers).fetch(header, donors)
@@ -204,16 +256,23 @@ class ArchivedRun:
         """Keep a state that our log vouches for, or a better one. Raises: LogError, SnapshotError, OSError."""
         fetch = LineageFetch(self._transport, self.log)
         index = next(beat.index for beat in beats if beat.peer == donors[0])
-        found = await fetch.compare(donors[0], index, donors[1:], self.end)
+
+        async def compare(index: int) -> Compared:
+            found = await fetch.compare(donors[0], index, donors[1:], self.end)
+            is_astray = self._is_astray and found.theirs.has(self.end.position)
+            if is_astray or found.theirs.contradiction(self._anchors) is not None:
+                raise LogError(f"the log of {donors[0]} is not the one that the run's anchors have signed")
+            return found
+
+        found = await compare(index)
         is_ours = found.theirs.has(self.end.position)
-        if not (is_ours or found.theirs.is_better_than(found.ours)):
+        if not (is_ours or found.theirs.is_better_than(found.ours, self._anchors)):
             raise LogError(f"the log of {donors[0]} is not better than the one that is kept here")
 
         async def vouch() -> Vouched:
             nonlocal found
-            found = await fetch.compare(donors[0], index + 1, donors[1:], self.end)
-            branch = fetch.before(found.theirs)
-            return Vouched(branch, state_named(branch.end, beats), least)
+            found = await compare(index + 1)
+            return Vouched(found.theirs, state_named(found.theirs.end, beats), least)
 
         storage = FolderStorage(self._folder.download, available_memory)
         snapshot = await fetch_snapshot(
@@ -274,6 +333,7 @@ class Archive:
             while True:
                 try:
                     await archived.follow()
+                    await archived.anchor()
                 except (*FAILURES, DilocoPeerError) as error:
                     logger.warning("run %s: %s", archived.run.run_id, error)
                 if archived.buffers is not None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from opendiloco import kernels
 from opendiloco.checkpoints.resume import Checkpoint
+from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.codec import BlockCodec
@@ -25,6 +26,7 @@ from peers.log.files import ENTRIES, PAYLOADS, payload_path, read_chain, read_pa
 from peers.log.folder import LogFolderError
 from peers.log.header import Header
 from peers.log.state import LogState
+from peers.values.anchors import AnchorError, Anchors
 from peers.values.identity import verify
 from peers.values.workload import BadBlocksError, Blocks
 
@@ -130,6 +132,7 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findi
     findings = Findings()
     try:
         chain = check_chain(folder / ENTRIES, run, findings)
+        check_anchors(folder, run, chain, findings)
         states = start_states(folder, run, chain, checkpoint, findings)
         for entry in chain:
             payload = check_payload(folder, run, entry, findings)
@@ -153,6 +156,24 @@ def check_chain(file: Path, run: Run, findings: Findings) -> list[Entry]:
     if problem:
         findings.wrong.append((first + len(chain), problem))
     return chain
+
+
+def check_anchors(folder: Path, run: Run, chain: list[Entry], findings: Findings) -> None:
+    """Hold the log against what the run's anchors have signed, as far as its peer has heard. Raises: OSError."""
+    path = RunFolder(folder.absolute().parent).anchors
+    if not path.exists():
+        return
+    try:
+        anchors = Anchors(run.run_id, run.manifest.anchors).taking(path.read_bytes())
+    except AnchorError as error:
+        findings.wrong.append((0, f"{path} is not what the run's anchors have signed: {error}"))
+        return
+    heads = {entry.index + 1: entry.digest for entry in chain}
+    if (other := anchors.contradiction(heads)) is not None:
+        findings.wrong.append((other.index - 1, f"the anchor {other.anchor} has signed another one"))
+    for index in sorted(anchors.indices & heads.keys()):
+        if any(one.head == heads[index] for said in anchors.believed.values() for one in said):
+            findings.is_verified("heads that the run's anchors have signed", index - 1)
 
 
 def check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:

@@ -15,7 +15,7 @@ from peers.values.manifest import SignedManifest
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "run.manifest"
+MANIFEST, ANCHORS = "run.manifest", "anchors"
 
 
 def default_state_folder() -> Path:
@@ -78,6 +78,11 @@ class RunFolder:
     @property
     def manifest(self) -> Path:
         return self.path / MANIFEST
+
+    @property
+    def anchors(self) -> Path:
+        """What the run's anchors have signed, as far as this peer has heard."""
+        return self.path / ANCHORS
 
     def remembered_manifest(self) -> SignedManifest | None:
         """Return the run's manifest from when this peer was in the run before; None when there is none to read."""

@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = {
     "export": "opendiloco.cli.export",
     "follow": "opendiloco.cli.follow",
     "log": "opendiloco.cli.log",
+    "anchor": "opendiloco.cli.anchor",
     "kernels": "opendiloco.cli.kernels",
 }
 """Each command in the order of `--help`, and the module that has it under the name `command`."""

@@ -143,6 +143,7 @@ def command(
     plain: bool,
 ) -> None:
     """Train in a run with this machine until Ctrl-C."""
+    from opendiloco.anchorage import ask_for_anchors
     from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
     from opendiloco.checkpoints.journal import Journal
     from opendiloco.checkpoints.remote import check_url
@@ -180,6 +181,7 @@ def command(
             found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(data)
             found = replace(found, goes_on_alone=on_partition == "continue")
             folder = RunFolder.open(found, key.peer_id, state)
+            await ask_for_anchors(transport, found, invite.addresses, folder)
             entrance = await enter(transport, found, key, invite.addresses, folder, shown)
             plan = KeepingPlan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)

@@ -31,8 +31,23 @@ def command() -> None:
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), default=".", help="Folder for the manifest's file."
 )
+@click.option(
+    "--anchor",
+    "anchors",
+    multiple=True,
+    metavar="PEER_ID",
+    help="Let this key decide between branches of the log, too, after those of run.toml or the organiser's: the peer id"
+    " of a `bootstrap --archive`, for instance. May be repeated.",
+)
 @click.pass_obj
-def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
+def create(
+    log: LogOptions,
+    run_toml: Path,
+    initial_peers: tuple[str, ...],
+    identity: Path | None,
+    out: Path,
+    anchors: tuple[str, ...],
+) -> None:
     """Sign RUN_TOML as a new run, and announce it."""
     import asyncio
 
@@ -44,11 +59,12 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
     log.start()
     if not initial_peers:
         raise click.UsageError("a run needs a bootstrap node that remembers it: add --initial-peer.")
-    config = RunConfig.from_toml(run_toml)
+    key = load_identity(identity)
+    config = with_anchors(RunConfig.from_toml(run_toml), key.peer_id, anchors)
     make_folder(out)  # what takes seconds comes afterwards
     config = with_tokenizer_named(config)
     check(config)
-    run = Run.sign(with_weights_named(config), load_identity(identity))
+    run = Run.sign(with_weights_named(config), key)
     path = save(run, out)
     kept = asyncio.run(announce(run, initial_peers))
     invite = Invite(run.run_id, kept)
@@ -73,6 +89,17 @@ def show(log: LogOptions, manifest: Path) -> None:
     run = read_manifest(manifest)
     click.echo(f"run id:     {run.run_id}\norganiser:  {run.manifest.organiser}")
     click.echo(json.dumps(run.manifest.values, indent=2))
+
+
+def with_anchors(config: RunConfig, organiser: str, anchors: tuple[str, ...]) -> RunConfig:
+    """Name these anchors after those of run.toml; if it names none, after the organiser's. Raises: ManifestError."""
+    from opendiloco.config.run_config import RunConfig
+
+    if not anchors:
+        return config
+    named = (organiser,) if config.anchors is None else config.anchors
+    content = config.to_manifest_content() | {"anchors": [*named, *anchors]}
+    return RunConfig.from_manifest_content(content, "--anchor")
 
 
 def check(config: RunConfig) -> None:

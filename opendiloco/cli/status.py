@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from peers.net.transport import HivemindTransport
     from peers.presence.heartbeat import Heartbeat
+    from peers.values.anchors import Anchors
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
@@ -56,6 +57,7 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
 
     from rich.console import Console
 
+    from opendiloco.anchorage import ask_for_anchors
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
@@ -63,13 +65,17 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
     agreement = Agreement()
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
+        await ask_for_anchors(transport, run, invite.addresses)
         heartbeats = await live_heartbeats(transport, run)
+        anchors = transport.anchors_of(run.run_id)
     agreement.observe(heartbeats)
     if as_json:
         peers = [plain(beat, run.config) for beat in heartbeats]
-        click.echo(json.dumps({"run": run.run_id, "agree": not agreement.disagreements, "peers": peers}, indent=2))
+        agree, anchored = not agreement.disagreements, plain_anchors(anchors)
+        shown = {"run": run.run_id, "agree": agree, "anchored": anchored, "peers": peers}
+        click.echo(json.dumps(shown, indent=2))
     else:
-        Console().print(picture(run, heartbeats, agreement))
+        Console().print(picture(run, heartbeats, agreement, anchors))
 
 
 async def watch_status(invite: Invite, key: Identity) -> None:
@@ -77,6 +83,7 @@ async def watch_status(invite: Invite, key: Identity) -> None:
 
     from rich.live import Live
 
+    from opendiloco.anchorage import ask_for_anchors
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
@@ -84,11 +91,12 @@ async def watch_status(invite: Invite, key: Identity) -> None:
     agreement = Agreement()
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
+        await ask_for_anchors(transport, run, invite.addresses)
         with Live(auto_refresh=False) as live:
             while True:
                 heartbeats = await live_heartbeats(transport, run)
                 agreement.observe(heartbeats)
-                live.update(picture(run, heartbeats, agreement), refresh=True)
+                live.update(picture(run, heartbeats, agreement, transport.anchors_of(run.run_id)), refresh=True)
                 await asyncio.sleep(WATCH_SECONDS)
 
 
@@ -99,16 +107,23 @@ async def live_heartbeats(transport: HivemindTransport, run: Run) -> list[Heartb
     return [beat for beat in await transport.heartbeats(run.run_id) if beat.state is not PeerState.LEAVING]
 
 
-def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement) -> Group:
+def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement, anchors: Anchors) -> Group:
     from rich.console import Group
 
+    from opendiloco.anchorage import anchor_lines
     from opendiloco.reachability import reach_lines
     from opendiloco.screen import held_out_lines, peers_table, row_of
 
     if not heartbeats:
-        return Group(run.run_id, NOBODY)
+        return Group(run.run_id, NOBODY, *anchor_lines(anchors))
     table = peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id)
-    return Group(table, *held_out_lines(heartbeats), *reach_lines(heartbeats), str(agreement))
+    return Group(table, *held_out_lines(heartbeats), *reach_lines(heartbeats), *anchor_lines(anchors), str(agreement))
+
+
+def plain_anchors(anchors: Anchors) -> list[dict[str, object]]:
+    """The newest head of each key that counts, as JSON can say it."""
+    newest = [head for key in anchors.keys if (head := anchors.newest_of(key)) is not None]
+    return [{"anchor": head.anchor, "outer_step": head.index, "log_digest": head.head.hex()} for head in newest]
 
 
 def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:

@@ -60,6 +60,7 @@ def _remedy(kind: str, context: dict[str, Any], message: str) -> str:
         "dict_type": "not a table. Write its keys below a line [{path}].",
         "bool_type": "neither true nor false. Write one of these, without quotes.",
         "too_long": "too many. Give at most {max_length}.",
+        "peer_id": "not the peer id of an Ed25519 key. Use one as `diloco-peer bootstrap` prints it: 12D3KooW….",
         "tuple_type": "not a list. Write its values between square brackets.",
     }
     template = remedies.get(kind)

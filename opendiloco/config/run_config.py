@@ -18,9 +18,19 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
 from opendiloco.config.errors import explain_toml_error, explain_validation_error
 from opendiloco.config.optimizers import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
-from opendiloco.config.section import Digest, NotNegativeFloat, Positive, PositiveFloat, Seconds, Section, Seed
+from opendiloco.config.section import (
+    Digest,
+    NotNegativeFloat,
+    PeerName,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+    Seed,
+)
 from peers.errors import ManifestError
 from peers.log.settings import RunSettings, Timing
+from peers.values.anchors import KEYS_LIMIT
 
 
 class ModelSection(Section):
@@ -125,10 +135,16 @@ class EvaluationSection(Section):
 
 
 class RunConfig(Section):
-    """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents."""
+    """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents.
+
+    `anchors` are the peer ids whose signatures of the log's heads decide between its branches, the first before the
+    others. The default is the organiser's alone: it costs nothing while that signs nothing, and an organiser whose run
+    is founded a second time needs no new one. An empty list: nobody's.
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     outer_steps: Positive | None = None
+    anchors: Annotated[tuple[PeerName, ...], Field(strict=False, max_length=KEYS_LIMIT)] | None = None
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
@@ -141,6 +157,13 @@ class RunConfig(Section):
     snapshots: SnapshotsSection = SnapshotsSection()
     evaluation: EvaluationSection = EvaluationSection()
     admission: AdmissionSection = AdmissionSection()
+
+    @model_validator(mode="after")
+    def check_anchors(self) -> Self:
+        twice = next((peer for peer in self.anchors or () if (self.anchors or ()).count(peer) > 1), None)
+        if twice is not None:
+            raise ValueError(f"anchors names {twice} twice; name it once")
+        return self
 
     @model_validator(mode="after")
     def check_across_sections(self) -> Self:
@@ -172,9 +195,9 @@ class RunConfig(Section):
         return cls._checked(content, str(path))
 
     @classmethod
-    def from_manifest_content(cls, content: dict[str, Any]) -> Self:
-        """The configuration in a manifest. Raises: ManifestError."""
-        return cls._checked(content, "manifest")
+    def from_manifest_content(cls, content: dict[str, Any], origin: str = "manifest") -> Self:
+        """The configuration in a manifest. `origin` is what errors are about. Raises: ManifestError."""
+        return cls._checked(content, origin)
 
     def to_manifest_content(self) -> dict[str, Any]:
         """All values, defaults included, as plain JSON types; `from_manifest_content` gives an equal configuration."""

@@ -8,10 +8,18 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from peers.values.identity import is_peer_id
+
 
 def _check_digest(value: str) -> str:
     if not re.fullmatch("[0-9a-f]{64}", value):
         raise PydanticCustomError("digest", "not 64 hexadecimal digits in lower case")
+    return value
+
+
+def _check_peer_id(value: str) -> str:
+    if not is_peer_id(value):
+        raise PydanticCustomError("peer_id", "not a peer id")
     return value
 
 
@@ -27,6 +35,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Digest = Annotated[str, AfterValidator(_check_digest)]
+PeerName = Annotated[str, AfterValidator(_check_peer_id)]
 
 
 class Section(BaseModel):

@@ -86,6 +86,7 @@ class Driver:
         self._stopped = asyncio.Event()
         worker = asyncio.Lock()
         self._messenger = Messenger(transport, self)
+        self._log = stores.log
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._rounds = Rounds(transport, workload, stores.buffers, self)
         self._scout = Scout(transport, self._rounds.traffic, self)
@@ -152,7 +153,9 @@ class Driver:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timing.heartbeat_expiry):
-                    self.handle(await self._pulse.beat())
+                    seen = await self._pulse.beat()
+                    self.handle(self._pulse.anchors(self._log))
+                    self.handle(seen)
             self._scout.look()
             await asyncio.sleep(timing.heartbeat)
 

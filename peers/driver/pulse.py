@@ -9,12 +9,14 @@ from typing import Protocol
 
 from peers import metrics
 from peers.links.links import EAGER
+from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss, name_peers
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice
-from peers.protocol.events import HeartbeatsSeen
+from peers.protocol.events import AnchorsSeen, HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
+from peers.values.anchors import Anchors
 from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.wire import printable
@@ -37,6 +39,7 @@ class PulseTransport(Protocol):
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     def pace(self, run_id: str) -> Pace: ...
     def credentials(self, run_id: str) -> tuple[bytes, int]: ...
+    def anchors_of(self, run_id: str) -> Anchors: ...
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
     def silences(self, run_id: str) -> dict[str, float]: ...
@@ -62,6 +65,11 @@ class Pulse:
         self.held_out: HeldOutLoss | None = None
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
+
+    def anchors(self, log: RunLog) -> AnchorsSeen:
+        """Return what is known of the run's anchors, and what `log` has where they have signed."""
+        anchors = self._transport.anchors_of(self._peer.settings.run)
+        return AnchorsSeen(anchors, log.heads_at(anchors.indices))
 
     async def beat(self) -> HeartbeatsSeen:
         """Publish ours; returns what is known of every peer, and begins to connect to those that are new."""
@@ -122,6 +130,7 @@ class Pulse:
             farewell=goodbye.signature if goodbye else b"",
             ticket=ticket,
             revocations=revocations,
+            anchors=self._transport.anchors_of(peer.settings.run).digest,
         )
 
     async def _connect(self, stranger: Heartbeat) -> None:

@@ -157,7 +157,6 @@ class Replication:
         believed = self._peer.believed(found.theirs, found.ours)
         if believed is None:
             raise LineageError(f"the log of {fetch.donor} is not better than ours")
-        branch = self._lineages.before(believed)
-        self._fetched = replace(found, theirs=branch)
-        state_at_end = state_named(branch.end, self._peer.presence.live().values())
-        return Vouched(branch, state_at_end, fetch.least)
+        self._fetched = replace(found, theirs=believed)
+        state_at_end = state_named(believed.end, self._peer.presence.live().values())
+        return Vouched(believed, state_at_end, fetch.least)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -71,6 +72,11 @@ class RunLog(ABC):
         """The digests of those headers."""
         start = self.first
         return [entry.digest for entry in self._chain.entries[max(0, first - start) : max(0, last - start)]]
+
+    def heads_at(self, indices: Iterable[int]) -> dict[int, bytes]:
+        """What names the log after so many entries, by their number, as far as they are here."""
+        found = {index: self._chain.entry(index - 1) for index in indices}
+        return {index: entry.digest for index, entry in found.items() if entry is not None}
 
     def header_at(self, index: int) -> Header | None:
         return next(self._chain.headers(index, index + 1), None)

@@ -51,6 +51,11 @@ class Lineage:
             return False  # too long ago to be known
         return place >= len(self._heads) or self._heads[place] != head
 
+    def head_at(self, index: int) -> bytes | None:
+        """What named this lineage after so many cycles; None: too long ago to be known, or not made yet."""
+        place = index - 1 - (self._end - len(self._heads))
+        return self._heads[place] if 0 <= place < len(self._heads) else None
+
     @property
     def entries(self) -> tuple[Header, ...]:
         return tuple(header for header, _ in self._followers.values())

@@ -21,6 +21,7 @@ from peers.links.settings import LinkSettings
 from peers.net.daemon import peer_id_of
 from peers.net.transport import HivemindTransport
 from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.values.anchors import AnchorError
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.tickets import Ticket, TicketError
@@ -34,6 +35,7 @@ MANIFEST_LIMIT = 1000  # runs that one node remembers: 64 MB at most
 QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another's sake
 SUFFIX = ".manifest"
 REVOKED_SUFFIX = ".revocations"
+ANCHORS_SUFFIX = ".anchors"
 
 
 class ManifestStore:
@@ -72,17 +74,31 @@ class ManifestStore:
 
     def keep_revocations(self, run_id: str, packed: bytes) -> None:
         """Remember the tickets of a run that its organiser has revoked."""
+        self._keep(run_id, REVOKED_SUFFIX, packed)
+
+    def revocations(self, run_id: str) -> bytes:
+        """Return the list of a run's revoked tickets; empty: there is none."""
+        return self._kept(run_id, REVOKED_SUFFIX)
+
+    def keep_anchors(self, run_id: str, packed: bytes) -> None:
+        """Remember what a run's anchors have signed."""
+        self._keep(run_id, ANCHORS_SUFFIX, packed)
+
+    def anchors(self, run_id: str) -> bytes:
+        """Return what a run's anchors have signed; empty: nothing is known."""
+        return self._kept(run_id, ANCHORS_SUFFIX)
+
+    def _keep(self, run_id: str, suffix: str, packed: bytes) -> None:
         try:
-            path = self._directory / f"{run_id}{REVOKED_SUFFIX}"
+            path = self._directory / f"{run_id}{suffix}"
             path.with_suffix(".partial").write_bytes(packed)
             path.with_suffix(".partial").replace(path)
         except OSError as error:
             logger.error("%s", self._unusable(error))
 
-    def revocations(self, run_id: str) -> bytes:
-        """Return the list of a run's revoked tickets; empty: there is none."""
+    def _kept(self, run_id: str, suffix: str) -> bytes:
         try:
-            return (self._directory / f"{run_id}{REVOKED_SUFFIX}").read_bytes()
+            return (self._directory / f"{run_id}{suffix}").read_bytes()
         except OSError:
             return b""
 
@@ -101,7 +117,8 @@ class ManifestStore:
             if time.time() - used < QUIET_LIMIT:
                 raise RefusalError("this node remembers as many runs as it can; ask again tomorrow")
             path.unlink()
-            path.with_suffix(REVOKED_SUFFIX).unlink(missing_ok=True)
+            for suffix in (REVOKED_SUFFIX, ANCHORS_SUFFIX):
+                path.with_suffix(suffix).unlink(missing_ok=True)
             logger.info("forgot the run %s: nobody uses it", path.name.removesuffix(SUFFIX))
 
     def _unusable(self, error: OSError) -> LocalNetworkError:
@@ -156,6 +173,7 @@ async def run_bootstrap(
             return manifest.run_id.encode()
 
         transport.doors.on_revoked = store.keep_revocations
+        transport.anchorage.on_news = store.keep_anchors
         for manifest in store:
             _open_door(transport, store, manifest, chains)
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
@@ -191,8 +209,12 @@ async def announce_manifest(
 def _open_door(
     transport: HivemindTransport, store: ManifestStore, manifest: SignedManifest, chains: Mapping[str, bytes]
 ) -> None:
-    """Learn who may come into a run, and what admits ourselves, should we keep it."""
+    """Learn who may come into a run, what admits ourselves, should we keep it, and what its anchors have signed."""
     transport.learn(manifest)
+    try:
+        transport.anchorage.take(manifest.run_id, store.anchors(manifest.run_id))
+    except AnchorError as error:
+        logger.warning("what the anchors of %s have signed: %s", manifest.run_id, error)
     guests = transport.doors.of(manifest.run_id)
     if guests is None:
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
@@ -12,12 +11,12 @@ from typing import Annotated, Protocol, TypeVar
 
 from pydantic import Field
 
-from peers import metrics
 from peers.errors import AdmissionError, RemoteProtocolError
+from peers.net.asking import Asking
 from peers.net.daemon import NETWORK_ERRORS
 from peers.presence.guests import GuestList
 from peers.presence.heartbeat import Heartbeat
-from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.streams.channel import RefusalError
 from peers.values.manifest import SignedManifest
 from peers.values.tickets import LIST_BYTES, TicketError
 from peers.values.wire import RunId, Value, pack, unpack_from
@@ -26,9 +25,7 @@ logger = logging.getLogger(__name__)
 
 REVOCATIONS = "revocations"  # name of the call; payload: a RevocationsRequest, answer: a packed Revocations or nothing
 ASK_TIMEOUT = 10.0  # seconds
-PAUSE = 30.0  # seconds for which a peer is not asked again
 STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
-ASKED_LIMIT = 1000
 SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
 
 Thing = TypeVar("Thing")
@@ -54,8 +51,7 @@ class Doors:
     def __init__(self) -> None:
         self._ours: dict[str, GuestList] = {}
         self._others: OrderedDict[str, GuestList] = OrderedDict()
-        self._asked: dict[str, float] = {}
-        self._asking: asyncio.Task[None] | None = None
+        self._asking = Asking()
         self._open: OrderedDict[str, None] = OrderedDict()
         self._sought: OrderedDict[str, float] = OrderedDict()
         self._seeking: asyncio.Task[None] | None = None
@@ -159,36 +155,16 @@ class Doors:
         """Begin to ask one of the peers that know of later revocations. Whoever has none to give is asked no more for a
         while."""
         guests = self.of(run)
-        if guests is None or (self._asking is not None and not self._asking.done()):
+        if guests is None:
             return
-        now = time.monotonic()
-        if len(self._asked) > ASKED_LIMIT:
-            self._asked = {peer: at for peer, at in self._asked.items() if now - at < PAUSE}
-        ahead = [
-            beat.peer
-            for beat in heartbeats
-            if beat.revocations > guests.number
-            and beat.peer != network.peer_id
-            and now - self._asked.get(beat.peer, -PAUSE) >= PAUSE
-        ]
-        if ahead:
-            peer = random.choice(ahead)
-            self._asked[peer] = now
-            self._asking = asyncio.create_task(self._ask(network, run, peer))
-
-    async def _ask(self, network: DoorNetwork, run: str, peer: str) -> None:
-        try:
-            await self.exchange(network, run, peer)
-        except PeerUnreachableError as error:
-            logger.debug("%s", error)
-        except RemoteProtocolError as error:
-            metrics.DROPPED.labels("message").inc()
-            logger.warning("dropped %s", error)
+        ahead = [beat.peer for beat in heartbeats if beat.revocations > guests.number and beat.peer != network.peer_id]
+        self._asking.begin(ahead, lambda peer: self.exchange(network, run, peer))
 
     async def close(self) -> None:
-        for task in filter(None, (self._asking, self._seeking)):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._asking.close()
+        if self._seeking is not None:
+            self._seeking.cancel()
+            await asyncio.gather(self._seeking, return_exceptions=True)
 
 
 def remember(known: OrderedDict[str, Thing], run: str, what: Thing) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, RemoteProtocolError
 from peers.links.network_watch import NetworkWatch
 from peers.links.own_network import is_behind_nat
+from peers.net.anchorage import ANCHORS, Anchorage
 from peers.net.daemon import (
     HIVEMIND,
     NETWORK_ERRORS,
@@ -30,12 +31,13 @@ from peers.net.daemon import (
     unreachable,
 )
 from peers.net.dht_storage import bounded
-from peers.net.doors import Doors
+from peers.net.doors import REVOCATIONS, Doors
 from peers.net.first_contact import first_contacts
 from peers.net.foothold import Foothold
 from peers.net.records import heartbeats_key, manifest_key, record_is_valid
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.streams.channel import PeerUnreachableError
+from peers.values.anchors import Anchors
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -84,6 +86,8 @@ class HivemindNode:
     def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
         self.doors = Doors()
         """Who may come into which run."""
+        self.anchorage = Anchorage()
+        """What the anchors of runs have signed."""
         self._daemon = daemon
         self._node = node
         self._foothold: Foothold | None = None
@@ -156,6 +160,7 @@ class HivemindNode:
         """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
         try:
             await self.doors.close()
+            await self.anchorage.close()
             if self._watching is not None:
                 self._watching.cancel()
                 await asyncio.gather(self._watching, return_exceptions=True)
@@ -218,6 +223,16 @@ class HivemindNode:
     def learn(self, manifest: SignedManifest) -> None:
         """Take in who may join this run: only they are heard from now on."""
         self.doors.learn(manifest)
+        self.anchorage.learn(manifest)
+
+    @property
+    def told(self) -> dict[str, Callable[[str, bytes], Coroutine[None, None, bytes]]]:
+        """What answers those that ask for what organisers and anchors have signed, by the name of the call."""
+        return {REVOCATIONS: self.doors.answer, ANCHORS: self.anchorage.answer}
+
+    def anchors_of(self, run_id: str) -> Anchors:
+        """Return what is known of what a run's anchors have signed."""
+        return self.anchorage.of(run_id)
 
     def check_admitted(self, run_id: str, peer_id: str) -> None:
         """Raises: RefusalError unless the peer may take part in the run, as far as we know."""

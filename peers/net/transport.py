@@ -23,7 +23,6 @@ from peers.links.probing import probe
 from peers.links.relays import LINK_INFO, LinkInfo
 from peers.links.settings import LinkSettings
 from peers.net.daemon import NETWORK_ERRORS, Daemon, to_peer_id
-from peers.net.doors import REVOCATIONS
 from peers.net.first_contact import endpoint
 from peers.net.node import HivemindNode
 from peers.net.whereabouts import GOSSIP, Whereabouts
@@ -123,7 +122,7 @@ class HivemindTransport(HivemindNode):
             self._is_eager = True
         answers: dict[str, CallHandler] = {LINK_INFO: self._tell_link_info, MORE: links.dialling.on_more}
         answers |= {INTRODUCE: links.arranging.on_introduce, MEET: links.arranging.on_meet}
-        for name, answer in (answers | {GOSSIP: self._hear, REVOCATIONS: self.doors.answer}).items():
+        for name, answer in (answers | self.told | {GOSSIP: self._hear}).items():
             await self.on_call(name, answer)
         self.on_move = links.drop_all
         links.use_relays(initial_peers)
@@ -194,6 +193,7 @@ class HivemindTransport(HivemindNode):
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
         found = await self.whereabouts_of(run_id).heartbeats()
         self.doors.catch_up(self, run_id, found)
+        self.anchorage.catch_up(self, run_id, found)
         if self._links:
             self._links.observe(contacts_of(found), self._is_eager)
             self._links.arranging.volunteers = open_volunteers(found, self.peer_id)

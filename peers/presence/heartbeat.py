@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from peers.errors import RemoteProtocolError
+from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
 from peers.values.tickets import CHAIN_BYTES
 from peers.values.wire import (
@@ -117,7 +118,8 @@ class Heartbeat(Value):
     what later signs of life (`LifeSign`) lead to; None: there will be none.
 
     In a run by invitation its `ticket` is the chain of grants that admits it, and `revocations` the number of the
-    newest list of revoked tickets that it has.
+    newest list of revoked tickets that it has. `anchors` names all that it knows of what the run's anchors have signed
+    (see `Anchors.digest`); empty: nothing.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -148,6 +150,7 @@ class Heartbeat(Value):
     seal: Seal | None = None
     ticket: Annotated[bytes, Field(strict=True, max_length=CHAIN_BYTES)] = b""
     revocations: Count = 0
+    anchors: Annotated[bytes, Field(strict=True, max_length=ANCHORS_DIGEST_BYTES)] = b""
 
     @property
     def expires(self) -> float:

@@ -136,36 +136,52 @@ class Presence:
         times = self._passed_over.get(peer, (0, 0.0))[0] + 1
         self._passed_over[peer] = times, self.now + min(self._distrust, self._expiry * 2.0 ** min(times - 1, 16))
 
-    def claimant(self, log: LogState, lineage: Lineage) -> str | None:
-        """The first of the claimants, if there are any."""
-        return next(iter(self._claimants(log, lineage)), None)
+    def look_again(self) -> None:
+        """Whoever was passed over may be worth a look now: what counts has changed."""
+        self._passed_over.clear()
 
-    def _claimants(self, log: LogState, lineage: Lineage) -> tuple[str, ...]:
+    def claimant(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
+        """The first of the claimants, if there are any."""
+        return next(iter(self._claimants(log, lineage, is_astray)), None)
+
+    def _claimants(self, log: LogState, lineage: Lineage, is_astray: bool) -> tuple[str, ...]:
         """The live peers that say that they are where our log does not lead, or further on: those of our last roster
-        first, and the one first that says it has trained most. Whether that is true, their logs will show."""
+        first, and the one first that says it has trained most. Whether that is true, their logs will show.
+
+        Whoever `is_astray`, since an anchor has signed another log, looks at all that are not where its own has led.
+        """
         passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if self.now < until)
-        asked = (self.live(), log, self.distrusted, self.unreached, passed_over)
+        asked = (self.live(), log, self.distrusted, self.unreached, passed_over, is_astray)
         if not _is_same(asked, self._ahead[0]):
-            self._ahead = asked, self._find_claimants(log, lineage, self.distrusted | self.unreached | passed_over)
+            besides = self.distrusted | self.unreached | passed_over
+            self._ahead = asked, self._find_claimants(log, lineage, besides, is_astray)
         return self._ahead[1]
 
-    def _find_claimants(self, log: LogState, lineage: Lineage, besides: frozenset[str]) -> tuple[str, ...]:
+    def _find_claimants(
+        self, log: LogState, lineage: Lineage, besides: frozenset[str], is_astray: bool
+    ) -> tuple[str, ...]:
         index = log.position.index
         claims = {
             peer: (peer in log.incarnations, beat.lineage_tokens, _inverted(beat.head), peer)
             for peer, beat in self.live().items()
-            if (beat.index > index or lineage.lacks(beat.index, beat.head))
+            if (
+                beat.index > index
+                or lineage.lacks(beat.index, beat.head)
+                or (is_astray and lineage.head_at(beat.index) != beat.head)
+            )
             and beat.lineage_tokens > 0
             and beat.state in DONATING
             and peer not in besides
         }
         return tuple(sorted(claims, key=lambda peer: claims[peer], reverse=True))
 
-    def is_behind(self, log: LogState, lineage: Lineage) -> bool:
+    def is_behind(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> bool:
         """Whether those whom one can believe say so: half of those of the last roster that are here, at least. Where
         nobody of it is here, anybody."""
         others = {peer for peer in log.roster if peer != self._me and self.is_live(peer)} - self.unreached
-        further = {peer for peer in self._claimants(log, lineage) if self.live()[peer].index > log.position.index}
+        further = {
+            peer for peer in self._claimants(log, lineage, is_astray) if self.live()[peer].index > log.position.index
+        }
         return 2 * len(further & others) >= len(others) if others else bool(further)
 
     # Who leads ------------------------------------------------------------------------------------------------

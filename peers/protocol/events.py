@@ -12,6 +12,7 @@ from peers.presence.heartbeat import Heartbeat
 from peers.protocol.commitment import Evidence
 from peers.protocol.messages import Attempt, Message, Unread
 from peers.protocol.signed_averages import Origin
+from peers.values.anchors import Anchors
 from peers.values.reach import Reach
 from peers.values.workload import Progress, Trained
 
@@ -228,6 +229,15 @@ class LineageNotSeen:
 
 
 @dataclass(frozen=True)
+class AnchorsSeen:
+    """What is known of the heads that the run's anchors have signed. `ours` are those of our log at their indices, as
+    far as it has them."""
+
+    anchors: Anchors
+    ours: Mapping[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class LeaveRequested:
     """The volunteer wants the machine back: a round under way is finished first, unless it must be `at_once`."""
 
@@ -259,5 +269,6 @@ Event = (
     | SnapshotFailed
     | LineageSeen
     | LineageNotSeen
+    | AnchorsSeen
     | LeaveRequested
 )

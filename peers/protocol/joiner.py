@@ -27,8 +27,11 @@ class Joiner:
         return self._presence.membership.polled and self._troubles.may_ask and not self._presence.seeks_links
 
     def may_start(self) -> bool:
-        """Before the first entry: wait until peers can have seen each other and enough of them are there."""
+        """Before the first entry: wait until peers can have seen each other and enough of them are there. A run of
+        which an anchor has signed an entry is not founded again."""
         live = self._presence.live()
+        if self._replica.needs_an_anchored_log:
+            return False
         if self._replica.log.position.index > 0 or live.at_work:
             return True
         settings = self._desk.settings

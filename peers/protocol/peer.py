@@ -27,6 +27,7 @@ from peers.protocol.course import Course
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Effect
 from peers.protocol.events import (
+    AnchorsSeen,
     Applied,
     Captured,
     Digested,
@@ -127,6 +128,8 @@ class Peer:
                 course.check_state()
                 course.catch_up()
                 course.look_for_trouble()
+            case AnchorsSeen():
+                self.replica.hear_anchors(event)
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
                     course.on_links_changed()

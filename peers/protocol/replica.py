@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
 
@@ -14,11 +15,12 @@ from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Apply, Dropped, FetchPayload, FetchSnapshot, Note, TokensLost
-from peers.protocol.events import Applied, Digested, SnapshotFailed, SnapshotRestored
+from peers.protocol.events import AnchorsSeen, Applied, Digested, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit
 from peers.protocol.minority import are_most, may_follow
 from peers.protocol.part import Part, Row, Table
+from peers.values.anchors import NO_ANCHORS, AnchoredHead
 
 
 class ReplicaState(StrEnum):
@@ -77,6 +79,9 @@ class Replica(Part):
         self.undigested: LogState | None = None
         self.doubt: LogState | None = None
         """The newest place in our lineage from which too few of its roster went on."""
+        self.anchors = NO_ANCHORS
+        """What the run's anchors have signed, as far as we know."""
+        self._anchored: Mapping[int, bytes] = {}
         self._behind: Behind | None = None
         self._desk = desk
         self._presence = presence
@@ -165,12 +170,39 @@ class Replica(Part):
     @property
     def claimant(self) -> str | None:
         """Who says that it is furthest on, or on another branch."""
-        return self._presence.claimant(self.log, self.lineage)
+        return self._presence.claimant(self.log, self.lineage, self.contradiction is not None)
 
     @property
     def is_behind(self) -> bool:
         """Whether to wait for what others have made rather than go on from here."""
-        return self._presence.is_behind(self.log, self.lineage)
+        return self._presence.is_behind(self.log, self.lineage, self.contradiction is not None)
+
+    # Anchors --------------------------------------------------------------------------------------------------
+    def hear_anchors(self, seen: AnchorsSeen) -> None:
+        """Take in what anchors have signed. Whoever was passed over before may have the log that they mean."""
+        is_new, self.anchors, self._anchored = seen.anchors != self.anchors, seen.anchors, seen.ours
+        if is_new:
+            self._presence.look_again()
+            if (head := self.contradiction) is not None:
+                text = f"the anchor {head.anchor} has signed another outer step {head.index} than this peer's"
+                self._desk.emit(Note("warning", f"{text}: looking for the log that has it"))
+
+    @property
+    def contradiction(self) -> AnchoredHead | None:
+        """The head that an anchor has signed where our log has another one; None: our log may be the run's."""
+        return self.anchors.contradiction(self._heads) if self.anchors.heads else None
+
+    @property
+    def _heads(self) -> dict[int, bytes]:
+        """What our log has where anchors have signed, as far as that is known."""
+        known = {index: self.lineage.head_at(index) or self._anchored.get(index) for index in self.anchors.indices}
+        return {index: head for index, head in known.items() if head and index <= self.log.position.index}
+
+    @property
+    def needs_an_anchored_log(self) -> bool:
+        """Whether we have no log yet, and know of a head that the run's must have: we found nothing, and follow nobody
+        from entry to entry, until a whole log is seen to have it. An entry that an anchor has signed is such a log."""
+        return self.log.last is None and not self.log.made and bool(self.anchors.indices)
 
     # Behind ---------------------------------------------------------------------------------------------------
     def note_nobody_ahead(self) -> None:
@@ -193,7 +225,12 @@ class Replica(Part):
         if self.log.fragments > 1:  # of who is in our cycle heartbeats do not tell which of its entries it has
             donors |= {peer for peer, beat in live.items() if beat.head == header.previous}
         try:
-            self.log.append(header)
+            after = self.log.append(header).position
+            heads = self._heads | {after.index: after.head}
+            if (head := self.anchors.contradiction(heads)) is not None and self.contradiction is None:
+                raise LogError(f"the anchor {head.anchor} has signed another outer step {head.index}")
+            if self.needs_an_anchored_log and not self.anchors.vouched(heads):
+                return None
         except LogError as error:
             self._desk.emit(Dropped(sender, "commit", str(error)))
             return None
@@ -218,7 +255,7 @@ class Replica(Part):
 
     def _restored(self, restored: SnapshotRestored) -> None:
         self.log = self.settled = self.log.at(restored.header, restored.ends)
-        self.state_digest, self.doubt = restored.state_digest, restored.doubt
+        self.state_digest, self.doubt, self._anchored = restored.state_digest, restored.doubt, {}
         self._leave_lineage(restored)
         self.has_snapshot = True
         self._desk.emit(Note("info", f"state at {self.log.position} fetched from {restored.donor}"))

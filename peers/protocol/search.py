@@ -42,7 +42,8 @@ class Search:
         self.question.said()
         log = self._replica.log
         entries = self._presence.live()[ahead].index - log.position.index
-        if not (entries > 0 and (entries <= self._desk.settings.snapshot_every or self._replica.has_snapshot)):
+        is_near = entries <= self._desk.settings.snapshot_every or self._replica.has_snapshot
+        if self._replica.needs_an_anchored_log or not (entries > 0 and is_near):
             self.weigh(ahead)
         elif self._has_been_patient(ahead):
             self._presence.pass_over(ahead)
@@ -74,16 +75,22 @@ class Search:
         if theirs is None or not is_better or not self._presence.is_live(seen.donor):
             self._presence.pass_over(seen.donor)
             return None
-        self._desk.emit(Note("warning", f"{seen.donor} is at {theirs.end.position.index}: fetching a snapshot"))
+        head = self._replica.contradiction
+        why = f" with outer step {head.index} as the anchor {head.anchor} has signed it" if head is not None else ""
+        self._desk.emit(Note("warning", f"{seen.donor} is at {theirs.end.position.index}{why}: fetching a snapshot"))
         return self._far_behind(seen.donor, theirs.start.position.index)
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
         """Return as much of another one's branch as is to be taken for the run's; None: nothing, or not now.
 
-        Whoever makes up a founding makes up its tokens, too: so of two foundings the one with more live peers counts.
+        What an anchor has signed decides before all else, and leaves no doubt about what leads up to it. Whoever makes
+        up a founding makes up its tokens, too: so of two foundings the one with more live peers counts.
         """
-        log = self._replica.log
+        log, anchors = self._replica.log, self._replica.anchors
+        vouched = anchors.vouched(theirs.heads)
         for doubt in theirs.doubts:
+            if doubt.position.index < vouched:
+                continue
             is_followed = self._is_followed(doubt, theirs)
             if is_followed is None:
                 return None
@@ -91,9 +98,11 @@ class Search:
                 theirs = theirs.until(doubt)
                 break
         if not theirs.splits_from(ours):
-            return theirs
+            return theirs if theirs.contradiction(anchors) is None else None
         if ours.end.position != log.position and not theirs.has(log.position):
             return None  # what we have made meanwhile was not compared with it
+        if theirs.standing(anchors) != ours.standing(anchors):
+            return theirs if theirs.standing(anchors) > ours.standing(anchors) else None
         if theirs.start.last is None:
             are_more = self._presence.are_more_there(theirs, log, self._replica.lineage)
             if are_more is not None:

@@ -48,13 +48,13 @@ class SimulatedLog:
         return whole
 
     def branches(self, theirs: SimulatedLog, verify: Verify) -> tuple[Branch, Branch]:
-        """Return what follows there and here, from the last cycle on that both begin with."""
+        """Return what follows there and here, from the last cycle on that both begin with, and the places before."""
         pairs = zip(self._starts, theirs._starts, strict=False)
         common = [place for place, ((one, _), (other, _)) in enumerate(pairs) if one.position == other.position][-1]
         start, here = self._starts[common]
         return (
-            _walked(start, theirs._entries[theirs._starts[common][1] :], verify),
-            _walked(start, self._entries[here:], verify),
+            _walked(start, theirs._entries[theirs._starts[common][1] :], verify).preceded_by(0, self.heads),
+            _walked(start, self._entries[here:], verify).preceded_by(0, self.heads),
         )
 
 

@@ -371,9 +371,8 @@ class SimulatedPeer:
             believed = self.peer.believed(*self.entries.branches(sources[fetch.donor].entries, self._keys.verify))
             if believed is None:
                 raise SnapshotError(f"the log of {fetch.donor} is not better than ours")
-            theirs = believed.preceded_by(0, self.entries.heads)
-            state_at_end = state_named(theirs.end, self.peer.presence.live().values())
-            having = Vouched(theirs, state_at_end, fetch.least).choose(offered)
+            state_at_end = state_named(believed.end, self.peer.presence.live().values())
+            having = Vouched(believed, state_at_end, fetch.least).choose(offered)
         except SnapshotError as error:
             self.world.soon(self, SnapshotFailed(fetch.donor, str(error)))
             return
@@ -382,7 +381,7 @@ class SimulatedPeer:
             fragment.workload.state = state
         self._newest = self._frozen = frozen
         self.entries = sources[fetch.donor].entries.until(self._place(frozen))
-        self.world.soon(self, restored(fetch.donor, frozen, theirs), delays=5.0)
+        self.world.soon(self, restored(fetch.donor, frozen, believed), delays=5.0)
 
     def _fetch_lineage(self, fetch: FetchLineage) -> None:
         for source in self.world.fetch_from(self, (fetch.donor,)):

@@ -28,6 +28,7 @@ from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch
 from peers.transfer.payloads import PayloadError, Payloads
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.storage import Storage
+from peers.values.anchors import Anchors
 from peers.values.identity import verify
 from peers.values.workload import BadBlocksError, ReplicatedState, SnapshotError
 
@@ -60,11 +61,13 @@ class Next:
     proof: Proof
 
 
-async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> Next:
-    """The entry that follows, as a donor knows it.
+async def next_in_log(
+    transport: PullTransport, donor: str, log: LogState, anchors: Anchors, heads: dict[int, bytes]
+) -> Next:
+    """The entry that follows, as a donor knows it. `heads` are what the log has where anchors have signed.
 
-    Raises: PeerUnreachableError, RemoteProtocolError, LogError; CertificateError where a signature is false;
-        OtherLineageError where the donor's log is another.
+    Raises: PeerUnreachableError, RemoteProtocolError, LogError, also where an anchor has signed another one;
+        CertificateError where a signature is false; OtherLineageError where the donor's log is another.
     """
     index = log.position.index
     stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
@@ -75,6 +78,8 @@ async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> Ne
         raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
     after = follow(log, told)
     assert after.last is not None
+    if (head := anchors.contradiction(heads | {after.position.index: after.position.head})) is not None:
+        raise LogError(f"entry {index}: the anchor {head.anchor} has signed another outer step {head.index}")
     proof = UNPROVEN if certificate is None else prove(certificate, log, after.last, verify)
     return Next(donor, after, certificate, proof)
 
@@ -82,6 +87,7 @@ async def next_in_log(transport: PullTransport, donor: str, log: LogState) -> Ne
 class FollowTransport(PullTransport, Protocol):
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
+    def anchors_of(self, run_id: str) -> Anchors: ...
 
 
 class Donors:
@@ -134,6 +140,22 @@ class Following:
         self._state = state
         self._storage = storage
 
+    @property
+    def _anchors(self) -> Anchors:
+        return self._transport.anchors_of(self.log.run)
+
+    @property
+    def _heads(self) -> dict[int, bytes]:
+        """What our log has where anchors have signed."""
+        end = self.log.position.index
+        return self._past.heads_at(index for index in self._anchors.indices if index <= end)
+
+    def _check_anchors(self) -> None:
+        """Raises: CannotFollowError when the run's anchors have signed another log than we follow."""
+        if (head := self._anchors.contradiction(self._heads)) is not None:
+            message = f"the anchor {head.anchor} has signed another outer step {head.index} than the one followed here."
+            raise CannotFollowError(message, 0)
+
     async def begin(self, least: int = 0) -> None:
         """Take over a snapshot, at index `least` or later.
 
@@ -146,7 +168,7 @@ class Following:
         async def vouch() -> Vouched:
             nonlocal branch
             if branch is None:
-                branch, self._past = await best_branch(self._transport, beats, empty_log)
+                branch, self._past = await best_branch(self._transport, beats, empty_log, self._anchors)
             return Vouched(branch, state_named(branch.end, beats), least)
 
         while donors:
@@ -168,8 +190,10 @@ class Following:
         Raises: SwarmUnreachableError when there is nobody; CannotFollowError when nobody has what follows, or what they
         have does not.
         """
+        live = await self.donors.live()
+        self._check_anchors()
         index, tokens = self.log.position.index, self.log.lineage_tokens
-        beats = [beat for beat in await self.donors.live() if beat.index > index or beat.lineage_tokens > tokens]
+        beats = [beat for beat in live if beat.index > index or beat.lineage_tokens > tokens]
         donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[Next]()
         least = None  # as the first that has a better log than ours has it
         for beat in beats:
@@ -213,11 +237,11 @@ class Following:
         try:
             if beat.index <= self.log.position.index:
                 raise OtherLineageError("it has trained more, and took no more outer steps")
-            return await next_in_log(self._transport, beat.peer, self.log)
+            return await next_in_log(self._transport, beat.peer, self.log, self._anchors, self._heads)
         except OtherLineageError:
             fetch = LineageFetch(self._transport, self._past)
             found = await fetch.compare(beat.peer, beat.index, donors, self.log)
-            if not found.theirs.is_better_than(found.ours):
+            if not found.theirs.is_better_than(found.ours, self._anchors):
                 return None
             raise
 

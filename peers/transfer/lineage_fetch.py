@@ -20,6 +20,7 @@ from peers.streams.channel import PeerUnreachableError
 from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import PullTransport
 from peers.transfer.headers import fetch_stretch
+from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.identity import verify as verify_signature
 
 BACK = 16
@@ -41,7 +42,8 @@ class LineageError(LogError):
 
 @dataclass(frozen=True)
 class Compared:
-    """What follows in a donor's log and in ours, from the last place on that both have; `chain` are its entries."""
+    """What follows in a donor's log and in ours, from the last place on that both have; `chain` are its entries. The
+    branches have the places before, too, as far as they are known here."""
 
     theirs: Branch
     ours: Branch
@@ -97,8 +99,8 @@ class LineageFetch:
                     stretch = await self._next(donor, others, walk.end) if is_whole else NO_STRETCH
         except TimeoutError:
             raise LineageError(f"peer {donor} takes too long to show its log") from None
-        self._last, theirs = look, walk.branch()
-        return Compared(theirs, await asyncio.to_thread(self._own_branch, theirs.start, here), chain)
+        self._last = look
+        return await asyncio.to_thread(self._compared, walk.branch(), here, chain)
 
     async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[Look, Stretch]:
         """What is known of the donor's log, and what follows. Raises: LineageError."""
@@ -108,9 +110,12 @@ class LineageFetch:
         start, stretch = await self._where_it_leaves(donor, others, here)
         return Look(donor, here.position, Walk(start, self._verify), Chain(self._ours.empty_log)), stretch
 
-    def before(self, branch: Branch) -> Branch:
-        """Return a branch with the places before its start, as far as they are here."""
-        return branch.preceded_by(self._ours.first + 1, self._ours.digests(0, branch.start.position.index))
+    def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
+        """Both branches, with the places before their start as far as they are here."""
+        both = theirs, self._own_branch(theirs.start, here)
+        first, heads = self._ours.first + 1, self._ours.digests(0, theirs.start.position.index)
+        theirs, ours = (branch.preceded_by(first, heads) for branch in both)
+        return Compared(theirs, ours, chain)
 
     async def _where_it_leaves(self, donor: str, others: Sequence[str], here: LogState) -> tuple[LogState, Stretch]:
         """The last place on that both logs have, and what follows it there. Raises: LineageError."""
@@ -169,7 +174,7 @@ class LineageFetch:
         return await fetch_stretch(self._transport, donor, run, index, index + STRETCH_LIMIT, is_whole=False)
 
     def _own_branch(self, start: LogState, here: LogState) -> Branch:
-        """Only its first entry and its end are ever looked at."""
+        """Of its entries only the first is ever looked at; of the others their names, which anchors may have signed."""
         walk, index = Walk(start, self._verify), start.position.index
         told = self._recent(start.position)
         if told is None:
@@ -177,20 +182,23 @@ class LineageFetch:
         if told is not None and index < here.position.index:
             with suppress(LogError):
                 walk.take(*told)
-        branch = walk.branch()
-        return Branch(start, here if here.position.index > index else start, branch.first, branch.heads)
+        branch, first = walk.branch(), max(index, self._ours.first)
+        heads = dict(enumerate(self._ours.digests(first, here.position.index), first + 1)) | dict(branch.heads)
+        if here.position.index <= index:
+            return Branch(start, start, branch.first, branch.heads)
+        return Branch(start, here, branch.first, heads | {here.position.index: here.position.head})
 
 
 async def best_branch(
-    transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState
+    transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, anchors: Anchors = NO_ANCHORS
 ) -> tuple[Branch, MemoryLog]:
     """Return the best of the branches that these peers show, all from the manifest on, and its entries.
 
-    Raises: LineageError when nobody shows any.
+    Raises: LineageError when nobody shows any, or none that the run's anchors would have signed.
     """
     log, best, reasons = MemoryLog(empty_log, 0), Branch(empty_log, empty_log), list[str]()
     donors = [beat.peer for beat in beats]
-    for beat in [*beats[:1], *CHANCE.sample(beats[1:], min(ASKED, len(beats)) - 1)]:
+    for beat in [*beats[:1], *CHANCE.sample(beats[1:], min(ASKED - 1, len(beats[1:])))]:
         if best.heads.get(beat.index) == beat.head:
             continue
         others = [peer for peer in donors if peer != beat.peer]
@@ -199,7 +207,9 @@ async def best_branch(
         except LineageError as error:
             reasons.append(f"{beat.peer}: {error}")
             continue
-        if found.theirs.is_better_than(found.ours):
+        if (head := found.theirs.contradiction(anchors)) is not None:
+            reasons.append(f"{beat.peer}: the anchor {head.anchor} has signed another outer step {head.index}")
+        if found.theirs.is_better_than(found.ours, anchors):
             best = best.followed_by(found.theirs)
             await asyncio.to_thread(log.follow, found.chain, found.theirs.end.position.index)
     if best.end.last is None:

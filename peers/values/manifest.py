@@ -19,7 +19,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from peers.errors import ManifestError
-from peers.values.identity import SIGNATURE_BYTES, Identity, verify
+from peers.values.anchors import KEYS_LIMIT
+from peers.values.identity import SIGNATURE_BYTES, Identity, is_peer_id, verify
 from peers.values.wire import PROTOCOL_VERSION, Count, PeerId, Value, WireError, decode, digest_of, from_plain, pack
 
 SIZE_LIMIT = 64 * 1024  # bytes of a packed manifest
@@ -85,6 +86,18 @@ class SignedManifest(Value):
         """Whether only those may join whom the organiser, or a holder of a quota, has given a ticket."""
         admission = self.values.get("admission")
         return isinstance(admission, dict) and admission.get("mode") == "invite"
+
+    @cached_property
+    def anchors(self) -> tuple[str, ...]:
+        """The peer ids of the keys whose signatures of the log's heads decide between branches; the first comes first.
+
+        Without a word about them it is the organiser's, who has said what the run is, too.
+        """
+        named = self.values.get("anchors")
+        if named is None:
+            return (self.organiser,)
+        peers = named[:KEYS_LIMIT] if isinstance(named, list) else []
+        return tuple(dict.fromkeys(peer for peer in peers if isinstance(peer, str) and is_peer_id(peer)))
 
     def pack(self) -> bytes:
         return pack(self)

@@ -15,16 +15,20 @@ from opendiloco.checkpoints.archive import ArchivedRun
 from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
-from peers.log.header import Member
+from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogState
+from peers.net.anchorage import Anchorage
 from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
 from peers.streams.channel import RefusalError
 from peers.transfer.snapshots import Snapshot
+from peers.values.anchors import Anchors
 from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
+from tests.peers.builders import CERTIFIED
 
 VALUES = 3000
 NODE = Identity.generate()
@@ -36,8 +40,13 @@ class Network:
 
     addresses = ("/ip4/127.0.0.1/tcp/1",)
 
-    def __init__(self) -> None:
+    def __init__(self, manifest: SignedManifest) -> None:
         self.published: list[Heartbeat] = []
+        self.anchorage = Anchorage()
+        self.anchorage.learn(manifest)
+
+    def anchors_of(self, run_id: str) -> Anchors:
+        return self.anchorage.of(run_id)
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"ticket", 7
@@ -56,7 +65,7 @@ def run(small_config: RunConfig) -> Run:
 
 
 def archive(run: Run, folder: Path) -> ArchivedRun:
-    return ArchivedRun(run, NODE, cast(HivemindTransport, Network()), folder)
+    return ArchivedRun(run, NODE, cast(HivemindTransport, Network(run.manifest)), folder)
 
 
 def payload(seed: int) -> Payload:
@@ -127,3 +136,57 @@ def test_without_anybody_there_it_waits(run: Run, tmp_path: Path) -> None:
     kept = archive(run, tmp_path)
     asyncio.run(kept.follow())
     assert kept.end.last is None
+
+
+# Anchoring --------------------------------------------------------------------------------------------------------
+def test_an_archive_that_is_an_anchor_signs_what_it_has_checked(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most once a minute; and it says so in its heartbeats."""
+    clock = 1000.0
+    monkeypatch.setattr("opendiloco.checkpoints.archive.now", lambda: clock)
+    monkeypatch.setattr("peers.log.anchorer.prove", lambda *asked: CERTIFIED)
+    monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, index: "a certificate")
+    content = small_config.to_manifest_content() | {"anchors": [NODE.peer_id]}
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+    kept = archive(run, tmp_path)
+    anchors = cast(Any, kept._transport).anchors_of
+
+    def signed() -> list[int]:
+        asyncio.run(kept.anchor())
+        return [head.index for head in anchors(run.run_id).heads]
+
+    assert signed() == []
+    positions(kept, 2)
+    assert signed() == [2]
+    kept.log.append(*next_of(kept.log.log_after(2)))
+    assert signed() == [2], "not yet"
+    clock += 61.0
+    assert signed() == [2, 3]
+    asyncio.run(kept.publish())
+    [heartbeat] = cast(Any, kept._transport).published
+    assert heartbeat.anchors == anchors(run.run_id).digest
+
+
+def next_of(log: LogState | None) -> tuple[Header, None, None]:
+    assert log is not None
+    roster = [Member(peer="a", tokens=16, samples=log.leases["a"])]
+    return log.next_header(roster, bytes(32)), None, None
+
+
+def test_an_archive_that_is_no_anchor_signs_nothing(run: Run, tmp_path: Path) -> None:
+    kept = archive(run, tmp_path)
+    positions(kept, 2)
+    asyncio.run(kept.anchor())
+    assert cast(Any, kept._transport).anchors_of(run.run_id).heads == ()
+
+
+def test_what_too_few_have_signed_is_not_anchored(
+    small_config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run.sign(small_config, NODE)
+    kept = archive(run, tmp_path)
+    positions(kept, 2)
+    asyncio.run(kept.anchor())
+    assert cast(Any, kept._transport).anchors_of(run.run_id).heads == ()
+    assert "this anchor does not sign the log that is kept here: entry 0 is not certified" in caplog.text

@@ -23,7 +23,9 @@ from opendiloco.outer.local_state import LocalState
 from opendiloco.run import Run
 from opendiloco.workers.control import Evaluated
 from peers.errors import DilocoPeerError
+from peers.net.anchorage import Anchorage
 from peers.presence.heartbeat import Heartbeat
+from peers.streams.channel import PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.headers import HEADERS, HeadersRequest, serve_headers
 from peers.transfer.payloads import serve_payloads
@@ -80,9 +82,13 @@ class Network(FakeTransport):
         self.said = said
         self.beats: list[Heartbeat] = []
         self.published: list[bytes] = []
+        self.anchorage = Anchorage()
 
     def learn(self, manifest: SignedManifest) -> None:
         """Everybody may come in."""
+
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
+        raise PeerUnreachableError(peer_id, "no answer in time")
 
     async def find_manifest(self, run_id: str) -> SignedManifest:
         return self.recorded.run.manifest

@@ -22,16 +22,19 @@ from peers.log.chain import Entry
 from peers.log.files import ENTRIES, PAYLOADS, entry_line, first_line, payload_path, read_chain
 from peers.log.folder import LogFolder
 from peers.log.payload import Payload
+from peers.values.anchors import AnchoredHead, AnchoredHeads
 from peers.values.identity import Identity
+from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of, pack
 from tests.opendiloco.recorded_run import BLOCK_BYTES, IDENTITIES, PEERS, RecordedRun, certificate, record
 
 ENTRIES_OF_RUN = 5
+ORGANISER = Identity.generate()
 
 
 @pytest.fixture(scope="module")
 def recorded(small_config: RunConfig) -> RecordedRun:
-    return record(Run.sign(small_config, Identity.generate()), initial_theta(small_config), ENTRIES_OF_RUN)
+    return record(Run.sign(small_config, ORGANISER), initial_theta(small_config), ENTRIES_OF_RUN)
 
 
 @pytest.fixture
@@ -211,6 +214,26 @@ def test_a_false_signature_is_found(folder: RunFolder, recorded: RecordedRun) ->
     other = pack(recorded.certificates[1])
     rewrite(folder, lambda found: [*found[:2], replace(found[2], certificate=other), *found[3:]])
     assert_wrong(folder, 2, "is not its own")
+
+
+def anchor(folder: RunFolder, index: int, head: bytes, by: Identity = ORGANISER) -> None:
+    """A head that this machine has heard of."""
+    signed = AnchoredHead.sign(folder.run_id, index, head, by.peer_id, IdentityKeys(by))
+    folder.anchors.write_bytes(pack(AnchoredHeads(heads=(signed,))))
+
+
+def test_anchored_heads_are_those_of_the_log(folder: RunFolder, recorded: RecordedRun) -> None:
+    anchor(folder, 3, recorded.headers[2].digest)
+    assert "verified: heads that the run's anchors have signed: entry 2" in verify(folder)
+    anchor(folder, 9, bytes(32))
+    assert not [line for line in verify(folder) if "anchors" in line], "the log has not come so far"
+
+
+def test_another_log_than_the_anchored_one_is_found(folder: RunFolder) -> None:
+    anchor(folder, 3, bytes(32))
+    assert_wrong(folder, 2, f"the anchor {ORGANISER.peer_id} has signed another one")
+    anchor(folder, 3, bytes(32), Identity.generate())
+    assert_wrong(folder, 0, "is no anchor of the run")
 
 
 def test_states_are_verified_up_to_a_gap(folder: RunFolder, recorded: RecordedRun) -> None:

@@ -12,6 +12,7 @@ from opendiloco.outer.agreement import Agreement
 from opendiloco.reachability import reach_lines, reachability
 from opendiloco.run import Run
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
+from peers.values.anchors import NO_ANCHORS
 from peers.values.identity import Identity
 
 PEER = Identity.generate().peer_id
@@ -72,7 +73,7 @@ def test_peers_that_are_hard_to_reach_are_named() -> None:
 def test_status_shows_it_and_says_it_in_json(small_config: RunConfig) -> None:
     shown = beat(endpoints=(HOME,), relays=(NODE,), unreached=("tail0001",), trouble="others cannot reach you")
     run = Run.sign(small_config, Identity.generate())
-    lines = [str(part) for part in picture(run, [shown], Agreement()).renderables]
+    lines = [str(part) for part in picture(run, [shown], Agreement(), NO_ANCHORS).renderables]
     assert any("cannot reach 1 (tail0001); others cannot reach you" in line for line in lines)
     said = json.loads(json.dumps(plain(shown, small_config)))
     assert said["reach"] == "NAT"

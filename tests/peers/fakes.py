@@ -13,6 +13,7 @@ from peers.protocol.peer import Peer
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.streams.throttle import Caps
 from peers.transfer.state_chunks import digest_of_state
+from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.reach import Reach
 from peers.values.workload import BadBlocksError, Blocks, InnerLoop, Progress, SnapshotError, Trained
 from tests.peers.builders import SIZE
@@ -53,6 +54,7 @@ class FakeTransport:
         self.pulls: list[tuple[str, str, bytes]] = []  # donor, name, header
         self.reach: dict[str, Reach] = {}
         self.meddle: Meddle | None = None  # with what we give
+        self.anchors = NO_ANCHORS
 
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         self.serve[name] = serve
@@ -61,6 +63,9 @@ class FakeTransport:
 
     def check_admitted(self, run_id: str, peer_id: str) -> None:
         """Everybody may come in."""
+
+    def anchors_of(self, run_id: str) -> Anchors:
+        return self.anchors
 
     def reach_of(self, peer_id: str) -> Reach | None:
         return self.reach.get(peer_id)

@@ -10,16 +10,18 @@ from prometheus_client import REGISTRY
 
 from peers.driver.pulse import REFRESH_BEATS, Pulse
 from peers.links.links import EAGER
+from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace
-from peers.protocol.events import HeartbeatsSeen
+from peers.protocol.events import AnchorsSeen, HeartbeatsSeen
 from peers.protocol.peer import Peer
+from peers.values.anchors import NO_ANCHORS, AnchoredHead, Anchors
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 from peers.values.signing import IdentityKeys
 from peers.values.workload import Progress
-from tests.peers.builders import LOG, SETTINGS, SIZE, STATE, beat, inspect
+from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, STATE, beat, chain_of, first_log, inspect
 
 ME, OTHER = Identity.generate(), Identity.generate()
 EARLY, LATE = "/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/2"
@@ -41,6 +43,7 @@ class Network:
         self.present: list[Heartbeat] = []
         self.connected: list[str] = []
         self.patience = math.inf
+        self.anchors = NO_ANCHORS
 
     def expect_answers_within(self, seconds: float) -> None:
         self.patience = seconds
@@ -72,6 +75,9 @@ class Network:
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"", 0
 
+    def anchors_of(self, run_id: str) -> Anchors:
+        return self.anchors
+
     def silences(self, run_id: str) -> dict[str, float]:
         return self.silent
 
@@ -85,6 +91,19 @@ async def beats(network: Network, peer: Peer, count: int) -> None:
 
 def new_peer() -> Peer:
     return Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0, incarnation=5, keys=IdentityKeys(ME), inspect=inspect)
+
+
+def test_it_says_what_is_known_of_the_runs_anchors_and_holds_it_against_the_log() -> None:
+    network, peer, log = Network(), new_peer(), MemoryLog(LOG, 0)
+    first = first_log().last
+    assert first is not None
+    log.follow(chain_of([first]), 1)
+    head = AnchoredHead.sign(RUN, 1, bytes(32), OTHER.peer_id, IdentityKeys(OTHER))
+    later = AnchoredHead.sign(RUN, 2, bytes(32), OTHER.peer_id, IdentityKeys(OTHER))
+    network.anchors = Anchors(RUN, (OTHER.peer_id,)).with_heads([head, later])
+    pulse = Pulse(peer, ME, network, lambda work: work.close())
+    assert pulse.heartbeat().anchors == network.anchors.digest != b""
+    assert pulse.anchors(log) == AnchorsSeen(network.anchors, {1: first_log().position.head})
 
 
 def test_addresses_are_asked_for_now_and_then() -> None:

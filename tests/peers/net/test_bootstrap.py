@@ -46,3 +46,17 @@ def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "manifests").rmdir()
     with pytest.raises(LocalNetworkError, match="cannot keep manifests in "):
         store.add(FIRST)
+
+
+def test_what_anchors_have_signed_is_kept_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 1)
+    store = ManifestStore(tmp_path)
+    assert store.anchors(FIRST.run_id) == b""
+    store.add(FIRST)
+    store.keep_anchors(FIRST.run_id, b"signed")
+    store.keep_revocations(FIRST.run_id, b"revoked")
+    assert (ManifestStore(tmp_path).anchors(FIRST.run_id), store.revocations(FIRST.run_id)) == (b"signed", b"revoked")
+    long_ago = time.time() - QUIET_LIMIT - 1
+    os.utime(tmp_path / f"{FIRST.run_id}.manifest", (long_ago, long_ago))
+    store.add(SECOND)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{SECOND.run_id}.manifest"]

@@ -172,8 +172,8 @@ class TestRevocations:
             for _ in range(20):
                 one.catch_up(network, RUN, [liar, honest])
                 await asyncio.sleep(0)
-                if one._asking is not None:
-                    await one._asking
+                if one._asking._task is not None:
+                    await one._asking._task
             assert one.of(RUN).number == 1  # type: ignore[union-attr]
             assert network.calls.count(STRANGER.peer_id) <= 1
             assert network.calls.count(FRIEND.peer_id) == 1

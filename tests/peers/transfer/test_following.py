@@ -11,6 +11,7 @@ from peers.log.header import Header
 from peers.log.payload import Payload
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.streams.channel import RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import CannotFollowError, Following
@@ -19,6 +20,7 @@ from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
 from peers.transfer.storage import MemoryStorage
+from peers.values.anchors import AnchoredHead, Anchors
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks
@@ -287,5 +289,62 @@ def test_who_comes_back_from_elsewhere_is_connected_to_again() -> None:
             swarm.beats["a"] = beat("a", run.logs[3], addresses=addresses)
             await swarm.following.donors.live()
         assert swarm.connected == ["a", "a"]
+
+    asyncio.run(scenario())
+
+
+# Anchors --------------------------------------------------------------------------------------------------------
+def signed(run: Run, index: int) -> Anchors:
+    head = AnchoredHead.sign(RUN, index, run.logs[index].position.head, "z", SimulatedKeys("z"))
+    return Anchors(RUN, ("z",)).with_heads([head])
+
+
+def test_of_two_foundings_the_anchored_one_is_followed() -> None:
+    async def scenario() -> None:
+        swarm, ours, theirs = Swarm(), Run(6, b"ours", tokens=10), Run(9, b"theirs", tokens=1000)
+        swarm.anchors = signed(ours, 4)
+        for name in "xyz":
+            await swarm.add(name, Donor(theirs, frozen=8))
+        with pytest.raises(SwarmUnreachableError, match="the anchor z has signed another outer step 4"):
+            await swarm.following.begin()
+        await swarm.add("a", Donor(ours, frozen=5))
+        await swarm.following.begin()
+        swarm.assert_is_at(ours, 5)
+        assert await swarm.following.advance() is not None
+        swarm.assert_is_at(ours, 6)
+        assert await swarm.following.advance() is None, "what follows elsewhere is no better"
+
+    asyncio.run(scenario())
+
+
+def test_whoever_follows_another_log_than_the_anchored_one_begins_anew() -> None:
+    async def scenario() -> None:
+        swarm, ours, theirs = Swarm(), Run(6, b"ours", tokens=10), Run(9, b"theirs", tokens=1000)
+        await swarm.add("x", Donor(theirs, frozen=7))
+        await swarm.following.begin()
+        swarm.anchors = signed(ours, 4)
+        with pytest.raises(
+            CannotFollowError, match="has signed another outer step 4 than the one followed here"
+        ) as error:
+            await swarm.following.advance()
+        with pytest.raises(SwarmUnreachableError):
+            await swarm.following.begin(error.value.least)
+        swarm.assert_is_at(theirs, 7)
+        await swarm.add("a", Donor(ours, frozen=5))
+        await swarm.following.begin(error.value.least)
+        swarm.assert_is_at(ours, 5)
+
+    asyncio.run(scenario())
+
+
+def test_an_entry_in_place_of_an_anchored_one_is_not_followed() -> None:
+    async def scenario() -> None:
+        swarm, theirs, other = Swarm(), Run(9, b"theirs"), Run(9, b"other")
+        await swarm.add("x", Donor(theirs, frozen=7))
+        await swarm.following.begin()
+        swarm.anchors = signed(other, 8)
+        with pytest.raises(CannotFollowError, match="entry 7: the anchor z has signed another outer step 8"):
+            await swarm.following.advance()
+        swarm.assert_is_at(theirs, 7)
 
     asyncio.run(scenario())
