@@ -1,4 +1,4 @@
-"""A worker's model: plain on one CPU, else sharded; and the memory for it, found to be there before it is taken."""
+"""A worker's model: plain if the worker is alone, else sharded; and whether there is memory for it."""
 
 from __future__ import annotations
 
@@ -38,27 +38,40 @@ def assemble_model(
     whole = build_model(config, tokenizer) if team.rank == 0 or each_builds else None
     if memory_descriptor is not None and team.rank == 0:
         store_weights(whole, SharedVectors(memory_descriptor, layout_of(skeleton).size).theta)
-    model = whole if team.mesh is None or each_builds else skeleton
-    _prepare(model, team.device, options)
-    if team.mesh is not None:
+    model: Any = whole if team.mesh is None or each_builds else skeleton
+    if options.activation_checkpointing:
+        _checkpoint_activations(model)
+    if team.mesh is None:
+        model.to(team.device)
+        model.tie_weights()  # to some kinds of device, tied weights are moved one by one
+    else:
         shard_model(model, team, config.training)
         if not each_builds:
             fill_untrained(model, whole, team)
+    if options.compile if options.compile is not None else team.device.type == "cuda":
+        _compile_blocks(model)
     team.wait_for_all()  # the others map the shared memory now, which must have its size
     return model
 
 
-def _prepare(model: Any, device: torch.device, options: WorkerOptions) -> None:
-    if options.activation_checkpointing:
-        # Its name until transformers 5.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        try:
-            enable({"use_reentrant": False})
-        except ValueError as error:
-            raise MachineError(first_line(error), "Leave out --activation-checkpointing.") from error
-    if options.compile if options.compile is not None else device.type == "cuda":
-        for block in transformer_blocks(model):
-            block.forward = torch.compile(block.forward)
+def _checkpoint_activations(model: Any) -> None:
+    """Have each block compute its activations again in the backward pass. Raises: MachineError when it cannot."""
+    # Its name until transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise MachineError(first_line(error), "Leave out --activation-checkpointing.") from error
+
+
+def _compile_blocks(model: Any) -> None:
+    """Compile each block's forward pass. To be called on a sharded model, not before it is sharded.
+
+    FSDP2 gives a block another class, whose forward is the one that checkpoints activations; a forward that was bound
+    before that checkpoints nothing.
+    """
+    for block in transformer_blocks(model):
+        block.forward = torch.compile(block.forward)
 
 
 def _check_memory(skeleton: Any, team: Team, options: WorkerOptions, format: Format) -> None:

@@ -122,12 +122,7 @@ class Worker:
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.workers.assembly import assemble_model
 
-        if command.workers > 1 or device.type == "cuda":
-            self._team = Team.meet(device, command.rank, command.workers, command.port, descriptors.listener)
-        else:
-            self._team = Team(device)
-            if descriptors.listener is not None:
-                os.close(descriptors.listener)
+        self._team = Team.meet(device, command.rank, command.workers, command.port, descriptors.listener)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
         self._replica: ModelReplica = ModelReplica(self._config, model, self._data.samples, self._team)
