@@ -117,11 +117,13 @@ class EvaluationSection(Section):
     """After every so many outer steps one of the peers evaluates theta on held-out text, each time another; 0: none.
 
     theta is better than what any peer makes of it alone (Table 3 of arXiv 2501.18512). `windows` is how many windows of
-    `training.sequence_length` tokens are read.
+    `training.sequence_length` tokens are read. `digest` is that of their tokens (`HeldOutWindows.digest`), by which a
+    peer knows whether its folders have the same text; `diloco-peer run create` fills it in.
     """
 
     every: Annotated[int, Field(ge=0, le=1_000_000)] = 8
     windows: Positive = 64
+    digest: Digest | None = None
 
 
 class RunConfig(Section):

@@ -15,7 +15,7 @@ from opendiloco.data.local_sources import local_sources
 from opendiloco.demo.processes import Child
 from opendiloco.demo.screen import DemoScreen
 from opendiloco.errors import DemoError, MachineError
-from opendiloco.follower import HELD_OUT_WINDOWS, export_state, fetch_state, make_folder
+from opendiloco.follower import export_state, fetch_state, make_folder
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.export import RunFacts
 from opendiloco.outer.agreement import Agreement
@@ -170,7 +170,7 @@ async def train_and_export(options: DemoOptions, swarm: _Swarm, transport: Hivem
             while not starting.done():
                 await look(swarm, transport)
             workload = starting.result()
-            before = await workload.evaluate(HELD_OUT_WINDOWS)
+            before = await workload.evaluate()
             swarm.screen.event(f"held-out loss of the fresh model: {before.loss:.3f} nats per token")
             await train(options, swarm, transport)
             return await finish(swarm, transport, workload, before.loss)

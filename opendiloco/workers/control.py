@@ -123,7 +123,7 @@ class Configured(ControlMessage):
     """The worker is ready. `parameters` is the number of trainable values, the length of theta.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
-    windows go through the model at once.
+    windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads.
     """
 
     kind: Literal["configured"] = "configured"
@@ -133,6 +133,7 @@ class Configured(ControlMessage):
     device_name: str
     flops_per_token: float | None
     micro_batch: int
+    held_out_digest: str
 
 
 class InnerStepDone(ControlMessage):

@@ -66,6 +66,7 @@ class WorkerGroup:
     tokens_per_sample: int
     device: str
     telemetry: Telemetry
+    held_out_digest: str
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self._config = config
@@ -97,6 +98,7 @@ class WorkerGroup:
             raise
         group.vectors = SharedVectors(group._memory_descriptor, configured.parameters)
         group.tokens_per_sample = configured.tokens_per_sample
+        group.held_out_digest = configured.held_out_digest
         peak = peak_tokens_per_second(
             configured.device_name, len(group._workers), config.training.precision, configured.flops_per_token
         )

@@ -137,6 +137,7 @@ class Worker:
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, parameters, length),
             micro_batch=self._replica.micro_batch,
+            held_out_digest=self._data.held_out.digest(self._config.evaluation.windows),
         )
 
     def _choose_micro_batch(self) -> int:
@@ -225,7 +226,8 @@ class Worker:
 
         self._replica.load(self._vectors.theta)
         windows, at_once = command.windows, self.description.micro_batch
-        loss, tokens = held_out_loss(self._replica.model, self._data.held_out, windows, at_once)
+        model, precision = self._replica.model, self._replica.precision
+        loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision)
         return Evaluated(loss=loss, tokens=tokens)
 
     def _generate(self, command: Generate) -> Generated:

@@ -60,11 +60,12 @@ def test_a_small_preset_trains(name: str, tmp_path: Path) -> None:
         update={
             "data": DataSection(source=str(tmp_path), held_out=0.5),
             "training": config.training.model_copy(update=changes),
+            "evaluation": config.evaluation.model_copy(update={"windows": 4}),
         }
     )
     torch.set_num_threads(1)
     reference = Reference(config)
-    before = reference.held_out_loss(4)
+    before = reference.held_out_loss()
     for start in (0, 2):
         reference.outer_step([Work("a", (SampleRange(start, start + 2),), 2)])
-    assert reference.held_out_loss(4) < before
+    assert reference.held_out_loss() < before

@@ -76,6 +76,21 @@ def test_as_many_as_fit_into_a_quarter_of_what_is_left(
     assert fitting_micro_batch(replica, 8, TEAM) == expected
 
 
+def test_evaluation_puts_no_more_through_at_once_than_fits(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large the run's batches are: at 150 million parameters 256 windows would take 64 GiB."""
+    model = small_content["model"]["config"] | {"num_hidden_layers": 4}
+    replica = replica_of(RunConfig.from_manifest_content(small_content | {"model": {"config": model, "init_seed": 3}}))
+    window, trained = window_memory(replica, TEAM, trains=False), window_memory(replica, TEAM)
+    assert 0 < window < trained / 2
+    later = HostMemory(replica.layout.size, INT8)
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: later.evaluating - later.shared + 4 * 7 * window)
+    assert fitting_micro_batch(replica, 512, TEAM, trains=False) == 7
+    assert window_memory(replica, TEAM, windows=7, trains=False) == pytest.approx(7 * window, rel=0.05)
+    assert all(parameter.grad is None for parameter in replica.model.parameters())
+
+
 def test_the_machines_memory_is_shared_and_who_has_least_decides(
     replica: ModelReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,5 +105,5 @@ def test_the_machines_memory_is_shared_and_who_has_least_decides(
 
 
 def test_nothing_is_tried_where_there_is_no_choice(replica: ModelReplica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch, "window_memory", lambda replica, team: pytest.fail("a window was tried"))
+    monkeypatch.setattr(micro_batch, "window_memory", lambda *arguments, **options: pytest.fail("a window was tried"))
     assert fitting_micro_batch(replica, 1, TEAM) == 1

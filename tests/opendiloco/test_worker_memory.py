@@ -77,6 +77,7 @@ class Played(WorkerProcess):
                 device_name="cpu",
                 flops_per_token=100.0,
                 micro_batch=min(command.options.micro_batch or 8, 8),
+                held_out_digest="ab" * 32,
             )
         if self.configured.rank == 0:
             Played.request += 1
