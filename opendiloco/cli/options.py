@@ -174,12 +174,12 @@ WORKER_OPTIONS = (
         "--micro-batch",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Put N windows through the model at once, for less memory.  [default: as many as fit]",
+        help="Put N windows through the model at once, for less memory.  [default: what fits, up to what the run says]",
     ),
     click.option(
         "--activation-checkpointing/--no-activation-checkpointing",
-        default=False,
-        help="Compute activations again instead of keeping them: less memory, more time.  [default: no]",
+        default=None,
+        help="Compute activations again instead of keeping them: less memory, more time.  [default: as the run says]",
     ),
     click.option(
         "--compile/--no-compile",

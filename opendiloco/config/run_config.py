@@ -52,6 +52,10 @@ class TrainingSection(Section):
     its document only, and no document predicts the next one's beginning. `precision` is that of the forward and
     backward pass; weights and moments are fp32. `gradient_reduction` is that in which a machine's workers sum their
     gradients.
+
+    `micro_batch` and `activation_checkpointing` are what the organiser recommends for the machines that are expected:
+    how many windows a worker puts through the model at once at most, and whether it computes activations again. They
+    change memory and speed, and no result but by rounding; a machine's owner may choose otherwise.
     """
 
     inner_steps: Positive
@@ -62,6 +66,8 @@ class TrainingSection(Section):
     z_loss: NotNegativeFloat = 0.0
     precision: Literal["fp32", "bf16"] = "fp32"
     gradient_reduction: Literal["fp32", "bf16"] = "fp32"
+    micro_batch: Positive | None = None
+    activation_checkpointing: bool = False
 
 
 class CodecSection(Section):

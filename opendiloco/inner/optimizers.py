@@ -71,11 +71,11 @@ def check_inner_optimizer(section: InnerOptimizerSection) -> None:
     build_inner_optimizer(torch.nn.Linear(1, 1), section)
 
 
-def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float) -> Groups:
-    """Only those with two or more dimensions decay."""
+def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float, vectors_decay: bool = False) -> Groups:
+    """Return two groups: parameters with two or more dimensions, which decay, and vectors, which do if told so."""
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": weight_decay * vectors_decay},
     ]
 
 

@@ -39,7 +39,8 @@ def assemble_model(
     if memory_descriptor is not None and team.rank == 0:
         store_weights(whole, SharedVectors(memory_descriptor, layout_of(skeleton).size).theta)
     model: Any = whole if team.mesh is None or each_builds else skeleton
-    if options.activation_checkpointing:
+    asked = options.activation_checkpointing
+    if config.training.activation_checkpointing if asked is None else asked:
         _checkpoint_activations(model)
     if team.mesh is None:
         model.to(team.device)
@@ -61,7 +62,7 @@ def _checkpoint_activations(model: Any) -> None:
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
-        raise MachineError(first_line(error), "Leave out --activation-checkpointing.") from error
+        raise MachineError(first_line(error), "Use --no-activation-checkpointing.") from error
 
 
 def _compile_blocks(model: Any) -> None:

@@ -210,8 +210,10 @@ class WorkerGroup:
         ]
         configured = await self._exchange(commands, Configured)
         self._micro_batch = configured.micro_batch
-        if self._options.micro_batch is None and self._micro_batch * len(devices) < self._config.training.batch_size:
-            logger.info("for want of memory, each worker trains on %d windows at once", self._micro_batch)
+        training = self._config.training
+        wanted = min(training.micro_batch or training.batch_size, -(-training.batch_size // len(devices)))
+        if self._options.micro_batch is None and self._micro_batch < wanted:
+            logger.info("for want of memory, each worker puts %d windows through the model at once", self._micro_batch)
         return configured
 
     async def _count_gpus(self) -> int:

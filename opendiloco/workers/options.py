@@ -12,7 +12,8 @@ class WorkerOptions:
     """`device` is "auto" (all GPUs if torch sees any, else the CPU), "cpu", "cuda" (all GPUs) or one, as "cuda:1".
 
     `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs; each worker has `threads` CPU threads. `micro_batch` is
-    how many windows go through the model at once (None: all of a worker's part of a batch). `compile` None: on GPUs.
+    how many windows go through the model at once (None: as many as fit, up to what the run recommends).
+    `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs.
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
     only evaluates, generates and exports.
     """
@@ -22,7 +23,7 @@ class WorkerOptions:
     gpus: int | None = None
     threads: int = 1
     micro_batch: int | None = None
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None
     compile: bool | None = None
     restarts: int = 0
     trains: bool = True

@@ -141,13 +141,14 @@ class Worker:
         )
 
     def _choose_micro_batch(self) -> int:
-        """As this machine's owner says; else, to train, as many windows as fit."""
+        """Return what this machine's owner says; else as many windows as fit, up to what the run recommends."""
         from opendiloco.inner.micro_batch import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
-        if self._options.micro_batch is not None or not self._options.trains:
-            return min(self._options.micro_batch or piece, piece)
-        return fitting_micro_batch(self._replica, piece, self._team)
+        if self._options.micro_batch is not None:
+            return min(self._options.micro_batch, piece)
+        most = min(self._config.training.micro_batch or piece, piece)
+        return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
     def carry_out(self, command: Command) -> ControlMessage:
         """The reply to one command."""
