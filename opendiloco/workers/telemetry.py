@@ -102,10 +102,11 @@ class Telemetry:
 
 def line_of(values: Mapping[str, float]) -> str:
     """`VALUES` for people."""
-    utilisation = values["flops_utilisation"]
-    shown = "unknown" if math.isnan(utilisation) else f"{utilisation:.1%}"
+    known = {name: value for name, value in values.items() if not math.isnan(value)}
+    norm = f"gradient norm {known['gradient_norm']:.3g}, " if "gradient_norm" in known else ""
+    waiting = f"{known['data_wait_share']:.1%} waiting for data, " if "data_wait_share" in known else ""
+    utilisation = f"{known['flops_utilisation']:.1%}" if "flops_utilisation" in known else "unknown"
     return (
-        f"{values['tokens']:.0f} tokens, loss {values['loss']:.4f}, gradient norm {values['gradient_norm']:.3g}, "
-        f"{values['tokens_per_second']:.0f} tokens/s, MFU {shown}, {values['data_wait_share']:.1%} waiting for data, "
-        f"{values['peak_memory_bytes'] / 2**30:.2f} GiB"
+        f"{values['tokens']:.0f} tokens, loss {values['loss']:.4f}, {norm}{values['tokens_per_second']:.0f} tokens/s, "
+        f"MFU {utilisation}, {waiting}{values['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
