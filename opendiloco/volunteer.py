@@ -45,7 +45,7 @@ from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
 logger = logging.getLogger(__name__)
 
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
-NO_TRAINING = WorkerOptions(trains=False)
+NO_TRAINING = WorkerOptions(trains=False, threads=None)
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
 

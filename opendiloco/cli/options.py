@@ -160,7 +160,10 @@ WORKER_OPTIONS = (
         help="Share the work among N processes, where it is the CPU that trains.",
     ),
     click.option(
-        "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads of each worker."
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="CPU threads of each worker.  [default: on the CPU all cores but one, on GPUs 1]",
     ),
     click.option(
         "--restarts",

@@ -39,7 +39,13 @@ from opendiloco.workers.control import (
     RunInnerLoop,
     StoreMoments,
 )
-from opendiloco.workers.options import WorkerOptions, choose_devices, needs_gpu_count
+from opendiloco.workers.options import (
+    WorkerOptions,
+    choose_devices,
+    choose_threads,
+    needs_gpu_count,
+    usable_cores,
+)
 from opendiloco.workers.process import Answer, Inherited, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.telemetry import Telemetry
@@ -182,13 +188,15 @@ class WorkerGroup:
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def _start_workers(self, fresh: bool) -> Configured:
-        threads, shared = self._options.threads, Inherited(self._memory_descriptor, self._moments_descriptor)
+        cores, shared = usable_cores(), Inherited(self._memory_descriptor, self._moments_descriptor)
+        threads = choose_threads(self._options, ["cpu"] * self._options.cpu_workers, cores)  # at most
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             self._workers = [await WorkerProcess.start(shared._replace(listener=listener.fileno()), threads)]
         if self._is_closing:
             raise WorkerError("no workers are wanted any more.")
         devices = choose_devices(self._options, await self._count_gpus())
+        threads = choose_threads(self._options, devices, cores)
         for _ in devices[1:]:
             self._workers.append(await WorkerProcess.start(shared, threads))
         if len(devices) > 1:
@@ -199,7 +207,7 @@ class WorkerGroup:
         commands = [
             Configure(
                 manifest_content=self._config.to_manifest_content(),
-                options=self._options,
+                options=replace(self._options, threads=threads),
                 device=device,
                 rank=rank,
                 workers=len(devices),

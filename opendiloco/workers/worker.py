@@ -108,7 +108,7 @@ class Worker:
             from opendiloco.data.training_data import load_data
             from opendiloco.inner.device_facts import choose_device, device_name
 
-        torch.set_num_threads(command.options.threads)
+        torch.set_num_threads(command.options.threads or 1)
         self._channel = channel
         self._options = command.options
         self._config = RunConfig.from_manifest_content(command.manifest_content)
