@@ -16,6 +16,7 @@ from opendiloco.inner.team import Team
 from opendiloco.kernels import FORMATS, Format
 from opendiloco.model.build import build_model, build_skeleton, layout_of, store_weights
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
+from opendiloco.stages import at_stage
 from opendiloco.workers.options import WorkerOptions
 
 
@@ -37,7 +38,8 @@ def assemble_model(
     if memory_descriptor is not None and team.rank == 0:
         _check_memory(memory, team, options.trains, FORMATS[config.codec.kind])
         reserve(memory_descriptor, layout_of(skeleton).size)
-    whole = build_model(config, tokenizer) if team.rank == 0 or each_builds else None
+    at_stage("building the model")
+    whole = build_model(config, tokenizer, memory.weights) if team.rank == 0 or each_builds else None
     if memory_descriptor is not None and team.rank == 0:
         store_weights(whole, SharedVectors(memory_descriptor, layout_of(skeleton).size).theta)
     model: Any = whole if team.mesh is None or each_builds else skeleton
@@ -52,6 +54,7 @@ def assemble_model(
         if not each_builds:
             fill_untrained(model, whole, team)
     if options.compile if options.compile is not None else team.device.type == "cuda":
+        at_stage("compiling, which goes on in the first inner step")
         _compile_blocks(model)
     team.wait_for_all()  # the others map the shared memory now, which must have its size
     return model

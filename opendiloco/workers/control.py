@@ -2,7 +2,7 @@
 
 Commands are carried out one after the other; only `EndInnerLoop` and those about moments are heard while training.
 Each command is answered by exactly one reply of its kind, or by `Failed`; to `RunInnerLoop` the first worker also sends
-`InnerStepDone` in between.
+`InnerStepDone` in between. `AtStage` may come at any time.
 """
 
 from __future__ import annotations
@@ -112,6 +112,14 @@ class LoadMoments(ControlMessage):
     kind: Literal["load_moments"] = "load_moments"
 
 
+class AtStage(ControlMessage):
+    """What the worker is busy with (see `opendiloco.stages`). `share` of it is done; None if that is not known."""
+
+    kind: Literal["at_stage"] = "at_stage"
+    stage: str
+    share: float | None
+
+
 class DevicesCounted(ControlMessage):
     """How many GPUs torch sees."""
 
@@ -209,7 +217,8 @@ Command = (
     CountDevices | Configure | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | StoreMoments | LoadMoments
 )
 Reply = (
-    DevicesCounted
+    AtStage
+    | DevicesCounted
     | Configured
     | InnerStepDone
     | InnerLoopDone

@@ -48,6 +48,7 @@ from opendiloco.workers.options import (
 )
 from opendiloco.workers.process import Answer, Inherited, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
+from opendiloco.workers.start_up import StartUp
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.transfer.memory_file import MemoryFile
@@ -193,6 +194,7 @@ class WorkerGroup:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             self._workers = [await WorkerProcess.start(shared._replace(listener=listener.fileno()), threads)]
+        self._workers[0].on_stage = StartUp().heard  # the others do the same
         if self._is_closing:
             raise WorkerError("no workers are wanted any more.")
         devices = choose_devices(self._options, await self._count_gpus())

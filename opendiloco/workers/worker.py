@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.stages import at_stage, watched_by
 from opendiloco.workers.control import (
+    AtStage,
     Command,
     Configure,
     Configured,
@@ -60,6 +62,7 @@ class ControlChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._sending = threading.Lock()
         self.stopped_number = 0
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
@@ -67,7 +70,8 @@ class ControlChannel:
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, message: ControlMessage) -> None:
-        self._connection.sendall(message.line())
+        with self._sending:  # batches are read by a thread of their own, which may have to tokenize
+            self._connection.sendall(message.line())
 
     def _read(self) -> None:
         """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
@@ -101,6 +105,7 @@ class Worker:
     def __init__(self, command: Configure, descriptors: Descriptors, channel: ControlChannel) -> None:
         # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
         # it comes when it is known that there is a device to train on, and data.
+        at_stage("importing torch")
         with nothing_collected():
             import torch
 
@@ -116,6 +121,7 @@ class Worker:
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
         self._data: TrainingData = load_data(self._config, self._tokenizer)
 
+        at_stage("importing transformers")
         with nothing_collected():
             from opendiloco.inner.replica import ModelReplica
             from opendiloco.inner.team import Team
@@ -126,6 +132,7 @@ class Worker:
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
         self._replica: ModelReplica = ModelReplica(self._config, model, self._data.samples, self._team)
+        at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
@@ -316,7 +323,8 @@ def main() -> None:
     arguments = parser.parse_args()
     channel = ControlChannel(socket.socket(fileno=arguments.control))
     channel.start()
-    serve(channel, Descriptors(arguments.memory, arguments.moments, arguments.listener))
+    with watched_by(lambda stage, share: channel.send(AtStage(stage=stage, share=share))):
+        serve(channel, Descriptors(arguments.memory, arguments.moments, arguments.listener))
 
 
 if __name__ == "__main__":
