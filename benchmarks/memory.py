@@ -38,7 +38,7 @@ from benchmarks.processes import Event, PeerProcess, PeerProcessError, memory_ta
 from benchmarks.reporting import Bar, report
 from benchmarks.training import TURN_SECONDS, prepared, start, workers_of
 from opendiloco.config.run_config import RunConfig
-from opendiloco.host_memory import FETCHED_AT_ONCE, IN_USE, HostMemory, worker_memory
+from opendiloco.host_memory import FETCHED_AT_ONCE, IN_USE, HostMemory, WorkerMemory
 from opendiloco.kernels import INT8
 
 PEERS = 3
@@ -294,7 +294,7 @@ def main(values: int, hidden: int, layers: int, run_file: Path, json_file: Path 
         parameters = asyncio.run(measure_cpu_volunteer(cpu_config(run_file, hidden, layers), watch))
     except PeerProcessError as error:
         raise click.ClickException(str(error)) from error
-    formula = HostMemory(parameters, INT8).training + worker_memory(parameters, parameters, trains=True)
+    formula = HostMemory(parameters, INT8).training + WorkerMemory(parameters, parameters).training
     key = CPU_VOLUNTEER, TRAINING
     rows.append(row_of(*key, watch.most[key], parameters, formula))
     report(f"main memory, {values / 1e6:g} M parameters", rows, bars_of(rows), json_file)

@@ -31,7 +31,7 @@ import click
 from benchmarks.processes import PeerProcess, memory_of
 from benchmarks.reporting import Bar, report, speed_ratio
 from opendiloco.config.run_config import RunConfig
-from opendiloco.host_memory import HostMemory, worker_memory
+from opendiloco.host_memory import HostMemory, WorkerMemory
 from opendiloco.kernels import INT8
 
 BARE, VOLUNTEER = "bare loop", "volunteer"
@@ -60,7 +60,7 @@ class Machine:
 
     def formula(self, name: str, parameters: int) -> int:
         """Bytes of main memory: weights, gradients, moments; of a volunteer also what grows in its peer process."""
-        worker = worker_memory(parameters, parameters, trains=True) if self.device == "cpu" else 0
+        worker = WorkerMemory(parameters, parameters).training if self.device == "cpu" else 0
         return worker + (HostMemory(parameters, INT8).growing if name == VOLUNTEER else 0)
 
 

@@ -16,7 +16,6 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.reference import Reference, Work
 from peers.values.leases import SamplePool
 
-HELD_OUT_WINDOWS = 64
 REPORTS = 4
 
 
@@ -31,7 +30,7 @@ def train(config: RunConfig, replicas: int, outer_steps: int) -> None:
             roster.append(Work(f"replica {replica}", lease, steps))
         reference.outer_step(roster)
         if outer_step % max(1, outer_steps // REPORTS) == 0:
-            loss = reference.held_out_loss(HELD_OUT_WINDOWS)
+            loss = reference.held_out_loss()
             print(f"replicas {replicas}   outer steps {outer_step:4}   held-out loss {loss:.3f}", flush=True)
 
 

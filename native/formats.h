@@ -8,12 +8,15 @@
  * if their number is odd, the last high half is 0. 16-bit codes are little-endian.
  *
  *   name          block  header         code         decoded value        source
- *   int8           1024  unit           -127 … 127   unit * code          symmetric absmax: PRIME, arXiv 2412.01152
+ *   int8           1024  unit           -127 … 127   unit * code          absmax quantization: arXiv 2208.07339
  *   uint4           256  unit, minimum  0 … 15       minimum + unit*code  min/max (asymmetric) quantization
  *   e2m1-block32     32  unit           sign+3 bits  ± unit * level       the 4-bit float of OCP MX 1.0, fp32 scale
  *   e2m1           1024  unit           sign+3 bits  ± unit * level       the same, one scale for a long block
  *   e3m0           1024  unit           sign+3 bits  ± unit * level       Streaming DiLoCo, arXiv 2501.18512
  *   fp16           1024  none           binary16     the code's value     IEEE 754-2019
+ *
+ * To scale block by block is from arXiv 2110.02861. PRIME's int8 (arXiv 2412.01152) is another format: 256 buckets over
+ * six standard deviations to both sides of a tensor's mean, and the mean of each bucket as a codebook beside the codes.
  *
  * Levels by the low three bits of a code: e2m1 0 1 2 3 4 6 8 12, e3m0 0 1 2 4 8 16 32 64; the fourth bit is the sign.
  *

@@ -15,11 +15,12 @@ The swarm's part (membership, rounds, transfers, the outer step) lives in a thre
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,48 +29,66 @@ from typing import Any, Self
 import torch
 
 from opendiloco.anchorage import ask_for_anchors
-from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
-from opendiloco.data.training_data import load_data
+from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.entrance import enter, read_ticket
-from opendiloco.local_workload import TrainingWorkload
-from opendiloco.loop_worker import LoopWorker, OuterStep
-from opendiloco.model.build import build_model, layout_of, store_weights, trainable
-from opendiloco.model.initial_weights import check_initial_weights
-from opendiloco.model.layout import Layout
+from opendiloco.errors import first_line
+from opendiloco.local_workload import HeldOut
+from opendiloco.loop_worker import LoopWorker, LoopWorkload, OuterStep
+from opendiloco.model.build import layout_of, trainable
+from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.shards import Shards
+from opendiloco.own_model import check_own_model, initial_vectors
 from opendiloco.run import Run, find_run
-from opendiloco.shared_memory import SharedVectors
 from opendiloco.sole import listen
 from opendiloco.volunteer import Volunteer, connected
+from opendiloco.workers.trackers import Choice, tracking
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
-from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange, prefix, sample_count
 from peers.values.manifest import Invite
-from peers.values.workload import InnerLoop, Progress, Trained
+from peers.values.workload import Progress, Trained
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+EVALUATED_AT_ONCE = 4
+"""Windows. How many fit beside what the loop keeps is not known."""
 
 
 @dataclass(frozen=True)
 class _Joined:
     """What the swarm's thread has to say to the training thread once it is in the run."""
 
-    run: Run
-    worker: LoopWorker
+    workload: LoopWorkload
     leave: Callable[[], None]
+
+    @property
+    def run(self) -> Run:
+        return self.workload.run
+
+    @property
+    def worker(self) -> LoopWorker:
+        return self.workload.worker
 
 
 class DiLoCo:
     """A peer of a run whose inner loop is the caller's. A context: entering it joins the run, leaving it leaves.
 
-    `model` is any module with the run's trainable parameters (same shapes, same order); its weights are replaced by
-    theta at each outer step. `inner_optimizer` steps it; each of its steps must train one batch of the run's size
-    (`training.batch_size` windows of `training.sequence_length` tokens), since contributions are weighted by tokens.
+    `model` is any module with the run's trainable parameters (same shapes, same order), whole, in one process, as
+    float32 or float64; its weights are replaced by theta at each outer step. `inner_optimizer` steps it; each of its
+    steps must train one batch of the run's size (`training.batch_size` windows of `training.sequence_length` tokens),
+    since contributions are weighted by tokens.
 
-    Entering raises: ManifestError, AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError,
-    MachineError. What goes wrong later is raised by the inner step during which it is noticed.
+    A loop that reads the run's text (`batches`) takes its turns to evaluate theta on the held-out text, where the model
+    is called as transformers' models are.
+
+    Raises: LoopError for a model that is sharded, in half precision, or in one of several processes. Entering raises:
+    ManifestError, AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; and leaves no
+    thread behind, also when it is interrupted. What goes wrong later is raised by the inner step during which it is
+    noticed.
     """
 
     def __init__(
@@ -85,6 +104,9 @@ class DiLoCo:
         to read instead of sources that are local to this machine."""
         self.finished = False
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
+        self.is_abandoned: Callable[[], bool] = lambda: False
+        """Whether the loop has ended without leaving this context; we then leave the run all the same."""
+        check_own_model(model)
         self._model = model
         self._layout = layout_of(model)
         self._shards = Shards(self._layout)
@@ -94,6 +116,10 @@ class DiLoCo:
         self._identity = identity or Identity.generate()
         self._ticket = None if ticket is None else read_ticket(ticket)
         self._loss: float | None = None
+        self._text: TrainingData | None = None
+        self._has_runs_text = True
+        self._trackers = ExitStack()
+        self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
         self._joining: Future[_Joined] = Future()
         self._thread = threading.Thread(target=self._live, name="diloco-peer", daemon=True)
 
@@ -101,10 +127,10 @@ class DiLoCo:
         self._thread.start()
         try:
             self._joined = self._joining.result()
+            self._begin_outer_step()
         except BaseException:
-            self._thread.join()
+            self._give_up()
             raise
-        self._begin_outer_step()
         self._hook = self._inner_optimizer.register_step_post_hook(self._after_inner_step)
         return self
 
@@ -113,6 +139,19 @@ class DiLoCo:
     ) -> None:
         self._hook.remove()
         self._joined.leave()
+        try:
+            self._thread.join()
+        except BaseException:  # whoever is interrupted now does not want to wait for the round under way
+            self._give_up()
+            raise
+        finally:
+            self._trackers.close()
+
+    def _give_up(self) -> None:
+        """End the swarm's thread, wherever it is."""
+        with suppress(CancelledError):  # it has not come to life
+            loop, life = self._living.result()
+            _call(loop, life.cancel)
         self._thread.join()
 
     @property
@@ -134,6 +173,15 @@ class DiLoCo:
         """The samples of the present outer step: numbers in the run's endless order, which nobody else trains."""
         return () if self._outer_step is None else self._outer_step.work.samples
 
+    def track(self, choice: str) -> None:
+        """Draw curves of this loop's training until it leaves: in "tensorboard:FOLDER" or "wandb:PROJECT".
+
+        Raises: ValueError for anything else; MachineError when the package for it is missing.
+        """
+        chosen = [Choice.parse(choice)]
+        opened = self._trackers.enter_context(tracking(chosen, self.run.run_id, self._identity.peer_id))
+        self._joined.workload.telemetry.trackers.extend(opened)
+
     def report(self, loss: torch.Tensor | float) -> None:
         """The loss of the inner step under way, to be shown to others."""
         self._loss = float(loss)
@@ -143,17 +191,18 @@ class DiLoCo:
 
         Each batch is for one inner step. Raises: DataError.
         """
-        config = self.run.with_data(self._data).config
-        samples = load_data(config, build_tokenizer(config.tokenizer)).samples
+        read = self.run.with_data(self._data)
+        config, self._has_runs_text = read.config, read.has_runs_text
+        self._text = load_data(config, build_tokenizer(config.tokenizer))
         size = config.training.batch_size
         while (outer_step := self._outer_step) is not None:
             first = outer_step.steps_done * size
-            yield torch.from_numpy(samples.read(numbers_of(outer_step.work.samples)[first : first + size]))
+            yield torch.from_numpy(self._text.samples.read(numbers_of(outer_step.work.samples)[first : first + size]))
 
     # The training thread --------------------------------------------------------------------------------------
     def _begin_outer_step(self) -> None:
-        """Wait for the swarm, and take over theta."""
-        self._outer_step: OuterStep | None = self._joined.worker.next_outer_step()
+        """Wait for the swarm, which may have theta evaluated first, and take over theta."""
+        self._outer_step: OuterStep | None = self._joined.worker.next_outer_step(self._evaluate)
         self._began_at = time.monotonic()
         self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
         self.finished = self._outer_step is None
@@ -177,14 +226,37 @@ class DiLoCo:
         samples = prefix(outer_step.work.samples, outer_step.steps_done * training.batch_size)
         return Trained(samples, training.sequence_length * sample_count(samples), self._loss or 0.0)
 
+    def _evaluate(self) -> HeldOut | None:
+        """Return theta's loss on the run's held-out text; None if the loop has not read that text."""
+        if self._text is None:
+            return None
+        section, held_out = self.run.config.evaluation, self._text.held_out
+        self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
+        was_training = self._model.training
+        try:
+            loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, self._precision)
+        except Exception as error:  # a model may be called in other ways than transformers'
+            logger.warning("this loop takes no turns to evaluate: its model cannot: %s", first_line(error))
+            self._text = None
+            return None
+        finally:
+            self._model.train(was_training)
+        is_runs_text = self._has_runs_text and section.digest in (None, held_out.digest(section.windows))
+        return HeldOut(loss, is_runs_text)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        device = next(self._model.parameters()).device.type
+        return torch.autocast(device, torch.bfloat16, enabled=self.run.config.training.precision == "bf16")
+
     def _publish(self) -> None:
         self._shards.store(trainable(self._model), self._joined.worker.vectors.local)
 
     # The swarm's thread ---------------------------------------------------------------------------------------
     def _live(self) -> None:
         try:
-            asyncio.run(self._take_part())
+            asyncio.run(self._begin())
         except BaseException as error:
+            self._living.cancel()
             if self._joining.done():
                 self._joined.worker.end(error)
             else:
@@ -192,64 +264,39 @@ class DiLoCo:
         else:
             self._joined.worker.end()
 
+    async def _begin(self) -> None:
+        life = asyncio.create_task(self._take_part())
+        self._living.set_result((asyncio.get_running_loop(), life))
+        await life
+
     async def _take_part(self) -> None:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = await find_run(transport, self._invite.run_id)
             await ask_for_anchors(transport, run, self._invite.addresses)
             entrance = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
-            worker = LoopWorker(await asyncio.to_thread(initial_vectors, run.config, self._layout))
-            workload = LoopWorkload(worker, run)
+            vectors = await asyncio.to_thread(initial_vectors, run.config, self._layout)
+            workload = LoopWorkload(LoopWorker(vectors), run, next(self._model.parameters()).device)
             keeping = Keeping(await workload.state_digest())
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
+            workload.take_turns(driver, self._identity.peer_id, run.config.evaluation)
             volunteer = Volunteer(run, driver, transport, workload)
             volunteer.admitted_by(entrance)
             loop = asyncio.get_running_loop()
-            self._joining.set_result(_Joined(run, worker, lambda: _call(loop, volunteer.leave)))
-            await volunteer.train()
+            watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
+            self._joining.set_result(_Joined(workload, lambda: _call(loop, volunteer.leave)))
+            try:
+                await volunteer.train()
+            finally:
+                watching.cancel()
+
+    async def _leave_when_abandoned(self, volunteer: Volunteer) -> None:
+        while not self.is_abandoned():
+            await asyncio.sleep(LOOK_SECONDS)
+        logger.warning("the training loop has ended without a word: leaving the run")
+        volunteer.leave()
 
 
-class LoopWorkload(TrainingWorkload):
-    """Trains in the caller's loop, and tells it when the run is over."""
-
-    def __init__(self, worker: LoopWorker, run: Run) -> None:
-        super().__init__(worker, run.config)
-        self._worker = worker
-        self._outer_steps = run.config.total_outer_steps
-
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        if work.index >= self._outer_steps:
-            self._worker.end()
-            await asyncio.Event().wait()
-        return await super().train(work, on_progress)
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
     with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(function)
-
-
-def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
-    """With the weights that the run begins with, for a model of this layout.
-
-    Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
-    """
-    model = build_model(config, build_tokenizer(config.tokenizer))
-    _check_layout(layout, layout_of(model))
-    vectors = SharedVectors.create(layout.size)
-    store_weights(model, vectors.theta)
-    check_initial_weights(vectors.theta, config.model)
-    return vectors
-
-
-def _check_layout(own: Layout, runs: Layout) -> None:
-    remedy = "Build the model as the run's manifest says: `diloco-peer run show` prints it."
-    for ours, theirs in zip(own, runs, strict=False):
-        if ours.shape != theirs.shape:
-            raise ManifestError(
-                f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
-                f"{theirs.shape}.",
-                remedy,
-            )
-    if own.size != runs.size:
-        raise ManifestError(f"the model has {own.size} trainable values; the run's has {runs.size}.", remedy)

@@ -21,6 +21,10 @@ class DeviceMemoryError(MachineError):
     """The device ran out of memory in the middle of a command."""
 
 
+class LoopError(MachineError):
+    """One's own training loop has a model, or runs in processes, that cannot be a peer's."""
+
+
 class DataError(DilocoPeerError):
     """The corpus is missing, unreadable, too small, or in a place of the machine that its owner has not named."""
 

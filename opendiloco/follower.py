@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from peers.transfer.storage import MemoryStorage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
 
-HELD_OUT_WINDOWS = 256  # for the loss on the model card: about 1 % of the default corpus
+logger = logging.getLogger(__name__)
 
 
 async def export_run(invite: Invite, folder: Path, key: Identity) -> RunFacts:
@@ -85,9 +86,16 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
             await following.begin(error.least)
 
 
+def warn_of_other_text(workload: LocalWorkload) -> None:
+    """Say so where a loss is of other text than the run's."""
+    if not workload.has_held_out_text:
+        logger.warning("the held-out text here is not the run's: its loss is not to be compared with the run's curve")
+
+
 async def export_state(run: Run, last: Header | None, workload: LocalWorkload, folder: Path) -> RunFacts:
     """Evaluate and write the state that `workload` has."""
-    evaluated = await workload.evaluate(HELD_OUT_WINDOWS)
+    evaluated = await workload.evaluate()
+    warn_of_other_text(workload)
     facts = RunFacts(
         run_id=run.run_id,
         manifest_digest=run.manifest.digest.hex(),

@@ -114,10 +114,36 @@ class HostMemory:
         return min(STATE_BYTES * self.values, FETCHED_AT_ONCE)
 
 
-def worker_memory(weights: int, trained: int, trains: bool) -> int:
-    """Return the bytes that all workers of a machine take together on their devices, or on the CPU in main memory.
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Bytes that all workers of a machine take together on their devices, or on the CPU in main memory.
 
-    That is `weights` values, and to train `trained` of them, their gradients and AdamW's two moments; activations, and
-    the block that is being computed, come on top.
+    The model has `weights` values, of which `trained` are trained. Activations come on top.
+
+    `largest` values are in the largest parameter, `group` in the largest group that FSDP2 gathers, if there is one.
     """
-    return VALUE_BYTES * weights + (VALUE_BYTES + MOMENTS_BYTES) * trained * trains
+
+    weights: int
+    trained: int
+    largest: int = 0
+    group: int = 0
+    is_fused: bool = False
+    """Whether AdamW's step takes no memory for itself."""
+    has_copy: bool = False
+    """Whether autocast keeps the weights once more, in bf16, while gradients of earlier micro-batches wait."""
+
+    @property
+    def kept(self) -> int:
+        """Weights, their gradients, and AdamW's two moments."""
+        return self.evaluating + (VALUE_BYTES + MOMENTS_BYTES) * self.trained
+
+    @property
+    def evaluating(self) -> int:
+        """The weights alone."""
+        return VALUE_BYTES * self.weights
+
+    @property
+    def training(self) -> int:
+        """At the most: what is kept, with what the forward and backward pass need once more, or what a step does."""
+        passes = 2 * self.weights * self.has_copy + 2 * VALUE_BYTES * self.group
+        return self.kept + max(passes, 0 if self.is_fused else 2 * VALUE_BYTES * self.largest)

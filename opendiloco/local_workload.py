@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.errors import WorkerError
+from opendiloco.evaluation_turns import is_our_turn
 from opendiloco.model.export import RunFacts
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.inner_state import InnerState
@@ -24,8 +25,13 @@ from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
+from peers.presence.heartbeat import HeldOutLoss
 from peers.values.workload import Blocks, InnerLoop, Progress, Trained
+
+if TYPE_CHECKING:
+    from peers.driver.driver import Driver
 
 
 class LocalTrainer(Protocol):
@@ -41,6 +47,13 @@ class LocalTrainer(Protocol):
         """Returns what to raise once it cannot train any more."""
 
 
+class HeldOut(NamedTuple):
+    """theta's loss on held-out text, and whether that is the text that the run means."""
+
+    loss: float
+    is_runs_text: bool
+
+
 class TrainingWorkload(LocalState):
     """Implements `peers.values.workload.Workload`, whoever trains."""
 
@@ -50,6 +63,26 @@ class TrainingWorkload(LocalState):
         self._contribution = self._codec.empty_payload()
         self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
         self._needs_base = True  # until what has been trained is encoded
+        self.is_our_turn: Callable[[], bool] = lambda: False
+        self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
+
+    def take_turns(self, driver: Driver, me: str, section: EvaluationSection) -> None:
+        """Evaluate theta whenever the log says that it is this peer's turn, and tell the others."""
+        self.is_our_turn = lambda: is_our_turn(me, driver.peer.log, section)
+        self.on_evaluated = driver.evaluated
+
+    async def take_turn(self, index: int, telemetry: Telemetry) -> None:
+        """Evaluate theta at outer step `index`, if it is our turn. The others hear of a loss of the run's text only."""
+        if not self.is_our_turn() or (found := await self.held_out()) is None:
+            return
+        held_out = HeldOutLoss(index=index, loss=found.loss)
+        telemetry.evaluated(held_out, found.is_runs_text)
+        if found.is_runs_text:
+            self.on_evaluated(held_out)
+
+    async def held_out(self) -> HeldOut | None:
+        """Return theta's loss on held-out text; None if whoever trains cannot say. Not while training."""
+        return None
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         self._base, self._needs_base = None, True
@@ -101,6 +134,9 @@ class LocalWorkload(TrainingWorkload):
     def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
         super().__init__(workers, config)
         self.workers = workers
+        self._windows, self._held_out_digest = config.evaluation.windows, config.evaluation.digest
+        self.reads_runs_text = True
+        """See `Run.has_runs_text`."""
         copies = config.inner_optimizer.on_join == "copy"
         self.companion = InnerState(workers, config) if copies else None
 
@@ -127,9 +163,18 @@ class LocalWorkload(TrainingWorkload):
             with suppress(WorkersRestartedError):
                 return await self.workers.train(work, on_progress, from_local=True)
 
-    async def evaluate(self, windows: int) -> Evaluated:
-        """Held-out loss of theta. Not while training."""
-        return await self.workers.evaluate(windows)
+    async def evaluate(self) -> Evaluated:
+        """Return the loss of theta on the run's held-out windows: as many as the manifest says, whoever asks. Not while
+        training."""
+        return await self.workers.evaluate(self._windows)
+
+    async def held_out(self) -> HeldOut:
+        return HeldOut((await self.evaluate()).loss, self.has_held_out_text)
+
+    @property
+    def has_held_out_text(self) -> bool:
+        """Whether this machine has the held-out text that the run means, as far as can be known."""
+        return self.reads_runs_text and self._held_out_digest in (None, self.workers.held_out_digest)
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
         """What theta makes of a prompt. Not while training."""

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from threading import Lock
 
+import torch
+
 from opendiloco.errors import WorkerError
+from opendiloco.inner.device_facts import peak_memory
+from opendiloco.local_workload import HeldOut, TrainingWorkload
+from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.workers.control import InnerLoopDone, InnerStepDone
+from opendiloco.workers.telemetry import Telemetry
 from peers.values.workload import InnerLoop, Progress, Trained
 
 
@@ -64,12 +74,19 @@ class LoopWorker:
     def __init__(self, vectors: SharedVectors) -> None:
         self.vectors = vectors
         self.device = "the caller's loop"
-        self._outer_steps: queue.SimpleQueue[OuterStep | BaseException | None] = queue.SimpleQueue()
+        self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
+        self._outer_steps = queue.SimpleQueue()
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         outer_step = OuterStep(work, on_progress)
         self._outer_steps.put(outer_step)
         return await outer_step.trained()
+
+    async def evaluate(self) -> HeldOut | None:
+        """Return theta's loss as the training thread finds it; None if it cannot say."""
+        asked: Future[HeldOut | None] = Future()
+        self._outer_steps.put(asked)
+        return await asyncio.wrap_future(asked)
 
     async def wait_for_death(self) -> WorkerError:
         """It lives as long as we do."""
@@ -80,10 +97,15 @@ class LoopWorker:
         """There are no more outer steps: the run is over, or this went wrong."""
         self._outer_steps.put(error)
 
-    def next_outer_step(self) -> OuterStep | None:
-        """Waits for the swarm to begin one; None at the end. Raises: what went wrong."""
+    def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> OuterStep | None:
+        """Wait for the swarm to begin one, and `evaluate` when it asks for that; None at the end. Raises: what went
+        wrong."""
         while True:
             found = self._outer_steps.get()
+            if isinstance(found, Future):
+                if found.set_running_or_notify_cancel():  # the swarm may have moved on
+                    found.set_result(evaluate())
+                continue
             if isinstance(found, BaseException):
                 self.end(found)  # for who asks again
                 raise found
@@ -92,3 +114,56 @@ class LoopWorker:
                 return None
             if not found.is_void:
                 return found
+
+
+class LoopWorkload(TrainingWorkload):
+    """Trains in the caller's loop, on `device`, and tells it when the run is over."""
+
+    def __init__(self, worker: LoopWorker, run: Run, device: torch.device) -> None:
+        super().__init__(worker, run.config)
+        self.worker = worker
+        self.run = run
+        self.telemetry = Telemetry(run.config.training.inner_steps)
+        self._device = device
+        self._outer_steps = run.config.total_outer_steps
+
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        await self.take_turn(work.index, self.telemetry)
+        if work.index >= self._outer_steps:
+            self.worker.end()
+            await asyncio.Event().wait()
+        began, steps = time.monotonic(), 0
+
+        def progressed(progress: Progress) -> None:
+            nonlocal steps
+            steps = progress.inner_step
+            self.telemetry.progressed(work.index, _inner_step_done(progress))
+            on_progress(progress)
+
+        trained = await super().train(work, progressed)
+        done = InnerLoopDone(
+            samples=trained.samples,
+            tokens=trained.tokens,
+            inner_steps=steps,
+            loss=trained.loss,
+            gradient_norm=math.nan,
+            skipped=0,
+            seconds=time.monotonic() - began,
+            waited_seconds=math.nan,
+            peak_memory_bytes=peak_memory(self._device),
+        )
+        self.telemetry.trained(work.index, done)
+        return trained
+
+    async def held_out(self) -> HeldOut | None:
+        return await self.worker.evaluate()
+
+
+def _inner_step_done(progress: Progress) -> InnerStepDone:
+    """What a loop does not say is NaN."""
+    return InnerStepDone(
+        inner_step=progress.inner_step,
+        loss=math.nan if progress.loss is None else progress.loss,
+        gradient_norm=math.nan,
+        tokens_per_second=progress.tokens_per_second,
+    )

@@ -72,11 +72,11 @@ class Reference:
         for roster in outer_steps:
             yield self.outer_step(roster)
 
-    def held_out_loss(self, windows: int) -> float:
-        """Loss of theta in nats per token."""
+    def held_out_loss(self) -> float:
+        """Return the loss of theta in nats per token, on the windows that a swarm evaluates on."""
         self._judge.load(self.state.theta)
-        batch_size = self._config.training.batch_size
-        return held_out_loss(self._judge.model, self._data.held_out, windows, batch_size)[0]
+        windows, batch_size = self._config.evaluation.windows, self._config.training.batch_size
+        return held_out_loss(self._judge.model, self._data.held_out, windows, batch_size, self._judge.precision)[0]
 
     def _new_replica(self) -> ModelReplica:
         return ModelReplica(self._config, build_model(self._config, self._tokenizer), self._data.samples)

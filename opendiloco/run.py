@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.local_sources import volunteered
+from opendiloco.data.local_sources import local_sources, volunteered
 from peers.errors import SwarmUnreachableError
 from peers.log.settings import RunSettings, Timing
 from peers.values.identity import Identity
@@ -21,6 +21,8 @@ class Run:
     config: RunConfig
     goes_on_alone: bool = True
     """Whether this machine's owner has it train with a minority when most peers have been gone for long."""
+    has_runs_text: bool = True
+    """Whether what is read is what the run names; where that is for each volunteer to choose, a digest decides."""
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:
@@ -34,7 +36,9 @@ class Run:
 
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
         """The same run on a volunteer's machine, which reads no local folders but these. Raises: see `volunteered`."""
-        return replace(self, config=self.config.model_copy(update={"data": volunteered(self.config.data, folders)}))
+        config = self.config.model_copy(update={"data": volunteered(self.config.data, folders)})
+        replaced = bool(folders) and not local_sources(self.config.data) and self.config.evaluation.digest is None
+        return replace(self, config=config, has_runs_text=not replaced)
 
     @property
     def run_id(self) -> str:

@@ -7,6 +7,9 @@ The Trainer's effective batch (per-device batch times gradient accumulation) mus
 
 from __future__ import annotations
 
+import sys
+import threading
+from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,7 +18,10 @@ from opendiloco.diloco import DiLoCo
 
 
 class DiLoCoCallback(TrainerCallback):
-    """Joins the run when training begins, ends training with the run, and leaves when training ends."""
+    """Joins the run when training begins, ends training with the run, and leaves when training ends, however it does.
+
+    A Trainer that raises calls no callback. So we look now and then whether the call that trains is still under way.
+    """
 
     def __init__(self, run: str, **options: Any) -> None:
         """`options` are those of `DiLoCo`."""
@@ -26,10 +32,14 @@ class DiLoCoCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._leave()  # what an earlier training that raised has left
         optimizer = kwargs["optimizer"]
         inner_optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        self._diloco = DiLoCo(kwargs["model"], inner_optimizer, self._run, **self._options)
-        self._diloco.__enter__()
+        diloco = DiLoCo(kwargs["model"], inner_optimizer, self._run, **self._options)
+        call = Call.outside_callbacks(sys._getframe())
+        diloco.is_abandoned = lambda: not call.is_under_way()
+        diloco.__enter__()
+        self._diloco = diloco
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         control.should_training_stop |= self._diloco is None or self._diloco.finished
@@ -42,6 +52,34 @@ class DiLoCoCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._diloco is not None:
-            self._diloco.__exit__(None, None, None)
-            self._diloco = None
+        self._leave()
+
+    def _leave(self) -> None:
+        diloco, self._diloco = self._diloco, None
+        if diloco is not None:
+            diloco.__exit__(None, None, None)
+
+
+class Call:
+    """A call of a function, in a thread: whether it has not returned or raised yet."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._thread = threading.get_ident()
+        self._frame: FrameType | None = frame
+
+    @classmethod
+    def outside_callbacks(cls, frame: FrameType) -> Call:
+        """Return the innermost call below `frame` that is neither ours nor one of those that call callbacks."""
+        passed_over = {__name__, TrainerCallback.__module__}
+        while frame.f_globals.get("__name__") in passed_over and frame.f_back is not None:
+            frame = frame.f_back
+        return cls(frame)
+
+    def is_under_way(self) -> bool:
+        """Asked from another thread."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        if frame is None:
+            self._frame = None  # or else its variables would live as long as we do
+        return frame is not None

@@ -20,7 +20,6 @@ from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
 from opendiloco.entrance import Entrance
-from opendiloco.evaluation_turns import is_our_turn
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
@@ -37,7 +36,7 @@ from peers.log.state import LogState
 from peers.net.findable import keep_findable
 from peers.net.remembered import RememberedPeers
 from peers.net.transport import HivemindTransport
-from peers.presence.heartbeat import Heartbeat, HeldOutLoss
+from peers.presence.heartbeat import Heartbeat
 from peers.transfer.storage import FolderStorage
 from peers.values.clock import now
 from peers.values.identity import Identity
@@ -46,7 +45,7 @@ from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
 logger = logging.getLogger(__name__)
 
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
-NO_TRAINING = WorkerOptions(trains=False)
+NO_TRAINING = WorkerOptions(trains=False, threads=None)
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
 
@@ -59,16 +58,9 @@ class RunWorkload(LocalWorkload):
     def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
         super().__init__(workers, config)
         self._outer_steps = config.total_outer_steps
-        self._windows = config.evaluation.windows
-        self.is_our_turn: Callable[[], bool] = lambda: False
-        self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        if self.is_our_turn():
-            loss = (await self.evaluate(self._windows)).loss
-            held_out = HeldOutLoss(index=work.index, loss=loss)
-            self.workers.telemetry.evaluated(held_out)
-            self.on_evaluated(held_out)
+        await self.take_turn(work.index, self.workers.telemetry)
         if work.index >= self._outer_steps:
             await asyncio.Event().wait()
         return await super().train(work, on_progress)
@@ -228,8 +220,7 @@ async def volunteer_with(
         position = await resume_from(folder, workload, log)
     keeping = Keeping(await workload.state_digest(), position, log, storage)
     driver = Driver(identity, transport, workload, run.settings, keeping, workload.companion)
-    workload.is_our_turn = lambda: is_our_turn(identity.peer_id, driver.peer.log, run.config.evaluation)
-    workload.on_evaluated = driver.evaluated
+    workload.take_turns(driver, identity.peer_id, run.config.evaluation)
     return Volunteer(run, driver, transport, workload, folder, log)
 
 
@@ -250,6 +241,7 @@ async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder
 async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[RunWorkload]:
     """The run's workload with workers of its own, which end with the context. Raises: DilocoPeerError."""
     workload = await RunWorkload.start(run.config, options)
+    workload.reads_runs_text = run.has_runs_text
     try:
         yield workload
     finally:

@@ -178,10 +178,11 @@ async def use_model(run: Run, reached: Reached, model: LocalWorkload, plan: Foll
     """Evaluate and export a state, as far as it is wanted."""
     import asyncio
 
-    from opendiloco.follower import HELD_OUT_WINDOWS, export_state
+    from opendiloco.follower import export_state, warn_of_other_text
 
     if folder is None:
-        show_model(reached, (await model.evaluate(HELD_OUT_WINDOWS)).loss, None, plan.as_json)
+        show_model(reached, (await model.evaluate()).loss, None, plan.as_json)
+        warn_of_other_text(model)
         return
     made = folder / f"outer-step-{reached.index:06}"
     facts = await export_state(run, reached.log.last, model, made)

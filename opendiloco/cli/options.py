@@ -160,7 +160,10 @@ WORKER_OPTIONS = (
         help="Share the work among N processes, where it is the CPU that trains.",
     ),
     click.option(
-        "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads of each worker."
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="CPU threads of each worker.  [default: on the CPU all cores but one, on GPUs 1]",
     ),
     click.option(
         "--restarts",
@@ -174,12 +177,12 @@ WORKER_OPTIONS = (
         "--micro-batch",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Put N windows through the model at once, for less memory.  [default: as many as fit]",
+        help="Put N windows through the model at once, for less memory.  [default: what fits, up to what the run says]",
     ),
     click.option(
         "--activation-checkpointing/--no-activation-checkpointing",
-        default=False,
-        help="Compute activations again instead of keeping them: less memory, more time.  [default: no]",
+        default=None,
+        help="Compute activations again instead of keeping them: less memory, more time.  [default: as the run says]",
     ),
     click.option(
         "--compile/--no-compile",

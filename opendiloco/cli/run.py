@@ -64,7 +64,7 @@ def create(
     make_folder(out)  # what takes seconds comes afterwards
     config = with_tokenizer_named(config)
     check(config)
-    run = Run.sign(with_weights_named(config), key)
+    run = Run.sign(with_held_out_text_named(with_weights_named(config)), key)
     path = save(run, out)
     kept = asyncio.run(announce(run, initial_peers))
     invite = Invite(run.run_id, kept)
@@ -165,6 +165,34 @@ def with_weights_named(config: RunConfig) -> RunConfig:
         section = section.model_copy(update={"digest": digest_of_weights(theta)})
     check_initial_weights(theta, section)
     return config.model_copy(update={"model": section})
+
+
+def with_held_out_text_named(config: RunConfig) -> RunConfig:
+    """With the digest of what evaluation reads, if it is in folders that each volunteer names, and on this machine.
+
+    A peer whose folder has other text keeps the losses that it finds to itself. Raises: DataError when the run names
+    another digest; MachineError without memory for the tokens.
+    """
+    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.tokenizer import build_tokenizer
+    from opendiloco.data.training_data import load_data
+    from opendiloco.errors import DataError
+
+    section, folders = config.evaluation, local_sources(config.data)
+    if not section.every or not folders or not all(Path(folder).exists() for folder in folders):
+        return config
+    try:
+        held_out = load_data(config, build_tokenizer(config.tokenizer)).held_out
+    except DataError as error:
+        logger.warning("the held-out text gets no digest to hold volunteers' against: %s", error)
+        return config
+    digest = held_out.digest(section.windows)
+    if section.digest not in (None, digest):
+        raise DataError(
+            f"the run's held-out text has the digest {section.digest}; that of {', '.join(folders)} has {digest}.",
+            "Get the text that the run means, or leave out evaluation.digest.",
+        )
+    return config.model_copy(update={"evaluation": section.model_copy(update={"digest": digest})})
 
 
 async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:

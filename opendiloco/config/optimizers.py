@@ -10,12 +10,14 @@ from opendiloco.config.section import Fraction, NotNegativeFloat, PositiveFloat,
 
 
 class AdamWSettings(Section):
-    """AdamW (arXiv 1711.05101). Weight decay applies to matrices, not to vectors (norms, biases)."""
+    """AdamW (arXiv 1711.05101). Weight decay applies to matrices, or with `decays` "all" to vectors (norms, biases),
+    too, as where one optimizer is simply given all parameters."""
 
     learning_rate: PositiveFloat
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     epsilon: PositiveFloat = 1e-8
     weight_decay: NotNegativeFloat = 0.1
+    decays: Literal["matrices", "all"] = "matrices"
 
 
 class InnerOptimizer(Section):

@@ -62,6 +62,10 @@ class TrainingSection(Section):
     its document only, and no document predicts the next one's beginning. `precision` is that of the forward and
     backward pass; weights and moments are fp32. `gradient_reduction` is that in which a machine's workers sum their
     gradients.
+
+    `micro_batch` and `activation_checkpointing` are what the organiser recommends for the machines that are expected:
+    how many windows a worker puts through the model at once at most, and whether it computes activations again. They
+    change memory and speed, and no result but by rounding; a machine's owner may choose otherwise.
     """
 
     inner_steps: Positive
@@ -72,6 +76,8 @@ class TrainingSection(Section):
     z_loss: NotNegativeFloat = 0.0
     precision: Literal["fp32", "bf16"] = "fp32"
     gradient_reduction: Literal["fp32", "bf16"] = "fp32"
+    micro_batch: Positive | None = None
+    activation_checkpointing: bool = False
 
 
 class CodecSection(Section):
@@ -127,11 +133,13 @@ class EvaluationSection(Section):
     """After every so many outer steps one of the peers evaluates theta on held-out text, each time another; 0: none.
 
     theta is better than what any peer makes of it alone (Table 3 of arXiv 2501.18512). `windows` is how many windows of
-    `training.sequence_length` tokens are read.
+    `training.sequence_length` tokens are read. `digest` is that of their tokens (`HeldOutWindows.digest`), by which a
+    peer knows whether its folders have the same text; `diloco-peer run create` fills it in.
     """
 
     every: Annotated[int, Field(ge=0, le=1_000_000)] = 8
     windows: Positive = 64
+    digest: Digest | None = None
 
 
 class RunConfig(Section):

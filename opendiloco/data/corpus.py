@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.data.local_sources import check_files, is_local
 from opendiloco.errors import DataError, first_line
+from opendiloco.stages import at_stage, passing
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
@@ -71,7 +72,8 @@ class TextFiles:
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
         _check_shards(self._section, len(self._files))
-        for name, path in self._files if shard is None else self._files[shard :: self._section.shards]:
+        files = self._files if shard is None else self._files[shard :: self._section.shards]
+        for name, path in passing(files, _tokenizing(self._section, shard), len(files)):
             try:
                 text = path.read_bytes()
             except OSError as error:
@@ -108,7 +110,8 @@ class Rows:
             rows = self._load()
             if shard is not None:
                 rows = rows.shard(num_shards=section.shards, index=shard)
-            for row in rows:
+            total = getattr(rows, "num_rows", None)  # a stream does not know
+            for row in passing(rows, _tokenizing(section, shard), total):
                 text = row[section.column]
                 if not isinstance(text, str | None):
                     raise DataError(
@@ -121,6 +124,7 @@ class Rows:
     def _load(self) -> Any:
         """All rows, with their column of text only."""
         section = self._section
+        at_stage(f"downloading {section.source}, as far as it is not here")
         if section.streaming or section.shards:
             rows = self._builder.as_streaming_dataset(split=section.split)
             _check_shards(section, rows.num_shards)
@@ -136,6 +140,11 @@ class Rows:
                 f"Choose one of: {', '.join(columns)}.",
             )
         return rows.select_columns([section.column])
+
+
+def _tokenizing(section: SourceSection, shard: int | None) -> str:
+    """Return the stage: whoever reads documents tokenizes them."""
+    return f"tokenizing {section.source}" + ("" if shard is None else f", shard {shard} of {section.shards}")
 
 
 @contextmanager

@@ -15,13 +15,14 @@ from opendiloco.data.local_sources import local_sources
 from opendiloco.demo.processes import Child
 from opendiloco.demo.screen import DemoScreen
 from opendiloco.errors import DemoError, MachineError
-from opendiloco.follower import HELD_OUT_WINDOWS, export_state, fetch_state, make_folder
+from opendiloco.follower import export_state, fetch_state, make_folder
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.export import RunFacts
 from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
 from opendiloco.screen import Row, is_finished, row_of
 from opendiloco.volunteer import connected, working
+from opendiloco.workers.options import usable_cores
 from peers.net.bootstrap import announce_manifest
 from peers.net.daemon import sweep_sockets
 from peers.net.transport import HivemindTransport
@@ -79,6 +80,8 @@ class _Swarm:
     folder: Path
     screen: DemoScreen
     children: list[Child]
+    threads: int = 1
+    """Of each volunteer: they share this machine."""
     agreement: Agreement = field(default_factory=Agreement)
     volunteers: dict[str, _Volunteer] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -89,7 +92,7 @@ class _Swarm:
         identity.save(key_file)
         arguments = ["join", "--plain", "--run", self.run.run_id, "--initial-peer", self.address]
         arguments += ["--identity", str(key_file), "--listen", LOOPBACK]
-        arguments += ["--state", str(self.folder / "state")]
+        arguments += ["--state", str(self.folder / "state"), "--threads", str(self.threads)]
         for source in local_sources(self.run.config.data):
             arguments += ["--data", source]
         child = await start_child(name, arguments, self.folder, self.children)
@@ -153,7 +156,8 @@ async def run_demo(options: DemoOptions, screen: DemoScreen) -> DemoResult:
         async with connected(Identity.generate(), [address], [LOOPBACK], client_mode=True) as transport:
             await announce_manifest(transport, run.manifest, [address])
             screen.event(f"created the run {run.run_id}; starting {options.peers} volunteers")
-            swarm = _Swarm(run, address, folder, screen, children)
+            threads = max(1, usable_cores() // (options.peers + 1))
+            swarm = _Swarm(run, address, folder, screen, children, threads)
             for _ in range(options.peers):
                 await swarm.add_volunteer()
             return await train_and_export(options, swarm, transport)
@@ -170,7 +174,7 @@ async def train_and_export(options: DemoOptions, swarm: _Swarm, transport: Hivem
             while not starting.done():
                 await look(swarm, transport)
             workload = starting.result()
-            before = await workload.evaluate(HELD_OUT_WINDOWS)
+            before = await workload.evaluate()
             swarm.screen.event(f"held-out loss of the fresh model: {before.loss:.3f} nats per token")
             await train(options, swarm, transport)
             return await finish(swarm, transport, workload, before.loss)

@@ -24,6 +24,8 @@ def choose_device(wanted: str) -> torch.device:
     try:
         device = torch.device(wanted)
         torch.empty(1, device=device)
+        if device.index is not None:
+            torch.cuda.set_device(device)  # so that nothing is put on another GPU for want of a name
     except (RuntimeError, AssertionError) as error:
         raise MachineError(
             f"--device {wanted} cannot be used by torch {torch.__version__}: {first_line(error)}",

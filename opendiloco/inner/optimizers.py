@@ -31,6 +31,10 @@ UNSHARDABLE = (torch.optim.Adafactor, torch.optim.Rprop)
 # Given elsewhere in run.toml, or about how this machine computes instead of what.
 RESERVED = frozenset({"params", "lr", "foreach", "fused", "capturable", "differentiable", "maximize"})
 
+FUSED_ON = {"cuda"}
+"""Devices on which AdamW makes its step in one kernel. The others' steps take memory for themselves: on the CPU for one
+parameter at a time; on a GPU, where torch would step all parameters together, for a whole copy of them."""
+
 Groups = list[dict[str, Any]]
 
 
@@ -71,17 +75,19 @@ def check_inner_optimizer(section: InnerOptimizerSection) -> None:
     build_inner_optimizer(torch.nn.Linear(1, 1), section)
 
 
-def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float) -> Groups:
-    """Only those with two or more dimensions decay."""
+def _groups(parameters: Sequence[torch.nn.Parameter], weight_decay: float, vectors_decay: bool = False) -> Groups:
+    """Return two groups: parameters with two or more dimensions, which decay, and vectors, which do if told so."""
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": weight_decay * vectors_decay},
     ]
 
 
 def _adamw(parameters: Sequence[torch.nn.Parameter], settings: AdamWSettings) -> torch.optim.AdamW:
-    groups = _groups(parameters, settings.weight_decay)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
+    groups = _groups(parameters, settings.weight_decay, settings.decays == "all")
+    fused = all(parameter.device.type in FUSED_ON for parameter in parameters)
+    rates: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.epsilon}
+    return torch.optim.AdamW(groups, fused=fused or None, **rates)
 
 
 def _muon(

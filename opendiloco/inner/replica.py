@@ -27,7 +27,7 @@ from opendiloco.inner.optimizers import build_inner_optimizer
 from opendiloco.inner.team import Team
 from opendiloco.kernels import FORMATS
 from opendiloco.model.build import layout_of, trainable
-from opendiloco.model.packing import predicted_tokens, window_loss
+from opendiloco.model.packing import predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
 from peers.values.leases import SampleRange, prefix
@@ -84,6 +84,7 @@ class ModelReplica:
         self._team = team or Team(torch.device("cpu"))
         self._shards = Shards(self.layout, self._team.rank, self._team.size, staging_for(self._team.device))
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
+        self._router_loss = router_loss_weight(model)
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
 
     def load(self, theta: Vector) -> None:
@@ -190,8 +191,9 @@ class ModelReplica:
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Mean training loss of windows of token ids, of shape (batch, window_length)."""
-        with self._precision():
-            return window_loss(self.model, windows, self._samples.document_end, self._config.training.z_loss)
+        with self.precision():
+            z_loss, end = self._config.training.z_loss, self._samples.document_end
+            return window_loss(self.model, windows, end, z_loss, self._router_loss)
 
     def _add_gradient(self, batch: NDArray[np.int64]) -> float:
         """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
@@ -219,8 +221,11 @@ class ModelReplica:
         for start in range(0, largest, size):
             yield own[start : start + size]
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        """FSDP2 sees to it where the model is sharded."""
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model computes in the run's precision.
+
+        FSDP2 sees to it where the model is sharded; elsewhere autocast does, on the CPU as on a GPU.
+        """
         if self._team.mesh is None and self._config.training.precision == "bf16":
             return torch.autocast(self._team.device.type, torch.bfloat16)
         return nullcontext()

@@ -7,6 +7,7 @@ nobody else's machine can reach it, and no port is chosen before it is taken.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Team:
-    """Worker `rank` of `size`. Without a mesh it is alone, and has no process group."""
+    """Worker `rank` of `size`. A worker without a mesh is alone: it has the plain model, and no process group."""
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None) -> None:
         self.device = device
@@ -28,9 +29,15 @@ class Team:
 
     @classmethod
     def meet(cls, device: torch.device, rank: int, size: int, port: int, listener: int | None) -> Team:
-        """Returns when all have come. `listener` is worker 0's descriptor of the socket on `port`; it is taken over."""
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        """Return when all have come. `listener` is worker 0's descriptor of the socket on `port`; it is taken over.
+
+        A worker that is the only one meets nobody, whatever its device: FSDP2 over one GPU would copy all parameters
+        twice a micro-batch, and make shards of them on which torch cannot compute every optimizer.
+        """
+        if size == 1:
+            if listener is not None:
+                os.close(listener)
+            return cls(device)
         if listener is None:
             store = TCPStore(LOOPBACK, port, size)
         else:

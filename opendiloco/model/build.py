@@ -21,6 +21,7 @@ from opendiloco.model.layout import Layout
 from opendiloco.model.packing import check_document_mask
 from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import Vector
+from opendiloco.stages import at_stage
 from peers.errors import ManifestError
 
 
@@ -36,14 +37,15 @@ def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
     return model.float()
 
 
-def build_model(config: RunConfig, tokenizer: Tokenizer) -> Any:
-    """The run's causal language model in fp32 on the CPU, with its initial weights.
+def build_model(config: RunConfig, tokenizer: Tokenizer, weights: int | None = None) -> Any:
+    """The run's causal language model in fp32 on the CPU, with its initial weights. If it is known that these are so
+    many values, whoever watches is told how many have been drawn.
 
     Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
     cannot keep documents apart where it should.
     """
     path = config.model.path
-    model = _load(AutoModelForCausalLM, path) if path else _from_config(config, tokenizer)
+    model = _load(AutoModelForCausalLM, path) if path else _from_config(config, tokenizer, weights)
     _check_size(model, config, tokenizer)
     model = model.float()
     if config.training.document_mask:
@@ -86,13 +88,13 @@ def _load(kind: type[Any], path: str) -> Any:
         ) from error
 
 
-def _from_config(config: RunConfig, tokenizer: Tokenizer) -> Any:
+def _from_config(config: RunConfig, tokenizer: Tokenizer, weights: int | None = None) -> Any:
     values = dict(config.model.config or {})
     model_type = str(values.pop("model_type"))
     _refuse_unknown_keys(model_type, values)
     torch.manual_seed(config.model.init_seed)
     try:
-        with PortableNormal():
+        with PortableNormal(weights):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **tokenizer.special, **values))
     except Exception as error:  # each architecture has its own ways to object
         cause = f"model.config: transformers refuses it: {first_line(error)}"
@@ -122,14 +124,21 @@ class PortableNormal(TorchDispatchMode):
     torch's `uniform_` is exact and additions are elementwise, so IEEE arithmetic leaves nothing open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, total: int | None = None) -> None:
+        """Of `total` values to be drawn, if that is known, it tells how many have been."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._total = total
+        self._drawn = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.normal_.default:
-            return _portable_normal(*args, **(kwargs or {}))
+            self._drawn += args[0].numel()
+            result = _portable_normal(*args, **(kwargs or {}))
+            if self._total:
+                at_stage("drawing the initial weights", min(self._drawn / self._total, 1.0))
+            return result
         return func(*args, **(kwargs or {}))
 
 

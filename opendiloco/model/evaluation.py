@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,10 +14,17 @@ from opendiloco.model.packing import predicted_tokens, window_loss
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, held_out: HeldOutWindows, windows: int, batch_size: int) -> tuple[float, int]:
-    """Mean loss in nats per token (per byte with the byte tokenizer), and the number of tokens it is a mean of.
+def held_out_loss(
+    model: Any,
+    held_out: HeldOutWindows,
+    windows: int,
+    batch_size: int,
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[float, int]:
+    """Return the mean loss in nats per token (per byte with the byte tokenizer), and how many tokens it is a mean of.
 
-    At most `windows` windows are read, evenly spread over the held-out text: the same ones at every call.
+    At most `windows` windows are read, evenly spread over the held-out text: the same ones at every call. `batch_size`
+    of them go through the model at once, in the context `precision`.
     """
     model.eval()
     device = next(model.parameters()).device
@@ -24,7 +33,8 @@ def held_out_loss(model: Any, held_out: HeldOutWindows, windows: int, batch_size
     for start in range(0, len(chosen), batch_size):
         batch = torch.from_numpy(held_out.read(chosen[start : start + batch_size]))
         predicted = predicted_tokens(batch, end)
-        total += window_loss(model, batch.to(device), end).item() * predicted
+        with precision():
+            total += window_loss(model, batch.to(device), end).item() * predicted
         tokens += predicted
     return total / tokens, tokens
 

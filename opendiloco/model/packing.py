@@ -17,23 +17,46 @@ IGNORED = -100
 """The target that torch's cross-entropy leaves out."""
 
 
-def window_loss(model: Any, windows: torch.Tensor, end: int | None = None, z_loss: float = 0.0) -> torch.Tensor:
-    """Mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from those before.
+def window_loss(
+    model: Any, windows: torch.Tensor, end: int | None = None, z_loss: float = 0.0, router_loss: float = 0.0
+) -> torch.Tensor:
+    """Return the mean cross-entropy, in nats per token, of predicting tokens 1 … L of each window from those before.
 
     `windows` has shape (batch, L + 1). With `end`, documents are kept apart, and the mean is over the tokens predicted
-    within one. With `z_loss`, so many times the mean of log(sum(exp(logits)))² is added.
+    within one. With `z_loss`, so many times the mean of log(sum(exp(logits)))² is added; with `router_loss`, so many
+    times what the model's routers lose by using its experts unevenly (see `router_loss_weight`).
     """
     inputs, targets = windows[:, :-1], windows[:, 1:]
-    if end is None:
-        logits = model(input_ids=inputs, use_cache=False).logits.flatten(0, 1).float()
+    options: dict[str, Any] = {} if end is None else {"position_ids": document_positions(inputs, end)}
+    if router_loss:
+        options["output_router_logits"] = True
+    output = model(input_ids=inputs, use_cache=False, **options)
+    loss = _token_loss(output.logits.flatten(0, 1).float(), targets, None if end is None else inputs == end, z_loss)
+    return loss + router_loss * output.aux_loss if router_loss else loss
+
+
+def _token_loss(
+    logits: torch.Tensor, targets: torch.Tensor, is_end: torch.Tensor | None, z_loss: float
+) -> torch.Tensor:
+    """Return the mean over tokens; those after an end are left out. `logits` has one row for each target."""
+    if is_end is None:
         loss = torch.nn.functional.cross_entropy(logits, targets.flatten())
         return loss + z_loss * logits.logsumexp(-1).square().mean() if z_loss else loss
-    logits = model(input_ids=inputs, position_ids=document_positions(inputs, end), use_cache=False).logits
-    logits, targets = logits.flatten(0, 1).float(), targets.masked_fill(inputs == end, IGNORED).flatten()
+    targets = targets.masked_fill(is_end, IGNORED).flatten()
     total = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     if z_loss:
         total = total + z_loss * logits.logsumexp(-1).square()[targets != IGNORED].sum()
     return total / (targets != IGNORED).sum().clamp(min=1)  # there may be nothing but empty documents
+
+
+def router_loss_weight(model: Any) -> float:
+    """Return the weight of the routers' loss in training, as the configuration of a mixture of experts says it.
+
+    transformers computes that loss when it is asked for it, and adds it to a loss that it computes itself. It is 0 for
+    other models, and for mixtures whose routers are balanced without a loss.
+    """
+    weight = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", None)
+    return float(weight or 0.0)
 
 
 def predicted_tokens(windows: torch.Tensor, end: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""A worker's model: plain on one CPU, else sharded; and the memory for it, found to be there before it is taken."""
+"""A worker's model: plain if the worker is alone, else sharded; and whether there is memory for it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
-from opendiloco.host_memory import HostMemory, worker_memory
+from opendiloco.host_memory import HostMemory, WorkerMemory
+from opendiloco.inner.optimizers import FUSED_ON
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
 from opendiloco.inner.team import Team
 from opendiloco.kernels import FORMATS, Format
 from opendiloco.model.build import build_model, build_skeleton, layout_of, store_weights
-from opendiloco.shared_memory import VALUE_BYTES, SharedVectors, check_available, reserve
+from opendiloco.shared_memory import SharedVectors, check_available, reserve
+from opendiloco.stages import at_stage
 from opendiloco.workers.options import WorkerOptions
 
 
@@ -30,53 +32,68 @@ def assemble_model(
     """
     skeleton = build_skeleton(config, tokenizer)
     each_builds = has_other_tensors(skeleton)
+    memory = memory_of(skeleton, team, config.training)
     if team.device.type == "cuda":
-        _check_device(skeleton, team, options)
+        _check_device(memory, team, options.trains)
     if memory_descriptor is not None and team.rank == 0:
-        _check_memory(skeleton, team, options, FORMATS[config.codec.kind])
+        _check_memory(memory, team, options.trains, FORMATS[config.codec.kind])
         reserve(memory_descriptor, layout_of(skeleton).size)
-    whole = build_model(config, tokenizer) if team.rank == 0 or each_builds else None
+    at_stage("building the model")
+    whole = build_model(config, tokenizer, memory.weights) if team.rank == 0 or each_builds else None
     if memory_descriptor is not None and team.rank == 0:
         store_weights(whole, SharedVectors(memory_descriptor, layout_of(skeleton).size).theta)
-    model = whole if team.mesh is None or each_builds else skeleton
-    _prepare(model, team.device, options)
-    if team.mesh is not None:
+    model: Any = whole if team.mesh is None or each_builds else skeleton
+    asked = options.activation_checkpointing
+    if config.training.activation_checkpointing if asked is None else asked:
+        _checkpoint_activations(model)
+    if team.mesh is None:
+        model.to(team.device)
+        model.tie_weights()  # to some kinds of device, tied weights are moved one by one
+    else:
         shard_model(model, team, config.training)
         if not each_builds:
             fill_untrained(model, whole, team)
+    if options.compile if options.compile is not None else team.device.type == "cuda":
+        at_stage("compiling, which goes on in the first inner step")
+        _compile_blocks(model)
     team.wait_for_all()  # the others map the shared memory now, which must have its size
     return model
 
 
-def _prepare(model: Any, device: torch.device, options: WorkerOptions) -> None:
-    if options.activation_checkpointing:
-        # Its name until transformers 5.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        try:
-            enable({"use_reentrant": False})
-        except ValueError as error:
-            raise MachineError(first_line(error), "Leave out --activation-checkpointing.") from error
-    if options.compile if options.compile is not None else device.type == "cuda":
-        for block in transformer_blocks(model):
-            block.forward = torch.compile(block.forward)
+def _checkpoint_activations(model: Any) -> None:
+    """Have each block compute its activations again in the backward pass. Raises: MachineError when it cannot."""
+    # Its name until transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise MachineError(first_line(error), "Use --no-activation-checkpointing.") from error
 
 
-def _check_memory(skeleton: Any, team: Team, options: WorkerOptions, format: Format) -> None:
+def _compile_blocks(model: Any) -> None:
+    """Compile each block's forward pass. To be called on a sharded model, not before it is sharded.
+
+    FSDP2 gives a block another class, whose forward is the one that checkpoints activations; a forward that was bound
+    before that checkpoints nothing.
+    """
+    for block in transformer_blocks(model):
+        block.forward = torch.compile(block.forward)
+
+
+def _check_memory(memory: WorkerMemory, team: Team, trains: bool, format: Format) -> None:
     """What activations take cannot be known, and comes on top. Raises: MachineError."""
-    weights, trained = _counts(skeleton)
-    host = HostMemory(trained, format)
-    starting = host.shared + VALUE_BYTES * weights  # worker 0's whole model
-    needed = host.most if options.trains else host.evaluating
+    host = HostMemory(memory.trained, format)
+    starting = host.shared + memory.evaluating  # worker 0's whole model
+    needed = host.most if trains else host.evaluating
     if team.device.type == "cpu":
-        starting += VALUE_BYTES * weights if team.mesh else 0
-        needed += worker_memory(weights, trained, options.trains)
-    what = "Training this model" if options.trains else "Evaluating this model"
-    check_available(what, max(starting, needed))
+        starting += memory.evaluating if team.mesh else 0
+        needed += memory.training if trains else memory.evaluating
+    check_available("Training this model" if trains else "Evaluating this model", max(starting, needed))
 
 
-def _check_device(skeleton: Any, team: Team, options: WorkerOptions) -> None:
+def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> None:
     """Raises: MachineError."""
-    needed = worker_memory(*_counts(skeleton), options.trains) // team.size
+    needed = (memory.training if trains else memory.evaluating) // team.size
     free = torch.cuda.mem_get_info(team.device)[0]
     if needed > free:
         raise MachineError(
@@ -85,6 +102,15 @@ def _check_device(skeleton: Any, team: Team, options: WorkerOptions) -> None:
         )
 
 
-def _counts(model: Any) -> tuple[int, int]:
-    """How many values the model has, and how many of them are trained."""
-    return sum(parameter.numel() for parameter in model.parameters()), layout_of(model).size
+def memory_of(skeleton: Any, team: Team, training: TrainingSection) -> WorkerMemory:
+    """Return what a model takes, from its skeleton; each worker gathers a whole group, however many share the rest."""
+    sizes = [parameter.numel() for parameter in skeleton.parameters()]
+    blocks = [sum(each.numel() for each in block.parameters()) for block in transformer_blocks(skeleton)]
+    return WorkerMemory(
+        weights=sum(sizes),
+        trained=layout_of(skeleton).size,
+        largest=max(sizes),
+        group=max([*blocks, sum(sizes) - sum(blocks)]) * team.size if team.mesh else 0,
+        is_fused=team.device.type in FUSED_ON,
+        has_copy=training.precision == "bf16" and team.mesh is None,
+    )

@@ -2,7 +2,7 @@
 
 Commands are carried out one after the other; only `EndInnerLoop` and those about moments are heard while training.
 Each command is answered by exactly one reply of its kind, or by `Failed`; to `RunInnerLoop` the first worker also sends
-`InnerStepDone` in between.
+`InnerStepDone` in between. `AtStage` may come at any time.
 """
 
 from __future__ import annotations
@@ -112,6 +112,14 @@ class LoadMoments(ControlMessage):
     kind: Literal["load_moments"] = "load_moments"
 
 
+class AtStage(ControlMessage):
+    """What the worker is busy with (see `opendiloco.stages`). `share` of it is done; None if that is not known."""
+
+    kind: Literal["at_stage"] = "at_stage"
+    stage: str
+    share: float | None
+
+
 class DevicesCounted(ControlMessage):
     """How many GPUs torch sees."""
 
@@ -123,7 +131,7 @@ class Configured(ControlMessage):
     """The worker is ready. `parameters` is the number of trainable values, the length of theta.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
-    windows go through the model at once.
+    windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads.
     """
 
     kind: Literal["configured"] = "configured"
@@ -133,6 +141,7 @@ class Configured(ControlMessage):
     device_name: str
     flops_per_token: float | None
     micro_batch: int
+    held_out_digest: str
 
 
 class InnerStepDone(ControlMessage):
@@ -208,7 +217,8 @@ Command = (
     CountDevices | Configure | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | StoreMoments | LoadMoments
 )
 Reply = (
-    DevicesCounted
+    AtStage
+    | DevicesCounted
     | Configured
     | InnerStepDone
     | InnerLoopDone

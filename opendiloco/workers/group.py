@@ -10,10 +10,10 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, WorkerError
@@ -39,9 +39,16 @@ from opendiloco.workers.control import (
     RunInnerLoop,
     StoreMoments,
 )
-from opendiloco.workers.options import WorkerOptions, choose_devices, needs_gpu_count
+from opendiloco.workers.options import (
+    WorkerOptions,
+    choose_devices,
+    choose_threads,
+    needs_gpu_count,
+    usable_cores,
+)
 from opendiloco.workers.process import Answer, Inherited, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
+from opendiloco.workers.start_up import StartUp
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.transfer.memory_file import MemoryFile
@@ -56,7 +63,7 @@ EXPLANATION_SECONDS = 2.0
 
 
 class WorkersRestartedError(Exception):
-    """The training's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
+    """The request's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
 
 
 class WorkerGroup:
@@ -66,6 +73,7 @@ class WorkerGroup:
     tokens_per_sample: int
     device: str
     telemetry: Telemetry
+    held_out_digest: str
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self._config = config
@@ -97,6 +105,7 @@ class WorkerGroup:
             raise
         group.vectors = SharedVectors(group._memory_descriptor, configured.parameters)
         group.tokens_per_sample = configured.tokens_per_sample
+        group.held_out_digest = configured.held_out_digest
         peak = peak_tokens_per_second(
             configured.device_name, len(group._workers), config.training.precision, configured.flops_per_token
         )
@@ -124,7 +133,7 @@ class WorkerGroup:
         self._trainings += 1
         number = self._trainings
         command = RunInnerLoop(number=number, from_local=from_local, **vars(work))
-        request = self._requests.add(lambda: self._together(self._train(command, report)))
+        request = self._requests.add(lambda: self._ask(command, InnerLoopDone, on_progress=report))
         try:
             done = await asyncio.shield(request)
         except asyncio.CancelledError:
@@ -139,17 +148,17 @@ class WorkerGroup:
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta over at most so many windows."""
         command = Evaluate(windows=windows)
-        return await asyncio.shield(self._requests.add(lambda: self._together(self._evaluate(command))))
+        return await asyncio.shield(self._requests.add(lambda: self._insist(command, Evaluated)))
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
         """theta's continuation of a prompt."""
         command = Generate(prompt=prompt, tokens=tokens, seed=seed)
-        return (await asyncio.shield(self._requests.add(lambda: self._exchange([command], Generated)))).text
+        return (await asyncio.shield(self._requests.add(lambda: self._insist(command, Generated, workers=1)))).text
 
     async def export(self, folder: Path, facts: RunFacts) -> None:
         """Write theta as a model folder. Raises: MachineError when it cannot be written."""
         command = Export(folder=str(folder.absolute()), facts=facts)
-        await asyncio.shield(self._requests.add(lambda: self._exchange([command], Exported)))
+        await asyncio.shield(self._requests.add(lambda: self._insist(command, Exported, workers=1)))
 
     async def store_moments(self, out: memoryview) -> None:
         """The inner optimizer's state (see inner/moments.py) as it is after some inner step. Of a single worker
@@ -180,13 +189,16 @@ class WorkerGroup:
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def _start_workers(self, fresh: bool) -> Configured:
-        threads, shared = self._options.threads, Inherited(self._memory_descriptor, self._moments_descriptor)
+        cores, shared = usable_cores(), Inherited(self._memory_descriptor, self._moments_descriptor)
+        threads = choose_threads(self._options, ["cpu"] * self._options.cpu_workers, cores)  # at most
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             self._workers = [await WorkerProcess.start(shared._replace(listener=listener.fileno()), threads)]
+        self._workers[0].on_stage = StartUp().heard  # the others do the same
         if self._is_closing:
             raise WorkerError("no workers are wanted any more.")
         devices = choose_devices(self._options, await self._count_gpus())
+        threads = choose_threads(self._options, devices, cores)
         for _ in devices[1:]:
             self._workers.append(await WorkerProcess.start(shared, threads))
         if len(devices) > 1:
@@ -197,7 +209,7 @@ class WorkerGroup:
         commands = [
             Configure(
                 manifest_content=self._config.to_manifest_content(),
-                options=self._options,
+                options=replace(self._options, threads=threads),
                 device=device,
                 rank=rank,
                 workers=len(devices),
@@ -208,8 +220,10 @@ class WorkerGroup:
         ]
         configured = await self._exchange(commands, Configured)
         self._micro_batch = configured.micro_batch
-        if self._options.micro_batch is None and self._micro_batch * len(devices) < self._config.training.batch_size:
-            logger.info("for want of memory, each worker trains on %d windows at once", self._micro_batch)
+        training = self._config.training
+        wanted = min(training.micro_batch or training.batch_size, -(-training.batch_size // len(devices)))
+        if self._options.micro_batch is None and self._micro_batch < wanted:
+            logger.info("for want of memory, each worker puts %d windows through the model at once", self._micro_batch)
         return configured
 
     async def _count_gpus(self) -> int:
@@ -217,7 +231,7 @@ class WorkerGroup:
             return 0
         return (await self._exchange([CountDevices()], DevicesCounted)).gpus
 
-    async def _restart_with_half(self, error: DeviceMemoryError) -> None:
+    async def _restart_with_half(self, error: DilocoPeerError) -> None:
         """New workers with half the micro-batch; their moments start anew. Raises: the error, if we did so before."""
         before = self._micro_batch
         if self._halved or before == 1:
@@ -231,26 +245,21 @@ class WorkerGroup:
         await self._restart()
 
     async def _start_again(self, error: DilocoPeerError) -> None:
-        """New workers for those that were lost; their moments start anew. Raises: the error, if that was too often."""
-        if not self._restarts_left:
-            raise error
-        self._restarts_left -= 1
-        logger.warning("%s The workers start again; training begins anew from the outer parameters.", error.message)
-        await self._restart()
+        """Start workers in the place of lost ones, whose moments are lost, too. Raises: the error of the last ones that
+        were lost, if that was too often."""
+        while self._restarts_left and not self._is_closing:
+            self._restarts_left -= 1
+            logger.warning("%s The workers start again, without what they did last.", error.message)
+            try:
+                return await self._restart()
+            except LOST as lost_again:
+                error = lost_again
+        raise error
 
     async def _restart(self) -> None:
         await self._end_workers()
         self._lost = None
         await self._start_workers(fresh=False)
-
-    async def _together(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Workers that share a model are of no use any more when one of them has failed."""
-        try:
-            return await work
-        except DilocoPeerError as error:
-            if len(self._workers) > 1:
-                (self._lose if isinstance(error, LOST) else self._die)(error)
-            raise
 
     async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
         deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
@@ -285,27 +294,50 @@ class WorkerGroup:
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     # Requests --------------------------------------------------------------------------------------------------------
-    async def _train(self, command: RunInnerLoop, on_progress: Callable[[InnerStepDone], None]) -> InnerLoopDone:
-        await self._revive()
-        try:
-            done = await self._ask_all(command, InnerLoopDone, on_progress)
-        except DeviceMemoryError as error:
-            await self._restart_with_half(error)
-            raise WorkersRestartedError from error
-        except LOST as error:
-            await self._start_again(error)
-            raise WorkersRestartedError from error
-        self._restarts_left = self._options.restarts
-        return done
+    async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
+        """Ask again, for as long as new workers take the place of lost ones. Raises: as `_ask`."""
+        while True:
+            with suppress(WorkersRestartedError):
+                return await self._ask(command, answer, workers)
 
-    async def _evaluate(self, command: Evaluate) -> Evaluated:
-        await self._revive()
-        return await self._ask_all(command, Evaluated)
+    async def _ask(
+        self,
+        command: ControlMessage,
+        answer: type[Answer],
+        workers: int | None = None,
+        on_progress: Callable[[InnerStepDone], None] | None = None,
+    ) -> Answer:
+        """Give all workers, or only the first, a command, and return the first one's answer.
 
-    async def _revive(self) -> None:
-        """Workers that died since they were last needed. Raises: see `_start_again`."""
+        This is the one place that decides what becomes of workers that fail. Lost ones are replaced, also those that
+        died while nobody needed them; the count of restarts begins anew with each training that ends well, and, where
+        nothing is trained, with each answer.
+
+        Raises: WorkersRestartedError when they were lost, or short of memory, in this request, and others have been
+        started; otherwise their error.
+        """
         if self._lost is not None:
-            await self._start_again(self._lost)
+            await self._replace_after(self._lost)
+        try:
+            answered = await self._exchange([command] * (workers or len(self._workers)), answer, on_progress)
+        except (DeviceMemoryError, *LOST) as error:
+            await self._replace_after(error)
+            raise WorkersRestartedError from error
+        except DilocoPeerError as error:
+            if len(self._workers) > 1 and workers is None:
+                self._die(error)  # the others wait for the one that failed
+            raise
+        if isinstance(answered, InnerLoopDone) or not self._options.trains:
+            self._restarts_left = self._options.restarts
+        return answered
+
+    async def _replace_after(self, error: DilocoPeerError) -> None:
+        """Raises: what makes that impossible; the workers are then dead."""
+        try:
+            await (self._restart_with_half if isinstance(error, DeviceMemoryError) else self._start_again)(error)
+        except DilocoPeerError as final:
+            self._die(final)
+            raise
 
     async def _finish_moving(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
         """It goes on to its end even if we are cancelled."""
@@ -332,11 +364,6 @@ class WorkerGroup:
                     await asyncio.to_thread(copy_bytes, memory.data, moments)
             finally:
                 os.truncate(memory.descriptor, 0)
-
-    async def _ask_all(
-        self, command: ControlMessage, answer: type[Answer], on_progress: Callable[[InnerStepDone], None] | None = None
-    ) -> Answer:
-        return await self._exchange([command] * len(self._workers), answer, on_progress)
 
     async def _exchange(
         self,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from opendiloco.errors import MachineError
+
+THREADS_OF_CORE = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+CPU_LIMIT = "/sys/fs/cgroup/cpu.max"
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
     """`device` is "auto" (all GPUs if torch sees any, else the CPU), "cpu", "cuda" (all GPUs) or one, as "cuda:1".
 
-    `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs; each worker has `threads` CPU threads. `micro_batch` is
-    how many windows go through the model at once (None: all of a worker's part of a batch). `compile` None: on GPUs.
+    `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs. Each worker has `threads` CPU threads (None: see
+    `choose_threads`; it is 1 unless told otherwise, since more of them sum in another order). `micro_batch` is
+    how many windows go through the model at once (None: as many as fit, up to what the run recommends).
+    `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs.
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
     only evaluates, generates and exports.
     """
@@ -20,9 +28,9 @@ class WorkerOptions:
     device: str = "auto"
     cpu_workers: int = 1
     gpus: int | None = None
-    threads: int = 1
+    threads: int | None = 1
     micro_batch: int | None = None
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None
     compile: bool | None = None
     restarts: int = 0
     trains: bool = True
@@ -31,6 +39,35 @@ class WorkerOptions:
 def needs_gpu_count(options: WorkerOptions) -> bool:
     """Whether `choose_devices` must know how many GPUs torch sees."""
     return options.device in ("auto", "cuda")
+
+
+def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -> int:
+    """Return the CPU threads of each worker on a machine with so many cores.
+
+    Workers on the CPU share all cores but one, which the peer process has to itself: it hears others while they train.
+    A GPU's worker needs one.
+    """
+    if options.threads is not None:
+        return options.threads
+    on_cpu = sum(device == "cpu" for device in devices)
+    return max(1, (cores - 1) // on_cpu) if on_cpu else 1
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may run on, as far as a container's limit lets it.
+
+    Threads that share a core count once: arithmetic on both of them is no faster than on one.
+    """
+    cores = {_read(THREADS_OF_CORE.format(number)) or str(number) for number in os.sched_getaffinity(0)}
+    quota, _, period = (_read(CPU_LIMIT) or "max").partition(" ")
+    return max(1, min(len(cores), len(cores) if quota == "max" else int(quota) // int(period)))
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return None
 
 
 def choose_devices(options: WorkerOptions, gpus: int) -> list[str]:

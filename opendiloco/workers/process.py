@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
 from opendiloco.workers.control import (
     LINE_LIMIT,
+    AtStage,
     ControlMessage,
     Failed,
     InnerStepDone,
@@ -64,6 +65,7 @@ class WorkerProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.name = "the worker"
+        self.on_stage: Callable[[str, float | None], None] = lambda stage, share: None
         self._process = process
         self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         self._moments_replies: asyncio.Queue[MomentsMoved | None] = asyncio.Queue()
@@ -158,7 +160,9 @@ class WorkerProcess:
         try:
             while line := await reader.readline():
                 reply = parse_reply(line)
-                if isinstance(reply, MomentsMoved):
+                if isinstance(reply, AtStage):
+                    self.on_stage(reply.stage, reply.share)
+                elif isinstance(reply, MomentsMoved):
                     self._moments_replies.put_nowait(reply)
                 else:
                     self._replies.put_nowait(reply)

@@ -80,10 +80,14 @@ class Telemetry:
             index * self._inner_steps + done.inner_steps, {f"training/{name}": value for name, value in values.items()}
         )
 
-    def evaluated(self, held_out: HeldOutLoss) -> None:
-        """This machine has evaluated theta. (`peers.metrics` has the gauge.)"""
-        logger.info("held-out loss %.4f after outer step %d", held_out.loss, held_out.index)
-        self._track(held_out.index * self._inner_steps, {"held_out/loss": held_out.loss})
+    def evaluated(self, held_out: HeldOutLoss, is_runs_text: bool = True) -> None:
+        """This machine has evaluated theta, on the run's held-out text or on other text of its own. (`peers.metrics`
+        has the gauge.)"""
+        name, other = "held_out/loss", ""
+        if not is_runs_text:
+            name, other = "own_held_out/loss", ", on other text than the run's: not to be compared with other machines'"
+        logger.info("held-out loss %.4f after outer step %d%s", held_out.loss, held_out.index, other)
+        self._track(held_out.index * self._inner_steps, {name: held_out.loss})
 
     def _track(self, inner_step: int, values: Mapping[str, float]) -> None:
         """A tracker that fails is given up: training need not end of it."""
@@ -98,10 +102,11 @@ class Telemetry:
 
 def line_of(values: Mapping[str, float]) -> str:
     """`VALUES` for people."""
-    utilisation = values["flops_utilisation"]
-    shown = "unknown" if math.isnan(utilisation) else f"{utilisation:.1%}"
+    known = {name: value for name, value in values.items() if not math.isnan(value)}
+    norm = f"gradient norm {known['gradient_norm']:.3g}, " if "gradient_norm" in known else ""
+    waiting = f"{known['data_wait_share']:.1%} waiting for data, " if "data_wait_share" in known else ""
+    utilisation = f"{known['flops_utilisation']:.1%}" if "flops_utilisation" in known else "unknown"
     return (
-        f"{values['tokens']:.0f} tokens, loss {values['loss']:.4f}, gradient norm {values['gradient_norm']:.3g}, "
-        f"{values['tokens_per_second']:.0f} tokens/s, MFU {shown}, {values['data_wait_share']:.1%} waiting for data, "
-        f"{values['peak_memory_bytes'] / 2**30:.2f} GiB"
+        f"{values['tokens']:.0f} tokens, loss {values['loss']:.4f}, {norm}{values['tokens_per_second']:.0f} tokens/s, "
+        f"MFU {utilisation}, {waiting}{values['peak_memory_bytes'] / 2**30:.2f} GiB"
     )

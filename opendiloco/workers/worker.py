@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.stages import at_stage, watched_by
 from opendiloco.workers.control import (
+    AtStage,
     Command,
     Configure,
     Configured,
@@ -60,6 +62,7 @@ class ControlChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._sending = threading.Lock()
         self.stopped_number = 0
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
@@ -67,7 +70,8 @@ class ControlChannel:
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, message: ControlMessage) -> None:
-        self._connection.sendall(message.line())
+        with self._sending:  # batches are read by a thread of their own, which may have to tokenize
+            self._connection.sendall(message.line())
 
     def _read(self) -> None:
         """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
@@ -101,6 +105,7 @@ class Worker:
     def __init__(self, command: Configure, descriptors: Descriptors, channel: ControlChannel) -> None:
         # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
         # it comes when it is known that there is a device to train on, and data.
+        at_stage("importing torch")
         with nothing_collected():
             import torch
 
@@ -108,7 +113,7 @@ class Worker:
             from opendiloco.data.training_data import load_data
             from opendiloco.inner.device_facts import choose_device, device_name
 
-        torch.set_num_threads(command.options.threads)
+        torch.set_num_threads(command.options.threads or 1)
         self._channel = channel
         self._options = command.options
         self._config = RunConfig.from_manifest_content(command.manifest_content)
@@ -116,21 +121,18 @@ class Worker:
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
         self._data: TrainingData = load_data(self._config, self._tokenizer)
 
+        at_stage("importing transformers")
         with nothing_collected():
             from opendiloco.inner.replica import ModelReplica
             from opendiloco.inner.team import Team
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.workers.assembly import assemble_model
 
-        if command.workers > 1 or device.type == "cuda":
-            self._team = Team.meet(device, command.rank, command.workers, command.port, descriptors.listener)
-        else:
-            self._team = Team(device)
-            if descriptors.listener is not None:
-                os.close(descriptors.listener)
+        self._team = Team.meet(device, command.rank, command.workers, command.port, descriptors.listener)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
         self._replica: ModelReplica = ModelReplica(self._config, model, self._data.samples, self._team)
+        at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
@@ -142,16 +144,18 @@ class Worker:
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, parameters, length),
             micro_batch=self._replica.micro_batch,
+            held_out_digest=self._data.held_out.digest(self._config.evaluation.windows),
         )
 
     def _choose_micro_batch(self) -> int:
-        """As this machine's owner says; else, to train, as many windows as fit."""
+        """Return what this machine's owner says; else as many windows as fit, up to what the run recommends."""
         from opendiloco.inner.micro_batch import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
-        if self._options.micro_batch is not None or not self._options.trains:
-            return min(self._options.micro_batch or piece, piece)
-        return fitting_micro_batch(self._replica, piece, self._team)
+        if self._options.micro_batch is not None:
+            return min(self._options.micro_batch, piece)
+        most = min(self._config.training.micro_batch or piece, piece)
+        return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
     def carry_out(self, command: Command) -> ControlMessage:
         """The reply to one command."""
@@ -230,7 +234,8 @@ class Worker:
 
         self._replica.load(self._vectors.theta)
         windows, at_once = command.windows, self.description.micro_batch
-        loss, tokens = held_out_loss(self._replica.model, self._data.held_out, windows, at_once)
+        model, precision = self._replica.model, self._replica.precision
+        loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision)
         return Evaluated(loss=loss, tokens=tokens)
 
     def _generate(self, command: Generate) -> Generated:
@@ -318,7 +323,8 @@ def main() -> None:
     arguments = parser.parse_args()
     channel = ControlChannel(socket.socket(fileno=arguments.control))
     channel.start()
-    serve(channel, Descriptors(arguments.memory, arguments.moments, arguments.listener))
+    with watched_by(lambda stage, share: channel.send(AtStage(stage=stage, share=share))):
+        serve(channel, Descriptors(arguments.memory, arguments.moments, arguments.listener))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,40 @@
-"""What one's own loop begins with. (tests/examples has it in a swarm.)"""
+"""What one's own loop begins with, and how it ends. (tests/examples has it in a swarm.)"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from opendiloco import diloco as diloco_module
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.diloco import initial_vectors
-from opendiloco.errors import MachineError
+from opendiloco.data.training_data import load_data
+from opendiloco.diloco import DiLoCo, _Joined
+from opendiloco.errors import LoopError, MachineError
+from opendiloco.loop_worker import LoopWorker, LoopWorkload
 from opendiloco.model.build import build_model, initial_theta, layout_of
 from opendiloco.model.layout import Layout
+from opendiloco.own_model import check_own_model, initial_vectors
+from opendiloco.reference import Reference
+from opendiloco.run import Run
+from opendiloco.shared_memory import SharedVectors
 from peers.errors import ManifestError
+from peers.values.identity import Identity
+from peers.values.manifest import Invite
+from tests.opendiloco.test_loop_worker import new_workload
 
 
 @pytest.fixture
@@ -43,3 +64,163 @@ def test_weights_that_differ_from_the_organisers_are_refused(small_content: dict
     model = small_content["model"] | {"digest": "ab" * 32}
     with pytest.raises(MachineError, match="begins with weights of digest abab"):
         initial_vectors(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
+
+
+@pytest.fixture
+def _process_group_ends() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+def begin_process_group(kind: str) -> None:
+    if kind == "alone":
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    else:
+        dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_would_round_theta_is_refused_in_one_line(dtype: torch.dtype) -> None:
+    """Untrained, it would contribute its rounding errors: more than ten steps of AdamW change."""
+    model = torch.nn.Linear(3, 2).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(LoopError, match=f"parameter weight is {name}") as caught:
+        DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:x")
+    assert "torch.autocast" in caught.value.remedy
+    assert "\n" not in str(caught.value)
+    model.requires_grad_(False)  # theta does not have it
+    check_own_model(model)
+    check_own_model(torch.nn.Linear(3, 2).double())
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+def test_processes_that_would_all_join_are_refused() -> None:
+    begin_process_group("of two")
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(LoopError, match="this is process 1 of 2; each would join as a peer") as caught:
+        check_own_model(model)
+    assert "diloco-peer join" in caught.value.remedy
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+def test_shards_are_refused_and_a_wrapper_around_a_whole_model_is_not() -> None:
+    begin_process_group("alone")
+    check_own_model(DistributedDataParallel(torch.nn.Linear(3, 2)))
+    sharded = torch.nn.Linear(3, 2)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(LoopError, match=r"parameter weight is a shard \(FSDP2"):
+        check_own_model(sharded)
+    with pytest.raises(LoopError, match="has no memory"):
+        check_own_model(torch.nn.Linear(3, 2, device="meta"))
+
+
+def loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> DiLoCo:
+    monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
+    model = torch.nn.Linear(3, 2)
+    return DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1")
+
+
+def test_an_interrupt_while_it_joins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, closed = loop_of_its_own(monkeypatch), threading.Event()
+    connecting = threading.Event()
+
+    @asynccontextmanager
+    async def connected(*arguments: object) -> AsyncIterator[None]:
+        connecting.set()
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            closed.set()
+
+    def interrupt() -> None:
+        assert connecting.wait(30)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(diloco_module, "connected", connected)
+    monkeypatch.setattr(loop._joining, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.__enter__()
+    assert closed.is_set()
+    assert not loop._thread.is_alive()
+
+
+@pytest.mark.parametrize("when", ["waits for its first outer step", "leaves"])
+def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = loop_of_its_own(monkeypatch)
+
+    async def take_part() -> None:
+        loop._joining.set_result(_Joined(new_workload(), lambda: None))
+        await asyncio.Event().wait()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "_take_part", take_part)
+    monkeypatch.setattr(loop, "_begin_outer_step", interrupt if "waits" in when else lambda: None)
+    if "waits" in when:
+        with pytest.raises(KeyboardInterrupt):
+            loop.__enter__()
+    else:
+        loop.__enter__()
+        join, calls = loop._thread.join, list[None]()
+
+        def join_or_interrupt() -> None:
+            calls.append(None)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            join(30)
+
+        monkeypatch.setattr(loop._thread, "join", join_or_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loop.__exit__(None, None, None)
+    assert not loop._thread.is_alive()
+
+
+def test_what_keeps_it_from_joining_is_raised_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = loop_of_its_own(monkeypatch)
+
+    @asynccontextmanager
+    async def connected(*arguments: object) -> AsyncIterator[None]:
+        raise ManifestError("no such run.")
+        yield
+
+    monkeypatch.setattr(diloco_module, "connected", connected)
+    with pytest.raises(ManifestError, match="no such run"):
+        loop.__enter__()
+    assert not loop._thread.is_alive()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_loop_evaluates_theta_as_everybody_does_if_it_reads_the_runs_text(
+    small_config: RunConfig, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(small_config, ByteTokenizer()).train(mode == "train")
+    monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
+    loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1")
+    worker = LoopWorker(initial_vectors(small_config, layout_of(model)))
+    run = Run.sign(small_config, Identity.generate())
+    loop._joined = _Joined(LoopWorkload(worker, run, torch.device("cpu")), lambda: None)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # theta is what counts
+    assert loop._evaluate() is None
+    loop._text = load_data(small_config, ByteTokenizer())
+    found = loop._evaluate()
+    assert found is not None
+    assert found.loss == pytest.approx(Reference(small_config).held_out_loss(), rel=1e-5)
+    assert found.is_runs_text
+    assert model.training == (mode == "train")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_of_its_own(monkeypatch)
+    run = Run.sign(small_config, Identity.generate())
+    worker = LoopWorker(SharedVectors.create(loop._layout.size))
+    loop._joined = _Joined(LoopWorkload(worker, run, torch.device("cpu")), lambda: None)
+    loop._text = load_data(small_config, ByteTokenizer())
+    assert loop._evaluate() is None
+    assert "takes no turns to evaluate" in caplog.text
+    loop._text = None

@@ -1,17 +1,30 @@
 from __future__ import annotations
 
+import asyncio
 import math
+import socket
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from opendiloco.cli.run import with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows
+from opendiloco.errors import DataError
+from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import generate_sample, held_out_loss
+from opendiloco.reference import Reference
+from opendiloco.shared_memory import create_memory_file
+from opendiloco.workers.control import Configure, Evaluate, Evaluated
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.worker import ControlChannel, Descriptors, Worker
 
 
 def test_a_model_that_knows_nothing_loses_the_logarithm_of_its_vocabulary(small_config: RunConfig) -> None:
@@ -34,6 +47,86 @@ def test_few_windows_are_spread_over_the_text_and_batches_do_not_matter(small_co
     assert held_out_loss(model, windows, windows=7, batch_size=7)[0] == pytest.approx(loss, rel=1e-5)
     first_seven, _ = held_out_loss(model, HeldOutWindows([Windows(tokens_of_text[: 7 * 16 + 1], 16)]), 7, 7)
     assert first_seven != loss
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_number_for_one_theta_whoever_asks(small_content: dict[str, Any], precision: str) -> None:
+    """The swarm's curve, `export`, `follow --evaluate` and the reference: the manifest's windows, in its precision."""
+    content = small_content | {
+        "evaluation": {"windows": 5},
+        "training": small_content["training"] | {"precision": precision},
+    }
+    reference = Reference(RunConfig.from_manifest_content(content))
+    asked = Asked(RunConfig.from_manifest_content(content))
+    loss = asyncio.run(asked.evaluate()).loss
+    assert loss == reference.held_out_loss()
+    exact = Reference(RunConfig.from_manifest_content(small_content | {"evaluation": {"windows": 5}})).held_out_loss()
+    assert (loss == exact) == (precision == "fp32")
+    assert loss == pytest.approx(exact, rel=1e-3)
+
+
+class Asked(LocalWorkload):
+    """A workload with a worker of this process."""
+
+    def __init__(self, config: RunConfig) -> None:
+        channel = ControlChannel(socket.socketpair()[0])
+        descriptors = Descriptors(create_memory_file(), create_memory_file(), None)
+        options = WorkerOptions(device="cpu", trains=False, micro_batch=2)
+        configure = Configure(
+            manifest_content=config.to_manifest_content(),
+            options=options,
+            device="cpu",
+            rank=0,
+            workers=1,
+            port=0,
+            fresh=True,
+        )
+        worker = Worker(configure, descriptors, channel)
+
+        class Workers(WorkerGroup):
+            held_out_digest = worker.description.held_out_digest
+
+            def __init__(self) -> None:
+                self.vectors = worker._vectors
+
+            async def evaluate(self, windows: int) -> Evaluated:
+                reply = worker.carry_out(Evaluate(windows=windows))
+                assert isinstance(reply, Evaluated)
+                return reply
+
+        super().__init__(Workers(), config)
+
+
+def test_the_digest_is_that_of_what_is_read(small_config: RunConfig) -> None:
+    tokens = np.random.default_rng(0).integers(0, 256, 1601).astype(np.uint16)
+    windows = HeldOutWindows([Windows(tokens, sequence_length=16)])
+    digest = windows.digest(7)
+    assert digest == HeldOutWindows([Windows(tokens.astype(np.uint32), sequence_length=16)]).digest(7)
+    tokens[-1] += 1  # behind the last window that is read
+    assert windows.digest(7) == digest
+    tokens[3] += 1
+    assert (
+        len({digest, windows.digest(7), windows.digest(8), HeldOutWindows([Windows(tokens, 16)], None, 0).digest(7)})
+        == 4
+    )
+
+
+def test_a_run_names_the_held_out_text_that_is_on_the_organisers_machine(
+    small_config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def with_folder(folder: Path) -> RunConfig:
+        return small_config.model_copy(update={"data": small_config.data.model_copy(update={"source": str(folder)})})
+
+    named = with_held_out_text_named(small_config)
+    assert named.evaluation.digest is not None
+    assert with_held_out_text_named(named) == named
+    assert with_held_out_text_named(with_folder(tmp_path / "nowhere")).evaluation.digest is None
+    (tmp_path / "own.txt").write_text("a few words, too few")
+    assert with_held_out_text_named(with_folder(tmp_path)).evaluation.digest is None
+    assert "gets no digest" in caplog.text
+    other = named.evaluation.model_copy(update={"digest": "cd" * 32})
+    with pytest.raises(DataError, match="has the digest cdcd"):
+        with_held_out_text_named(named.model_copy(update={"evaluation": other}))
 
 
 def test_samples_are_the_same_for_the_same_seed(small_config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -55,6 +56,7 @@ class Workers(WorkerGroup):
         self.vectors = type("Vectors", (), {"theta": zeros, "local": zeros.copy()})()
         self.asked: list[str] = []
         self.telemetry = Telemetry(inner_steps=10)
+        self.held_out_digest = "ab" * 32
 
     async def evaluate(self, windows: int) -> Evaluated:
         self.asked.append(f"evaluate {windows}")
@@ -83,3 +85,27 @@ def test_who_has_the_turn_evaluates_theta_before_training_changes_anything(small
         assert tracker.records == [(40, {"held_out/loss": 2.5})]
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("named", "replaced", "heard"),
+    [(None, False, True), (None, True, False), ("ab" * 32, False, True), ("cd" * 32, False, False)],
+)
+def test_a_loss_of_other_text_is_called_so_and_kept_from_the_others(
+    small_config: RunConfig, named: str | None, replaced: bool, heard: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluation = small_config.evaluation.model_copy(update={"digest": named})
+
+    async def story() -> None:
+        workers, found, tracker = Workers(), list[HeldOutLoss](), NotingTracker()
+        workers.telemetry.trackers.append(tracker)
+        workload = RunWorkload(workers, small_config.model_copy(update={"evaluation": evaluation}))
+        workload.is_our_turn, workload.on_evaluated = lambda: True, found.append
+        workload.reads_runs_text = not replaced
+        await workload.train(InnerLoop(4, (SampleRange(0, 1),), 1, 0), lambda progress: None)
+        assert found == [HeldOutLoss(index=4, loss=2.5)][:heard]
+        assert tracker.records == [(40, {"held_out/loss" if heard else "own_held_out/loss": 2.5})]
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(story())
+    assert ("on other text than the run's" in caplog.text) != heard

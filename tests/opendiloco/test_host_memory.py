@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.host_memory import HostMemory, worker_memory
+from opendiloco.host_memory import HostMemory, WorkerMemory
 from opendiloco.kernels import INT8, UINT4
 
 MIB = 1 << 20
@@ -33,9 +33,22 @@ def test_small_models_keep_payloads_within_a_budget_and_snapshots_in_memory() ->
     assert HostMemory(0, INT8).kept == 0
 
 
-@pytest.mark.parametrize(("trains", "bytes_taken"), [(True, 40 + 120), (False, 40)])
-def test_workers_take_weights_gradients_and_moments(trains: bool, bytes_taken: int) -> None:
-    assert worker_memory(10, 10, trains) == bytes_taken
+@pytest.mark.parametrize(
+    ("memory", "training"),
+    [
+        (WorkerMemory(10, 10), 160),
+        (WorkerMemory(10, 8), 136),
+        (WorkerMemory(10, 10, largest=4), 160 + 32),
+        (WorkerMemory(10, 10, largest=4, is_fused=True), 160),
+        (WorkerMemory(10, 10, largest=4, is_fused=True, has_copy=True), 160 + 20),
+        (WorkerMemory(10, 10, largest=4, group=5), 160 + 40),
+    ],
+)
+def test_workers_take_weights_gradients_moments_and_what_a_step_or_a_pass_needs(
+    memory: WorkerMemory, training: int
+) -> None:
+    assert memory.training == training
+    assert memory.evaluating == 40
 
 
 def test_the_documentation_states_what_the_formula_gives() -> None:

@@ -7,11 +7,18 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+import torch
 
-from opendiloco.loop_worker import LoopWorker, OuterStep
+from opendiloco.config.run_config import RunConfig
+from opendiloco.local_workload import HeldOut
+from opendiloco.loop_worker import LoopWorker, LoopWorkload, OuterStep
+from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
+from peers.presence.heartbeat import HeldOutLoss
+from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress, Trained
+from tests.opendiloco.trainings import NotingTracker
 
 LEASE = (SampleRange(0, 8),)
 TRAINED = Trained(LEASE, 80, 1.0)
@@ -20,6 +27,19 @@ SECONDS = 20.0
 
 def new_worker() -> LoopWorker:
     return LoopWorker(SharedVectors.create(4))
+
+
+def new_workload(config: RunConfig | None = None) -> LoopWorkload:
+    content = {
+        "name": "small",
+        "outer_steps": 9,
+        "model": {"config": {"model_type": "llama"}},
+        "training": {"inner_steps": 10, "batch_size": 2, "sequence_length": 4},
+        "inner_optimizer": {"learning_rate": 0.1},
+        "schedule": {"kind": "constant", "warmup_steps": 1},
+    }
+    run = Run.sign(config or RunConfig.from_manifest_content(content), Identity.generate())
+    return LoopWorkload(new_worker(), run, torch.device("cpu"))
 
 
 def in_another_thread(work: Callable[[], None]) -> Future[None]:
@@ -106,3 +126,52 @@ def test_the_end_of_the_run_and_what_went_wrong_are_heard_each_time() -> None:
         assert over.next_outer_step() is None
         with pytest.raises(RuntimeError, match="the network is gone"):
             broken.next_outer_step()
+
+
+@pytest.mark.parametrize("found", [HeldOut(2.5, True), HeldOut(2.5, False), None])
+def test_a_loop_takes_its_turns_to_evaluate_and_draws_curves(found: HeldOut | None) -> None:
+    """Before the outer step that it is asked for; what it does not know is not drawn."""
+    workload, tracker, heard = new_workload(), NotingTracker(), list[HeldOutLoss]()
+    workload.telemetry.trackers.append(tracker)
+    workload.is_our_turn, workload.on_evaluated = lambda: True, heard.append
+    evaluated = list[None]()
+
+    def evaluate() -> HeldOut | None:
+        evaluated.append(None)
+        return found
+
+    def train() -> None:
+        outer_step = workload.worker.next_outer_step(evaluate)
+        assert outer_step is not None
+        assert evaluated
+        outer_step.report(Progress(1, None, 1.0))
+        outer_step.report(Progress(2, 1.5, 1.0))
+        outer_step.finish(lambda: None, TRAINED)
+
+    async def scenario() -> None:
+        training = in_another_thread(train)
+        async with asyncio.timeout(SECONDS):
+            assert await workload.train(InnerLoop(3, LEASE, 4, 0), lambda progress: None) == TRAINED
+            await asyncio.wrap_future(training)
+
+    asyncio.run(scenario())
+    assert heard == ([HeldOutLoss(index=3, loss=2.5)] if found and found.is_runs_text else [])
+    steps, names = zip(*((step, set(values)) for step, values in tracker.records), strict=True)
+    curve = [] if found is None else [{"held_out/loss"} if found.is_runs_text else {"own_held_out/loss"}]
+    done = {"loss", "tokens", "tokens_per_second", "peak_memory_bytes", "skipped_inner_steps"}
+    assert list(names) == [*curve, set(), {"inner_step/loss"}, {f"training/{name}" for name in done}]
+    assert list(steps) == [*([30] if curve else []), 31, 32, 32]
+
+
+def test_an_evaluation_that_the_swarm_gave_up_is_passed_over() -> None:
+    worker = new_worker()
+
+    async def scenario() -> None:
+        asked = asyncio.create_task(worker.evaluate())
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        worker.end()
+        assert worker.next_outer_step(lambda: pytest.fail("nobody wants to know")) is None
+
+    asyncio.run(scenario())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,12 +12,17 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import HostMemory
-from opendiloco.inner import micro_batch
+from opendiloco.inner import micro_batch, optimizers
 from opendiloco.inner.micro_batch import fitting_micro_batch, window_memory
+from opendiloco.inner.moments import Moments, moments_size
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
+from opendiloco.inner.tensor_memory import peak_while
 from opendiloco.kernels import INT8
 from opendiloco.model.build import build_model
+from opendiloco.workers import assembly
+from opendiloco.workers.assembly import memory_of
+from peers.values.leases import SampleRange
 
 TEAM = Team(torch.device("cpu"))
 
@@ -76,6 +82,21 @@ def test_as_many_as_fit_into_a_quarter_of_what_is_left(
     assert fitting_micro_batch(replica, 8, TEAM) == expected
 
 
+def test_evaluation_puts_no_more_through_at_once_than_fits(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large the run's batches are: at 150 million parameters 256 windows would take 64 GiB."""
+    model = small_content["model"]["config"] | {"num_hidden_layers": 4}
+    replica = replica_of(RunConfig.from_manifest_content(small_content | {"model": {"config": model, "init_seed": 3}}))
+    window, trained = window_memory(replica, TEAM, trains=False), window_memory(replica, TEAM)
+    assert 0 < window < trained / 2
+    later = HostMemory(replica.layout.size, INT8)
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: later.evaluating - later.shared + 4 * 7 * window)
+    assert fitting_micro_batch(replica, 512, TEAM, trains=False) == 7
+    assert window_memory(replica, TEAM, windows=7, trains=False) == pytest.approx(7 * window, rel=0.05)
+    assert all(parameter.grad is None for parameter in replica.model.parameters())
+
+
 def test_the_machines_memory_is_shared_and_who_has_least_decides(
     replica: ModelReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,5 +111,58 @@ def test_the_machines_memory_is_shared_and_who_has_least_decides(
 
 
 def test_nothing_is_tried_where_there_is_no_choice(replica: ModelReplica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch, "window_memory", lambda replica, team: pytest.fail("a window was tried"))
+    monkeypatch.setattr(micro_batch, "window_memory", lambda *arguments, **options: pytest.fail("a window was tried"))
     assert fitting_micro_batch(replica, 1, TEAM) == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_training_takes_is_what_the_formula_says(
+    small_content: dict[str, Any], precision: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a tenth, with AdamW's step as a GPU makes it, and as a CPU does; windows are too short to matter."""
+    monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"} if fused else set())
+    monkeypatch.setattr(assembly, "FUSED_ON", optimizers.FUSED_ON)
+    sizes = {"vocab_size": 3000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
+    model = small_content["model"]["config"] | sizes | {"tie_word_embeddings": False}
+    training = small_content["training"] | {"sequence_length": 2, "precision": precision}
+    config = RunConfig.from_manifest_content(
+        small_content | {"model": {"config": model, "init_seed": 3}, "training": training}
+    )
+    replica = replica_of(config)
+    replica.micro_batch = 1
+    memory = memory_of(replica.model, TEAM, config.training)
+    assert (memory.is_fused, memory.has_copy) == (fused, precision == "bf16")
+    theta = np.empty(replica.layout.size, np.float32)
+    replica.store(theta)
+
+    def train() -> None:
+        replica.train(theta, 0, (SampleRange(0, 4),), 2)
+
+    peak = peak_while(train, TEAM.device) + memory.evaluating
+    assert peak == pytest.approx(memory.training, rel=0.1)
+
+
+@pytest.mark.parametrize("trained", ["fresh", "loaded"])
+def test_moments_of_a_fused_step_are_those_of_any_other(
+    small_config: RunConfig, trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's peers and a CPU's can copy each other's."""
+    moments = [Moments(memoryview(bytearray(moments_size(replica_of(small_config).layout.size)))) for _ in range(2)]
+    section = small_config.inner_optimizer.model_copy(update={"rewarmup_steps": 1})
+    config = small_config.model_copy(update={"inner_optimizer": section})
+    for place, devices in enumerate(({"cpu"}, set[str]())):
+        monkeypatch.setattr(optimizers, "FUSED_ON", devices)
+        replica = replica_of(config)
+        theta = np.empty(replica.layout.size, np.float32)
+        replica.store(theta)
+        if trained == "loaded" and place:
+            replica.load_moments(moments[0])
+        else:
+            replica.train(theta, 1, (SampleRange(0, 4),), 2)
+        replica.store_moments(moments[place])
+    first, second = moments
+    assert first.steps[0] == second.steps[0] == 2
+    for name, values in first.vectors.items():
+        assert np.abs(values).max() > 0
+        assert np.allclose(values, second.vectors[name], rtol=1e-4, atol=1e-9)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from opendiloco.config.optimizers import AdamWSection, InnerOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
+from opendiloco.inner import optimizers as inner_optimizers
 from opendiloco.inner.optimizers import build_inner_optimizer, check_inner_optimizer
 from opendiloco.model.build import build_model
 from opendiloco.model.packing import window_loss
@@ -43,12 +44,17 @@ class HandWrittenAdamW:
         return weights - rate * (first / (np.sqrt(second) + self.section.epsilon) + self.decay * weights)
 
 
-def test_adamw_steps_as_written_by_hand_and_spares_vectors_the_decay() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("decays", ["matrices", "all"])
+def test_adamw_steps_as_written_by_hand_and_spares_vectors_the_decay_unless_told_otherwise(
+    decays: Literal["matrices", "all"], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inner_optimizers, "FUSED_ON", {"cpu"} if fused else set())
     torch.manual_seed(0)
-    settings = AdamWSection(learning_rate=0.02, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.3)
+    settings = AdamWSection(learning_rate=0.02, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.3, decays=decays)
     layer = torch.nn.Linear(5, 3)
     optimizer = build_inner_optimizer(layer, settings)
-    by_hand = [HandWrittenAdamW(settings, 0.3, (3, 5)), HandWrittenAdamW(settings, 0.0, (3,))]
+    by_hand = [HandWrittenAdamW(settings, 0.3, (3, 5)), HandWrittenAdamW(settings, 0.3 * (decays == "all"), (3,))]
     expected = [parameter.detach().numpy().astype(np.float64) for parameter in (layer.weight, layer.bias)]
     for rate in (0.02, 0.01, 0.005):
         for group in optimizer.param_groups:

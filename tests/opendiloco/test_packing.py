@@ -12,10 +12,17 @@ import torch
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import HeldOutWindows
+from opendiloco.data.training_data import HeldOutWindows, load_data
+from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
-from opendiloco.model.packing import check_document_mask, document_positions, predicted_tokens, window_loss
+from opendiloco.model.packing import (
+    check_document_mask,
+    document_positions,
+    predicted_tokens,
+    router_loss_weight,
+    window_loss,
+)
 from peers.errors import ManifestError
 
 END = ByteTokenizer.end
@@ -24,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 1},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
 }
+EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 0.25}
 # Two whole documents, one of a single token, an empty one, and the beginning of another.
 DOCUMENTS = [[72, 101, 108, 108, 111, END], [87, 111, 114, 108, 100, 33, END], [88, END], [END], [65, 66, 67, 68]]
 
@@ -33,7 +41,7 @@ def content_of(small_content: dict[str, Any], family: str, mask: bool) -> dict[s
     content["training"]["document_mask"] = mask
     if family == "gpt2":
         content["model"]["config"] = {"model_type": "gpt2", "vocab_size": 259}
-    content["model"]["config"] |= {"model_type": family} | FAMILIES[family]
+    content["model"]["config"] |= {"model_type": family} | FAMILIES.get(family, EXPERTS)
     return content
 
 
@@ -104,6 +112,32 @@ def test_evaluation_weighs_each_predicted_token_alike(small_content: dict[str, A
     loss, predicted = held_out_loss(model, windows, windows=10, batch_size=3)
     assert predicted == 160 - np.count_nonzero(tokens[:160] == END)
     assert held_out_loss(model, windows, windows=10, batch_size=10)[0] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("routers", [{}, {"output_router_logits": True}, {"router_aux_loss_coef": 0.0}])
+def test_training_a_mixture_of_experts_has_the_routers_loss_and_evaluation_never(
+    small_content: dict[str, Any], mask: bool, routers: dict[str, Any]
+) -> None:
+    content = content_of(small_content, "mixtral", mask)
+    content["model"]["config"] |= routers
+    config = RunConfig.from_manifest_content(content)
+    data = load_data(config, ByteTokenizer())
+    replica, windows = ModelReplica(config, build_model(config, ByteTokenizer()), data.samples), packed()
+    positions = {"position_ids": document_positions(windows[:, :-1], END)} if mask else {}
+    end, weight = END if mask else None, routers.get("router_aux_loss_coef", 0.25)
+    asked = {"output_router_logits": True, "use_cache": False}
+    uneven = replica.model(input_ids=windows[:, :-1], **asked, **positions).aux_loss
+    assert uneven > 1
+    plain = window_loss(replica.model, windows, end)
+    assert replica.loss(windows).item() == pytest.approx((plain + weight * uneven).item(), rel=1e-6)
+    evaluated, _ = held_out_loss(replica.model, data.held_out, 2, 2)
+    held_out = torch.from_numpy(data.held_out.read(data.held_out.spread(2)))
+    assert evaluated == pytest.approx(window_loss(replica.model, held_out, end).item(), rel=1e-6)
+
+
+def test_the_routers_loss_of_a_model_without_routers_is_nothing(small_content: dict[str, Any]) -> None:
+    assert router_loss_weight(model_of(small_content, "llama")) == 0
 
 
 class Forgetful(torch.nn.Module):

@@ -68,3 +68,22 @@ def test_a_manifest_that_is_no_run() -> None:
     manifest = SignedManifest.create(Identity.generate(), "small", {"name": "small"})
     with pytest.raises(ManifestError, match="training: is missing"):
         asyncio.run(find_run(Network(manifest), manifest.run_id))
+
+
+@pytest.mark.parametrize(
+    ("source", "digest", "folders", "has_runs_text"),
+    [
+        ("stdlib", None, 0, True),
+        ("stdlib", None, 1, False),  # a folder in the place of the run's only source
+        ("./texts", None, 1, True),  # the run has each volunteer name one
+        ("allenai/c4", "ab" * 32, 1, True),  # the digest says whether it is the same text
+    ],
+)
+def test_text_in_the_place_of_the_runs_is_not_the_runs(
+    small_config: RunConfig, source: str, digest: str | None, folders: int, has_runs_text: bool, tmp_path: Path
+) -> None:
+    data = small_config.data.model_copy(update={"source": source})
+    evaluation = small_config.evaluation.model_copy(update={"digest": digest})
+    config = small_config.model_copy(update={"data": data, "evaluation": evaluation})
+    run = Run.sign(config, Identity.generate()).with_data([tmp_path] * folders)
+    assert run.has_runs_text == has_runs_text

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import os
 import socket
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +35,14 @@ from peers.values.leases import SampleRange
 
 CPU = torch.device("cpu")
 LEASE = (SampleRange(0, 8),)
+EXPERTS = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 0.1}
+MODELS: dict[str, dict[str, Any]] = {"llama": {}, "mixtral": EXPERTS}
+
+
+def with_model(content: dict[str, Any], *changes: dict[str, Any], **more: Any) -> RunConfig:
+    """The small run with another model."""
+    model = content["model"]["config"] | {key: value for change in (*changes, more) for key, value in change.items()}
+    return RunConfig.from_manifest_content(content | {"model": {"config": model, "init_seed": 3}})
 
 
 @pytest.fixture
@@ -47,8 +60,9 @@ def one_of_three(rank: int) -> Team:
 
 
 def only_one() -> Team:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return Team.meet(CPU, 0, 1, listener.getsockname()[1], listener.detach())
+    """All shards in one worker, which no machine has: what is sharded can be computed with in one process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    return Team(CPU, 0, 1, init_device_mesh("cpu", (1,)))
 
 
 @pytest.mark.usefixtures("_process_group_ends")
@@ -115,6 +129,55 @@ def test_a_worker_with_all_shards_computes_as_one_without(
     assert trained(small_config, team, checkpointed)[0] == pytest.approx(loss, abs=1e-6)
     monkeypatch.setattr(assembly, "has_other_tensors", lambda model: True)  # each worker then builds a whole model
     assert trained(small_config, team)[0] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_worker_that_is_alone_has_the_plain_model_on_its_device(
+    small_content: dict[str, Any], precision: str
+) -> None:
+    """As one GPU has it, played by a device that computes nothing; so it can train with every optimizer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        team = Team.meet(torch.device("meta"), 0, 1, listener.getsockname()[1], os.dup(listener.fileno()))
+    assert team.mesh is None
+    assert not dist.is_initialized()
+    adafactor = {"kind": "adafactor", "learning_rate": 0.01}
+    training = small_content["training"] | {"precision": precision}
+    config = RunConfig.from_manifest_content(small_content | {"inner_optimizer": adafactor, "training": training})
+    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(compile=True), None)
+    assert {type(parameter) for parameter in model.parameters()} == {torch.nn.Parameter}
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    replica = ModelReplica(config, model, load_data(config, ByteTokenizer()).samples, team)
+    assert replica.layout.size == initial_theta(config).size
+    loss, local = trained(config, Team.meet(CPU, 0, 1, 0, None))
+    assert math.isfinite(loss)
+    assert np.abs(local - initial_theta(config)).max() > 1e-3
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_activations_are_computed_again_whatever_else_is_chosen(
+    small_content: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharded or not, compiled or not, with a loss of the router or not: and what is trained is the same."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # that needs no C compiler
+    config = with_model(small_content, MODELS[kind], num_hidden_layers=2)
+    alone = trained(config, Team(CPU))[0]
+    for team, compiled, checkpointed in product((Team(CPU), only_one()), (False, True), (False, True)):
+        options = WorkerOptions(compile=compiled, activation_checkpointing=checkpointed)
+        model = assemble_model(config, ByteTokenizer(), team, options, None)
+        assert len(transformer_blocks(model)) == 2
+        assert [hasattr(block.forward, "_torchdynamo_orig_callable") for block in transformer_blocks(model)] == [
+            compiled
+        ] * 2
+        forwards = list[int]()
+        for number, block in enumerate(transformer_blocks(model)):
+            note = partial(forwards.append, number)
+            block.self_attn.register_forward_pre_hook(lambda *_, note=note: note())
+        replica = ModelReplica(config, model, load_data(config, ByteTokenizer()).samples, team)
+        window_memory(replica, team)
+        assert sorted(forwards) == ([0, 0, 1, 1] if checkpointed else [0, 1])
+        if checkpointed or not compiled:
+            assert trained(config, team, options)[0] == pytest.approx(alone, abs=1e-6)
 
 
 @pytest.mark.usefixtures("_process_group_ends")

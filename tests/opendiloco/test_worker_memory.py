@@ -1,18 +1,29 @@
-"""Workers whose device runs out of memory, played without processes."""
+"""Workers that are lost, or whose device runs out of memory, in whatever they do: played without processes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, WorkerError
+from opendiloco.model.export import RunFacts
 from opendiloco.shared_memory import reserve
-from opendiloco.workers.control import Configure, Configured, ControlMessage, InnerStepDone, RunInnerLoop
+from opendiloco.workers.control import (
+    Configure,
+    Configured,
+    ControlMessage,
+    Evaluated,
+    Exported,
+    Generated,
+    InnerStepDone,
+    RunInnerLoop,
+)
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.process import Inherited, WorkerDeathError, WorkerProcess
@@ -21,6 +32,17 @@ from peers.values.workload import InnerLoop, Progress
 from tests.opendiloco.trainings import training_done
 
 LEASE = (SampleRange(0, 4),)
+FACTS = RunFacts(run_id="small-1", manifest_digest="00" * 32, outer_steps=3, tokens=640, peers=2, held_out_loss=5.0)
+ANSWERS: dict[type[ControlMessage], ControlMessage] = {
+    Evaluated: Evaluated(loss=2.0, tokens=16),
+    Generated: Generated(text="peers"),
+    Exported: Exported(),
+}
+REQUESTS: dict[str, Callable[[WorkerGroup], Awaitable[object]]] = {
+    "evaluate": lambda group: group.evaluate(4),
+    "generate": lambda group: group.generate("peers", 5),
+    "export": lambda group: group.export(Path("model"), FACTS),
+}
 
 
 class Played(WorkerProcess):
@@ -29,7 +51,8 @@ class Played(WorkerProcess):
     windows = 0
     all: ClassVar[list[Played]] = []
     deaths: ClassVar[dict[int, int]] = {}
-    """Of trainings by number, which worker dies in it."""
+    """Of requests, counted from 1 by each worker's group, which worker dies in it."""
+    request: ClassVar[int] = 0
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
@@ -54,15 +77,22 @@ class Played(WorkerProcess):
                 device_name="cpu",
                 flops_per_token=100.0,
                 micro_batch=min(command.options.micro_batch or 8, 8),
+                held_out_digest="ab" * 32,
             )
-        assert isinstance(command, RunInnerLoop)
-        if command.number in self.deaths:
-            if self.deaths[command.number] == self.configured.rank:
+        if self.configured.rank == 0:
+            Played.request += 1
+        await asyncio.sleep(0)  # until all have been given it
+        if self.request in self.deaths:
+            if self.deaths[self.request] == self.configured.rank:
                 self.ended.set()
             await self.ended.wait()
             raise WorkerDeathError("killed by SIGKILL.")
         if (self.configured.options.micro_batch or 0) <= self.windows:
-            return training_done(samples=command.samples, skipped=1)
+            return (
+                training_done(samples=command.samples, skipped=1)
+                if isinstance(command, RunInnerLoop)
+                else ANSWERS[answer]
+            )
         if self.configured.rank == 0:
             await self.ended.wait()
             raise WorkerError("killed.")
@@ -86,6 +116,7 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     Played.all.clear()
     Played.deaths.clear()
+    Played.request = 0
 
 
 def ignore(progress: Progress) -> None:
@@ -184,6 +215,78 @@ def test_workers_that_die_while_nobody_needs_them_are_replaced_when_somebody_doe
         await Played.all[0].ended.wait()  # the group kills the other
         assert not group._death.done()
         assert (await group.train(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert len(Played.all) == 4
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@pytest.mark.parametrize("request_kind", REQUESTS)
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_death_in_any_request_is_no_more_than_a_restart(
+    small_config: RunConfig, request_kind: str, dying: int
+) -> None:
+    """It is asked again, from new workers; and counts with those of trainings, until one has ended well."""
+    asked = 1 if request_kind == "evaluate" else 0  # the others are the first worker's alone
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=2)
+        Played.deaths.update({1: min(dying, asked), 3: 0, 4: 0})
+        await REQUESTS[request_kind](group)
+        assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 2
+        with pytest.raises(WorkersRestartedError):
+            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+        with pytest.raises(WorkerError, match="killed by SIGKILL"):
+            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert "SIGKILL" in str(await group.wait_for_death())
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@pytest.mark.parametrize("request_kind", REQUESTS)
+def test_deaths_in_one_request_are_counted_and_too_many_are_an_error(
+    small_config: RunConfig, request_kind: str
+) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=2)
+        Played.deaths.update({1: 0, 2: 0, 3: 0})
+        with pytest.raises(WorkerError, match="killed by SIGKILL"):
+            await REQUESTS[request_kind](group)
+        assert len(Played.all) == 6
+        assert "SIGKILL" in str(await group.wait_for_death())
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_evaluation_that_runs_out_of_memory_is_done_again_with_half_as_many_windows(small_config: RunConfig) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=4)
+        assert (await group.evaluate(16)).loss == 2.0
+        assert [one.configured.options.micro_batch for one in Played.all] == [100, 100, 4, 4]
+        assert not group._death.done()
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_workers_that_die_while_they_start_are_started_again(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=3)
+        Played.deaths.update({1: 1})
+        start, failures = Played.start, iter((True, True, False, False))
+
+        async def fail(descriptors: Inherited, threads: int) -> Played:
+            if next(failures):
+                raise WorkerDeathError("killed by SIGKILL while it started.")
+            return await start(descriptors, threads)
+
+        monkeypatch.setattr(Played, "start", fail)
+        with pytest.raises(WorkersRestartedError):
+            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
         assert len(Played.all) == 4
         await group.close()
 

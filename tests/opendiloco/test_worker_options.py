@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from opendiloco.errors import MachineError
-from opendiloco.workers.options import WorkerOptions, choose_devices
+from opendiloco.workers import options as worker_options
+from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,46 @@ def test_gpus_that_cannot_be_had(options: WorkerOptions, said: str) -> None:
         choose_devices(options, 2)
     assert caught.value.exit_code == 6
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("threads", "devices", "cores", "expected"),
+    [
+        (None, ["cpu"], 16, 15),
+        (None, ["cpu"] * 4, 16, 3),
+        (None, ["cpu"] * 4, 3, 1),
+        (None, ["cpu"], 2, 1),
+        (None, ["cpu"], 1, 1),
+        (None, ["cuda:0"], 16, 1),
+        (5, ["cpu"], 2, 5),
+        (5, ["cuda:0"], 16, 5),
+    ],
+)
+def test_workers_on_the_cpu_share_all_cores_but_one(
+    threads: int | None, devices: list[str], cores: int, expected: int
+) -> None:
+    assert choose_threads(WorkerOptions(threads=threads), devices, cores) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(None, 4), ("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 4)],
+)
+def test_cores_are_those_that_may_be_used_each_counted_once(
+    limit: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight threads of five cores, of which one is not ours and another has one thread."""
+    for number in range(9):
+        (tmp_path / str(number)).write_text(f"{number // 2 * 2}-{number // 2 * 2 + 1}\n")
+    if limit is not None:
+        (tmp_path / "limit").write_text(limit + "\n")
+    monkeypatch.setattr(worker_options, "THREADS_OF_CORE", str(tmp_path / "{}"))
+    monkeypatch.setattr(worker_options, "CPU_LIMIT", str(tmp_path / "limit"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4, 5, 8})
+    assert usable_cores() == expected
+
+
+def test_where_the_system_does_not_say_which_threads_share_a_core_each_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_options, "THREADS_OF_CORE", "/nowhere/{}")
+    monkeypatch.setattr(worker_options, "CPU_LIMIT", "/nowhere")
+    assert usable_cores() == len(os.sched_getaffinity(0))

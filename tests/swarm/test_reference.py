@@ -58,7 +58,7 @@ async def train_as_a_swarm(folder: Path) -> list[Journal]:
         volunteers = [
             await start(
                 f"volunteer-{number}",
-                *("join", "--run", invite, "--listen", LOOPBACK),
+                *("join", "--run", invite, "--listen", LOOPBACK, "--threads", "1"),
                 *("--journal", str(journal.path), "--state", str(folder / "state")),
             )
             for number, journal in enumerate(journals)

@@ -1,0 +1,49 @@
+"""What a process is busy with while it starts, and how far it has come: for whoever watches, if anybody does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+Watch = Callable[[str, float | None], None]
+"""Called with a stage, such as "tokenizing stdlib", and the share of it that is done, 0 to 1; None if nobody knows."""
+Item = TypeVar("Item")
+
+LOOK_SECONDS = 1.0
+"""Between two words of how far the same stage has come."""
+
+
+def _nobody(stage: str, share: float | None) -> None:
+    pass
+
+
+_watch: Watch = _nobody
+
+
+@contextmanager
+def watched_by(watch: Watch) -> Iterator[None]:
+    """Tell `watch` of every stage of this process, from whichever thread, until the context ends."""
+    global _watch
+    before, _watch = _watch, watch
+    try:
+        yield
+    finally:
+        _watch = before
+
+
+def at_stage(stage: str, share: float | None = None) -> None:
+    """Say what comes now, or how far it has come."""
+    _watch(stage, share)
+
+
+def passing(items: Iterable[Item], stage: str, total: int | None = None) -> Iterator[Item]:
+    """Yield the items, of which there are `total`, and say now and then how many have passed."""
+    at_stage(stage, None if total is None else 0.0)
+    said = time.monotonic()
+    for number, item in enumerate(items, 1):
+        yield item
+        if total and time.monotonic() - said > LOOK_SECONDS:
+            said = time.monotonic()
+            at_stage(stage, min(number / total, 1.0))

@@ -1,0 +1,117 @@
+"""What is told of a worker's start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opendiloco import stages
+from opendiloco.config.data import SourceSection
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.corpus import open_corpus
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.inner.team import Team
+from opendiloco.shared_memory import create_memory_file
+from opendiloco.stages import at_stage, passing, watched_by
+from opendiloco.workers.control import AtStage, Configure, Configured, DevicesCounted
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.process import WorkerProcess
+from opendiloco.workers.start_up import StartUp
+
+
+def test_stages_are_logged_with_what_is_left_and_not_too_often(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    start_up = StartUp(lambda: now[0])
+    heard = [(0.0, "importing torch", None), (5.0, "tokenizing stdlib", 0.0), (6.0, "tokenizing stdlib", 0.01)]
+    heard += [(15.0, "tokenizing stdlib", 0.2), (16.0, "tokenizing stdlib", 0.9), (20.0, "downloading c4", None)]
+    heard += [(31.0, "downloading c4", None)]
+    with caplog.at_level(logging.INFO):
+        for now[0], stage, share in heard:
+            start_up.heard(stage, share)
+    assert caplog.messages == [
+        "importing torch",
+        "tokenizing stdlib",
+        "tokenizing stdlib: 20% after 10 s, about 40 s left",
+        "downloading c4",
+        "downloading c4: for 11 s",
+    ]
+
+
+def test_whoever_watches_hears_of_all_threads_until_it_watches_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = list[tuple[str, float | None]]()
+    monkeypatch.setattr(stages, "LOOK_SECONDS", -1.0)
+    with watched_by(lambda stage, share: heard.append((stage, share))):
+        thread = threading.Thread(target=at_stage, args=("reading", 0.5))
+        thread.start()
+        thread.join()
+        assert list(passing("ab", "spelling", 2)) == ["a", "b"]
+        assert list(passing("ab", "streaming")) == ["a", "b"]
+    at_stage("nobody hears this")
+    spelled = [("spelling", share) for share in (0.0, 0.5, 1.0)]
+    assert heard == [("reading", 0.5), *spelled, ("streaming", None)]
+
+
+def test_a_model_and_a_corpus_tell_how_far_they_have_come(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from opendiloco.workers.assembly import assemble_model
+
+    monkeypatch.setattr(stages, "LOOK_SECONDS", -1.0)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("text")
+    heard = list[tuple[str, float | None]]()
+    with watched_by(lambda stage, share: heard.append((stage, share))):
+        assemble_model(small_config, ByteTokenizer(), Team(torch.device("cpu")), WorkerOptions(), None)
+        shares = [share for stage, share in heard if stage == "drawing the initial weights"]
+        assert heard[0] == ("building the model", None)
+        assert shares == sorted(share for share in shares if share is not None)
+        assert 0.9 < (shares[-1] or 0) <= 1.0
+        heard.clear()
+        section = SourceSection(source=str(tmp_path), shards=2, windows_per_shard=1)
+        assert len(list(open_corpus(section).documents(1))) == 2
+    assert heard == [(f"tokenizing {tmp_path}, shard 1 of 2", share) for share in (0.0, 0.5, 1.0)]
+
+
+def test_a_real_worker_tells_of_its_start(small_config: RunConfig) -> None:
+    """Beside its replies, whichever of them is waited for."""
+    from opendiloco.workers.process import Inherited
+
+    async def story() -> list[str]:
+        heard = list[str]()
+        worker = await WorkerProcess.start(Inherited(create_memory_file(), create_memory_file()), 1)
+        worker.on_stage = lambda stage, share: heard.append(stage)
+        try:
+            content: Any = small_config.to_manifest_content()
+            options = WorkerOptions(device="cpu", threads=1)
+            configure = Configure(
+                manifest_content=content, options=options, device="cpu", rank=0, workers=1, port=0, fresh=True
+            )
+            await worker.exchange(configure, Configured, lambda progress: None)
+        finally:
+            await worker.close()
+        return list(dict.fromkeys(heard))
+
+    heard = asyncio.run(asyncio.wait_for(story(), 90))
+    source = small_config.data.source
+    assert heard == [
+        "importing torch",
+        f"tokenizing {source}",
+        "importing transformers",
+        "building the model",
+        "drawing the initial weights",
+        "trying how many windows fit",
+    ]
+
+
+def test_a_stage_survives_its_line() -> None:
+    from opendiloco.workers.control import parse_reply
+
+    for message in (AtStage(stage="a\nb", share=0.5), AtStage(stage="c", share=None), DevicesCounted(gpus=1)):
+        assert parse_reply(message.line()) == message

@@ -1,0 +1,113 @@
+"""transformers' Trainer as a peer that leaves, however its training ends. (tests/examples has it in a swarm.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opendiloco import trainer_callback
+from opendiloco.trainer_callback import Call, DiLoCoCallback
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
+
+
+class Joined:
+    """Stands where DiLoCo does."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.is_abandoned: Callable[[], bool]
+        self.finished = False
+        self.seen = list[str]()
+        made.append(self)
+
+    def __enter__(self) -> Joined:
+        self.seen.append("enter")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seen.append("exit")
+
+    def report(self, loss: float) -> None:
+        pass
+
+
+made: list[Joined] = []
+
+
+@pytest.fixture(autouse=True)
+def _joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    made.clear()
+    monkeypatch.setattr(trainer_callback, "DiLoCo", Joined)
+
+
+def in_another_thread(question: Callable[[], bool]) -> bool:
+    answers = list[bool]()
+    thread = threading.Thread(target=lambda: answers.append(question()))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+def trainer_of(folder: Path, callback: DiLoCoCallback, watch: Callable[[], None]) -> Any:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.layer(x) - labels).square().mean()}
+
+    class Watching(TrainerCallback):
+        def on_step_end(self, *arguments: Any, **values: Any) -> None:
+            watch()
+
+    quiet: dict[str, Any] = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(str(folder), max_steps=3, **quiet)
+    samples: Any = [{"x": torch.ones(2), "labels": torch.zeros(1)}] * 8
+    return Trainer(Model(), arguments, train_dataset=samples, callbacks=[callback, Watching()])
+
+
+def test_a_trainer_that_raises_is_known_to_have_ended_and_the_next_one_begins_anew(tmp_path: Path) -> None:
+    callback, seen = DiLoCoCallback("diloco:tiny-1"), list[bool]()
+    failing = [True]
+
+    def watch() -> None:
+        seen.append(in_another_thread(made[-1].is_abandoned))
+        if failing[0]:
+            raise ValueError("out of something")
+
+    trainer = trainer_of(tmp_path, callback, watch)
+    with pytest.raises(ValueError, match="out of something"):
+        trainer.train()
+    assert in_another_thread(made[0].is_abandoned)
+    assert made[0].seen == ["enter"]
+    failing[0] = False
+    trainer.train()
+    assert seen == [False] * 4
+    assert [one.seen for one in made] == [["enter", "exit"]] * 2
+
+
+def test_a_call_is_under_way_until_it_returns_or_raises() -> None:
+    import sys
+
+    calls = list[Call]()
+
+    def outer(fails: bool) -> None:
+        calls.append(Call(sys._getframe()))
+        assert in_another_thread(calls[-1].is_under_way)
+        if fails:
+            raise RuntimeError
+
+    outer(fails=False)
+    assert not in_another_thread(calls[-1].is_under_way)
+    with pytest.raises(RuntimeError):
+        outer(fails=True)
+    assert not in_another_thread(calls[-1].is_under_way)
