@@ -241,13 +241,16 @@ class Archive:
         self._runs: dict[str, ArchivedRun] = {}
         self._unusable: set[str] = set()
 
+    def _is_member(self, run: str, peer: str) -> bool:
+        return run in self._runs and peer in self._runs[run].end.known
+
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Keep every run of `manifests`, which is looked through again and again, until cancelled."""
         sources: dict[str, SnapshotSource] = {}
         pasts: dict[str, Past] = {}
         kept: dict[str, PayloadBuffers] = {}
         await serve_snapshots(transport, sources)
-        await serve_headers(transport, pasts)
+        await serve_headers(transport, pasts, self._is_member)
         await serve_payloads(transport, kept)
         await transport.on_call(CALL, self._answerer(transport))
         async with asyncio.TaskGroup() as tasks:

@@ -71,8 +71,11 @@ class Replication:
     async def serve(self) -> None:
         run = self._peer.settings.run
         await serve_payloads(self._transport, {run: self._stores.buffers})
-        await serve_headers(self._transport, {run: self._stores.log.stretch})
+        await serve_headers(self._transport, {run: self._stores.log.stretch}, self._is_member)
         await serve_snapshots(self._transport, {run: self._freezer})
+
+    def _is_member(self, run: str, peer: str) -> bool:
+        return peer in self._peer.log.known
 
     async def finish(self) -> None:
         """Wait until what was applied is on the disk, within seconds."""
