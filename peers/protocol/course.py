@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from peers.log.certificate import Certificate
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.state import LogState
+from peers.log.lineage import Lineage
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Note, Send, Stop
@@ -40,12 +40,12 @@ NOTHING = Trained((), 0, 0.0)
 class Course:
     """Holds the parts of a peer, and decides what one part's news means for the others."""
 
-    def __init__(self, desk: Desk, state_digest: bytes, log: LogState) -> None:
+    def __init__(self, desk: Desk, state_digest: bytes, lineage: Lineage) -> None:
         timing, schedule = desk.settings.timing, desk.schedule
         self.presence = Presence(desk.me, timing.heartbeat_expiry, schedule.distrust, schedule.bar, desk.now)
         self.presence.membership.is_farewell = desk.is_farewell
         self.trainer = Trainer(desk)
-        self.replica = Replica(desk, self.presence, log, state_digest)
+        self.replica = Replica(desk, self.presence, lineage, state_digest)
         self.search = Search(desk, self.presence, self.replica)
         self.troubles = Troubles(desk, self.presence, self.trainer, self.replica)
         self.joiner = Joiner(desk, self.presence, self.replica, self.troubles)

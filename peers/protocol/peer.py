@@ -93,14 +93,14 @@ class Peer:
         incarnation: int,
         keys: Keys,
         inspect: Inspect,
-        log: LogState | None = None,
+        lineage: Lineage | None = None,
     ) -> None:
-        """`incarnation` is a number that no start of this peer has had before. `log` is where the state is, if not
-        before the first entry. What is shown as evidence is judged by `inspect`."""
+        """`incarnation` is a number that no start of this peer has had before. `lineage` ends where the state is, if
+        that is not before the first entry. What is shown as evidence is judged by `inspect`."""
         self.me = me
         self.settings = settings
         self._desk = Desk(me, settings, payload, now, incarnation, keys, inspect)
-        self._course = Course(self._desk, state_digest, log or settings.empty_log)
+        self._course = Course(self._desk, state_digest, lineage or Lineage(settings.empty_log))
         self.presence: Presence = self._course.presence
         self.trainer: Trainer = self._course.trainer
         self.replica: Replica = self._course.replica
