@@ -26,12 +26,12 @@ from peers.log.files import (
     read_chain,
     read_payload,
     remove_partial,
-    write_whole,
 )
 from peers.log.header import Header, Position
 from peers.log.lineage import Lineage
 from peers.log.payload import KEPT_BYTES, KeptPayloads, Payload
 from peers.log.state import LogError, LogState
+from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 

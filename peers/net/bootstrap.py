@@ -24,6 +24,7 @@ from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.tickets import Ticket, TicketError
+from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +62,14 @@ class ManifestStore:
         try:
             if not path.exists():
                 self._make_room()
-            partial = path.with_suffix(".partial")
-            with partial.open("wb") as file:
-                file.write(manifest.pack())
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+            write_whole(path, [manifest.pack()], is_durable=True)
         except OSError as error:
             raise self._unusable(error) from error
 
     def keep_revocations(self, run_id: str, packed: bytes) -> None:
         """Remember the tickets of a run that its organiser has revoked."""
         try:
-            path = self._directory / f"{run_id}{REVOKED_SUFFIX}"
-            path.with_suffix(".partial").write_bytes(packed)
-            path.with_suffix(".partial").replace(path)
+            write_whole(self._directory / f"{run_id}{REVOKED_SUFFIX}", [packed], is_durable=True)
         except OSError as error:
             logger.error("%s", self._unusable(error))
 
