@@ -281,7 +281,8 @@ class Course:
         self._desk.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
         is_other = refuse.state_digest != self.replica.state_digest
         is_its_own = slot.leadership.granted_by == leader and not is_other  # it gave us what it refuses
-        if is_its_own or (is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most)):
+        is_right = is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most)
+        if is_its_own or is_right or leader in self.presence.unhelpful:  # it does not give the state that it wants
             self.presence.distrust(leader)
         else:
             self._fetch(FarBehind(leader, self.replica.log.position.index))

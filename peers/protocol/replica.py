@@ -155,7 +155,7 @@ class Replica(Part):
         """Somebody who says that it has this state, and has not failed us."""
         head, live = self.settled.position.head, self._presence.live()
         having = {peer for peer, beat in live.items() if (beat.head, beat.state_digest) == (head, state_digest)}
-        return min(having - self._presence.distrusted, default=None)
+        return min(having - self._presence.unhelpful, default=None)
 
     # Who is further on ----------------------------------------------------------------------------------------
     @property
@@ -229,9 +229,10 @@ class Replica(Part):
             self._desk.emit(TokensLost("entries", tokens, reason))
 
     def _not_restored(self, failed: SnapshotFailed) -> None:
-        self._presence.distrust(failed.donor)
-        if self.claimant is None:  # nobody else is ahead: to go on alone would be worse than to ask again
-            self._presence.trust(failed.donor)
+        was_behind = self.claimant is not None
+        self._presence.gave_nothing(failed.donor)
+        if was_behind and self.claimant is None:  # nobody else is ahead: to go on alone would be worse
+            self._presence.ask_again(failed.donor)
         self.has_snapshot = True  # as good as: whoever knows what followed may have all of it
         self._desk.emit(Note("warning", f"no state from {failed.donor}: {failed.reason}"))
         self._enter(LEVEL)
