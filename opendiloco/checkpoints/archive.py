@@ -33,6 +33,7 @@ from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.doubts import Doubts
 from peers.transfer.following import next_in_log
 from peers.transfer.headers import Past, add_headers_before, serve_headers
 from peers.transfer.lineage_fetch import LineageFetch
@@ -70,6 +71,7 @@ class ArchivedRun:
         self.buffers: PayloadBuffers | None = None  # from then on
         self._snapshot: Snapshot | None = None
         self._peers: frozenset[str] = frozenset()
+        self._doubts = Doubts(run.settings.timing.partition_grace)
         self._load()
         last = self.log.header_at(self.log.next_index - 1)
         if self._snapshot is not None and (last is None or last.index < self._snapshot.index - 1):
@@ -182,16 +184,20 @@ class ArchivedRun:
         try:
             if self.end.position.index >= beat.index:
                 raise LogError(f"{beat.peer} is on another lineage, which is heavier")
-            while self.end.position.index < beat.index:
-                await self._keep_next(donors)
+            while self.end.position.index < beat.index and await self._keep_next(donors):
+                pass
         except (LogError, PayloadError) as error:
             logger.info("run %s: %s; a snapshot is fetched", self.run.run_id, error)
             await self._keep_snapshot(beats, donors, 0)
 
-    async def _keep_next(self, donors: Sequence[str]) -> None:
-        """Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
+    async def _keep_next(self, donors: Sequence[str]) -> bool:
+        """Keep the next entry, unless too few have signed it, and others may still come. Returns whether it is kept.
+
+        Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
         assert self.buffers is not None
         found = await next_in_log(self._transport, donors[0], self.end)
+        if not self._doubts.may_follow(self.end, found.proof):
+            return False
         header = found.log.last
         assert header is not None
         await Payloads(self._transport, self.run.run_id, self.buffers).fetch(header, donors)
@@ -199,6 +205,7 @@ class ArchivedRun:
         await asyncio.to_thread(self.log.append, header, None, payload, found.certificate)
         self.buffers.kept.lies_on_disk(header.payload)
         self.end = found.log
+        return True
 
     async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
         """Keep a state that our log vouches for, or a better one. Raises: LogError, SnapshotError, OSError."""
@@ -213,7 +220,7 @@ class ArchivedRun:
             nonlocal found
             found = await fetch.compare(donors[0], index + 1, donors[1:], self.end)
             branch = fetch.before(found.theirs)
-            return Vouched(branch, state_named(branch.end, beats), least)
+            return Vouched(branch, state_named(branch.end, beats), least, is_wary=True)
 
         storage = FolderStorage(self._folder.download, available_memory)
         snapshot = await fetch_snapshot(
