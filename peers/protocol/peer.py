@@ -71,7 +71,7 @@ from peers.protocol.messages import (
     Want,
 )
 from peers.protocol.replica import Replica
-from peers.protocol.slot import Slot
+from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.troubles import Troubles
@@ -273,6 +273,14 @@ class Peer:
     def exchange(self) -> Exchange | None:
         """Of the round under way, where there is one fragment."""
         return self.slot.exchange
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether chunks come and go. The payload of an entry that is handed on is fetched as a whole."""
+        slots = self.slots.values()
+        return self.state is State.AVERAGING and any(
+            slot.state is SlotState.AVERAGING and not slot.adopting for slot in slots
+        )
 
     def exchange_of(self, round_name: Attempt) -> Exchange | None:
         """Of this round, if it is under way."""

@@ -363,6 +363,19 @@ def test_what_is_in_no_hurry_gives_way_to_a_round_and_not_to_one_that_has_come_t
     asyncio.run(scenario())
 
 
+def test_nobody_gives_way_to_a_round_that_waits_for_a_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: while an entry was handed on, its holders gave its payload to nobody until the time was up."""
+
+    async def scenario() -> None:
+        rig = at_second().trained()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            driver.handle(Received("a", rig.adopt(2, rig.held())))
+            assert rig.is_in(State.AVERAGING)
+            assert transport.no_round.is_set()
+
+    asyncio.run(scenario())
+
+
 # Payloads of entries that were missed ---------------------------------------------------------------------------
 def some_payload() -> Payload:
     chunks = [b"%d" % chunk * BLOCK for chunk in range(SIZE.chunks)]
