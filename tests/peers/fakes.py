@@ -14,7 +14,7 @@ from peers.streams.channel import PeerRefusedError, PeerUnreachableError, Refusa
 from peers.streams.throttle import Caps
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.reach import Reach
-from peers.values.workload import BadBlocksError, Blocks, InnerLoop, Progress, SnapshotError, Trained
+from peers.values.workload import BadBlocksError, Blocks, InnerLoop, Progress, Reduction, SnapshotError, Trained
 from tests.peers.builders import SIZE
 
 BLOCK = SIZE.bytes // SIZE.chunks
@@ -143,13 +143,7 @@ class FakeWorkload:
     async def contribution(self) -> bytes:
         raise NotImplementedError
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> bytes:
+    async def reduce(self, reduction: Reduction) -> bytes:
         raise NotImplementedError
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:

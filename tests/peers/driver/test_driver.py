@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from peers.transfer.inspection import offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, unpack
-from peers.values.workload import Blocks, InnerLoop, Progress, Trained
+from peers.values.workload import Blocks, InnerLoop, Progress, Reduction, Trained
 from tests.peers.builders import RUN, SETTINGS, SIZE, STATE, Rig, ready
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload, at_once
 from tests.peers.protocol.test_peer import at_second
@@ -122,16 +122,10 @@ class FussyWorkload(FakeWorkload):
     async def contribution(self) -> bytes:
         return self.trained
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> bytes:
-        if any(bytes(blocks).startswith(b"spoilt") for blocks, _ in contributions):
+    async def reduce(self, reduction: Reduction) -> bytes:
+        if any(bytes(blocks).startswith(b"spoilt") for blocks, _ in reduction.contributions):
             raise DilocoPeerError("the weighted values overflow")
-        return bytes(len(contributions[0][0]))
+        return bytes(len(reduction.contributions[0][0]))
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         self.applied.append(bytes(payload))
