@@ -10,11 +10,11 @@ from contextlib import suppress
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.run import Run
 from peers.errors import RemoteProtocolError
-from peers.log.files import write_whole
 from peers.net.daemon import peer_id_of
 from peers.net.transport import HivemindTransport
 from peers.streams.channel import PeerUnreachableError
 from peers.values.anchors import AnchorError, Anchors
+from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 

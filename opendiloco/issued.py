@@ -9,8 +9,8 @@ from pathlib import Path
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.errors import MachineError
 from peers.errors import AdmissionError
-from peers.log.files import write_whole
 from peers.values.tickets import REVOKED_LIMIT, Revocations, Ticket
+from peers.values.whole_files import write_whole
 from peers.values.wire import pack
 
 TICKETS, REVOKED = "issued.jsonl", "issued.revocations"

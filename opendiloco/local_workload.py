@@ -6,7 +6,7 @@ Heavy arithmetic runs in threads, so that the event loop never waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
@@ -28,7 +28,7 @@ from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.presence.heartbeat import HeldOutLoss
-from peers.values.workload import Blocks, InnerLoop, Progress, Trained
+from peers.values.workload import Blocks, InnerLoop, Progress, Reduction, Trained
 
 if TYPE_CHECKING:
     from peers.driver.driver import Driver
@@ -98,14 +98,10 @@ class TrainingWorkload(LocalState):
         self._base, self._needs_base = None, False
         return self._contribution.buffer
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> Blocks:
-        return await asyncio.to_thread(self._codec.average, contributions, first_block, out, tokens)
+    async def reduce(self, reduction: Reduction) -> Blocks:
+        return await asyncio.to_thread(
+            self._codec.average, reduction.contributions, reduction.first_block, reduction.out, reduction.tokens
+        )
 
     def squared_norm(self, blocks: Blocks, first_block: int) -> float:
         return self._codec.squared_norm(blocks, first_block)

@@ -213,12 +213,12 @@ async def volunteer_with(
     workload: RunWorkload, run: Run, identity: Identity, transport: HivemindTransport, folder: RunFolder | None = None
 ) -> Volunteer:
     """One that trains with these workers; see `volunteering`."""
-    log, position, storage = None, None, None
+    log, lineage, storage = None, None, None
     if folder is not None:
         log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
         storage = FolderStorage(folder.download, available_memory)
-        position = await resume_from(folder, workload, log)
-    keeping = Keeping(await workload.state_digest(), position, log, storage)
+        lineage = await asyncio.to_thread(log.lineage, await resume_from(folder, workload, log))
+    keeping = Keeping(await workload.state_digest(), lineage, log, storage)
     driver = Driver(identity, transport, workload, run.settings, keeping, workload.companion)
     workload.take_turns(driver, identity.peer_id, run.config.evaluation)
     return Volunteer(run, driver, transport, workload, folder, log)

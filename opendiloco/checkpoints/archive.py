@@ -36,6 +36,7 @@ from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.doubts import Doubts
 from peers.transfer.following import next_in_log
 from peers.transfer.headers import Past, add_headers_before, serve_headers
 from peers.transfer.lineage_fetch import Compared, LineageFetch
@@ -82,6 +83,7 @@ class ArchivedRun:
         if identity.peer_id in run.manifest.anchors:
             keys = IdentityKeys(identity)
             self._anchorer = Anchorer(run.run_id, identity.peer_id, keys, self._folder.path)
+        self._doubts = Doubts(run.settings.timing.partition_grace)
         self._load()
         last = self.log.header_at(self.log.next_index - 1)
         if self._snapshot is not None and (last is None or last.index < self._snapshot.index - 1):
@@ -234,16 +236,20 @@ class ArchivedRun:
                 raise LogError("the run's anchors have signed another log")
             if self.end.position.index >= beat.index:
                 raise LogError(f"{beat.peer} is on another lineage, which is heavier")
-            while self.end.position.index < beat.index:
-                await self._keep_next(donors)
+            while self.end.position.index < beat.index and await self._keep_next(donors):
+                pass
         except (LogError, PayloadError) as error:
             logger.info("run %s: %s; a snapshot is fetched", self.run.run_id, error)
             await self._keep_snapshot(beats, donors, 0)
 
-    async def _keep_next(self, donors: Sequence[str]) -> None:
-        """Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
+    async def _keep_next(self, donors: Sequence[str]) -> bool:
+        """Keep the next entry, unless too few have signed it, and others may still come. Returns whether it is kept.
+
+        Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
         assert self.buffers is not None
         found = await next_in_log(self._transport, donors[0], self.end, self._anchors, self._heads)
+        if not self._doubts.may_follow(self.end, found.proof):
+            return False
         header = found.log.last
         assert header is not None
         await Payloads(self._transport, self.run.run_id, self.buffers).fetch(header, donors)
@@ -251,6 +257,7 @@ class ArchivedRun:
         await asyncio.to_thread(self.log.append, header, None, payload, found.certificate)
         self.buffers.kept.lies_on_disk(header.payload)
         self.end = found.log
+        return True
 
     async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
         """Keep a state that our log vouches for, or a better one. Raises: LogError, SnapshotError, OSError."""
@@ -272,7 +279,7 @@ class ArchivedRun:
         async def vouch() -> Vouched:
             nonlocal found
             found = await compare(index + 1)
-            return Vouched(found.theirs, state_named(found.theirs.end, beats), least)
+            return Vouched(found.theirs, state_named(found.theirs.end, beats), least, is_wary=True)
 
         storage = FolderStorage(self._folder.download, available_memory)
         snapshot = await fetch_snapshot(
@@ -300,13 +307,16 @@ class Archive:
         self._runs: dict[str, ArchivedRun] = {}
         self._unusable: set[str] = set()
 
+    def _is_member(self, run: str, peer: str) -> bool:
+        return run in self._runs and peer in self._runs[run].end.known
+
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Keep every run of `manifests`, which is looked through again and again, until cancelled."""
         sources: dict[str, SnapshotSource] = {}
         pasts: dict[str, Past] = {}
         kept: dict[str, PayloadBuffers] = {}
         await serve_snapshots(transport, sources)
-        await serve_headers(transport, pasts)
+        await serve_headers(transport, pasts, self._is_member)
         await serve_payloads(transport, kept)
         await transport.on_call(CALL, self._answerer(transport))
         async with asyncio.TaskGroup() as tasks:

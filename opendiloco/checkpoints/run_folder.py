@@ -12,6 +12,7 @@ from opendiloco.run import Run
 from peers.errors import ManifestError
 from peers.net.remembered import FILE_NAME, RememberedPeers
 from peers.values.manifest import SignedManifest
+from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,7 @@ class RunFolder:
         try:
             for path in (folder.path, folder.checkpoints, folder.log, folder.download):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial = folder.manifest.with_suffix(".partial")
-            partial.write_bytes(run.manifest.pack())
-            partial.replace(folder.manifest)
+            write_whole(folder.manifest, [run.manifest.pack()])
         except OSError as error:
             raise MachineError(
                 f"the folder {folder.path} for what this machine keeps of the run cannot be used: {error.strerror}.",

@@ -76,7 +76,7 @@ class Driver:
             secrets.randbits(INCARNATION_BITS),
             IdentityKeys(identity),
             inspection(workload, stores.buffers),
-            keeping.position,
+            keeping.lineage,
         )
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
         self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None

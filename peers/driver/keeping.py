@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peers.log.folder import MemoryLog, RunLog
+from peers.log.lineage import Lineage
 from peers.log.payload import KEPT_BYTES
 from peers.log.state import LogState
 from peers.transfer.buffers import PayloadBuffers
@@ -25,13 +26,13 @@ class Stores:
 class Keeping:
     """Where a peer's state is when it begins, and where the peer keeps what comes.
 
-    `position` is where in the log the workload's state is (None: before the first entry), with `state_digest`. `log`
+    `lineage` ends where in the log the workload's state is (None: before the first entry), with `state_digest`. `log`
     keeps what is applied from there, `storage` has room for snapshots (None: both in memory). `payload_bytes` of past
     payloads stay in memory in any case.
     """
 
     state_digest: bytes
-    position: LogState | None = None
+    lineage: Lineage | None = None
     log: RunLog | None = None
     storage: Storage | None = None
     payload_bytes: int = KEPT_BYTES

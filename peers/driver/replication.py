@@ -71,8 +71,11 @@ class Replication:
     async def serve(self) -> None:
         run = self._peer.settings.run
         await serve_payloads(self._transport, {run: self._stores.buffers})
-        await serve_headers(self._transport, {run: self._stores.log.stretch})
+        await serve_headers(self._transport, {run: self._stores.log.stretch}, self._is_member)
         await serve_snapshots(self._transport, {run: self._freezer})
+
+    def _is_member(self, run: str, peer: str) -> bool:
+        return peer in self._peer.log.known
 
     async def finish(self) -> None:
         """Wait until what was applied is on the disk, within seconds."""
@@ -145,7 +148,7 @@ class Replication:
         metrics.STATES_FETCHED.inc()
         await self._recorder.follow(self._fetched.chain, max(snapshot.index, self._fetched.theirs.start.position.index))
         heads = tuple(self._stores.log.digests(snapshot.index - RECENT_ENTRIES, snapshot.index))
-        doubt = self._fetched.theirs.doubt_before(snapshot.index)
+        doubt = self._fetched.theirs.doubt_before(snapshot.index, self._peer.lineage.doubt)
         self._host.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest, heads, doubt=doubt))
         self._freezer.hold(snapshot)
 

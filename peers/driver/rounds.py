@@ -11,7 +11,6 @@ from peers.driver.traffic import StreamTransport, Traffic
 from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk, SendChunk
 from peers.protocol.events import PayloadAssembled
 from peers.protocol.messages import Round
-from peers.protocol.states import State
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
 from peers.values.workload import Workload
@@ -63,7 +62,7 @@ class Rounds:
     def follow(self) -> None:
         """Release what belongs to another round than the protocol's present one, or to members that it has lost."""
         peer = self._host.peer
-        if peer.state is State.AVERAGING:
+        if peer.is_exchanging:
             self._transport.no_round.clear()
         else:  # also while a round may go on some time: perhaps when somebody has joined
             self._transport.no_round.set()

@@ -7,17 +7,16 @@ it, and what it has signed on another machine binds it as soon as it is known he
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from peers.errors import DilocoPeerError
 from peers.log.certificate import prove
-from peers.log.files import PARTIAL
 from peers.log.folder import RunLog
 from peers.log.state import LogError
 from peers.values.anchors import HEADS_BYTES, AnchoredHead, Anchors, Verify
 from peers.values.identity import verify as verify_signature
 from peers.values.signing import Keys
+from peers.values.whole_files import write_whole
 from peers.values.wire import WireError, pack, unpack
 
 ANCHORED = "anchored"
@@ -112,14 +111,9 @@ class Anchorer:
 
     def _write(self, signed: AnchoredHead) -> None:
         """Put it on the disk, whole and for good. Raises: AnchorFileError."""
-        partial = self._path.with_name(self._path.name + PARTIAL)
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with partial.open("wb") as file:
-                file.write(pack(signed))
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self._path)
+            write_whole(self._path, [pack(signed)], is_durable=True)
         except OSError as error:
             raise self._unusable(error.strerror or str(error)) from error
 

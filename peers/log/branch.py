@@ -38,9 +38,12 @@ class Branch:
     states: Mapping[int, bytes] = field(default_factory=dict)
     doubts: tuple[LogState, ...] = ()
 
-    def doubt_before(self, index: int) -> LogState | None:
-        """Return the last place before this one from which too few went on."""
-        return next((doubt for doubt in reversed(self.doubts) if doubt.position.index < index), None)
+    def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
+        """Return the last place before this one from which too few went on. `ours` is that of our own log, which the
+        branch has, too, if it starts later."""
+        is_in_both = ours is not None and ours.position.index < self.start.position.index
+        doubts = (*((ours,) if is_in_both else ()), *self.doubts)
+        return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)
 
     def has(self, position: Position) -> bool:
         """Whether a cycle of this branch ends there, or it begins there."""

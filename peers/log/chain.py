@@ -161,12 +161,18 @@ class Chain:
 
     def headers(self, first: int, last: int) -> Iterator[Header]:
         """Those of the entries [first, last) that are here."""
+        for _, state in self.states(first, last):
+            if state.last is not None:
+                yield state.last
+
+    def states(self, first: int, last: int) -> Iterator[tuple[int, LogState]]:
+        """The log after each of the entries [first, last) that are here, with their indices."""
         first, last = max(first, self.first), min(last, self.next_index)
         for index, state in self._states(first) if first < last else ():
             if index >= last:
                 return
-            if index >= first and state.last is not None:
-                yield state.last
+            if index >= first:
+                yield index, state
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
         """Return entries from `first` on, as many as may be told at once, before `last`; none if that is not here.

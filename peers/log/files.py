@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 from peers.log.chain import HEADER_LIMIT, Chain, Entry
@@ -21,12 +20,12 @@ from peers.log.header import Header
 from peers.log.outcome import Outcome
 from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
+from peers.values.whole_files import PARTIAL
 from peers.values.wire import DIGEST_BYTES, digest_of, unpack
 
 ENTRIES = "entries.jsonl"
 PAYLOADS = "payloads"
 SUFFIX = ".payload"
-PARTIAL = ".partial"
 NO_RUN = LogState("", bytes(DIGEST_BYTES), samples_per_lease=1, tokens_per_sample=1)
 
 
@@ -162,16 +161,3 @@ def read_payload(path: Path, block_bytes: int) -> Payload:
         empty = os.fstat(file.fileno()).st_size == 0  # which cannot be mapped
         data = memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     return Payload.cut(data, block_bytes)
-
-
-def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Put a file in its place, whole or not at all. Raises: OSError."""
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        with partial.open("wb") as file:
-            file.writelines(pieces)
-        partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-        raise

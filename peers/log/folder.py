@@ -27,11 +27,12 @@ from peers.log.files import (
     read_chain,
     read_payload,
     remove_partial,
-    write_whole,
 )
 from peers.log.header import Header, Position
+from peers.log.lineage import Lineage
 from peers.log.payload import KEPT_BYTES, KeptPayloads, Payload
 from peers.log.state import LogError, LogState
+from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,20 @@ class RunLog(ABC):
     def log_after(self, index: int) -> LogState | None:
         """Return the log as it was after so many entries, if that is known here."""
         return self._chain.after(index - 1)
+
+    def lineage(self, end: LogState) -> Lineage:
+        """Return what a peer that has been at `end` knows of the log there, as far as it is here. Looks at all
+        certificates, since a place of which too few went on may be long past."""
+        lineage = Lineage(self.empty_log if self.first == 0 else end)
+        for index, log in self._chain.states(self.first, end.position.index):
+            entry = self._chain.entry(index)
+            if entry is None or log.last is None:
+                continue
+            if 0 < index == self.first:
+                lineage = Lineage(log)
+            else:
+                lineage.append(log.last, log, entry.proof)
+        return lineage if lineage.log.position == end.position else Lineage(end)
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
         """Return entries as they are told to another peer: see `Chain.stretch`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from peers.log.certificate import Certificate
+from peers.log.certificate import Certificate, weigh
 from peers.log.header import Header, Position
 from peers.log.state import LogState
 
@@ -14,10 +14,14 @@ RECENT_ENTRIES = 64
 
 
 class Lineage:
-    """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone."""
+    """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone.
+
+    `doubt` is the newest place in it from which too few of its roster went on, as certificates say.
+    """
 
     def __init__(self, log: LogState) -> None:
         """`log` is where it begins."""
+        self.doubt: LogState | None = None
         self._starts: OrderedDict[bytes, LogState] = OrderedDict({log.position.head: log})
         self._followers: OrderedDict[tuple[bytes, int], tuple[Header, Certificate | None]] = OrderedDict()  # by place
         self._end = log.position.index
@@ -25,7 +29,10 @@ class Lineage:
         self._heads: deque[bytes] = deque([log.position.head] if log.last else [], maxlen=RECENT_ENTRIES)
 
     def append(self, header: Header, log: LogState, certificate: Certificate | None = None) -> None:
-        """The entry is made; `log` is where that leads."""
+        """The entry is made; `log` is where that leads. Without a certificate nobody knows who has signed it."""
+        before = self._starts.get(header.previous)
+        if certificate and before and not weigh(certificate, before, header).is_certified:
+            self.doubt = before
         self._followers[header.previous, header.fragment] = header, certificate
         if len(self._followers) > RECENT_ENTRIES * log.fragments:
             self._followers.popitem(last=False)
@@ -35,6 +42,11 @@ class Lineage:
             self._starts[log.position.head] = log
             if len(self._starts) > RECENT_ENTRIES + 1:
                 self._starts.popitem(last=False)
+
+    @property
+    def log(self) -> LogState:
+        """The log after the last whole cycle."""
+        return next(reversed(self._starts.values()))
 
     def after(self, position: Position) -> tuple[Header, Certificate | None] | None:
         """The entry that was made there, if it is a recent one of this lineage, and what proves it."""
@@ -65,8 +77,9 @@ class Lineage:
         """What names the lineage after each cycle, oldest first, the last one included."""
         return tuple(self._heads)
 
-    def move(self, log: LogState, theirs: Sequence[bytes]) -> tuple[Header, ...]:
-        """Go on where a snapshot stands: at the end of `log`, which is in the lineage whose newest heads are `theirs`.
+    def move(self, log: LogState, theirs: Sequence[bytes], doubt: LogState | None = None) -> tuple[Header, ...]:
+        """Go on where a snapshot stands: at the end of `log`, which is in the lineage whose newest heads are `theirs`,
+        and whose newest `doubt` this is.
 
         Returns the entries that we leave: ours of cycles that are not among those. What lies further back than they
         reach may be in both lineages.
@@ -81,6 +94,7 @@ class Lineage:
         left = tuple(
             header for header in self.entries if header.index >= oldest and ours.get(header.index) not in heads
         )
+        self.doubt = doubt
         self._followers.clear()
         self._starts = OrderedDict({log.position.head: log})
         self._heads = deque(heads[: place + 1], maxlen=RECENT_ENTRIES)

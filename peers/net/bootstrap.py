@@ -25,6 +25,7 @@ from peers.values.anchors import AnchorError
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.tickets import Ticket, TicketError
+from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,7 @@ class ManifestStore:
         try:
             if not path.exists():
                 self._make_room()
-            partial = path.with_suffix(".partial")
-            with partial.open("wb") as file:
-                file.write(manifest.pack())
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+            write_whole(path, [manifest.pack()], is_durable=True)
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -90,9 +86,7 @@ class ManifestStore:
 
     def _keep(self, run_id: str, suffix: str, packed: bytes) -> None:
         try:
-            path = self._directory / f"{run_id}{suffix}"
-            path.with_suffix(".partial").write_bytes(packed)
-            path.with_suffix(".partial").replace(path)
+            write_whole(self._directory / f"{run_id}{suffix}", [packed], is_durable=True)
         except OSError as error:
             logger.error("%s", self._unusable(error))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from peers.links.contacts import is_public
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat, PeerState
 from peers.values.identity import is_peer_id
 from peers.values.manifest import ADDRESS
+from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -153,9 +153,5 @@ def _write(path: Path, run_id: str, peers: Iterable[_Known]) -> None:
         {"peer": known.peer, "addresses": known.addresses, "since": int(known.since), "seen": int(known.seen)}
         for known in peers
     ]
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="ascii") as file:
-        json.dump({"format": FORMAT, "run": run_id, "peers": entries}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    content = json.dumps({"format": FORMAT, "run": run_id, "peers": entries}, indent=1)
+    write_whole(path, [content.encode("ascii")], is_durable=True)

@@ -25,7 +25,7 @@ class Presence:
     def __init__(self, me: str, expiry: float, distrust: float, bar: float, now: float) -> None:
         """Args:
         expiry: seconds without a word after which a peer is dead to us.
-        distrust: seconds for which who failed us as leader or donor is not asked again.
+        distrust: seconds for which a peer that failed us as leader or donor is not asked again.
         bar: seconds for which a leader leaves out who held up an attempt, the first time.
         """
         self.now = self._started_at = now
@@ -37,6 +37,7 @@ class Presence:
         self._me = me
         self._distrust = distrust
         self._distrusted_until: dict[str, float] = {}
+        self._gave_nothing_until: dict[str, float] = {}
         self._expiry = expiry
         self._passed_over: dict[str, tuple[int, float]] = {}  # how often, and until when
         self._elected: tuple[tuple[object, ...], str | None] = ((), None)
@@ -73,16 +74,30 @@ class Presence:
 
     @property
     def distrusted(self) -> frozenset[str]:
-        """Peers that failed us as leader or donor a short while ago."""
-        return frozenset(peer for peer, until in self._distrusted_until.items() if self.now < until)
+        """Peers that failed us as leader a short while ago."""
+        return frozenset(self._still(self._distrusted_until))
+
+    @property
+    def unhelpful(self) -> frozenset[str]:
+        """Peers that are not asked for their state or their log: they gave none a short while ago, or failed us as
+        leader."""
+        return self.distrusted.union(self._still(self._gave_nothing_until))
 
     def distrust(self, peer: str) -> None:
-        still = {other: until for other, until in self._distrusted_until.items() if self.now < until}
-        self._distrusted_until = still | {peer: self.now + self._distrust}
+        """Take another one for the leader for a while."""
+        self._distrusted_until = self._still(self._distrusted_until) | {peer: self.now + self._distrust}
 
-    def trust(self, peer: str) -> None:
-        """Ask it again: to have nobody to ask is worse."""
+    def gave_nothing(self, peer: str) -> None:
+        """Ask others for their state for a while. It may lead all the same."""
+        self._gave_nothing_until = self._still(self._gave_nothing_until) | {peer: self.now + self._distrust}
+
+    def ask_again(self, peer: str) -> None:
+        """Have nothing against a peer any more: to have nobody to ask is worse."""
         self._distrusted_until.pop(peer, None)
+        self._gave_nothing_until.pop(peer, None)
+
+    def _still(self, untils: Mapping[str, float]) -> dict[str, float]:
+        return {peer: until for peer, until in untils.items() if self.now < until}
 
     def are_all_gone(self, log: LogState) -> bool:
         """Whether nobody is left of the log's roster, or there never was one: who comes then is no minority."""
@@ -127,7 +142,7 @@ class Presence:
     # Who is further on ----------------------------------------------------------------------------------------
     def donors(self) -> set[str]:
         """Peers that have a state to give, and are believed."""
-        return {peer for peer, beat in self.live().items() if beat.state in DONATING} - self.distrusted
+        return {peer for peer, beat in self.live().items() if beat.state in DONATING} - self.unhelpful
 
     def pass_over(self, peer: str) -> None:
         """What it says of its log has led nowhere: others come first for a while, longer each time."""
@@ -151,9 +166,9 @@ class Presence:
         Whoever `is_astray`, since an anchor has signed another log, looks at all that are not where its own has led.
         """
         passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if self.now < until)
-        asked = (self.live(), log, self.distrusted, self.unreached, passed_over, is_astray)
+        asked = (self.live(), log, self.unhelpful, self.unreached, passed_over, is_astray)
         if not _is_same(asked, self._ahead[0]):
-            besides = self.distrusted | self.unreached | passed_over
+            besides = self.unhelpful | self.unreached | passed_over
             self._ahead = asked, self._find_claimants(log, lineage, besides, is_astray)
         return self._ahead[1]
 

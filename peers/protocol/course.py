@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from peers.log.certificate import Certificate
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.state import LogState
+from peers.log.lineage import Lineage
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Note, Send, Stop
@@ -40,12 +40,12 @@ NOTHING = Trained((), 0, 0.0)
 class Course:
     """Holds the parts of a peer, and decides what one part's news means for the others."""
 
-    def __init__(self, desk: Desk, state_digest: bytes, log: LogState) -> None:
+    def __init__(self, desk: Desk, state_digest: bytes, lineage: Lineage) -> None:
         timing, schedule = desk.settings.timing, desk.schedule
         self.presence = Presence(desk.me, timing.heartbeat_expiry, schedule.distrust, schedule.bar, desk.now)
         self.presence.membership.is_farewell = desk.is_farewell
         self.trainer = Trainer(desk)
-        self.replica = Replica(desk, self.presence, log, state_digest)
+        self.replica = Replica(desk, self.presence, lineage, state_digest)
         self.search = Search(desk, self.presence, self.replica)
         self.troubles = Troubles(desk, self.presence, self.trainer, self.replica)
         self.joiner = Joiner(desk, self.presence, self.replica, self.troubles)
@@ -281,7 +281,8 @@ class Course:
         self._desk.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
         is_other = refuse.state_digest != self.replica.state_digest
         is_its_own = slot.leadership.granted_by == leader and not is_other  # it gave us what it refuses
-        if is_its_own or (is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most)):
+        is_right = is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most)
+        if is_its_own or is_right or leader in self.presence.unhelpful:  # it does not give the state that it wants
             self.presence.distrust(leader)
         else:
             self._fetch(FarBehind(leader, self.replica.log.position.index))

@@ -72,7 +72,7 @@ from peers.protocol.messages import (
     Want,
 )
 from peers.protocol.replica import Replica
-from peers.protocol.slot import Slot
+from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.troubles import Troubles
@@ -94,14 +94,14 @@ class Peer:
         incarnation: int,
         keys: Keys,
         inspect: Inspect,
-        log: LogState | None = None,
+        lineage: Lineage | None = None,
     ) -> None:
-        """`incarnation` is a number that no start of this peer has had before. `log` is where the state is, if not
-        before the first entry. What is shown as evidence is judged by `inspect`."""
+        """`incarnation` is a number that no start of this peer has had before. `lineage` ends where the state is, if
+        that is not before the first entry. What is shown as evidence is judged by `inspect`."""
         self.me = me
         self.settings = settings
         self._desk = Desk(me, settings, payload, now, incarnation, keys, inspect)
-        self._course = Course(self._desk, state_digest, log or settings.empty_log)
+        self._course = Course(self._desk, state_digest, lineage or Lineage(settings.empty_log))
         self.presence: Presence = self._course.presence
         self.trainer: Trainer = self._course.trainer
         self.replica: Replica = self._course.replica
@@ -276,6 +276,14 @@ class Peer:
     def exchange(self) -> Exchange | None:
         """Of the round under way, where there is one fragment."""
         return self.slot.exchange
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether chunks come and go. The payload of an entry that is handed on is fetched as a whole."""
+        slots = self.slots.values()
+        return self.state is State.AVERAGING and any(
+            slot.state is SlotState.AVERAGING and not slot.adopting for slot in slots
+        )
 
     def exchange_of(self, round_name: Attempt) -> Exchange | None:
         """Of this round, if it is under way."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from peers.errors import LocalProtocolError
-from peers.log.certificate import Certificate, Proof, weigh
+from peers.log.certificate import Certificate, Proof
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
@@ -71,14 +71,13 @@ class Replica(Part):
     EXACT = frozenset({EntryMade, Behind, FarBehind, NobodyAhead, Applied, SnapshotRestored, SnapshotFailed})
     state: ReplicaState
 
-    def __init__(self, desk: Desk, presence: Presence, log: LogState, state_digest: bytes) -> None:
+    def __init__(self, desk: Desk, presence: Presence, lineage: Lineage, state_digest: bytes) -> None:
+        """`lineage` ends where the state is."""
         super().__init__(LEVEL)
-        self.log = self.settled = log
+        self.log = self.settled = lineage.log
         self.state_digest = state_digest
-        self.lineage = Lineage(log)
+        self.lineage = lineage
         self.undigested: LogState | None = None
-        self.doubt: LogState | None = None
-        """The newest place in our lineage from which too few of its roster went on."""
         self.anchors = NO_ANCHORS
         """What the run's anchors have signed, as far as we know."""
         self._anchored: Mapping[int, bytes] = {}
@@ -108,14 +107,11 @@ class Replica(Part):
     # Entries --------------------------------------------------------------------------------------------------
     @property
     def is_of_minority(self) -> bool:
-        """Whether those who went on from there are still fewer than the others."""
-        if self.doubt is None or self._presence.are_all_gone(self.doubt):
-            return False
-        return not are_most(self.doubt, self.log.roster)
+        """Whether too few went on from some place in our lineage, and are still fewer than the others."""
+        doubt = self.lineage.doubt
+        return doubt is not None and not (self._presence.are_all_gone(doubt) or are_most(doubt, self.log.roster))
 
     def _apply(self, made: EntryMade) -> None:
-        if made.certificate is not None and not weigh(made.certificate, self.log, made.header).is_certified:
-            self.doubt = self.log
         self.log = self.log.append(made.header)
         self.lineage.append(made.header, self.log, made.certificate)
         self._behind = None
@@ -164,7 +160,7 @@ class Replica(Part):
         """Somebody who says that it has this state, and has not failed us."""
         head, live = self.settled.position.head, self._presence.live()
         having = {peer for peer, beat in live.items() if (beat.head, beat.state_digest) == (head, state_digest)}
-        return min(having - self._presence.distrusted, default=None)
+        return min(having - self._presence.unhelpful, default=None)
 
     # Who is further on ----------------------------------------------------------------------------------------
     @property
@@ -255,7 +251,7 @@ class Replica(Part):
 
     def _restored(self, restored: SnapshotRestored) -> None:
         self.log = self.settled = self.log.at(restored.header, restored.ends)
-        self.state_digest, self.doubt, self._anchored = restored.state_digest, restored.doubt, {}
+        self.state_digest, self._anchored = restored.state_digest, {}
         self._leave_lineage(restored)
         self.has_snapshot = True
         self._desk.emit(Note("info", f"state at {self.log.position} fetched from {restored.donor}"))
@@ -263,16 +259,17 @@ class Replica(Part):
 
     def _leave_lineage(self, restored: SnapshotRestored) -> None:
         """Our tokens in entries that the donor's lineage does not have are lost. Everybody says so of its own alone."""
-        left = self.lineage.move(self.log, restored.lineage)
+        left = self.lineage.move(self.log, restored.lineage, restored.doubt)
         tokens = sum(entry.tokens_of(self._desk.me) for entry in left if self.log.is_closing(entry))
         if tokens:
             reason = f"our entries from {left[0].index} on are not in the lineage of {restored.donor}"
             self._desk.emit(TokensLost("entries", tokens, reason))
 
     def _not_restored(self, failed: SnapshotFailed) -> None:
-        self._presence.distrust(failed.donor)
-        if self.claimant is None:  # nobody else is ahead: to go on alone would be worse than to ask again
-            self._presence.trust(failed.donor)
+        was_behind = self.claimant is not None
+        self._presence.gave_nothing(failed.donor)
+        if was_behind and self.claimant is None:  # nobody else is ahead: to go on alone would be worse
+            self._presence.ask_again(failed.donor)
         self.has_snapshot = True  # as good as: whoever knows what followed may have all of it
         self._desk.emit(Note("warning", f"no state from {failed.donor}: {failed.reason}"))
         self._enter(LEVEL)

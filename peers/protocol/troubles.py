@@ -130,7 +130,7 @@ class Troubles:
 
     def _partition(self) -> Hindrance | None:
         """Whether most of the run's peers are gone, and we wait for them, or go on with a few."""
-        replica, doubt = self._replica, self._replica.doubt
+        replica, doubt = self._replica, self._replica.lineage.doubt
         if doubt is not None and replica.is_of_minority:
             here = len(set(doubt.voters) & set(replica.log.voters))
             reason = (

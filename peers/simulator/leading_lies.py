@@ -25,7 +25,7 @@ from peers.protocol.messages import (
     Round,
     Unread,
 )
-from peers.simulator.liars import Liar, Lie, Said, invented
+from peers.simulator.liars import Lie, Means, Said, invented
 
 
 class NeverBegins(Lie):
@@ -145,7 +145,7 @@ class HandsOnItsOwn(Lie):
 class TwoEntries(Lie):
     """It has each half of the others sign another entry, signs both, and commits both."""
 
-    def __init__(self, liar: Liar, draw: random.Random) -> None:
+    def __init__(self, liar: Means, draw: random.Random) -> None:
         super().__init__(liar, draw)
         self._votes: defaultdict[Header, dict[str, bytes]] = defaultdict(dict)
 

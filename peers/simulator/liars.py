@@ -2,12 +2,13 @@
 
 What the lies are is in lies.py, leading_lies.py and mixtures.py. A lie sees all that the liar sends and hears, and may
 say more, less, or something else. It signs for the liar and its allies alone, and cannot speak for others: the network
-proves who speaks.
+proves who speaks. A lie needs no more of its liar than `Means`, so that real processes can tell it, too.
 """
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,13 @@ from peers.protocol.effects import Effect, Send, SendChunk
 from peers.protocol.events import Event, HeartbeatsSeen, ReachSeen, Received, Tick, Undelivered
 from peers.protocol.messages import Attempt, Message, Unread
 from peers.protocol.packing import Packer
+from peers.protocol.peer import Peer
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.simulated_log import Frozen
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulated_workload import BLOCK_BYTES
 from peers.transfer.admission import Admitted, ChunkHeader
+from peers.values.signing import Keys
 from peers.values.wire import digest_of
 
 if TYPE_CHECKING:
@@ -36,10 +39,51 @@ HEARD = HeartbeatsSeen | ReachSeen | Received | Tick | Undelivered
 """What comes from outside, and so to every process that runs with one key."""
 
 
+class Means(ABC):
+    """What lies are made of: where a liar is in the log, whom it knows, and for whom it can sign."""
+
+    name: str
+    peer: Peer
+    keys: Keys
+    allies: Sequence[str]
+
+    @abstractmethod
+    def keys_of(self, ally: str) -> Keys:
+        """Return the keys of one of the allies."""
+
+    @abstractmethod
+    def payload_of_its_own(self) -> Payload:
+        """Return a payload that nobody has averaged, and keep it, to be fetched."""
+
+    @property
+    def log(self) -> LogState:
+        """The log as the liar has it, with its state."""
+        return self.peer.log.in_state(self.peer.state_digest)
+
+    @property
+    def others(self) -> list[str]:
+        """The peers that it knows to be there."""
+        return sorted(self.peer.presence.live())
+
+    def sign(self, header: Header, attempt: Attempt, signer: str | None = None) -> bytes:
+        """Return its signature of an entry in an attempt, or an ally's, in the incarnation that the roster has."""
+        signer = signer or self.name
+        incarnation = self.log.incarnations.get(signer, self.peer.incarnation)
+        return self.keys_of(signer).sign(ballot(header, attempt.name, incarnation).text)
+
+    def entry_of_its_own(self) -> Header:
+        """Return an entry that follows from the log, and that nobody has made."""
+        log = self.log.of(self.log.fragments - 1)
+        lease = log.leases.get(self.name) or log.grants[0]
+        tokens = sum(piece.size for piece in lease) * log.tokens_per_sample
+        own = Member(peer=self.name, tokens=tokens, samples=lease, incarnation=self.peer.incarnation)
+        return log.next_header((own,), self.payload_of_its_own().digest)
+
+
 class Lie:
     """One way to depart from the protocol. This one does not."""
 
-    def __init__(self, liar: Liar, draw: random.Random) -> None:
+    def __init__(self, liar: Means, draw: random.Random) -> None:
         self.liar = liar
         self.draw = draw
 
@@ -83,7 +127,7 @@ class LiarsPacker(Packer):
             raise LogError(str(error)) from error
 
 
-class Liar(SimulatedPeer):
+class Liar(SimulatedPeer, Means):
     """It lies while `is_time` says so. Liars that are `allies` sign for each other."""
 
     is_honest = False
@@ -189,31 +233,13 @@ class Liar(SimulatedPeer):
         return frozen
 
     # What it makes lies of ------------------------------------------------------------------------------------
-    @property
-    def log(self) -> LogState:
-        """The log as the liar has it, with its state."""
-        return self.peer.log.in_state(self.peer.state_digest)
+    def keys_of(self, ally: str) -> SimulatedKeys:
+        return SimulatedKeys(ally)
 
-    @property
-    def others(self) -> list[str]:
-        """The peers that it knows to be there."""
-        return sorted(self.peer.presence.live())
-
-    def sign(self, header: Header, attempt: Attempt, signer: str | None = None) -> bytes:
-        """Return its signature of an entry in an attempt, or an ally's, in the incarnation that the roster has."""
-        signer = signer or self.name
-        incarnation = self.log.incarnations.get(signer, self.peer.incarnation)
-        return SimulatedKeys(signer).sign(ballot(header, attempt.name, incarnation).text)
-
-    def entry_of_its_own(self) -> Header:
-        """Return an entry that follows from the log, and that nobody has made. Its payload is kept, to be fetched."""
-        log = self.log.of(self.log.fragments - 1)
+    def payload_of_its_own(self) -> Payload:
         payload = Payload.cut(memoryview(b"\x07" * self.buffers.size.bytes), BLOCK_BYTES)
         self.fragments[-1].buffers.kept.keep(payload)
-        lease = log.leases.get(self.name) or log.grants[0]
-        tokens = sum(piece.size for piece in lease) * log.tokens_per_sample
-        own = Member(peer=self.name, tokens=tokens, samples=lease, incarnation=self.peer.incarnation)
-        return log.next_header((own,), payload.digest)
+        return payload
 
 
 def invented(what: object) -> bytes:

@@ -20,7 +20,7 @@ from peers.protocol.messages import (
     Ready,
     Unread,
 )
-from peers.simulator.liars import Lie, Said, invented
+from peers.simulator.liars import Liar, Lie, Said, invented
 from peers.simulator.simulated_log import Frozen
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.values.wire import digest_of
@@ -124,11 +124,13 @@ class Twins(Lie):
 
     def notices(self, event: Event) -> Event:
         liar = self.liar
+        assert isinstance(liar, Liar)
         if liar.twin is None and isinstance(event, Tick):
             liar.twin = Twin(liar.name, liar.swarm, liar.swarm.block_count, liar.swarm.kept_bytes, liar.clock)
         return event
 
     def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        assert isinstance(self.liar, Liar)
         twin = self.liar.twin
         if twin is None or heartbeat.sequence % 2:
             return heartbeat

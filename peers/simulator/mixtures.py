@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from peers.log.certificate import Certificate, certify, electorate
 from peers.log.header import Header
 from peers.protocol.messages import Attempt, Commit, Message, Unread
-from peers.simulator.liars import Liar, Lie, Said, invented
+from peers.simulator.liars import Lie, Means, Said, invented
 from peers.values.wire import from_plain
 
 KEPT = 200
@@ -21,7 +21,7 @@ NUMBERS = (0, 1, 2, 7, 2**32, 2**61, 2**62 - 1)
 class Memory(Lie):
     """It remembers what was said, by itself and to it."""
 
-    def __init__(self, liar: Liar, draw: random.Random) -> None:
+    def __init__(self, liar: Means, draw: random.Random) -> None:
         super().__init__(liar, draw)
         self.kept: deque[Message] = deque(maxlen=KEPT)
 
@@ -88,7 +88,7 @@ class Mixtures(Memory):
 class UnaskedCommits(Lie):
     """It commits entries of its own making, with no certificate, or one that is false, or has too few signatures."""
 
-    def __init__(self, liar: Liar, draw: random.Random) -> None:
+    def __init__(self, liar: Means, draw: random.Random) -> None:
         super().__init__(liar, draw)
         self._seen: list[Certificate] = []
 

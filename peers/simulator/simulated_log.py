@@ -58,10 +58,10 @@ class SimulatedLog:
         )
 
 
-def restored(donor: str, frozen: Frozen, branch: Branch) -> SnapshotRestored:
-    """What a peer is told that has taken over a state, for which this branch vouches."""
+def restored(donor: str, frozen: Frozen, branch: Branch, doubt: LogState | None) -> SnapshotRestored:
+    """What a peer is told that has taken over a state, for which this branch vouches. `doubt` is its own log's."""
     index = frozen.last.index + 1 if frozen.last else 0
-    state_digest, doubt = digest_of_states(frozen.states), branch.doubt_before(index)
+    state_digest, doubt = digest_of_states(frozen.states), branch.doubt_before(index, doubt)
     return SnapshotRestored(donor, frozen.last, state_digest, branch.newest_heads, frozen.ends, doubt)
 
 

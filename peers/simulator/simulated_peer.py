@@ -381,7 +381,7 @@ class SimulatedPeer:
             fragment.workload.state = state
         self._newest = self._frozen = frozen
         self.entries = sources[fetch.donor].entries.until(self._place(frozen))
-        self.world.soon(self, restored(fetch.donor, frozen, believed), delays=5.0)
+        self.world.soon(self, restored(fetch.donor, frozen, believed, self.peer.lineage.doubt), delays=5.0)
 
     def _fetch_lineage(self, fetch: FetchLineage) -> None:
         for source in self.world.fetch_from(self, (fetch.donor,)):

@@ -9,7 +9,7 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import inspection, offer
 from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of
-from peers.values.workload import BadBlocksError, Blocks, Trained
+from peers.values.workload import BadBlocksError, Blocks, Reduction, Trained
 
 T = TypeVar("T")
 
@@ -48,15 +48,9 @@ class SimulatedWorkload:
         self.check(blocks, first_block)
         return float(sum(value * value for value in blocks))
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> bytes:
-        plain = [(bytes(blocks), weight) for blocks, weight in contributions]
-        return digest_of(repr((plain, tokens)).encode())[: len(plain[0][0])]
+    async def reduce(self, reduction: Reduction) -> bytes:
+        plain = [(bytes(blocks), weight) for blocks, weight in reduction.contributions]
+        return digest_of(repr((plain, reduction.tokens)).encode())[: len(plain[0][0])]
 
     def apply(self, payload: bytes) -> bytes:
         self.state = stepped(self.state, payload)

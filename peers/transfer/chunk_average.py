@@ -9,19 +9,13 @@ from peers.errors import DilocoPeerError
 from peers.protocol.effects import ReduceChunk
 from peers.protocol.events import BadBlocks, ReducedArrived
 from peers.transfer.buffers import PayloadBuffers
-from peers.values.workload import BadBlocksError, Blocks
+from peers.values.workload import BadBlocksError, Blocks, Reduction
 
 
 class Reducing(Protocol):
     """What averaging needs of the training side."""
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> Blocks:
+    async def reduce(self, reduction: Reduction) -> Blocks:
         """See `Workload.reduce`."""
 
 
@@ -41,7 +35,7 @@ async def average_chunk(
     first_block = buffers.chunking.blocks(chunk)[0]
     room = buffers.room(len(contributions[0][0]))
     try:
-        average = await codec.reduce(contributions, first_block, memoryview(room), tokens)
+        average = await codec.reduce(Reduction(contributions, first_block, memoryview(room), tokens))
     except (BadBlocksError, DilocoPeerError) as error:
         spoiler, _ = reduce.members[await find_spoiler(codec, contributions, first_block)]
         if spoiler == me:
@@ -65,7 +59,7 @@ async def find_spoiler(codec: Reducing, contributions: Sequence[tuple[Blocks, fl
         tried = contributions[:middle]
         try:
             if any(weight for _, weight in tried):  # there is no average of nothing
-                await codec.reduce(tried, first_block)
+                await codec.reduce(Reduction(tried, first_block))
             good = middle
         except (BadBlocksError, DilocoPeerError):
             bad = middle

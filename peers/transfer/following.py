@@ -22,6 +22,7 @@ from peers.presence.membership import DONATING
 from peers.presence.presence import state_named
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.doubts import Doubts
 from peers.transfer.download import PullTransport
 from peers.transfer.headers import fetch_stretch
 from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch
@@ -136,6 +137,7 @@ class Following:
         self.state_digest = b""
         self.donors = Donors(transport, self.log)
         self._past = MemoryLog(self.log, 0)
+        self._doubts = Doubts(settings.timing.partition_grace)
         self._transport = transport
         self._state = state
         self._storage = storage
@@ -169,7 +171,7 @@ class Following:
             nonlocal branch
             if branch is None:
                 branch, self._past = await best_branch(self._transport, beats, empty_log, self._anchors)
-            return Vouched(branch, state_named(branch.end, beats), least)
+            return Vouched(branch, state_named(branch.end, beats), least, is_wary=True)
 
         while donors:
             try:
@@ -185,7 +187,8 @@ class Following:
         raise no_state_given("; ".join(reasons))
 
     async def advance(self) -> tuple[Header, bytes] | None:
-        """Apply the next entry: its header, and the state digest after it; None when nobody is further on.
+        """Apply the next entry: its header, and the state digest after it; None when nobody is further on, or too few
+        have signed what follows, and others may still come.
 
         Raises: SwarmUnreachableError when there is nobody; CannotFollowError when nobody has what follows, or what they
         have does not.
@@ -196,6 +199,7 @@ class Following:
         beats = [beat for beat in live if beat.index > index or beat.lineage_tokens > tokens]
         donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[Next]()
         least = None  # as the first that has a better log than ours has it
+        is_waiting = False
         for beat in beats:
             try:
                 found = await self._next(beat, donors)
@@ -205,12 +209,15 @@ class Following:
                 continue
             if found is None:
                 continue
+            if not self._doubts.may_follow(self.log, found.proof):
+                is_waiting = True
+                continue
             least = index + 1 if least is None else least
             if all(found.log.position != other.log.position for other in followers):
                 followers.append(found)
             if found.proof.is_certified:
                 break  # nothing else can be
-        if not (reasons or followers):
+        if not (reasons or followers) or (is_waiting and least is None):
             return None
         for found in sorted(followers, key=lambda one: one.proof, reverse=True):
             header = found.log.last

@@ -17,8 +17,9 @@ from peers.transfer.download import PullTransport
 from peers.values.wire import Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
-READERS = 4
-PULLS = 1  # of one peer at once
+READERS = 8  # pulls of members of the log that are served at once; each may take megabytes meanwhile
+STRANGERS = 4  # besides, others: who joins or follows the run, or only wants to keep us busy
+PULLS = 1  # of one peer at once: packing a stretch of a large run takes the event loop's time
 BYTES_LIMIT = 1 << 23  # bytes: the outcomes of a stretch, and the header that it may begin with
 TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
 TIMEOUT_PER_ENTRY = 0.25  # seconds besides, for each entry: 30 KB at 1 Mbit/s
@@ -36,9 +37,14 @@ class HeadersRequest(Value):
     is_whole: Annotated[bool, Field(strict=True)]
 
 
-async def serve_headers(transport: PullTransport, pasts: Mapping[str, Past]) -> None:
-    """Answer `fetch_stretch` about these runs from now on."""
-    places = Places(READERS, PULLS)
+async def serve_headers(
+    transport: PullTransport,
+    pasts: Mapping[str, Past],
+    is_member: Callable[[str, str], bool] = lambda run, peer: False,
+) -> None:
+    """Answer `fetch_stretch` about these runs from now on. `is_member` says of a run and a peer whether the run's log
+    has a lease for it: no stranger keeps such a peer from being answered."""
+    places, places_for_strangers = Places(READERS, PULLS), Places(STRANGERS, PULLS)
 
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
@@ -47,7 +53,7 @@ async def serve_headers(transport: PullTransport, pasts: Mapping[str, Past]) -> 
         if past is None:
             raise RefusalError(f"run {request.run} is not here")
         transport.check_admitted(request.run, sender)
-        async with places.one_for(sender):
+        async with (places if is_member(request.run, sender) else places_for_strangers).one_for(sender):
             last = min(request.last, request.first + STRETCH_LIMIT)
             yield b"", pack(past(request.first, last, request.is_whole))
 

@@ -42,11 +42,13 @@ class Vouched:
     """The snapshots that a branch of the log vouches for, of outer step `least` or later.
 
     An entry says which state it follows. `state_at_end` is that after the branch's last one; None: nobody says.
+    Whoever `is_wary` takes a snapshot before an entry that too few have signed, if there is one.
     """
 
     branch: Branch
     state_at_end: bytes | None = None
     least: int = 0
+    is_wary: bool = False
 
     def covers(self, position: Position, state_digest: bytes) -> bool:
         """Whether this may be the run's state there."""
@@ -54,13 +56,17 @@ class Vouched:
         state = branch.states.get(index, self.state_at_end if index == branch.end.position.index else None)
         return self.least <= index and branch.has(position) and state in (None, state_digest)
 
+    def _doubts(self, position: Position) -> int:
+        """Return how many entries before a place too few have signed, where that matters."""
+        return self.is_wary and sum(doubt.position.index < position.index for doubt in self.branch.doubts)
+
     def choose(self, offered: Mapping[str, Offered]) -> list[str]:
         """Return who has the one that most have, the newer one if as many have two. Raises: SnapshotError."""
         votes = Counter((offer.position, offer.offer.state_digest) for offer in offered.values())
         good = {vote: count for vote, count in votes.items() if self.covers(*vote)}
         if not good:
             raise SnapshotError(f"nobody has a snapshot of outer step {self.least} or later that the log vouches for")
-        best = max(good, key=lambda vote: (good[vote], vote[0].index, vote[1]))
+        best = max(good, key=lambda vote: (-self._doubts(vote[0]), good[vote], vote[0].index, vote[1]))
         return [donor for donor, offer in offered.items() if (offer.position, offer.offer.state_digest) == best]
 
 

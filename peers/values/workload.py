@@ -48,6 +48,20 @@ class Trained:
     contribution: Sum | None = field(default=None, kw_only=True)
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """What there is to average: checked blocks from `first_block` on, each contribution's with its weight.
+
+    Weights are tokens, or less for a contribution that is clipped; the sum is divided by `tokens`, by default the sum
+    of the weights. The average may lie in `out`, which has as many bytes as each contribution.
+    """
+
+    contributions: Sequence[tuple[Blocks, float]]
+    first_block: int
+    out: memoryview | None = None
+    tokens: int | None = None
+
+
 class Blocked(Protocol):
     """How payloads are cut into blocks."""
 
@@ -101,18 +115,11 @@ class Workload(ReplicatedState, Protocol):
         """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local. Once for each
         training, when it is done. The bytes may lie where those of the call before lay."""
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> Blocks:
-        """Average checked blocks from `first_block` on: in fp32, in this order, weighted; quantized once.
+    async def reduce(self, reduction: Reduction) -> Blocks:
+        """Return the average of the blocks: in fp32, in their order, weighted; quantized once.
 
-        Weights are tokens, or less for a contribution that is clipped; the sum is divided by `tokens`, by default the
-        sum of the weights. The average may lie in `out`, which has as many bytes as each contribution.
-        Raises: BadBlocksError or DilocoPeerError when there is no such average; if so, it does for more of them, too.
+        Raises: BadBlocksError or DilocoPeerError when there is no such average; if so, there is none of more of them,
+        too.
         """
 
     def squared_norm(self, blocks: Blocks, first_block: int) -> float:

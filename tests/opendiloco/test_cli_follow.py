@@ -23,6 +23,7 @@ from opendiloco.outer.local_state import LocalState
 from opendiloco.run import Run
 from opendiloco.workers.control import Evaluated
 from peers.errors import DilocoPeerError
+from peers.log.folder import MemoryLog
 from peers.net.anchorage import Anchorage
 from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import PeerUnreachableError
@@ -35,7 +36,7 @@ from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
 from peers.values.wire import digest_of, unpack
 from tests.opendiloco.recorded_run import RecordedRun, record
-from tests.peers.builders import beat, chain_of
+from tests.peers.builders import beat
 from tests.peers.fakes import FakeTransport
 
 VALUES = 2500
@@ -55,11 +56,13 @@ class Donor:
         self.buffers = PayloadBuffers(new_state(recorded.run), 1 << 30)
         for payload in recorded.payloads:
             self.buffers.kept.keep(payload)
+        self.log = MemoryLog(recorded.empty_log)
+        recorded.fill(self.log)
 
     async def serve(self) -> FakeTransport:
         run_id = self.recorded.run.run_id
         await serve_snapshots(self.transport, {run_id: self})
-        await serve_headers(self.transport, {run_id: chain_of(self.recorded.headers, self.recorded.empty_log).stretch})
+        await serve_headers(self.transport, {run_id: self.log.stretch})
         await serve_payloads(self.transport, {run_id: self.buffers})
         return self.transport
 

@@ -12,8 +12,8 @@ import pytest
 from opendiloco.errors import MachineError
 from opendiloco.follower import fetch_state, new_folder
 from peers.errors import SwarmUnreachableError
-from tests.peers.builders import SETTINGS, beat
-from tests.peers.transfer.test_following import Donor, Run, Swarm
+from tests.peers.builders import beat
+from tests.peers.transfer.test_following import UNSIGNED, Donor, Run, Swarm
 
 
 def test_it_is_there_before_the_work_begins(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 # The newest state -----------------------------------------------------------------------------------------------
 async def fetched(swarm: Swarm) -> object:
     """The last header of the state that the swarm's follower then has."""
-    run: Any = SimpleNamespace(settings=SETTINGS)
+    run: Any = SimpleNamespace(settings=UNSIGNED)
     transport: Any = swarm
     workload: Any = swarm.workload
     return await fetch_state(run, transport, workload)

@@ -22,7 +22,7 @@ from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.options import WorkerOptions
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.leases import SampleRange
-from peers.values.workload import BadBlocksError, InnerLoop, Progress, SnapshotError, Trained, Workload
+from peers.values.workload import BadBlocksError, InnerLoop, Progress, Reduction, SnapshotError, Trained, Workload
 
 OUTER_STEPS = [
     [Work("a", (SampleRange(0, 8),), 4), Work("b", (SampleRange(8, 16),), 4)],
@@ -52,7 +52,7 @@ async def swarm_step(swarm: dict[str, LocalWorkload], index: int, tokens: int, r
         blocks = [(whole[start:stop], result.tokens) for whole, result in zip(payloads, trained, strict=True)]
         for piece, _ in blocks:
             reducer.squared_norm(piece, first)
-        payload += await reducer.reduce(blocks, first)
+        payload += await reducer.reduce(Reduction(blocks, first))
     for member in members:
         await member.apply(payload, index)
     digests = {await member.state_digest() for member in members}

@@ -15,7 +15,7 @@ from peers.streams.throttle import Caps
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.reach import Reach
-from peers.values.workload import BadBlocksError, Blocks, InnerLoop, Progress, SnapshotError, Trained
+from peers.values.workload import BadBlocksError, Blocks, InnerLoop, Progress, Reduction, SnapshotError, Trained
 from tests.peers.builders import SIZE
 
 BLOCK = SIZE.bytes // SIZE.chunks
@@ -148,13 +148,7 @@ class FakeWorkload:
     async def contribution(self) -> bytes:
         raise NotImplementedError
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> bytes:
+    async def reduce(self, reduction: Reduction) -> bytes:
         raise NotImplementedError
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import PeerProcess, gone
+from benchmarks.processes import Event, PeerProcess, gone
 from peers.net.daemon import sweep_sockets
 from tests.swarm.fault_peer import PEERS, Moment
 from tests.swarm.networks import Network, Place
@@ -30,6 +30,8 @@ class Entry:
     head: str
     state: str
     members: tuple[str, ...]
+    payload: str = ""
+    """In base64, where its peer says it."""
 
 
 class Volunteer:
@@ -38,7 +40,14 @@ class Volunteer:
     Each fault is a context manager: entered once the process has struck itself, and left when the peer is back.
     """
 
-    def __init__(self, place: Place, network: Network | None, log: Path, news: asyncio.Event) -> None:
+    def __init__(
+        self,
+        place: Place,
+        network: Network | None,
+        log: Path,
+        news: asyncio.Event,
+        program: Sequence[object] = (PROGRAM,),
+    ) -> None:
         self.place = place
         self.network = network
         self.applied: dict[int, Entry] = {}
@@ -48,6 +57,7 @@ class Volunteer:
         self.id = ""
         self._log = log
         self._news = news
+        self._program = program
         self._process: PeerProcess | None = None
         self._listening: asyncio.Task[None] | None = None
 
@@ -55,7 +65,8 @@ class Volunteer:
         """Returns its address."""
         self._contact = contact
         self.applied.clear()
-        arguments = [PROGRAM, "--listen", self.place.listen, "--identity", self._log.with_suffix(".pem"), *contact]
+        named = ("--listen", self.place.listen, "--identity", self._log.with_suffix(".pem"))
+        arguments = [*self._program, *named, *contact]
         self._process = await PeerProcess.start(arguments, self._log, self.place.prefix)
         listening = await self._process.event("listening", DEADLINE)
         self.id = listening["peer"]
@@ -132,13 +143,18 @@ class Volunteer:
 
     async def _listen(self, process: PeerProcess) -> None:
         while event := await process.next_event():
-            if event["event"] == "applied":
-                self.applied[event["index"]] = Entry(event["head"], event["state"], tuple(event["members"]))
-            elif event["event"] == "struck":
-                self.struck_at, self.is_armed = event["index"], False
-            elif event["event"] == "disarmed":
-                self.is_armed = False
+            self.hear(event)
             self._news.set()
+
+    def hear(self, event: Event) -> None:
+        """Take in what the process says."""
+        if event["event"] == "applied":
+            said = event["head"], event["state"], tuple(event["members"]), event.get("payload", "")
+            self.applied[event["index"]] = Entry(*said)
+        elif event["event"] == "struck":
+            self.struck_at, self.is_armed = event["index"], False
+        elif event["event"] == "disarmed":
+            self.is_armed = False
 
 
 def signal_all(processes: Collection[int], number: signal.Signals) -> None:
@@ -193,7 +209,9 @@ class Swarm:
         return [
             entry
             for index, entry in first.items()
-            if index >= since and len(entry.members) == PEERS and all(other.get(index) == entry for other in others)
+            if index >= since
+            and len(entry.members) == len(self.volunteers)
+            and all(other.get(index) == entry for other in others)
         ]
 
     def in_roster_order(self) -> list[Volunteer]:

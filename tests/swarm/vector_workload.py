@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.leases import sample_count
-from peers.values.workload import Blocks, InnerLoop, Progress, SnapshotError, Trained
+from peers.values.workload import Blocks, InnerLoop, Progress, Reduction, SnapshotError, Trained
 
 VALUES = 5000
 
@@ -49,14 +49,8 @@ class VectorWorkload:
         self.codec.encode_difference(self.base, self.local, payload)
         return bytes(payload)
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> Blocks:
-        return self.codec.average(contributions, first_block, None, tokens)
+    async def reduce(self, reduction: Reduction) -> Blocks:
+        return self.codec.average(reduction.contributions, reduction.first_block, None, reduction.tokens)
 
     def squared_norm(self, blocks: Blocks, first_block: int) -> float:
         return self.codec.squared_norm(blocks, first_block)

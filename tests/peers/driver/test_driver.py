@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from peers.transfer.inspection import offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, unpack
-from peers.values.workload import Blocks, InnerLoop, Progress, Trained
+from peers.values.workload import Blocks, InnerLoop, Progress, Reduction, Trained
 from tests.peers.builders import RUN, SETTINGS, SIZE, STATE, Rig, ready
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload, at_once
 from tests.peers.protocol.test_peer import at_second
@@ -122,16 +122,10 @@ class FussyWorkload(FakeWorkload):
     async def contribution(self) -> bytes:
         return self.trained
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> bytes:
-        if any(bytes(blocks).startswith(b"spoilt") for blocks, _ in contributions):
+    async def reduce(self, reduction: Reduction) -> bytes:
+        if any(bytes(blocks).startswith(b"spoilt") for blocks, _ in reduction.contributions):
             raise DilocoPeerError("the weighted values overflow")
-        return bytes(len(contributions[0][0]))
+        return bytes(len(reduction.contributions[0][0]))
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         self.applied.append(bytes(payload))
@@ -359,6 +353,19 @@ def test_what_is_in_no_hurry_gives_way_to_a_round_and_not_to_one_that_has_come_t
             assert transport.no_round.is_set()
             driver.handle(Received("a", rig.begin(2)))
             assert not transport.no_round.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_gives_way_to_a_round_that_waits_for_a_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: while an entry was handed on, its holders gave its payload to nobody until the time was up."""
+
+    async def scenario() -> None:
+        rig = at_second().trained()
+        async with driving(rig, monkeypatch) as (driver, transport):
+            driver.handle(Received("a", rig.adopt(2, rig.held())))
+            assert rig.is_in(State.AVERAGING)
+            assert transport.no_round.is_set()
 
     asyncio.run(scenario())
 

@@ -161,6 +161,15 @@ def test_what_went_before_is_part_of_it() -> None:
     assert second.preceded_by(1, [START.position.head, bytes(32)]).heads == whole.heads
 
 
+def test_a_doubt_of_ours_is_theirs_where_they_branch_off_later() -> None:
+    here = START.append(next_of(START))
+    certified = branch("ab", start=here)
+    assert certified.doubt_before(2) is None
+    assert certified.doubt_before(2, START) == START
+    assert certified.doubt_before(2, here) is None, "from there they went on otherwise"
+    assert branch("a", start=here).doubt_before(3, START) == here, "theirs is newer"
+
+
 # Anchors --------------------------------------------------------------------------------------------------------
 def anchored(*heads: tuple[int, bytes]) -> Anchors:
     signed = (AnchoredHead.sign(RUN, index, head, "z", SimulatedKeys("z")) for index, head in heads)

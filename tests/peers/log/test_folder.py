@@ -23,7 +23,6 @@ from peers.log.files import (
     read_chain,
     read_entry,
     read_first_line,
-    write_whole,
 )
 from peers.log.folder import LogFolder, LogFolderError, MemoryLog, RunLog
 from peers.log.header import Header, Member
@@ -453,16 +452,6 @@ def test_a_disk_that_cannot_be_read_costs_the_payload_alone(
     monkeypatch.setattr(Path, "unlink", full)
     with pytest.raises(LogFolderError):
         log.prune(1)
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    write_whole(path, [b"ol", b"d"])
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        write_whole(path, [b"new"])
-    assert [one.name for one in tmp_path.iterdir()] == ["file"]
-    assert path.read_bytes() == b"old"
 
 
 def test_a_log_is_a_few_hundred_bytes_an_entry(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from peers.log.folder import LogFolder, MemoryLog, RunLog
 from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogState
 from peers.protocol.effects import Effect, TokensLost
 from peers.protocol.events import PayloadFetched, PayloadNotFetched, SnapshotRestored, TrainingProgress, Undelivered
 from peers.protocol.messages import Held, Refuse
+from peers.protocol.peer import Peer
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
-from tests.peers.builders import LOG, PAYLOAD, STATE, TOKENS, Rig, of
+from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, Rig, commit, first_log, inspect, of
 from tests.peers.protocol.test_peer import OTHER, ahead_by, at_second, fetching, told
 
 
@@ -182,3 +186,85 @@ def test_work_that_an_entry_handed_on_to_us_does_not_have_is_lost() -> None:
     rig.hear("a", rig.adopt(2, Held(attempt=rig.attempt(1), header=header)))
     rig.do(PayloadFetched(header))
     assert lost(rig.hear("a", rig.commit(header))) == [("work", TOKENS)]
+
+
+# A peer starts again -------------------------------------------------------------------------------------------
+def kept(log: RunLog, *signers: str | None, first: int = 0) -> LogState:
+    """Keep the first entry, and one more for each of these signers (None: nobody knows who). Return where that is."""
+    here = first_log()
+    assert here.last is not None
+    if not first:
+        log.append(here.last, None, None, commit(LOG, here.last).certificate)
+    for by in signers:
+        header = here.next_header([here.expected(peer) for peer in by or here.roster], PAYLOAD)
+        if header.index >= first:
+            log.append(header, None, None, None if by is None else commit(here, header, by=by).certificate)
+        here = here.append(header)
+    return here
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+@pytest.mark.parametrize(
+    ("signers", "doubt"),
+    [
+        (("abc", "ab"), None),
+        (("abc", "a"), 2),
+        (("a", "a", "a"), 1),
+        (("abc", None), None),
+        (("abc", "a", *["a"] * RECENT_ENTRIES), 2),
+    ],
+    ids=["most went on", "one went on", "one went on, and on", "nobody knows who", "long ago"],
+)
+def test_whoever_starts_again_remembers_from_where_too_few_went_on(
+    tmp_path: Path, is_on_disk: bool, signers: Sequence[str | None], doubt: int | None
+) -> None:
+    log: RunLog = LogFolder.open(tmp_path, LOG, 10) if is_on_disk else MemoryLog(LOG)
+    end = kept(log, *signers)
+    lineage = (LogFolder.open(tmp_path, LOG, 10) if is_on_disk else log).lineage(end)
+    assert (lineage.doubt.position.index if lineage.doubt else None) == doubt
+    assert lineage.log == end
+
+
+def test_whoever_starts_again_tells_what_followed_and_sees_who_was_elsewhere() -> None:
+    log = MemoryLog(LOG)
+    end = kept(log, "abc", "ab")
+    lineage, second = log.lineage(end), log.header_at(1)
+    assert second is not None
+    assert lineage.after(LOG.at(second).position) == (log.header_at(2), log.certificate_at(2))
+    assert lineage.heads == tuple(log.digests(0, 3))
+    assert lineage.lacks(2, bytes(32))
+    assert not lineage.lacks(2, second.digest)
+
+
+def test_of_a_log_that_goes_on_as_much_as_the_state_has() -> None:
+    log = MemoryLog(LOG)
+    kept(log, "abc", "a")
+    here = log.log_after(2)
+    assert here is not None
+    lineage = log.lineage(here)
+    assert (lineage.log, lineage.doubt) == (here, None)
+    assert log.lineage(LOG).heads == ()
+
+
+def test_of_a_log_without_its_beginning_what_follows_its_first_entry() -> None:
+    log = MemoryLog(LOG)
+    end = kept(log, "abc", "a", "a", first=2)
+    lineage = log.lineage(end)
+    assert lineage.heads == tuple(log.digests(2, 4))
+    assert lineage.doubt is None, "nobody knows yet what the first one here followed"
+
+
+def test_of_a_log_that_has_not_come_so_far_nothing() -> None:
+    log = MemoryLog(LOG)
+    kept(log, "abc")
+    elsewhere = LOG.at(THEIRS[4])
+    lineage = log.lineage(elsewhere)
+    assert (lineage.log.position, lineage.heads) == (elsewhere.position, (THEIRS[4].digest,))
+
+
+def test_a_minority_that_starts_again_says_so() -> None:
+    log = MemoryLog(LOG)
+    lineage = log.lineage(kept(log, "a"))
+    peer = Peer("a", SETTINGS, SIZE, STATE, 0.0, 1, SimulatedKeys("a"), inspect, lineage)
+    assert peer.replica.is_of_minority
+    assert (peer.log, peer.settled) == (lineage.log, lineage.log)

@@ -79,8 +79,20 @@ def test_who_joins_or_is_not_reached_or_failed_us_has_nothing_to_give() -> None:
     presence.now = DISTRUST
     assert presence.distrusted == frozenset()
     presence.distrust("c")
-    presence.trust("c")
+    presence.ask_again("c")
     assert presence.distrusted == frozenset()
+
+
+def test_who_gave_nothing_may_lead() -> None:
+    presence = seeing()
+    presence.gave_nothing("a")
+    assert presence.donors() == {"c"}
+    assert presence.elect(AHEAD, ()) == "a"
+    presence.ask_again("a")
+    assert presence.donors() == {"a", "c"}
+    presence.gave_nothing("a")
+    presence.now = DISTRUST
+    assert presence.unhelpful == frozenset()
 
 
 def test_the_dead_are_no_donors() -> None:

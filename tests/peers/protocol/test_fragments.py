@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peers.log.header import Header, Member
+from peers.log.lineage import Lineage
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
@@ -66,7 +67,7 @@ def test_an_entry_that_was_replayed_ends_its_slot_alone() -> None:
 def replica_of_two(fragments: int = 2) -> tuple[Replica, Desk]:
     desk = Desk("b", TWO, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
     log = replace(TWO, fragments=fragments).empty_log
-    return Replica(desk, Presence("b", 10.0, 10.0, bar=10.0, now=0.0), log, STATE), desk
+    return Replica(desk, Presence("b", 10.0, 10.0, bar=10.0, now=0.0), Lineage(log), STATE), desk
 
 
 def test_what_is_made_while_another_entry_cannot_be_replayed_is_applied() -> None:

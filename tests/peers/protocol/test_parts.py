@@ -10,6 +10,7 @@ import pytest
 
 from peers.errors import LocalProtocolError
 from peers.log.header import Member, cycle_head
+from peers.log.lineage import Lineage
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.diagrams import PARTS, diagram
@@ -92,7 +93,7 @@ def makes_two_entries_at_once() -> None:
     """Of the two fragments of a cycle: the second waits until the first is applied."""
     log = replace(SETTINGS, fragments=2).empty_log
     desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
-    replica = Replica(desk, Presence("b", 10.0, 10.0, bar=10.0, now=0.0), log, STATE)
+    replica = Replica(desk, Presence("b", 10.0, 10.0, bar=10.0, now=0.0), Lineage(log), STATE)
     closing = log.of(1).next_header([member("a", 0, 20)], PAYLOAD)
     first = log.next_header([Member(peer="a", tokens=TOKENS, samples=())], PAYLOAD)
     for header in (closing, first):

@@ -285,6 +285,17 @@ def test_a_leader_with_another_state_than_most_is_not_believed() -> None:
     assert rig.peer.slot.acceptor.pledged_to == "b"
 
 
+def test_a_leader_that_refuses_a_state_and_gives_none_leads_no_more() -> None:
+    rig = Rig()
+    rig.see(LOG)
+    refuse = Refuse(position=LOG.position, state_digest=OTHER, reason="its state is not ours")
+    assert [fetch.donor for fetch in of(rig.hear("a", refuse), FetchSnapshot)] == ["a"]
+    rig.do(SnapshotFailed("a", "it gives none"))
+    assert rig.peer.slot.leadership.elect() == "a", "whoever has nothing to give may lead"
+    assert of(rig.hear("a", refuse), FetchSnapshot) == []
+    assert rig.peer.slot.leadership.elect() != "a"
+
+
 def test_training_goes_on_while_the_state_is_digested() -> None:
     """Nothing is said to others that would need the digest; then it is said at once."""
     rig = IN_STATE[State.APPLYING]()

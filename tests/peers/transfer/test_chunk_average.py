@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
@@ -12,7 +11,7 @@ from peers.protocol.effects import ReduceChunk
 from peers.protocol.events import ReducedArrived
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk, find_spoiler
-from peers.values.workload import BadBlocksError, Blocks
+from peers.values.workload import BadBlocksError, Reduction
 from tests.peers.builders import SIZE
 from tests.peers.fakes import BLOCK, FakeWorkload
 from tests.peers.protocol.test_exchange import AT
@@ -28,16 +27,10 @@ class Fussy:
         self.error = error
         self.calls = 0
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> bytes:
+    async def reduce(self, reduction: Reduction) -> bytes:
         self.calls += 1
-        assert any(tokens for _, tokens in contributions)
-        if BAD in contributions:
+        assert any(tokens for _, tokens in reduction.contributions)
+        if BAD in reduction.contributions:
             raise self.error
         return b"average"
 
@@ -65,15 +58,9 @@ def test_the_first_that_spoils_the_average(
 class Recording(Fussy):
     """Keeps what it was asked for."""
 
-    async def reduce(
-        self,
-        contributions: Sequence[tuple[Blocks, float]],
-        first_block: int,
-        out: memoryview | None = None,
-        tokens: int | None = None,
-    ) -> bytes:
-        self.asked = [(bytes(blocks), weight) for blocks, weight in contributions], tokens
-        return bytes(len(contributions[0][0]))
+    async def reduce(self, reduction: Reduction) -> bytes:
+        self.asked = [(bytes(blocks), weight) for blocks, weight in reduction.contributions], reduction.tokens
+        return bytes(len(reduction.contributions[0][0]))
 
 
 def test_who_is_clipped_weighs_less_and_all_tokens_are_divided_by() -> None:

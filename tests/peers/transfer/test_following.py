@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from peers.errors import SwarmUnreachableError
 from peers.log.header import Header
 from peers.log.payload import Payload
+from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.simulator.simulated_keys import SimulatedKeys
@@ -28,6 +30,8 @@ from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, beat, chain_of, membe
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload
 
 GENESIS = bytes(32)
+UNSIGNED = replace(SETTINGS, timing=replace(SETTINGS.timing, partition_grace=0.0))
+"""Nobody signs the entries of these runs, and nobody waits for signatures."""
 
 
 def payload(index: int, lineage: bytes) -> Payload:
@@ -105,12 +109,12 @@ class FollowedWorkload(FakeWorkload):
 class Swarm(FakeTransport):
     """What a follower sees of the swarm."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: RunSettings = UNSIGNED) -> None:
         super().__init__("follower")
         self.beats: dict[str, Heartbeat] = {}
         self.connected: list[str] = []
         self.workload = FollowedWorkload(GENESIS)
-        self.following = Following(self, self.workload, SETTINGS, MemoryStorage())
+        self.following = Following(self, self.workload, settings, MemoryStorage())
 
     async def add(self, name: str, donor: Donor, state: PeerState = PeerState.TRAINING) -> Donor:
         self.donors[name] = await donor.serve()
@@ -346,5 +350,54 @@ def test_an_entry_in_place_of_an_anchored_one_is_not_followed() -> None:
         with pytest.raises(CannotFollowError, match="entry 7: the anchor z has signed another outer step 8"):
             await swarm.following.advance()
         swarm.assert_is_at(theirs, 7)
+
+    asyncio.run(scenario())
+
+
+class Clock:
+    """Seconds, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("peers.transfer.doubts.now", clock)
+    return clock
+
+
+def test_what_nobody_has_signed_is_followed_once_the_partition_grace_is_over(clock: Clock) -> None:
+    """Regression: a peer that made up an entry led followers astray at once, until the certified one came."""
+
+    async def scenario() -> None:
+        swarm, run = Swarm(SETTINGS), Run(4)
+        await swarm.add("a", Donor(run, frozen=2))
+        await swarm.following.begin()
+        for index in (2, 3):
+            assert await swarm.following.advance() is None
+            clock.now += SETTINGS.timing.partition_grace - 1
+            assert await swarm.following.advance() is None
+            swarm.assert_is_at(run, index)
+            clock.now += 1
+            assert await swarm.following.advance() is not None, "from each place it waits anew"
+        swarm.assert_is_at(run, 4)
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_signatures_still_moves_to_a_better_log(clock: Clock) -> None:
+    async def scenario() -> None:
+        swarm, light, heavy = Swarm(SETTINGS), Run(3, b"light", 10), Run(5, b"heavy", 100)
+        await swarm.add("a", Donor(light, frozen=2))
+        await swarm.following.begin()
+        await swarm.add("b", Donor(heavy, frozen=4))
+        with pytest.raises(CannotFollowError, match="b: entry 2: its previous does not follow") as caught:
+            await swarm.following.advance()
+        assert caught.value.least == 0
 
     asyncio.run(scenario())

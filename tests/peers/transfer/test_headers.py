@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -137,3 +138,24 @@ def test_one_peer_is_served_one_at_a_time() -> None:
                 pass
 
     asyncio.run(scenario())
+
+
+def test_strangers_take_no_place_of_a_members() -> None:
+    """Regression: four strangers that were slow to read kept all members from fetching headers."""
+
+    async def scenario() -> None:
+        donor = FakeTransport("a")
+        members = [f"member{number}" for number in range(headers_module.READERS)]
+        await serve_headers(donor, {RUN: chain_of(ENTRIES).stretch}, lambda run, peer: run == RUN and peer in members)
+        serve = donor.serve[HEADERS]
+        async with AsyncExitStack() as reading:
+            for number in range(headers_module.STRANGERS):
+                await reading.enter_async_context(serve(f"stranger{number}", REQUEST))
+            for name in members:
+                await reading.enter_async_context(serve(name, REQUEST))
+            with pytest.raises(RefusalError, match="too many"):
+                await reading.enter_async_context(serve("another stranger", REQUEST))
+        async with serve("another stranger", REQUEST):
+            pass
+
+    simulate(scenario())

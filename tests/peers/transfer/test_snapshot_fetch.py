@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,17 @@ def test_the_one_that_most_have_is_taken() -> None:
 def test_of_two_that_as_many_have_the_newer_is_taken() -> None:
     old, new = map(offered, ROUND)
     assert chosen({"a": old, "b": new, "c": old, "d": new}) == (8, ["b", "d"])
+
+
+def test_whoever_is_wary_takes_one_that_no_doubtful_entry_led_to() -> None:
+    """Regression: whoever made up an entry, and the state after it, gave that to a follower with one other donor."""
+    old, new = map(offered, ROUND)
+    doubtful = replace(branch_to(ROUND[1]), doubts=(log_at(6, "abc"),))
+    for offers, taken in (({"a": old, "b": new, "c": new}, ["a"]), ({"b": new}, ["b"])):
+        assert Vouched(doubtful, is_wary=True).choose(offers) == taken
+    assert Vouched(doubtful).choose({"a": old, "b": new, "c": new}) == ["b", "c"]
+    certified_later = replace(doubtful, doubts=(log_at(2, "abc"),))
+    assert Vouched(certified_later, is_wary=True).choose({"a": old, "b": new, "c": new}) == ["b", "c"]
 
 
 def test_none_that_is_too_old_is_taken() -> None:

@@ -1,0 +1,87 @@
+"""A real process that lies in a swarm of four: the honest go on, count, agree, and have the state that the log says.
+
+One swarm lives through all lies, one after another. Each of them costs the others a round at most, and its own process
+its place in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TypeAlias
+
+import pytest
+
+from tests.swarm.liar_swarm import LiarSwarm
+from tests.swarm.real_lies import LIES
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+Story: TypeAlias = Callable[[LiarSwarm], Coroutine[None, None, None]]
+Tell: TypeAlias = Callable[[Story], None]
+TURNS = 4  # at joining: donors are asked by chance, and not before they are reached
+LEADERS = ("a corrupt leader",)
+TO_JOINERS = ("a false snapshot",)
+FLIPPED = "a flipped bit"
+MEMBERS = tuple(name for name in LIES if name not in (*LEADERS, *TO_JOINERS, FLIPPED))
+
+
+@pytest.fixture(scope="module")
+def tell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tell]:
+    """Runs a story with the one swarm."""
+    with asyncio.Runner() as runner:
+        swarm = LiarSwarm(tmp_path_factory.mktemp("swarm"))
+        try:
+            runner.run(swarm.start())
+            yield lambda story: runner.run(story(swarm))
+        finally:
+            runner.run(swarm.end())
+
+
+@pytest.mark.parametrize("lie", LEADERS)
+def test_a_leader_that_lies_is_turned_away_from(tell: Tell, lie: str) -> None:
+    async def story(swarm: LiarSwarm) -> None:
+        await swarm.led_by_the_liar()
+        await swarm.lie(lie)
+        await swarm.thrive(lie)
+        await swarm.be_honest()
+
+    tell(story)
+
+
+@pytest.mark.parametrize("lie", MEMBERS)
+def test_a_member_that_lies_keeps_nobody_from_counting(tell: Tell, lie: str) -> None:
+    async def story(swarm: LiarSwarm) -> None:
+        await swarm.led_by_others()
+        await swarm.lie(lie)
+        await swarm.thrive(lie)
+        await swarm.be_honest()
+
+    tell(story)
+
+
+@pytest.mark.parametrize("lie", TO_JOINERS)
+def test_who_joins_gets_the_state_of_the_log(tell: Tell, lie: str) -> None:
+    async def story(swarm: LiarSwarm) -> None:
+        await swarm.part_of(swarm.liar)  # else it has nothing to give
+        swarm.liar.lie(lie)
+        for _ in range(TURNS):
+            await swarm.restart(swarm.honest[-1])
+            if swarm.liar.has_lied:
+                break
+        assert swarm.liar.has_lied, "nobody who joined has asked it"
+        await swarm.thrive(lie)
+        await swarm.be_honest()
+
+    tell(story)
+
+
+def test_a_bit_that_flipped_is_put_right(tell: Tell) -> None:
+    async def story(swarm: LiarSwarm) -> None:
+        await swarm.led_by_others()
+        since = swarm.index + 1
+        await swarm.lie(FLIPPED)
+        await swarm.thrive(FLIPPED)
+        await swarm.until(lambda: bool(swarm.whole(since)), "the state of all in the peer whose bit has flipped")
+        await swarm.be_honest()
+
+    tell(story)
