@@ -9,8 +9,9 @@ DOCKERFILES = $(wildcard docker/*Dockerfile*)
 # make demo PEERS=4 MINUTES=5 RUN=run.toml, and whatever else in DEMO_ARGS
 DEMO_FLAGS = $(if $(PEERS),--peers $(PEERS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RUN),--run $(RUN)) $(DEMO_ARGS)
 
-# Swarms of real processes have the machine to themselves, one after the other.
-ALL_TESTS = $(BIN)/python -m pytest -m "not swarm" --numprocesses auto --maxprocesses 4 --dist worksteal && $(BIN)/python -m pytest -m swarm
+# Swarms of real processes mostly wait, so that two at a time fit on a machine with two cores.
+ALL_TESTS = $(BIN)/python -m pytest -m "not swarm" --numprocesses auto --maxprocesses 4 --dist worksteal \
+    && $(BIN)/python -m pytest -m swarm --numprocesses 2 --dist loadfile
 
 .PHONY: help venv demo test neon lint clean
 .DEFAULT_GOAL := help

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from peers.protocol.effects import Dropped
 from peers.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
 from peers.simulator.simulation import Swarm
-from peers.values.workload import BadBlocksError, Blocks, Trained
+from peers.values.workload import BadBlocksError, Blocks, Reduction, Trained
 from tests.simulation.test_schedules import swarm_of, the_honest_go_on
 
 LIAR = "peer2"
@@ -38,16 +36,10 @@ def cannot_average_what_is_spoilt(swarm: Swarm) -> None:
     for one in (one for one in swarm.living if one.name != LIAR):
         reduce = one.workload.reduce
 
-        async def fail(
-            blocks: Sequence[tuple[Blocks, float]],
-            first: int,
-            out: memoryview | None = None,
-            tokens: int | None = None,
-            reduce: object = reduce,
-        ) -> bytes:
-            if any(bytes(data).startswith(SPOILT) for data, _ in blocks):
+        async def fail(reduction: Reduction, reduce: object = reduce) -> bytes:
+            if any(bytes(data).startswith(SPOILT) for data, _ in reduction.contributions):
                 raise BadBlocksError("the weighted values overflow")
-            average: bytes = await reduce(blocks, first, out, tokens)  # type: ignore[operator]
+            average: bytes = await reduce(reduction)  # type: ignore[operator]
             return average
 
         one.workload.reduce = fail  # type: ignore[method-assign, assignment]

@@ -144,8 +144,8 @@ class Finished:
         self.code, self.out, self.err = code, out, err
 
     def error_line(self) -> str:
-        """The only line on stderr."""
-        lines = self.err.strip().splitlines()
+        """The only line on stderr that is none of the log's."""
+        lines = [line for line in self.err.strip().splitlines() if not re.match(r"\d\d:\d\d:\d\d INFO ", line)]
         assert len(lines) == 1, self.err
         [line] = lines
         assert line.startswith("error: ")

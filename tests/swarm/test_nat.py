@@ -32,6 +32,7 @@ class Volunteer:
         self.reach: dict[str, str] = {}
         self.averaged = 0
         self._news = news
+        self._listening: asyncio.Task[None] | None = None
 
     async def start(self, contact: Sequence[str], options: Sequence[object], log: Path) -> None:
         arguments = [PROGRAM, *options]
@@ -45,7 +46,8 @@ class Volunteer:
 
     async def end(self) -> None:
         await self._process.end()
-        await self._listening
+        if self._listening is not None:  # else it has not come so far
+            await self._listening
 
     def last_words(self) -> str:
         return f"{self.machine.kind} at {max(self.entries, default=None)}, {self.reach}; {self._process.last_words()}"
