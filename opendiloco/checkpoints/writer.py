@@ -22,6 +22,7 @@ from pathlib import Path
 from opendiloco.checkpoints.files import PARTIAL, file_header, file_name, prune, sweep
 from opendiloco.checkpoints.remote import RateLimit, Remote
 from opendiloco.errors import RemoteError
+from peers.values.whole_files import sync_folder
 
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6
 NICENESS = 19
@@ -94,7 +95,7 @@ def write_checkpoint(
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def send(path: Path, job: Job) -> None:
@@ -120,15 +121,6 @@ def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
             os.posix_fadvise(target, 0, done, os.POSIX_FADV_DONTNEED)
             flushed = done
         limit.passed(done)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Only then is the new name on the disk, too."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cause(error: OSError, folder: Path, state_bytes: int) -> str:

@@ -23,15 +23,15 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview], is_durable: bo
                 os.fsync(file.fileno())
         partial.replace(path)
         if is_durable:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
     except OSError:
         with suppress(OSError):
             partial.unlink()
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    """Have the disk know the new name, too."""
+def sync_folder(folder: Path) -> None:
+    """Have the disk know the new names of files, too. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
