@@ -78,6 +78,11 @@ class Anchorer:
                 raise CannotAnchorError(f"this key has signed another outer step {one.index}")
         if (other := known.contradiction(heads)) is not None:
             raise CannotAnchorError(f"the anchor {other.anchor} has signed another outer step {other.index}")
+        ahead = [] if ours else [head for head in known.before(self._me) if head.index > log.next_index]
+        if ahead:  # it may be another log, which has not come so far
+            raise CannotAnchorError(
+                f"it has not come to outer step {ahead[-1].index}, which {ahead[-1].anchor} has signed"
+            )
         every = [*ours, *(one for signed in known.believed.values() for one in signed)]
         return max((one.index for one in every if heads.get(one.index) == one.head), default=0)
 

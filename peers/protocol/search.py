@@ -88,6 +88,8 @@ class Search:
         """
         log, anchors = self._replica.log, self._replica.anchors
         vouched = anchors.vouched(theirs.heads)
+        if self._replica.needs_an_anchored_log and not vouched:
+            return None  # it may be another founding, which has not come so far
         for doubt in theirs.doubts:
             if doubt.position.index < vouched:
                 continue

@@ -133,6 +133,10 @@ class Anchors:
         """The places of the heads that count."""
         return frozenset(head.index for heads in self.believed.values() for head in heads)
 
+    def before(self, key: str) -> list[AnchoredHead]:
+        """Return the heads that count of the keys that overrule this one."""
+        return [head for other in self.keys[: self.keys.index(key)] for head in self.believed[other]]
+
     @property
     def liars(self) -> dict[str, int]:
         """Keys that have signed two heads at one index, and that index: from there on they are not believed."""

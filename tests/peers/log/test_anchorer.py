@@ -75,6 +75,17 @@ def test_it_signs_nothing_that_another_anchor_would_not_have_signed(tmp_path: Pa
         anchorer(tmp_path).sign(OTHER.kept(), known)
 
 
+def test_a_log_that_has_not_come_to_what_a_better_key_has_signed_may_be_another(tmp_path: Path) -> None:
+    """Regression: an anchor that had signed nothing yet signed a short false log, and could never sign the run's."""
+    known = Anchors(RUN, ("y", "z")).with_heads([signed(COMMON, 7, "y")])
+    short = Past(4, name=b"other")
+    with pytest.raises(CannotAnchorError, match="it has not come to outer step 7, which y has signed"):
+        anchorer(tmp_path).sign(short.kept(), known)
+    assert anchorer(tmp_path).sign(COMMON.kept(), known) == signed(COMMON, 10)
+    worse = NOBODY.with_heads([signed(COMMON, 7, "y")])
+    assert anchorer(tmp_path / "2").sign(short.kept(), worse) == signed(short, 4), "a worse key stops nobody"
+
+
 def test_a_key_may_overrule_those_after_it(tmp_path: Path) -> None:
     """That another one of them was stolen, a person knows."""
     known = NOBODY.with_heads([signed(COMMON, 7, "y")])

@@ -278,6 +278,22 @@ def test_of_two_foundings_the_anchored_one_counts_whoever_lives_there(anchored: 
     assert (place.replica.contradiction is not None) is moves
 
 
+def test_a_newcomer_takes_no_log_that_has_not_come_to_an_anchored_head() -> None:
+    """Regression: it took a second founding that was merely shorter."""
+    place, proof = Place(), Proof(is_certified=True, signers=1)
+    heard(place, 9, bytes(32))
+    theirs = Branch(LOG, OTHER, {0: (b"theirs", proof)}, {1: OTHER.position.head})
+
+    def is_taken() -> bool:
+        place.see(OTHER, names="c")
+        place.search.weigh("c")
+        return place.search.on_seen(LineageSeen("c", theirs, Branch(LOG, LOG))) is not None
+
+    assert not is_taken()
+    heard(place, 1, OTHER.position.head)
+    assert is_taken()
+
+
 def test_who_is_astray_says_so_and_looks_at_those_that_it_had_passed_over() -> None:
     place = Place()
     place.step(first_log())
