@@ -218,8 +218,9 @@ class ArchivedRun:
         for beat in ahead:
             others = [peer for peer in donors if peer != beat.peer]
             try:
-                await self._keep_up_with(beat, others, beats)
-                break
+                if await self._keep_up_with(beat, others, beats):
+                    donors = [beat.peer, *others]
+                    break
             except FAILURES as error:  # another one may have what this one does not
                 logger.warning("run %s: %s", self.run.run_id, error)
         await self._complete_log(donors)
@@ -228,9 +229,9 @@ class ArchivedRun:
         if self.end.position.index > due:
             await self._keep_snapshot(beats, donors, due)
 
-    async def _keep_up_with(self, beat: Heartbeat, others: Sequence[str], beats: Sequence[Heartbeat]) -> None:
-        """Keep what a peer has that is ahead of us. Raises: FAILURES."""
-        donors = [beat.peer, *others]
+    async def _keep_up_with(self, beat: Heartbeat, others: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
+        """Keep what a peer has that is ahead of us. Returns whether it had anything that we keep. Raises: FAILURES."""
+        donors, before = [beat.peer, *others], self.end
         try:
             if self._is_astray:
                 raise LogError("the run's anchors have signed another log")
@@ -241,6 +242,7 @@ class ArchivedRun:
         except (LogError, PayloadError) as error:
             logger.info("run %s: %s; a snapshot is fetched", self.run.run_id, error)
             await self._keep_snapshot(beats, donors, 0)
+        return self.end != before
 
     async def _keep_next(self, donors: Sequence[str]) -> bool:
         """Keep the next entry, unless too few have signed it, and others may still come. Returns whether it is kept.
@@ -341,11 +343,14 @@ class Archive:
     async def _keep_one(self, archived: ArchivedRun, kept: dict[str, PayloadBuffers]) -> None:
         async with archived.checkpointer:
             while True:
-                try:
-                    await archived.follow()
-                    await archived.anchor()
-                except (*FAILURES, DilocoPeerError) as error:
-                    logger.warning("run %s: %s", archived.run.run_id, error)
+                for work in (
+                    archived.follow,
+                    archived.anchor,
+                ):  # what a peer does not give keeps no anchor from signing
+                    try:
+                        await work()
+                    except (*FAILURES, DilocoPeerError) as error:
+                        logger.warning("run %s: %s", archived.run.run_id, error)
                 if archived.buffers is not None:
                     kept[archived.run.run_id] = archived.buffers
                 if archived.end.last is not None or archived.run.manifest.is_by_invitation:  # else nobody gives it any

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -136,6 +138,52 @@ def test_without_anybody_there_it_waits(run: Run, tmp_path: Path) -> None:
     kept = archive(run, tmp_path)
     asyncio.run(kept.follow())
     assert kept.end.last is None
+
+
+def test_who_says_most_and_has_nothing_that_is_kept_does_not_keep_it_from_others(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a stranger that showed an entry that nobody had signed was the only one to be asked."""
+    kept, asked = archive(run, tmp_path), list[str]()
+    [_, after] = positions(archive(run, tmp_path / "theirs"), 1)
+    kept.buffers = cast(Any, object())
+
+    async def keep_next(donors: Sequence[str]) -> bool:
+        asked.append(donors[0])
+        if donors[0] == "honest":
+            kept.end = after
+        return donors[0] == "honest"
+
+    async def nothing(*arguments: object) -> None:
+        asked.append("log of " + cast(Any, arguments[0])[0])
+
+    beats = [
+        Heartbeat.model_construct(
+            peer=peer,
+            state=PeerState.TRAINING,
+            index=1,
+            lineage_tokens=tokens,
+            sequence=1,
+            head=bytes(32),
+            addresses=(),
+        )
+        for peer, tokens in (("honest", 16), ("stranger", 2**61))
+    ]
+    monkeypatch.setattr(kept, "_keep_next", keep_next)
+    monkeypatch.setattr(kept, "_complete_log", nothing)
+    kept._snapshot = cast(Any, SimpleNamespace(index=1))
+    network = cast(Any, kept._transport)
+    network.heartbeats, network.connect = answering(beats), answering(True)
+    asyncio.run(kept.follow())
+    assert asked == ["stranger", "honest", "log of honest"]
+    assert kept.end == after
+
+
+def answering(what: object) -> Callable[..., Awaitable[object]]:
+    async def answer(*asked: object) -> object:
+        return what
+
+    return answer
 
 
 # Anchoring --------------------------------------------------------------------------------------------------------
