@@ -6,6 +6,8 @@ Heavy arithmetic runs in threads, so that the event loop never waits.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,8 @@ from peers.values.workload import Blocks, InnerLoop, Progress, Reduction, Traine
 
 if TYPE_CHECKING:
     from peers.driver.driver import Driver
+
+logger = logging.getLogger(__name__)
 
 
 class LocalTrainer(Protocol):
@@ -74,6 +78,9 @@ class TrainingWorkload(LocalState):
     async def take_turn(self, index: int, telemetry: Telemetry) -> None:
         """Evaluate theta at outer step `index`, if it is our turn. The others hear of a loss of the run's text only."""
         if not self.is_our_turn() or (found := await self.held_out()) is None:
+            return
+        if not math.isfinite(found.loss):
+            logger.warning("the held-out loss after outer step %d is %s: nobody is told", index, found.loss)
             return
         held_out = HeldOutLoss(index=index, loss=found.loss)
         telemetry.evaluated(held_out, found.is_runs_text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 LOOPBACK = "127.0.0.1"
+PATIENCE = timedelta(hours=2)
+"""For which workers wait for each other: the first alone draws the initial weights, eleven minutes of 10 billion. NCCL
+would give up after ten. Workers that die are noticed otherwise."""
 
 
 class Team:
@@ -44,7 +48,7 @@ class Team:
             store = TCPStore(LOOPBACK, port, size, is_master=True, master_listen_fd=listener)
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
+        dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size, device_id=device_id)
         return cls(device, rank, size, init_device_mesh(device.type, (size,)))
 
     def piece(self, count: int) -> slice:

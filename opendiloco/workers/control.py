@@ -21,7 +21,7 @@ LINE_LIMIT = 16 * 2**20
 class ControlMessage(BaseModel):
     """One line of the control channel."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
     def line(self) -> bytes:
         return self.model_dump_json().encode() + b"\n"

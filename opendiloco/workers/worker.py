@@ -302,12 +302,21 @@ def count_devices() -> DevicesCounted:
     return DevicesCounted(gpus=torch.cuda.device_count())
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device has no memory left. Torch has a class for its own allocator alone; what CUDA's libraries and
+    NCCL could not get, they say in words."""
+    said = str(error).lower()
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and ("out of memory" in said or "cublas_status_alloc_failed" in said)
+    )
+
+
 def describe_failure(error: Exception) -> Failed:
     """What the peer process needs to raise the same error on its side."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
         error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
-    if type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
         error = DeviceMemoryError("the device ran out of memory.", remedy)
     message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from opendiloco.workers.control import Failed, RunInnerLoop, parse_command, parse_reply
+from opendiloco.workers.control import Evaluated, Failed, RunInnerLoop, parse_command, parse_reply
+from opendiloco.workers.worker import describe_failure
 from peers.values.leases import SampleRange
 from tests.opendiloco.trainings import training_done
 
@@ -32,3 +33,25 @@ def test_messages_survive_their_line() -> None:
 def test_what_is_no_command_is_refused(line: bytes) -> None:
     with pytest.raises(ValidationError):
         parse_command(line)
+
+
+@pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_number_gets_through(loss: float) -> None:
+    reply = parse_reply(Evaluated(loss=loss, tokens=1).line())
+    assert isinstance(reply, Evaluated)
+    assert str(reply.loss) == str(loss)
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (RuntimeError("CUDA error: out of memory"), "DeviceMemoryError"),
+        (RuntimeError("cuBLAS: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "DeviceMemoryError"),
+        (RuntimeError("NCCL error: Failed to CUDA calloc 4 bytes: out of memory"), "DeviceMemoryError"),
+        (RuntimeError("sizes do not match"), "RuntimeError"),
+        (ValueError("out of memory"), "ValueError"),
+    ],
+)
+def test_want_of_memory_is_known_by_whatever_says_so(error: Exception, name: str) -> None:
+    """Regression: workers that could have gone on with half as many windows were started again and again."""
+    assert describe_failure(error).error == name

@@ -58,9 +58,11 @@ class Workers(WorkerGroup):
         self.telemetry = Telemetry(inner_steps=10)
         self.held_out_digest = "ab" * 32
 
+    loss = 2.5
+
     async def evaluate(self, windows: int) -> Evaluated:
         self.asked.append(f"evaluate {windows}")
-        return Evaluated(loss=2.5, tokens=100)
+        return Evaluated(loss=self.loss, tokens=100)
 
     async def train(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
@@ -109,3 +111,19 @@ def test_a_loss_of_other_text_is_called_so_and_kept_from_the_others(
     with caplog.at_level(logging.INFO):
         asyncio.run(story())
     assert ("on other text than the run's" in caplog.text) != heard
+
+
+def test_nobody_is_told_of_a_loss_that_is_no_number(small_config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the answer could not be read, and the worker was taken for dead."""
+
+    async def story() -> None:
+        workers, found = Workers(), list[HeldOutLoss]()
+        workers.loss = float("nan")
+        workload = RunWorkload(workers, small_config)
+        workload.is_our_turn, workload.on_evaluated = lambda: True, found.append
+        await workload.train(InnerLoop(4, (SampleRange(0, 1),), 1, 0), lambda progress: None)
+        assert found == []
+        assert workers.asked[-1] == "train 4"
+
+    asyncio.run(story())
+    assert "the held-out loss after outer step 4 is nan: nobody is told" in caplog.text
