@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import shutil
 
 import torch
 
 from opendiloco.errors import MachineError, first_line
 
+TRITON_CAPABILITY = (7, 0)
+"""Compute capability of the oldest GPUs that it compiles for."""
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
@@ -37,6 +41,14 @@ def choose_device(wanted: str) -> torch.device:
 def device_name(device: torch.device) -> str:
     """A GPU's name as its driver says it, such as "NVIDIA A100-SXM4-80GB"; else the device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def compiling_lacks(device: torch.device) -> str | None:
+    """Return what torch.compile would lack on a GPU: Triton has a C compiler make its launchers. None: nothing."""
+    if torch.cuda.get_device_capability(device) < TRITON_CAPABILITY:
+        return f"a {device_name(device)} is too old for it"
+    compilers = [*filter(None, [os.environ.get("CC")]), "gcc", "clang"]
+    return None if any(map(shutil.which, compilers)) else "there is no C compiler here; install gcc"
 
 
 def forget_peak_memory(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory
+from opendiloco.inner.device_facts import compiling_lacks
 from opendiloco.inner.optimizers import FUSED_ON
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
 from opendiloco.inner.team import Team
@@ -53,7 +54,7 @@ def assemble_model(
         shard_model(model, team, config.training)
         if not each_builds:
             fill_untrained(model, whole, team)
-    if options.compile if options.compile is not None else team.device.type == "cuda":
+    if _is_compiled(options, team.device):
         at_stage("compiling, which goes on in the first inner step")
         _compile_blocks(model)
     team.wait_for_all()  # the others map the shared memory now, which must have its size
@@ -68,6 +69,16 @@ def _checkpoint_activations(model: Any) -> None:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise MachineError(first_line(error), "Use --no-activation-checkpointing.") from error
+
+
+def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
+    """Whether blocks are compiled: as the owner says; else on GPUs, where that is possible."""
+    if options.compile is not None or device.type != "cuda":
+        return bool(options.compile)
+    lacking = compiling_lacks(device)
+    if lacking is not None:
+        at_stage(f"not compiling, which would be faster: {lacking}")
+    return lacking is None
 
 
 def _compile_blocks(model: Any) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from opendiloco.errors import MachineError
-from opendiloco.inner.device_facts import choose_device
+from opendiloco.inner.device_facts import choose_device, compiling_lacks
+from opendiloco.stages import watched_by
+from opendiloco.workers.assembly import _is_compiled
+from opendiloco.workers.options import WorkerOptions
 
 
 def test_a_device_that_is_not_there() -> None:
@@ -26,3 +30,29 @@ def test_a_device_that_is_none_of_ours(wanted: str) -> None:
 def test_the_processor_can_always_be_had() -> None:
     assert choose_device("cpu").type == "cpu"
     assert choose_device("auto").type in {"cpu", "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "compilers", "lacking"),
+    [
+        ((8, 0), {"gcc"}, None),
+        ((7, 0), {"clang"}, None),
+        ((8, 0), {"my-cc"}, None),
+        ((6, 1), {"gcc"}, "a Pascal is too old for it"),
+        ((9, 0), set[str](), "there is no C compiler here; install gcc"),
+    ],
+)
+def test_a_gpu_without_what_compiling_takes_trains_all_the_same(
+    capability: tuple[int, int], compilers: set[str], lacking: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "my-cc")
+    monkeypatch.setattr("shutil.which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pascal")
+    gpu, said = torch.device("cuda:0"), list[str]()
+    assert compiling_lacks(gpu) == lacking
+    with watched_by(lambda stage, share: said.append(stage)):
+        assert _is_compiled(WorkerOptions(), gpu) is (lacking is None)
+        assert _is_compiled(WorkerOptions(compile=True), gpu)
+    assert said == ([f"not compiling, which would be faster: {lacking}"] if lacking else [])
+    assert not _is_compiled(WorkerOptions(), torch.device("cpu"))
