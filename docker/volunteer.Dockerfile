@@ -1,10 +1,12 @@
-# A volunteer that trains on the CPU:
+# A volunteer that trains on the CPU, or on GPUs:
 #
 #   docker build --file docker/volunteer.Dockerfile --tag diloco-volunteer .
 #   docker run --init --volume diloco-identity:/data diloco-volunteer join --run diloco:…
+#   docker run --init --gpus all --shm-size 1g --volume diloco-identity:/data diloco-volunteer join --run diloco:…
 #
 # On x86-64 the default package index has torch with CUDA inside, which adds several GB. PyTorch has an index of CPU
-# builds, too; pass its address with --build-arg TORCH_INDEX_URL=… to get a small image.
+# builds, too; pass its address with --build-arg TORCH_INDEX_URL=… to get a small image. It has no C compiler, which
+# torch.compile needs on GPUs; the other one has.
 
 FROM python:3.11 AS build
 WORKDIR /source
@@ -13,6 +15,11 @@ RUN PIP_CONSTRAINT=/source/constraints.txt pip wheel --no-cache-dir --no-deps --
 
 FROM python:3.11-slim
 ARG TORCH_INDEX_URL=""
+# hadolint ignore=DL3008
+RUN if [ -z "$TORCH_INDEX_URL" ]; then \
+        apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 COPY constraints.txt /tmp/
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir --constraint /tmp/constraints.txt \

@@ -29,6 +29,7 @@ from typing import Any, Self
 import torch
 
 from opendiloco.anchorage import ask_for_anchors
+from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
@@ -180,7 +181,8 @@ class DiLoCo:
         """
         chosen = [Choice.parse(choice)]
         opened = self._trackers.enter_context(tracking(chosen, self.run.run_id, self._identity.peer_id))
-        self._joined.workload.telemetry.trackers.extend(opened)
+        configuration = configuration_of(self.run, self._identity.peer_id, self._joined.worker.device)
+        self._joined.workload.telemetry.track_with(opened, configuration)
 
     def report(self, loss: torch.Tensor | float) -> None:
         """The loss of the inner step under way, to be shown to others."""
@@ -193,7 +195,10 @@ class DiLoCo:
         """
         read = self.run.with_data(self._data)
         config, self._has_runs_text = read.config, read.has_runs_text
-        self._text = load_data(config, build_tokenizer(config.tokenizer))
+        tokenizer = build_tokenizer(config.tokenizer)
+        self._text = load_data(config, tokenizer)
+        per_token = self._text.held_out.bytes_per_token(config.evaluation.windows, tokenizer)
+        self._joined.workload.telemetry.bytes_per_token = per_token
         size = config.training.batch_size
         while (outer_step := self._outer_step) is not None:
             first = outer_step.steps_done * size
@@ -232,15 +237,12 @@ class DiLoCo:
             return None
         section, held_out = self.run.config.evaluation, self._text.held_out
         self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
-        was_training = self._model.training
         try:
             loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, self._precision)
         except Exception as error:  # a model may be called in other ways than transformers'
             logger.warning("this loop takes no turns to evaluate: its model cannot: %s", first_line(error))
             self._text = None
             return None
-        finally:
-            self._model.train(was_training)
         is_runs_text = self._has_runs_text and section.digest in (None, held_out.digest(section.windows))
         return HeldOut(loss, is_runs_text)
 
@@ -281,6 +283,7 @@ class DiLoCo:
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
             workload.take_turns(driver, self._identity.peer_id, run.config.evaluation)
             volunteer = Volunteer(run, driver, transport, workload)
+            volunteer.draw_with(Curves(workload.telemetry, run.config))
             volunteer.admitted_by(entrance)
             loop = asyncio.get_running_loop()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))

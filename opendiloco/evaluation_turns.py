@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from opendiloco.config.run_config import EvaluationSection
@@ -21,3 +22,8 @@ def newest_held_out(heartbeats: Iterable[Heartbeat]) -> HeldOutLoss | None:
     """What the peers last found, if any of those who are there did."""
     found = [beat.held_out for beat in heartbeats if beat.held_out is not None]
     return max(found, key=lambda held_out: held_out.index, default=None)
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Return a loss in nats per token in bits per byte of the text, which can be compared between tokenizers."""
+    return loss / math.log(2) / bytes_per_token

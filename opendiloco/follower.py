@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from opendiloco.anchorage import ask_for_anchors
+from opendiloco.curves import versions
 from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.model.export import RunFacts
+from opendiloco.model.card import RunFacts
+from opendiloco.model.export import Dtype
+from opendiloco.origins import Past, losses_told
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
-from peers.log.header import Header
 from peers.net.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, nobody_trains
 from peers.transfer.storage import MemoryStorage
@@ -24,21 +26,41 @@ from peers.values.manifest import Invite
 logger = logging.getLogger(__name__)
 
 
-async def export_run(invite: Invite, folder: Path, key: Identity) -> RunFacts:
-    """Write the newest state of a run as a model folder; returns what its card says.
+@asynccontextmanager
+async def newest_state(
+    invite: Invite, key: Identity, data: Sequence[Path] = ()
+) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    """The newest state of a run's peers, in a workload that can evaluate, generate and export.
 
-    Raises: MachineError when the folder is not new, SwarmUnreachableError when no peer gives a state, and what starting
-    a worker raises.
+    Text to evaluate on is in the folders `data`, if there are any.
+
+    Raises: SwarmUnreachableError when no peer gives a state, and what starting a worker raises.
+    """
+    async with connected(key, invite.addresses) as transport:
+        run = await find_run(transport, invite.run_id)
+        run = run.with_data(data) if data else run
+        await ask_for_anchors(transport, run, invite.addresses)
+        if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
+            raise nobody_trains(run.run_id)
+        async with working(run) as workload:
+            yield run, past_of(await fetch_state(run, transport, workload)), workload
+
+
+async def export_run(
+    invite: Invite,
+    folder: Path,
+    key: Identity,
+    command: str = "",
+    dtype: Dtype = "float32",
+    data: Sequence[Path] = (),
+) -> RunFacts:
+    """Write the newest state of a run as a model folder; returns what its card says. `data` as in `newest_state`.
+
+    Raises: MachineError when the folder is not new, and as `newest_state`.
     """
     with new_folder(folder):
-        async with connected(key, invite.addresses) as transport:
-            run = await find_run(transport, invite.run_id)
-            await ask_for_anchors(transport, run, invite.addresses)
-            if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
-                raise nobody_trains(run.run_id)
-            async with working(run) as workload:
-                last = await fetch_state(run, transport, workload)
-                return await export_state(run, last, workload, folder)
+        async with newest_state(invite, key, data) as (run, past, workload):
+            return await export_state(run, past, workload, folder, command, dtype)
 
 
 @contextmanager
@@ -71,8 +93,8 @@ def make_folder(folder: Path) -> None:
         raise MachineError(f"{folder} cannot be used: {error.strerror}.", remedy) from error
 
 
-async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWorkload) -> Header | None:
-    """Take over the newest state. Returns the log's last header there.
+async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWorkload) -> Following:
+    """Take over the newest state. Return what has followed the run to there.
 
     Raises: SwarmUnreachableError when no peer gives a state that holds up.
     """
@@ -81,9 +103,14 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
     while True:
         try:
             if await following.advance() is None:
-                return following.log.last
+                return following
         except CannotFollowError as error:  # perhaps nobody keeps the payload any more
             await following.begin(error.least)
+
+
+def past_of(following: Following) -> Past:
+    """Return how the state came to be that was followed to."""
+    return Past.of(following.past, following.log.last, losses_told(following.donors.heartbeats))
 
 
 def warn_of_other_text(workload: LocalWorkload) -> None:
@@ -92,17 +119,25 @@ def warn_of_other_text(workload: LocalWorkload) -> None:
         logger.warning("the held-out text here is not the run's: its loss is not to be compared with the run's curve")
 
 
-async def export_state(run: Run, last: Header | None, workload: LocalWorkload, folder: Path) -> RunFacts:
-    """Evaluate and write the state that `workload` has."""
-    evaluated = await workload.evaluate()
+async def export_state(
+    run: Run, past: Past, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
+) -> RunFacts:
+    """Evaluate and write the state that `workload` has. The card says that `command` makes it."""
+    evaluated, last = await workload.evaluate(), past.last
     warn_of_other_text(workload)
     facts = RunFacts(
         run_id=run.run_id,
         manifest_digest=run.manifest.digest.hex(),
-        outer_steps=last.index + 1 if last else 0,
+        outer_steps=past.outer_steps,
         tokens=last.lineage_tokens if last else 0,
         peers=len(last.roster) if last else 0,
         held_out_loss=evaluated.loss,
+        bits_per_byte=workload.bits_per_byte(evaluated.loss),
+        contributors=past.contributors,
+        knows_all=past.is_whole,
+        curve=past.curve(evaluated.loss),
+        command=command,
+        versions=versions(),
     )
-    await workload.export(folder, facts)
+    await workload.export(folder, facts, dtype)
     return facts

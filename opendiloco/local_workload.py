@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
@@ -18,15 +20,17 @@ import numpy as np
 from opendiloco import kernels
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.errors import WorkerError
-from opendiloco.evaluation_turns import is_our_turn
-from opendiloco.model.export import RunFacts
+from opendiloco.evaluation_turns import bits_per_byte, is_our_turn
+from opendiloco.model.card import RunFacts
+from opendiloco.model.export import Dtype
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.inner_state import InnerState
 from opendiloco.outer.local_state import LocalState
+from opendiloco.outer.statistics import OuterStatistics, measure
 from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
-from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.presence.heartbeat import HeldOutLoss
@@ -58,6 +62,17 @@ class HeldOut(NamedTuple):
     is_runs_text: bool
 
 
+@dataclass(frozen=True)
+class OuterStepTaken:
+    """An outer step's statistics; `pause_seconds` from the end of training to the new theta, NaN where this machine
+    trained on meanwhile."""
+
+    index: int
+    learning_rate: float
+    pause_seconds: float
+    statistics: OuterStatistics
+
+
 class TrainingWorkload(LocalState):
     """Implements `peers.values.workload.Workload`, whoever trains."""
 
@@ -69,6 +84,10 @@ class TrainingWorkload(LocalState):
         self._needs_base = True  # until what has been trained is encoded
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
+        self.on_outer_step: Callable[[OuterStepTaken], None] | None = None
+        """Told of each outer step that is taken while somebody listens, a moment after it."""
+        self._trained_at: float | None = None  # when the contribution was encoded that no outer step has had yet
+        self._measuring: asyncio.Task[None] | None = None
 
     def take_turns(self, driver: Driver, me: str, section: EvaluationSection) -> None:
         """Evaluate theta whenever the log says that it is this peer's turn, and tell the others."""
@@ -92,11 +111,13 @@ class TrainingWorkload(LocalState):
         return None
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        self._base, self._needs_base = None, True
+        self._base, self._needs_base, self._trained_at = None, True, None
         return await self.trainer.train(work, on_progress)
 
     async def contribution(self) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
+        await self._measured()
+        self._trained_at = time.monotonic()
         base = self._state.theta if self._base is None else self._base
         try:
             await asyncio.to_thread(self._codec.encode_difference, base, self.trainer.vectors.local, self._contribution)
@@ -115,12 +136,35 @@ class TrainingWorkload(LocalState):
 
     async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
         """Raises: BadBlocksError, and changes nothing."""
+        await self._measured()
         await asyncio.to_thread(self._apply_beside_work, payload, index, keeps_work)
+        if self.on_outer_step is not None:
+            trained_at = None if keeps_work else self._trained_at
+            self._measuring = asyncio.create_task(self._measure(payload, index, trained_at, self.on_outer_step))
+        if not keeps_work:
+            self._trained_at = None
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
+        await self._measured()
         await super().restore(state, state_digest)
-        self._base = None
+        self._base = self._trained_at = None
+
+    async def _measure(
+        self, payload: Blocks, index: int, trained_at: float | None, tell: Callable[[OuterStepTaken], None]
+    ) -> None:
+        """Measure an outer step that has just been taken, beside whatever comes next, and tell of it."""
+        pause = math.nan if trained_at is None else time.monotonic() - trained_at
+        average = kernels.Payload(self._codec.format, self.parameter_count, payload)
+        own = None if trained_at is None else self._contribution
+        statistics = await asyncio.to_thread(measure, average, self._state.momentum, own)
+        tell(OuterStepTaken(index, self._state.learning_rate(index), pause, statistics))
+
+    async def _measured(self) -> None:
+        """Wait until nobody reads the momentum and the contribution of the last outer step any more."""
+        if self._measuring is not None:
+            await asyncio.wait([self._measuring])
+            self._measuring = None
 
     def _apply_beside_work(self, payload: Blocks, index: int, keeps_work: bool) -> None:
         checked = self._codec.checked(payload)
@@ -179,13 +223,17 @@ class LocalWorkload(TrainingWorkload):
         """Whether this machine has the held-out text that the run means, as far as can be known."""
         return self.reads_runs_text and self._held_out_digest in (None, self.workers.held_out_digest)
 
-    async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
-        """What theta makes of a prompt. Not while training."""
-        return await self.workers.generate(prompt, tokens, seed)
+    def bits_per_byte(self, loss: float) -> float:
+        """Return a loss on the held-out text in bits per byte of it."""
+        return bits_per_byte(loss, self.workers.bytes_per_token)
 
-    async def export(self, folder: Path, facts: RunFacts) -> None:
+    async def generate(self, prompt: str, tokens: int, seed: int = 0, temperature: float = TEMPERATURE) -> str:
+        """What theta makes of a prompt. Not while training."""
+        return await self.workers.generate(prompt, tokens, seed, temperature)
+
+    async def export(self, folder: Path, facts: RunFacts, dtype: Dtype = "float32") -> None:
         """Write theta as a model folder. Not while training."""
-        await self.workers.export(folder, facts)
+        await self.workers.export(folder, facts, dtype)
 
     async def close(self) -> None:
         """End the workers."""

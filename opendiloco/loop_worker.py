@@ -147,6 +147,7 @@ class LoopWorkload(TrainingWorkload):
             inner_steps=steps,
             loss=trained.loss,
             gradient_norm=math.nan,
+            learning_rate=math.nan,
             skipped=0,
             seconds=time.monotonic() - began,
             waited_seconds=math.nan,
@@ -165,5 +166,6 @@ def _inner_step_done(progress: Progress) -> InnerStepDone:
         inner_step=progress.inner_step,
         loss=math.nan if progress.loss is None else progress.loss,
         gradient_norm=math.nan,
+        learning_rate=math.nan,
         tokens_per_second=progress.tokens_per_second,
     )

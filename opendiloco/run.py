@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.local_sources import local_sources, volunteered
+from opendiloco.data.local_sources import is_local, volunteered
 from peers.errors import SwarmUnreachableError
 from peers.log.settings import RunSettings, Timing
 from peers.values.identity import Identity
@@ -22,7 +22,7 @@ class Run:
     goes_on_alone: bool = True
     """Whether this machine's owner has it train with a minority when most peers have been gone for long."""
     has_runs_text: bool = True
-    """Whether what is read is what the run names; where that is for each volunteer to choose, a digest decides."""
+    """Whether what is read is what the run names; where each volunteer chooses that, only a digest shows it."""
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:
@@ -37,8 +37,14 @@ class Run:
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
         """The same run on a volunteer's machine, which reads no local folders but these. Raises: see `volunteered`."""
         config = self.config.model_copy(update={"data": volunteered(self.config.data, folders)})
-        replaced = bool(folders) and not local_sources(self.config.data) and self.config.evaluation.digest is None
-        return replace(self, config=config, has_runs_text=not replaced)
+        return replace(self, config=config, has_runs_text=not folders or self._says_which_text)
+
+    @property
+    def _says_which_text(self) -> bool:
+        """Return whether text in volunteers' own folders can be held against a digest."""
+        sources = self.config.data.all_sources
+        own = [source for source in sources if is_local(source.source)] or sources
+        return self.config.evaluation.digest is not None or all(source.digest for source in own)
 
     @property
     def run_id(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.evaluation_turns import newest_held_out
+from opendiloco.evaluation_turns import bits_per_byte, newest_held_out
 from opendiloco.reachability import reachability
 from peers.presence.heartbeat import Heartbeat, PeerState
 
@@ -74,13 +74,19 @@ def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
     return table
 
 
-def held_out_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
-    """How good theta is, as the peers last found; nothing while none of them has looked."""
+def held_out_lines(heartbeats: Iterable[Heartbeat], bytes_per_token: float | None = None) -> list[str]:
+    """How good theta is, as the peers last found; nothing while none of them has looked.
+
+    In bits per byte, too, if it is known how much text a token stands for.
+    """
     found = newest_held_out(heartbeats)
     if found is None:
         return []
     perplexity = math.exp(min(found.loss, LARGEST_EXPONENT))
-    return [f"held-out loss {found.loss:.3f} (perplexity {perplexity:,.1f}) after outer step {found.index}"]
+    said = f"perplexity {perplexity:,.1f}"
+    if bytes_per_token is not None:
+        said += f", {bits_per_byte(found.loss, bytes_per_token):.3f} bits per byte"
+    return [f"held-out loss {found.loss:.3f} ({said}) after outer step {found.index}"]
 
 
 def plain_line(row: Row) -> str:

@@ -14,11 +14,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from opendiloco.checkpoints.checkpointer import Checkpointer
+from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.checkpoints.journal import Journal
 from opendiloco.checkpoints.loading import Checkpoints
+from opendiloco.checkpoints.moments import check_moments_file, newest_moments
 from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
+from opendiloco.curves import Curves, configuration_of
 from opendiloco.entrance import Entrance
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
 from opendiloco.run import Run
@@ -47,6 +50,8 @@ logger = logging.getLogger(__name__)
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
 NO_TRAINING = WorkerOptions(trains=False, threads=None)
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
+LISTEN_SECONDS = 2.0
+"""Between two looks at what other peers say of theta."""
 
 
 class RunWorkload(LocalWorkload):
@@ -87,10 +92,16 @@ class Volunteer:
         self._leaving = False
         self._remembered: RememberedPeers | None = None
         self._entrance: Entrance | None = None
+        self._curves: Curves | None = None
 
     @property
     def device(self) -> str:
         return self._workload.trainer.device
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """How much of the held-out text a token stands for; None where that is not known."""
+        return None if self._curves is None else self._curves.bytes_per_token
 
     def record(self, journal: Journal) -> None:
         """Write every entry that is applied from now on into the journal."""
@@ -99,7 +110,14 @@ class Volunteer:
     def checkpoint_with(self, checkpointer: Checkpointer) -> None:
         """Have every state that is frozen from now on written to the disk; what came before them is dropped there."""
         self._driver.on_snapshot = checkpointer.take
+        if isinstance(self._workload, LocalWorkload):
+            checkpointer.workers = self._workload.workers
         checkpointer.on_saved = self._prune_log
+
+    def draw_with(self, curves: Curves) -> None:
+        """Tell of each outer step from now on, and of what other peers find of theta."""
+        self._curves = curves
+        self._workload.on_outer_step = lambda step: curves.taken(step, self._driver.round_costs)
 
     def remember_with(self, remembered: RememberedPeers) -> None:
         """Keep the addresses of other peers, so that this machine finds the run again without its bootstrap nodes."""
@@ -124,7 +142,9 @@ class Volunteer:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
         driving = asyncio.create_task(self._driver.run())
         keeping = asyncio.create_task(keep_findable(self._transport, self.run.manifest, self.others, self._remembered))
-        keeping.add_done_callback(_report_failure)
+        beside: list[asyncio.Task[None]] = [keeping, asyncio.create_task(self._listen_for_losses())]
+        for aside in beside:
+            aside.add_done_callback(_report_failure)
         failures: list[asyncio.Task[DilocoPeerError]] = [
             asyncio.create_task(self._workload.trainer.wait_for_death()),
             asyncio.create_task(self._transport.failure()),
@@ -144,9 +164,15 @@ class Volunteer:
                     raise error
                 logger.debug("while leaving: %s", error)  # systemd, for one, ends a service's processes all at once
         finally:
-            for task in (driving, keeping, *failures):
+            for task in (driving, *beside, *failures):
                 task.cancel()
-            await asyncio.gather(driving, keeping, *failures, return_exceptions=True)
+            await asyncio.gather(driving, *beside, *failures, return_exceptions=True)
+
+    async def _listen_for_losses(self) -> None:
+        while self._curves is not None:
+            own, *others = self.heartbeats()
+            self._curves.heard(own, others)
+            await asyncio.sleep(LISTEN_SECONDS)
 
     def leave(self) -> None:
         """Leave politely: a round under way is finished, then the others are told, and `train` returns."""
@@ -165,7 +191,7 @@ class Volunteer:
 def _report_failure(task: asyncio.Task[None]) -> None:
     """Log what ended a task that nobody waits for."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the run is not kept findable any more", exc_info=error)
+        logger.error("a task beside training has ended: the run may not be findable any more", exc_info=error)
 
 
 @asynccontextmanager
@@ -205,7 +231,8 @@ async def volunteering(
     Raises: DilocoPeerError when this machine does not fit.
     """
     async with working(run, options or WorkerOptions()) as workload:
-        workload.workers.telemetry.trackers.extend(trackers)
+        configuration = configuration_of(run, identity.peer_id, workload.trainer.device, options)
+        workload.workers.telemetry.track_with(trackers, configuration)
         yield await volunteer_with(workload, run, identity, transport, folder)
 
 
@@ -217,11 +244,17 @@ async def volunteer_with(
     if folder is not None:
         log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
         storage = FolderStorage(folder.download, available_memory)
-        lineage = await asyncio.to_thread(log.lineage, await resume_from(folder, workload, log))
+        position = await resume_from(folder, workload, log)
+        lineage = await asyncio.to_thread(log.lineage, position)
+        if position.last:
+            await recall_moments(folder, workload)
     keeping = Keeping(await workload.state_digest(), lineage, log, storage)
     driver = Driver(identity, transport, workload, run.settings, keeping, workload.companion)
     workload.take_turns(driver, identity.peer_id, run.config.evaluation)
-    return Volunteer(run, driver, transport, workload, folder, log)
+    volunteer = Volunteer(run, driver, transport, workload, folder, log)
+    held_out = None if folder is None else HeldOutCurve(folder.held_out)
+    volunteer.draw_with(Curves(workload.workers.telemetry, run.config, held_out))
+    return volunteer
 
 
 async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:
@@ -235,6 +268,21 @@ async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder
     if position.last:
         logger.info("this machine goes on after outer step %d", position.position.index)
     return position
+
+
+async def recall_moments(folder: RunFolder, workload: LocalWorkload) -> None:
+    """Have the inner optimizer go on with what this machine kept of it, and say so; or that it begins anew."""
+    path = newest_moments(folder.checkpoints, folder.peer_id)
+    if path is None:
+        logger.info("there are no moments beside the checkpoints: the inner optimizer begins anew, with smaller steps")
+        return
+    try:
+        await asyncio.to_thread(check_moments_file, path)
+        await workload.workers.recall_moments(path, folder.run_id)
+    except (SnapshotError, OSError) as error:
+        logger.warning("the inner optimizer begins anew, with smaller steps: %s: %s", path, error)
+    else:
+        logger.info("the inner optimizer goes on with %s", path.name)
 
 
 @asynccontextmanager

@@ -41,7 +41,7 @@ from peers.transfer.following import next_in_log
 from peers.transfer.headers import Past, add_headers_before, serve_headers
 from peers.transfer.lineage_fetch import Compared, LineageFetch
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
-from peers.transfer.snapshot_fetch import Vouched, ask_offer, fetch_snapshot
+from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
 from peers.transfer.storage import FolderStorage
 from peers.values.anchors import AnchoredHeads, Anchors
@@ -81,8 +81,7 @@ class ArchivedRun:
         self._anchorer: Anchorer | None = None
         self._anchor_at = 0.0
         if identity.peer_id in run.manifest.anchors:
-            keys = IdentityKeys(identity)
-            self._anchorer = Anchorer(run.run_id, identity.peer_id, keys, self._folder.path)
+            self._anchorer = self._anchorer_of(identity)
         self._doubts = Doubts(run.settings.timing.partition_grace)
         self._load()
         last = self.log.header_at(self.log.next_index - 1)
@@ -90,6 +89,15 @@ class ArchivedRun:
             last = self._snapshot.last
         self.end = self.log.empty_log.at(last)
         """The log as it ends here: after the last entry, or after the snapshot if nothing has come since."""
+
+    def _anchorer_of(self, identity: Identity) -> Anchorer | None:
+        """What signs the log that is kept here, which goes on without it."""
+        run = self.run.run_id
+        try:
+            return Anchorer(run, identity.peer_id, IdentityKeys(identity), self._folder.path)
+        except AnchorFileError as error:
+            logger.error("run %s: no outer step is anchored: %s", run, error)
+            return None
 
     # What is here ---------------------------------------------------------------------------------------------
     def _load(self) -> None:
@@ -185,7 +193,8 @@ class ArchivedRun:
         self._anchor_at = now() + ANCHOR_PAUSE
         run = self.run.run_id
         try:
-            signed = await asyncio.to_thread(self._anchorer.sign, self.log, self._anchors)
+            known = self._anchors.up_to(self._identity.peer_id)  # who comes later does not say what we may sign
+            signed = await asyncio.to_thread(self._anchorer.sign, self.log, known)
         except (CannotAnchorError, AnchorFileError) as error:
             logger.warning("run %s: this anchor does not sign the log that is kept here: %s", run, error)
             return
@@ -202,7 +211,7 @@ class ArchivedRun:
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         self._peers = frozenset(beat.peer for beat in beats)
         index, tokens = self.end.position.index, self.end.lineage_tokens
-        is_astray, heads = self._is_astray, self.log.digests(0, index)[-RECENT_ENTRIES:]
+        is_astray, heads = self._is_astray, self.log.digests(index - RECENT_ENTRIES, index)
         ahead = [
             beat
             for beat in beats
@@ -214,7 +223,7 @@ class ArchivedRun:
         for beat in beats:
             await self._transport.connect(beat.peer, beat.addresses)
         if self.buffers is None:
-            self._size_is((await ask_offer(self._transport, donors[0], self.log.empty_log)).offer.bytes)
+            self._size_is(await ask_size(self._transport, donors, self.log.empty_log))
         for beat in ahead:
             others = [peer for peer in donors if peer != beat.peer]
             try:

@@ -15,18 +15,24 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from prometheus_client import Counter
 
 from opendiloco.checkpoints.files import kept
 from opendiloco.checkpoints.loading import index_after, metadata_of
+from opendiloco.checkpoints.moments import moments_name
+from opendiloco.checkpoints.moments_writer import MomentsJob
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.checkpoints.writer import NOT_SAVED, NOT_SENT, SAVED, Job
+from peers.errors import DilocoPeerError
 from peers.log.header import Header
 from peers.net.signals import signals_held_back
 from peers.transfer.memory_file import MemoryFile
+from peers.values.whole_files import PARTIAL
+from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,8 @@ class KeepingPlan:
     rate: float | None = None
     remote: str | None = None
     remote_rate: float | None = None
+    moments: Literal["none", "local", "remote"] = "local"
+    """Where the inner optimizer's state is kept, too."""
 
     def keeps(self, index: int) -> bool:
         """Whether a checkpoint after `index` outer steps is worth writing."""
@@ -77,12 +85,36 @@ class KeepingPlan:
             manifest=str(self.folder.manifest),
         )
 
+    def moments_job(self, index: int) -> MomentsJob:
+        """Return what is to be done with the moments of a checkpoint, once workers have written them."""
+        owner = self.folder.peer_id
+        return MomentsJob(
+            path=str(self.folder.checkpoints / moments_name(index, owner)),
+            ending=moments_name(0, owner).removeprefix("outer-step-000000"),
+            run=self.folder.run_id,
+            owner=owner,
+            rate=self.rate,
+            remote=self.remote if self.moments == "remote" else None,
+            remote_rate=self.remote_rate,
+        )
+
+
+class MomentsSource(Protocol):
+    """The workers, whose inner optimizer's state is kept beside the run's."""
+
+    kept_moments: tuple[Path, str] | None
+
+    async def keep_moments(self, path: Path, run: str, index: int) -> None:
+        """Raises: SnapshotError, OSError, DilocoPeerError."""
+
 
 class Checkpointer:
     """Writes one checkpoint at a time, in a process of its own. Nothing that goes wrong here reaches the training."""
 
     def __init__(self, plan: KeepingPlan) -> None:
         self.on_saved: Callable[[], None] = lambda: None
+        self.workers: MomentsSource | None = None
+        """Whose moments are kept, if anybody's."""
         self._plan = plan
         self._waiting: Frozen | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -131,7 +163,8 @@ class Checkpointer:
             state, self._waiting = self._waiting, None
             assert state.memory is not None
             try:
-                status, said = await _run_writer(self._plan.job(state, state.memory))
+                job = self._plan.job(state, state.memory)
+                status, said = await _run_writer("opendiloco.checkpoints.writer", asdict(job), job.descriptor)
             except OSError as error:  # not even a process can be had
                 status, said = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")
@@ -142,22 +175,44 @@ class Checkpointer:
                 self.on_saved()
             else:
                 logger.warning("%s failed: %s", what, said or f"its process ended with {status}")
+            if self.workers is not None and self._plan.moments != "none" and status in (SAVED, NOT_SENT):
+                await self._keep_moments(self.workers, index_after(state.last))
+
+    async def _keep_moments(self, workers: MomentsSource, index: int) -> None:
+        """Have the workers write them beside the checkpoint, and a process finish the file. There is one at a time."""
+        job = self._plan.moments_job(index)
+        path = Path(job.path)
+        partial = path.with_name(path.name + PARTIAL)
+        try:
+            await workers.keep_moments(partial, job.run, index)
+            status, said = await _run_writer("opendiloco.checkpoints.moments_writer", asdict(job))
+        except (SnapshotError, DilocoPeerError, OSError) as error:  # whoever trains with workers hears of their death
+            status, said = NOT_SAVED, str(error)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+        if status in (SAVED, NOT_SENT):
+            workers.kept_moments = path, job.run
+        if status == SAVED:
+            logger.info("the moments of outer step %d are saved: %s", index, said)
+        else:
+            logger.warning("the moments of outer step %d: %s", index, said or f"their process ended with {status}")
 
 
-async def _run_writer(job: Job) -> tuple[int, str]:
+async def _run_writer(module: str, job: dict[str, Any], *descriptors: int) -> tuple[int, str]:
     """The exit status of a process that does the job, and its last line. Cancelled, it is killed. Raises: OSError."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with signals_held_back():  # Ctrl-C is ours to hear; what is being written has a few seconds more
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", "opendiloco.checkpoints.writer"],
-            pass_fds=(job.descriptor,),
+            *[sys.executable, "-P", "-m", module],
+            pass_fds=descriptors,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             env=environment,
         )
     try:
-        _, said = await process.communicate(json.dumps(asdict(job)).encode())
+        _, said = await process.communicate(json.dumps(job).encode())
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):

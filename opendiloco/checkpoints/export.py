@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from opendiloco.checkpoints.held_out_curve import read_curve
 from opendiloco.checkpoints.loading import Checkpoint, Checkpoints, load_checkpoint
 from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import MANIFEST, RunFolder, read_manifest
 from opendiloco.errors import CheckpointError
 from opendiloco.follower import export_state, new_folder
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.model.export import RunFacts
+from opendiloco.model.card import RunFacts
+from opendiloco.model.export import Dtype
+from opendiloco.origins import Past
 from opendiloco.run import Run
 from opendiloco.volunteer import working
 from peers.errors import ManifestError
 from peers.log.chain import Chain
 from peers.log.files import ENTRIES, read_chain
 from peers.log.folder import LogFolder
-from peers.log.header import Header
 from peers.values.workload import SnapshotError
 
 
@@ -30,14 +34,16 @@ class Origin:
     checkpoint: Checkpoint
     index: int
     log: Path
+    held_out: Path
 
-    async def bring(self, workload: LocalWorkload) -> Header | None:
-        """Give the workload that state. Returns the last entry. Nothing on the disk is changed.
+    async def bring(self, workload: LocalWorkload) -> Past:
+        """Give the workload that state. Return how it came to be. Nothing on the disk is changed.
 
         Raises: CheckpointError when the checkpoint is of another model, or the log does not lead that far.
         """
+        log = self._read_log(workload)
         try:
-            reached = await resume(workload, self._read_log(workload), self.checkpoint, self.index)
+            reached = await resume(workload, log, self.checkpoint, self.index)
         except SnapshotError as error:
             message = f"{self.checkpoint.path} is not of this run: {error}."
             raise CheckpointError(message, "Use another checkpoint.") from error
@@ -47,7 +53,7 @@ class Origin:
                 f"and not to {self.index}.",
                 "Choose one from there to there, or one of which there is a checkpoint.",
             )
-        return reached.last
+        return Past.of(log, reached.last, read_curve(self.held_out))
 
     def _read_log(self, workload: LocalWorkload) -> LogFolder:
         """Its peer may be writing to it: what is wrong at its end is passed over."""
@@ -56,16 +62,24 @@ class Origin:
         return LogFolder(self.log, chain, workload.byte_range(0, 1)[1])
 
 
-async def export_origin(origin: Origin, folder: Path) -> RunFacts:
+@asynccontextmanager
+async def state_of(origin: Origin) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    """The state there, in a workload that can evaluate, generate and export.
+
+    Raises: CheckpointError (see `Origin.bring`), and what starting a worker raises.
+    """
+    async with working(origin.run) as workload:
+        yield origin.run, await origin.bring(workload), workload
+
+
+async def export_origin(origin: Origin, folder: Path, command: str = "", dtype: Dtype = "float32") -> RunFacts:
     """Write a model into a new folder; returns what its card says.
 
-    Raises: MachineError when the folder is not new, CheckpointError (see `Origin.bring`), and what starting a worker
-    raises.
+    Raises: MachineError when the folder is not new, and as `state_of`.
     """
     with new_folder(folder):
-        async with working(origin.run) as workload:
-            last = await origin.bring(workload)
-            return await export_state(origin.run, last, workload, folder)
+        async with state_of(origin) as (run, past, workload):
+            return await export_state(run, past, workload, folder, command, dtype)
 
 
 def find_origin(source: Path, index: int | None = None, manifest: Path | None = None) -> Origin:
@@ -86,7 +100,8 @@ def find_origin(source: Path, index: int | None = None, manifest: Path | None = 
         checkpoint = _newest(Checkpoints(folder, run.run_id), index)
     else:
         checkpoint = load_checkpoint(source, run.run_id)
-    log = RunFolder(folder.absolute().parent).log
+    beside = RunFolder(folder.absolute().parent)
+    log = beside.log
     index = checkpoint.index if index is None else index
     if index < checkpoint.index or (index > checkpoint.index and not (log / ENTRIES).exists()):
         raise CheckpointError(
@@ -94,7 +109,7 @@ def find_origin(source: Path, index: int | None = None, manifest: Path | None = 
             f"log in {log} that leads from there.",
             "Choose another --at or --from.",
         )
-    return Origin(run, checkpoint, index, log)
+    return Origin(run, checkpoint, index, log, beside.held_out)
 
 
 def _newest(checkpoints: Checkpoints, index: int | None) -> Checkpoint:

@@ -14,9 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from peers.values.whole_files import PARTIAL
+
 FORMAT = "diloco-peer checkpoint, version 1"
 NAME = re.compile(r"outer-step-(\d{6,18})\.safetensors")
-PARTIAL = ".partial"
 HEADER_LIMIT = 4 << 20  # bytes; the log's header, of at most 1 MiB, is in it in hexadecimal
 
 

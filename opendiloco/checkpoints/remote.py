@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from opendiloco.checkpoints.files import PARTIAL, file_name, indices_in, kept
+from opendiloco.checkpoints.files import file_name, indices_in, kept
 from opendiloco.errors import RemoteError, first_line
+from peers.values.whole_files import PARTIAL
 
 PIECE = 1 << 20  # bytes
 

@@ -16,7 +16,7 @@ from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, ANCHORS = "run.manifest", "anchors"
+MANIFEST, ANCHORS, HELD_OUT = "run.manifest", "anchors", "held_out.jsonl"
 
 
 def default_state_folder() -> Path:
@@ -82,6 +82,11 @@ class RunFolder:
     def anchors(self) -> Path:
         """What the run's anchors have signed, as far as this peer has heard."""
         return self.path / ANCHORS
+
+    @property
+    def held_out(self) -> Path:
+        """The losses on held-out text that this peer has heard of (see `HeldOutCurve`)."""
+        return self.path / HELD_OUT
 
     def remembered_manifest(self) -> SignedManifest | None:
         """Return the run's manifest from when this peer was in the run before; None when there is none to read."""

@@ -19,10 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendiloco.checkpoints.files import PARTIAL, file_header, file_name, prune, sweep
+from opendiloco.checkpoints.files import file_header, file_name, prune, sweep
 from opendiloco.checkpoints.remote import RateLimit, Remote
 from opendiloco.errors import RemoteError
-from peers.values.whole_files import sync_folder
+from peers.values.whole_files import PARTIAL, sync_folder
 
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6
 NICENESS = 19
@@ -58,15 +58,15 @@ def main() -> int:
         write_checkpoint(path, job.descriptor, job.state_bytes, job.metadata, job.rate)
         prune(path.parent, job.keep_newest, job.keep_every, job.index)
     except OSError as error:
-        return _end(NOT_SAVED, f"{path} cannot be written: {_cause(error, path.parent, job.state_bytes)}")
+        return end(NOT_SAVED, f"{path} cannot be written: {_cause(error, path.parent, job.state_bytes)}")
     saved = f"{path} ({job.state_bytes / 1e6:.1f} MB in {time.monotonic() - began:.1f} s)"
     if job.remote is None:
-        return _end(SAVED, saved)
+        return end(SAVED, saved)
     try:
         send(path, job)
     except RemoteError as error:
-        return _end(NOT_SENT, f"{saved} is not at the remote: {error}")
-    return _end(SAVED, f"{saved}, also at the remote after {time.monotonic() - began:.1f} s")
+        return end(NOT_SENT, f"{saved} is not at the remote: {error}")
+    return end(SAVED, f"{saved}, also at the remote after {time.monotonic() - began:.1f} s")
 
 
 def write_checkpoint(
@@ -133,7 +133,7 @@ def _cause(error: OSError, folder: Path, state_bytes: int) -> str:
     )
 
 
-def _end(status: int, line: str) -> int:
+def end(status: int, line: str) -> int:
     with suppress(OSError):  # nobody may be there to read it
         print(line, file=sys.stderr, flush=True)
     return status

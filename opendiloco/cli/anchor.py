@@ -79,7 +79,10 @@ async def anchor(
         for beat in await transport.heartbeats(run.run_id):
             if await transport.connect(beat.peer, beat.addresses):
                 nodes[beat.peer] = None
-        await exchange_with(transport, run.run_id, nodes)  # what this key has signed elsewhere
+        if not await exchange_with(transport, run.run_id, nodes):
+            raise SwarmUnreachableError(
+                "nobody could be asked what this key has signed elsewhere.", "Anchor again when a node answers."
+            )
         signed = await sign(run, transport, key, state, peer, uncertified)
         transport.anchorage.take(run.run_id, pack(AnchoredHeads(heads=(signed,))))
         told = await exchange_with(transport, run.run_id, nodes)

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FOLDER, initial_peers_option, parse_run, reader, reader_option, run_option
+from opendiloco.cli.options import (
+    FOLDER,
+    data_option,
+    initial_peers_option,
+    parse_run,
+    reader,
+    reader_option,
+    run_option,
+)
 
 if TYPE_CHECKING:
     from opendiloco.local_workload import LocalWorkload
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from opendiloco.tracking import Audit, Disagreement, Reached, Retrying
     from peers.net.transport import HivemindTransport
+    from peers.transfer.following import Following
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
@@ -37,6 +46,7 @@ class FollowPlan:
     push_to: str | None
     until: int | None
     as_json: bool
+    data: tuple[Path, ...] = ()
 
     @property
     def needs_model(self) -> bool:
@@ -60,6 +70,7 @@ class FollowPlan:
     help="Evaluate and export after the outer steps that are multiples of N.",
 )
 @click.option("--evaluate", is_flag=True, help="Print the loss on the run's held-out text.")
+@data_option("Compute that loss on the text in this folder.")
 @click.option("--export", type=FOLDER, help="Write the model to FOLDER/outer-step-…, as a transformers model.")
 @click.option(
     "--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, over the one before."
@@ -76,6 +87,7 @@ def command(
     identity: Path | None,
     every: int,
     evaluate: bool,
+    data: tuple[Path, ...],
     export: Path | None,
     push_to: str | None,
     until: int | None,
@@ -94,7 +106,7 @@ def command(
     invite = parse_run(run, initial_peers)
     if push_to is not None:
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
-    plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json), Audit()
+    plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json, data), Audit()
     with reader(identity) as key, staging(plan) as folder:
         run_interruptible(lambda interrupts: follow(invite, key, plan, folder, audit))
     audit.check()
@@ -136,6 +148,7 @@ async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path |
 
     async with connected(key, invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
+        run = run.with_data(plan.data) if plan.data else run
         await ask_for_anchors(transport, run, invite.addresses)
         await unless_failed(track(run, transport, plan, folder, audit), transport.failure())
 
@@ -149,14 +162,15 @@ async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder
     total = run.config.total_outer_steps
     last = total if plan.until is None else min(plan.until, total)
     async with following_state(run, transport, plan, Retrying(poll)) as (state, model):
-        tracker = StateTracker(Following(transport, state, run.settings, MemoryStorage()), audit, poll)
+        following = Following(transport, state, run.settings, MemoryStorage())
+        tracker = StateTracker(following, audit, poll)
         async for news in tracker.until(last):
             if isinstance(news, Disagreement):
                 show_disagreement(news, plan.as_json)
                 continue
             show_reached(news, plan.as_json)
             if model is not None and news.index % plan.every == 0:
-                await use_model(run, news, model, plan, folder)
+                await use_model(run, news, following, model, plan, folder)
 
 
 @asynccontextmanager
@@ -174,20 +188,25 @@ async def following_state(
         yield await retry(partial(state_for, run, transport)), None
 
 
-async def use_model(run: Run, reached: Reached, model: LocalWorkload, plan: FollowPlan, folder: Path | None) -> None:
+async def use_model(
+    run: Run, reached: Reached, following: Following, model: LocalWorkload, plan: FollowPlan, folder: Path | None
+) -> None:
     """Evaluate and export a state, as far as it is wanted."""
     import asyncio
 
-    from opendiloco.follower import export_state, warn_of_other_text
+    from opendiloco.follower import export_state, past_of, warn_of_other_text
+    from opendiloco.origins import command_line
 
     if folder is None:
-        show_model(reached, (await model.evaluate()).loss, None, plan.as_json)
+        loss = (await model.evaluate()).loss
+        show_model(reached, loss, model.bits_per_byte(loss), None, plan.as_json)
         warn_of_other_text(model)
         return
     made = folder / f"outer-step-{reached.index:06}"
-    facts = await export_state(run, reached.log.last, model, made)
+    again = command_line("follow", "--run", run.run_id, "--export", "models", "--until", str(reached.index))
+    facts = await export_state(run, past_of(following), model, made, again)
     place = await asyncio.to_thread(deliver, made, plan)
-    show_model(reached, facts.held_out_loss, place, plan.as_json)
+    show_model(reached, facts.held_out_loss, facts.bits_per_byte, place, plan.as_json)
 
 
 def deliver(made: Path, plan: FollowPlan) -> str | None:
@@ -252,12 +271,12 @@ def show_disagreement(found: Disagreement, as_json: bool) -> None:
     )
 
 
-def show_model(reached: Reached, loss: float, place: str | None, as_json: bool) -> None:
+def show_model(reached: Reached, loss: float, bits: float | None, place: str | None, as_json: bool) -> None:
     if as_json:
-        show_json(event="model", outer_step=reached.index, held_out_loss=loss, place=place)
+        show_json(event="model", outer_step=reached.index, held_out_loss=loss, bits_per_byte=bits, place=place)
         return
-    where = "" if place is None else f", the model is in {place}"
-    click.echo(f"outer step {reached.index}: held-out loss {loss:.4f} nats per token{where}")
+    said = f"held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
+    click.echo(f"outer step {reached.index}: {said}" + ("" if place is None else f", the model is in {place}"))
 
 
 def show_json(**values: object) -> None:

@@ -17,6 +17,7 @@ from opendiloco.cli.options import (
     FILE,
     FOLDER,
     announce_option,
+    data_option,
     data_port_option,
     initial_peers_option,
     limit_option,
@@ -59,14 +60,7 @@ THIS_MACHINE = "this machine"
     help="Pass on so many megabits a second between volunteers that have no other way.  [default: none]",
 )
 @worker_options
-@click.option(
-    "--data",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    multiple=True,
-    metavar="FOLDER",
-    help="Train on the text in this folder. Must be given for each of the run's sources that is a local folder, "
-    "in their order.",
-)
+@data_option("Train on the text in this folder.")
 @limit_option("upload", "Send")
 @limit_option("download", "Receive")
 @click.option(
@@ -95,6 +89,13 @@ THIS_MACHINE = "this machine"
     "--remote",
     metavar="URL",
     help="Copy each checkpoint to a folder at this URL, any that fsspec knows: s3://, gs://, hf://, sftp://, a path.",
+)
+@click.option(
+    "--moments",
+    type=click.Choice(["none", "local", "remote"]),
+    default="local",
+    show_default=True,
+    help="Keep the inner optimizer's state beside the newest checkpoint, too: on the disk, or also at --remote.",
 )
 @click.option(
     "--checkpoint-limit",
@@ -135,6 +136,7 @@ def command(
     keep: int,
     keep_every: int,
     remote: str | None,
+    moments: Literal["none", "local", "remote"],
     checkpoint_limit: float,
     on_partition: Literal["continue", "wait"],
     journal: Path | None,
@@ -183,7 +185,7 @@ def command(
             folder = RunFolder.open(found, key.peer_id, state)
             await ask_for_anchors(transport, found, invite.addresses, folder)
             entrance = await enter(transport, found, key, invite.addresses, folder, shown)
-            plan = KeepingPlan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate))
+            plan = KeepingPlan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate), moments)
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
             kept = folder if keep or keep_every else None
             async with (
@@ -275,5 +277,6 @@ async def show_screen(volunteer: Volunteer, console: Console) -> None:
             own, *others = volunteer.heartbeats()
             rows = [row_of(own, config, THIS_MACHINE), *(row_of(beat, config) for beat in others)]
             table = peers_table(rows, volunteer.run.run_id)
-            live.update(Group(table, *held_out_lines([own, *others]), *reach_lines([own])), refresh=True)
+            held_out = held_out_lines([own, *others], volunteer.bytes_per_token)
+            live.update(Group(table, *held_out, *reach_lines([own])), refresh=True)
             await asyncio.sleep(SCREEN_SECONDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,6 +25,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 FOLDER = click.Path(file_okay=False, path_type=Path)
 NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
+PATH = click.Path(path_type=Path)
 
 
 def initial_peers_option(command: Command) -> Command:
@@ -41,12 +42,70 @@ def run_option(command: Command) -> Command:
     return click.option("--run", required=True, metavar="ID|INVITE", help="The run's id, or an invite to it.")(command)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a model is to come from: the peers of a run, or a checkpoint."""
+
+    run: str | None
+    initial_peers: tuple[str, ...]
+    identity: Path | None
+    source: Path | None
+    at: int | None
+    manifest: Path | None
+
+    def check(self) -> None:
+        """Raises: UsageError unless these options go together."""
+        if (self.run is None) == (self.source is None):
+            raise click.UsageError("say where the model is to come from, with either --run or --from.")
+        if self.source is None and (self.at is not None or self.manifest is not None):
+            raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
+
+    def invite(self) -> Invite:
+        """Return the run, where it is its peers. Raises: see `parse_run`."""
+        assert self.run is not None
+        return parse_run(self.run, self.initial_peers)
+
+
+def place_options(command: Command) -> Command:
+    """Those of a `Place`, which the command gets as one argument: `place`."""
+
+    @functools.wraps(command)
+    def with_place(*arguments: Any, **values: Any) -> Any:
+        own = {field.name: values.pop(field.name) for field in fields(Place)}
+        return command(*arguments, place=Place(**own), **values)
+
+    wrapped: Any = with_place
+    run = "The run's id, or an invite to it: take the newest state of its peers."
+    for option in (
+        click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
+        click.option(
+            "--at", type=click.IntRange(min=0), metavar="N", help="With --from: the model after N outer steps."
+        ),
+        click.option("--from", "source", type=PATH, help="Take a checkpoint: its file, or the newest in a folder."),
+        reader_option,
+        initial_peers_option,
+        click.option("--run", metavar="ID|INVITE", help=run),
+    ):
+        wrapped = option(wrapped)
+    return cast(Command, wrapped)
+
+
 def ticket_option(command: Command) -> Command:
     return click.option(
         "--ticket",
         metavar="TICKET|FILE",
         help="What admits this machine to a run by invitation; needed once, then kept with what else --state keeps.",
     )(command)
+
+
+def data_option(help: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--data",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        multiple=True,
+        metavar="FOLDER",
+        help=f"{help} Given for each of the run's sources that is a local folder, in their order.",
+    )
 
 
 def reader_option(command: Command) -> Command:
@@ -188,6 +247,14 @@ WORKER_OPTIONS = (
         "--compile/--no-compile",
         default=None,
         help="Compile the model's blocks with torch.compile.  [default: on GPUs]",
+    ),
+    click.option(
+        "--tf32", is_flag=True, help="Let GPUs multiply in TF32 where the run says fp32: faster, 10 bits instead of 23."
+    ),
+    click.option(
+        "--whole-layers",
+        is_flag=True,
+        help="Several GPUs: keep layers whole between passes; less traffic, 8 bytes more a parameter on each.",
     ),
 )
 

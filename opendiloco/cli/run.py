@@ -62,7 +62,7 @@ def create(
     key = load_identity(identity)
     config = with_anchors(RunConfig.from_toml(run_toml), key.peer_id, anchors)
     make_folder(out)  # what takes seconds comes afterwards
-    config = with_tokenizer_named(config)
+    config = with_tokens_named(with_tokenizer_named(config))
     check(config)
     run = Run.sign(with_held_out_text_named(with_weights_named(config)), key)
     path = save(run, out)
@@ -89,6 +89,26 @@ def show(log: LogOptions, manifest: Path) -> None:
     run = read_manifest(manifest)
     click.echo(f"run id:     {run.run_id}\norganiser:  {run.manifest.organiser}")
     click.echo(json.dumps(run.manifest.values, indent=2))
+
+
+@command.command()
+@click.argument("run_toml", type=FILE)
+@click.pass_obj
+def needs(log: LogOptions, run_toml: Path) -> None:
+    """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
+    from opendiloco.config.run_config import RunConfig
+    from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+    from opendiloco.model.build import build_skeleton
+    from opendiloco.workers.needs import needs_lines, needs_of
+
+    log.start()
+    config = RunConfig.from_toml(run_toml)
+    tokenizer: Tokenizer = ByteTokenizer()  # what it is makes no difference to the model's size
+    if config.tokenizer.kind == "file":
+        tokenizer = build_tokenizer(config.tokenizer)  # but a vocabulary may be smaller than that of bytes
+    skeleton = build_skeleton(config, tokenizer)
+    for line in needs_lines(lambda gpus: needs_of(config, skeleton, gpus)):
+        click.echo(line)
 
 
 def with_anchors(config: RunConfig, organiser: str, anchors: tuple[str, ...]) -> RunConfig:
@@ -148,6 +168,30 @@ def with_tokenizer_named(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"tokenizer": section.model_copy(update={"digest": digest})})
 
 
+def with_tokens_named(config: RunConfig) -> RunConfig:
+    """With the digest of each source that is a folder of tokens, so that all peers read the same.
+
+    Raises: DataError when the run names another digest, or a folder cannot be read.
+    """
+    from opendiloco.data.token_folder import is_token_folder, read_about
+    from opendiloco.errors import DataError
+
+    sources = []
+    for section in config.data.all_sources:
+        if is_token_folder(section.source):
+            digest = read_about(Path(section.source)).digest
+            if section.digest not in (None, digest):
+                raise DataError(
+                    f"the run's data.digest is {section.digest}; the tokens of {section.source!r} have {digest}.",
+                    "Get the tokens that the run means, or leave out data.digest.",
+                )
+            section = section.model_copy(update={"digest": digest})
+        sources.append(section)
+    if all(section.digest is None for section in sources):
+        return config
+    return config.model_copy(update={"data": config.data.with_sources(tuple(sources))})
+
+
 def with_weights_named(config: RunConfig) -> RunConfig:
     """With the digest of the weights that a run begins with, if these come from elsewhere. Takes the memory that the
     model does.
@@ -179,7 +223,14 @@ def with_held_out_text_named(config: RunConfig) -> RunConfig:
     from opendiloco.errors import DataError
 
     section, folders = config.evaluation, local_sources(config.data)
-    if not section.every or not folders or not all(Path(folder).exists() for folder in folders):
+    if not section.every or not folders:
+        return config
+    if not all(Path(folder).exists() for folder in folders):
+        if section.digest is None and any(source.digest is None for source in config.data.all_sources):
+            logger.warning(
+                "nothing says which text is held out, since it is not on this machine: volunteers keep their held-out "
+                "losses to themselves. Create the run where the text is, or give evaluation.digest."
+            )
         return config
     try:
         held_out = load_data(config, build_tokenizer(config.tokenizer)).held_out

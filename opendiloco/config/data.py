@@ -48,7 +48,9 @@ class SourceSection(Section):
     `subset`, `split`, `revision` and `column` choose a data set's rows and their text. Samples are taken in proportion
     to the `weight`s. A source with `streaming` is read without being downloaded first; one with `shards` is never read
     whole: its files are dealt to so many shards, each shard gives `windows_per_shard` windows, and each peer reads the
-    shards that its samples are in.
+    shards that its samples are in. `digest` is that of all tokens of a source without shards
+    (`data.token_files.digest_of_tokens`): a peer with others is refused. `diloco-peer run create` fills it in where the
+    source is a folder of tokens.
     """
 
     source: Name
@@ -60,6 +62,15 @@ class SourceSection(Section):
     streaming: bool = False
     shards: Positive | None = None
     windows_per_shard: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    digest: Digest | None = None
+
+    @model_validator(mode="after")
+    def check_digest(self) -> Self:
+        if self.digest is not None and self.shards is not None:
+            raise ValueError(
+                "a source with shards is never read whole, so it has no digest; remove the one or the other"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_shards(self) -> Self:
@@ -71,7 +82,7 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """Where the text comes from: [[data.sources]], or their short form for one, the keys `source`, `split`, `column`.
+    """Where the text comes from: [[data.sources]], or their short form for one: `source`, `split`, `column`, `digest`.
 
     `held_out` is the fraction of documents that are never trained on.
     """
@@ -79,6 +90,7 @@ class DataSection(Section):
     source: Name | None = None
     split: Name | None = None
     column: Name | None = None
+    digest: Digest | None = None
     sources: Annotated[tuple[SourceSection, ...], Field(strict=False, max_length=SOURCE_LIMIT)] = ()
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
     shuffle_seed: Seed = 0
@@ -99,7 +111,7 @@ class DataSection(Section):
 
     @property
     def _short_form(self) -> dict[str, Any]:
-        keys = {"source": self.source, "split": self.split, "column": self.column}
+        keys = {"source": self.source, "split": self.split, "column": self.column, "digest": self.digest}
         return {key: value for key, value in keys.items() if value is not None}
 
     @property
@@ -118,4 +130,4 @@ class DataSection(Section):
         """The same with other sources, in the same order and proportions."""
         if self.sources:
             return self.model_copy(update={"sources": sources})
-        return self.model_copy(update={"source": sources[0].source})
+        return self.model_copy(update={"source": sources[0].source, "digest": sources[0].digest})

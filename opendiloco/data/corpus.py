@@ -8,6 +8,7 @@ only says where to read, and peers exchange what they learned, never what they r
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -16,21 +17,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.data.local_sources import check_files, is_local
 from opendiloco.errors import DataError, first_line
 from opendiloco.stages import at_stage, passing
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+SAVED = ("dataset_info.json", "dataset_dict.json")
+"""Files of a folder that `datasets` has saved with `save_to_disk`: of one split, or of several."""
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `identity` is its name, or its content where it has no name; being held out depends on that alone."""
+    """One text, or its token ids where it was tokenized before. `identity` is its name, or its content where it has no
+    name; being held out depends on that alone."""
 
     text: bytes
     identity: bytes
+    tokens: NDArray[np.int64] | None = None
 
     def is_held_out(self, fraction: float) -> bool:
         """Whether it is for evaluation only: a fixed draw with probability `fraction`."""
@@ -56,6 +64,8 @@ def open_corpus(section: SourceSection) -> Corpus:
         files = [path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts[:-1])]
         return TextFiles(section, root, files)
     folder = Path(section.source)
+    if is_local(section.source) and any((folder / name).is_file() for name in SAVED):
+        return SavedRows(section)
     texts = [path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES] if folder.is_dir() else []
     if set(texts) - {folder / "README.md"}:  # which data sets have, too
         return TextFiles(section, folder, texts)
@@ -112,25 +122,27 @@ class Rows:
                 rows = rows.shard(num_shards=section.shards, index=shard)
             total = getattr(rows, "num_rows", None)  # a stream does not know
             for row in passing(rows, _tokenizing(section, shard), total):
-                text = row[section.column]
-                if not isinstance(text, str | None):
-                    raise DataError(
-                        f"data.column = {section.column!r} of {section.source!r} has {type(text).__name__}, not text.",
-                        "Choose a column of text.",
-                    )
-                encoded = (text or "").encode("utf-8", errors="replace")
-                yield Document(encoded, encoded)
+                yield self._document(row[section.column])
+
+    def _document(self, value: Any) -> Document:
+        """Return a row's text, or its token ids. Raises: DataError when it is neither."""
+        section = self._section
+        if isinstance(value, str | None):
+            encoded = (value or "").encode("utf-8", errors="replace")
+            return Document(encoded, encoded)
+        tokens: NDArray[Any] = np.asarray(value if isinstance(value, list) else 0)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind != "i"):
+            raise DataError(
+                f"data.column = {section.column!r} of {section.source!r} has {type(value).__name__}, not text.",
+                "Choose a column of text, or of lists of token ids.",
+            )
+        ids = tokens.astype(np.int64)
+        return Document(b"", ids.tobytes(), ids)
 
     def _load(self) -> Any:
-        """All rows, with their column of text only."""
+        """Return all rows, with their column of text or tokens only."""
         section = self._section
-        at_stage(f"downloading {section.source}, as far as it is not here")
-        if section.streaming or section.shards:
-            rows = self._builder.as_streaming_dataset(split=section.split)
-            _check_shards(section, rows.num_shards)
-        else:
-            self._builder.download_and_prepare()
-            rows = self._builder.as_dataset(split=section.split)
+        rows = self._open()
         columns = rows.column_names
         if columns is None:  # a stream does not always know
             columns = list(next(iter(rows), {}))
@@ -140,6 +152,38 @@ class Rows:
                 f"Choose one of: {', '.join(columns)}.",
             )
         return rows.select_columns([section.column])
+
+    def _open(self) -> Any:
+        section = self._section
+        at_stage(f"downloading {section.source}, as far as it is not here")
+        if section.streaming or section.shards:
+            rows = self._builder.as_streaming_dataset(split=section.split)
+            _check_shards(section, rows.num_shards)
+            return rows
+        self._builder.download_and_prepare()
+        return self._builder.as_dataset(split=section.split)
+
+
+class SavedRows(Rows):
+    """A folder that `datasets` has saved with `save_to_disk`, of one split or of several. A shard is as many rows."""
+
+    def __init__(self, section: SourceSection) -> None:
+        self._section = section
+        self._folder = Path(section.source)
+        if (self._folder / SAVED[1]).is_file():
+            self._folder /= section.split
+        with _explained(section):
+            state = json.loads((self._folder / "state.json").read_text(encoding="utf-8"))
+            files = [str(self._folder / one["filename"]) for one in state["_data_files"]]
+        check_files(section.source, files)
+        self.fingerprint = _facts([*files, str(self._folder / "state.json")])
+
+    def _open(self) -> Any:
+        import datasets
+
+        rows: Any = datasets.load_from_disk(str(self._folder))
+        _check_shards(self._section, rows.num_rows, "rows")
+        return rows
 
 
 def _tokenizing(section: SourceSection, shard: int | None) -> str:
@@ -170,9 +214,9 @@ def _facts(files: Iterable[str]) -> str:
     return repr([(file, fact.st_size, fact.st_mtime_ns) for file, fact in facts])
 
 
-def _check_shards(section: SourceSection, files: int) -> None:
-    if section.shards is not None and section.shards > files:
+def _check_shards(section: SourceSection, parts: int, what: str = "files") -> None:
+    if section.shards is not None and section.shards > parts:
         raise DataError(
-            f"data.shards = {section.shards} of {section.source!r}, which has {files} files.",
-            f"A shard is one file or more: use {files} shards or fewer.",
+            f"data.shards = {section.shards} of {section.source!r}, which has {parts} {what}.",
+            f"A shard is one of them or more: use {parts} shards or fewer.",
         )

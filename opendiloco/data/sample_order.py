@@ -8,6 +8,7 @@ exactly where a peer stopped, and lease ranges that are disjoint within an epoch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -95,6 +96,9 @@ class Source(Protocol):
     def read(self, positions: Numbers) -> Numbers:
         """The windows at these positions as token ids, shape (len(positions), sequence_length + 1)."""
 
+    def expect(self, positions: Numbers) -> None:
+        """Take note of which positions are read from now on, in this order, as far as is known."""
+
 
 class Windowed(Protocol):
     """Windows that are there: `count` of them."""
@@ -116,6 +120,8 @@ class ShardSource(Protocol):
 
     def shard(self, number: int) -> Windowed: ...
 
+    def soon(self, number: int) -> None: ...
+
 
 class ShuffledWindows:
     """Epoch after epoch of a source's windows, each a permutation of its own."""
@@ -131,28 +137,43 @@ class ShuffledWindows:
             chosen[here] = Permutation(self._windows.count, self._seed, epoch)(places[here])
         return self._windows.read(chosen)
 
+    def expect(self, positions: Numbers) -> None:
+        """All windows are there."""
+
 
 class ShuffledShards:
     """Epoch after epoch of a source's shards in permuted order, and within each shard its windows in permuted order.
 
-    Neighbouring positions are thus mostly in one shard: who has a lease needs few of them. A shard with fewer windows
-    than it should have repeats its own.
+    Neighbouring positions are thus mostly in one shard: a peer with a lease needs few of them. A shard with fewer
+    windows than it should have repeats its own. The shard that follows the one that is read is asked for ahead: of what
+    is expected, or else the next one of the epoch.
     """
 
     def __init__(self, shards: ShardSource, seed: int) -> None:
         self._shards = shards
         self._seed = seed
+        self._following: dict[int, int] = {}  # which visit comes after which
 
     def read(self, positions: Numbers) -> Numbers:
         parts: list[tuple[NDArray[np.bool_], Numbers]] = []
         visits, places = np.divmod(positions, self._shards.windows_per_shard)
         for visit, here in _groups(visits):  # the v-th visit to a shard, counted over all epochs
-            epoch, place = divmod(visit, self._shards.count)
-            number = int(Permutation(self._shards.count, self._seed, epoch)(np.array([place]))[0])
-            windows = self._shards.shard(number)
+            windows = self._shards.shard(self._visited(visit))
             chosen = Permutation(self._shards.windows_per_shard, self._seed, visit)(places[here])
             parts.append((here, windows.read(chosen % windows.count)))
+            self._shards.soon(self._visited(self._following.get(visit, visit + 1)))
         return _together(len(positions), parts)
+
+    def expect(self, positions: Numbers) -> None:
+        """Take note of which shard follows which. Raises nothing, and reads nothing."""
+        visits = positions // self._shards.windows_per_shard
+        order = list(dict.fromkeys(visits.tolist()))
+        self._following = dict(pairwise(order))
+
+    def _visited(self, visit: int) -> int:
+        """Return the number of the shard that is visited then."""
+        epoch, place = divmod(visit, self._shards.count)
+        return int(Permutation(self._shards.count, self._seed, epoch)(np.array([place]))[0])
 
 
 class SampleOrder:
@@ -163,6 +184,17 @@ class SampleOrder:
         self._mixture = mixture
         self.document_end = document_end
         """The token that closes a document, where attention and loss stay within documents."""
+        self._leased: Numbers = np.empty(0, np.int64)
+
+    def expect(self, lease: Numbers) -> None:
+        """Say which samples are read from now on. The lease after this one is expected as far on as this one was."""
+        if not len(lease):
+            return
+        before, self._leased = self._leased, lease
+        step = int(lease[0] - before[0]) if len(before) and lease[0] > before[-1] else int(lease[-1] - lease[0]) + 1
+        sources, positions = self._mixture.assign(np.concatenate([lease, lease[:1] + step]))
+        for source, here in _groups(sources):
+            self._sources[source].expect(positions[here])
 
     def read(self, numbers: Numbers) -> Numbers:
         """The samples with these numbers as token ids, shape (len(numbers), sequence_length + 1)."""

@@ -11,35 +11,31 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
-from blake3 import blake3
 
-from opendiloco.data.tokenizer import TokenArray
+from opendiloco.config.data import TokenizerSection
+from opendiloco.data.token_files import ABOUT, PARTS, Piece, Tokens, map_part, write_parts
 from opendiloco.errors import MachineError
+from opendiloco.stages import at_stage
 
 logger = logging.getLogger(__name__)
 
-FEW_TOKENS = 1 << 26
-"""So many of a source's tokens, and fewer, stay in memory: at most 256 MB."""
-PARTS = ("training", "held_out")
-ABOUT = "about.json"
-
-Piece = tuple[bool, TokenArray]
-"""Whether a document is held out, and its tokens."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A source's documents, or a shard's, one after another."""
-
-    training: TokenArray
-    held_out: TokenArray
+FEW_TOKENS = 1 << 24
+"""So many of a source's tokens, and fewer, stay in memory: at most 64 MB."""
+FEW_SHARED_TOKENS = 1 << 20
+"""The same where several workers would make them, each for itself; of bytes, which cost nothing, as many as ever."""
+KEPT_BYTES = 200 << 30
+"""Of all entries together. The one that was just written stays, however large it is."""
+CHECKS_KEPT = 1000
+"""Files without content, each of which says that a folder of tokens was checked."""
+CHECKED, LOCK, PARTIAL = ".checked", ".lock", ".partial"
 
 
 def default_cache_folder() -> Path:
@@ -48,15 +44,25 @@ def default_cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "diloco-peer" / "tokens"
 
 
-class TokenCache:
-    """Tokens under keys. A key names all that determines them."""
+def few_tokens(section: TokenizerSection, workers: int) -> int:
+    """Return how many tokens each of a machine's workers keeps in its own memory."""
+    return FEW_TOKENS if workers == 1 or section.kind == "bytes" else FEW_SHARED_TOKENS
 
-    def __init__(self, folder: Path | None = None, few: int = FEW_TOKENS) -> None:
+
+class TokenCache:
+    """Tokens under keys. A key names all that determines them.
+
+    Up to `few` tokens stay in memory. When an entry is written, the ones that were not opened for longest are removed,
+    until all take at most `kept_bytes`. A process that has a removed entry open reads on.
+    """
+
+    def __init__(self, folder: Path | None = None, few: int = FEW_TOKENS, kept_bytes: int = KEPT_BYTES) -> None:
         self._folder = default_cache_folder() if folder is None else folder
         self._few = few
+        self._kept_bytes = kept_bytes
 
     def tokens(self, key: str, kind: type[np.unsignedinteger], read: Callable[[], Iterator[Piece]]) -> Tokens:
-        """What is kept under a key, or else what `read` gives, which is kept from now on if it is much.
+        """Return what is kept under a key, or else what `read` gives, which is kept from now on if it is much.
 
         Raises: MachineError when it does not fit on the disk; what `read` raises.
         """
@@ -65,22 +71,58 @@ class TokenCache:
             return kept
         pieces, few = read(), (bytearray(), bytearray())
         dtype = np.dtype(kind).newbyteorder("<")
-        for held_out, tokens in pieces:
-            few[held_out].extend(tokens.astype(dtype).tobytes())
-            if len(few[0]) + len(few[1]) > self._few * dtype.itemsize:
-                break
-        else:
-            return Tokens(*(np.frombuffer(part, dtype) for part in few))
+        if self._few:
+            for held_out, tokens in pieces:
+                few[held_out].extend(tokens.astype(dtype).tobytes())
+                if len(few[0]) + len(few[1]) > self._few * dtype.itemsize:
+                    break
+            else:
+                return Tokens(*(np.frombuffer(part, dtype) for part in few))
         begun = ((bool(part), np.frombuffer(few[part], dtype)) for part in (0, 1))
         with self._locked(key):
             kept = self._open(key)  # another process may have written it meanwhile
-            return kept if kept is not None else self._write(key, dtype, chain(begun, pieces))
+            if kept is not None:
+                return kept
+            written = self._write(key, dtype, chain(begun, pieces))
+        self._make_room(key)
+        return written
+
+    def once(self, key: str, check: Callable[[], None]) -> None:
+        """Run a check that takes long, unless it has passed before on this machine, for what the key names.
+
+        Raises: what `check` raises; MachineError when the folder cannot be written.
+        """
+        passed = self._folder / f"{key}{CHECKED}"
+        if passed.exists():
+            return
+        with self._locked(key):
+            if passed.exists():
+                return
+            check()
+            passed.touch()
+        for old in sorted(self._folder.glob(f"*{CHECKED}"), key=_age)[CHECKS_KEPT:]:
+            old.unlink(missing_ok=True)
 
     def drop_all_but(self, prefix: str, number: int) -> None:
         """Remove the entries whose keys begin with `prefix`, but for the newest so many. Who reads them reads on."""
-        entries = [path for path in self._folder.glob(f"{prefix}*") if path.is_dir() and not path.suffix]
+        entries = [path for path in self._entries() if path.name.startswith(prefix)]
         for path in sorted(entries, key=_age)[number:]:
             shutil.rmtree(path, ignore_errors=True)
+
+    def _entries(self) -> list[Path]:
+        return [path for path in self._folder.glob("*") if path.is_dir() and not path.suffix]
+
+    def _make_room(self, key: str) -> None:
+        """Remove what writers that were killed have left, and the entries that were not opened for longest."""
+        for partial in self._folder.glob(f"*{PARTIAL}"):
+            with suppress(BlockingIOError, MachineError), self._locked(partial.stem, waits=False):
+                shutil.rmtree(partial, ignore_errors=True)
+        entries = sorted((path for path in self._entries() if path.name != key), key=_age)
+        room = self._kept_bytes - _size(self._folder / key)
+        for path in entries:
+            room -= _size(path)
+            if room < 0:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _open(self, key: str) -> Tokens | None:
         folder = self._folder / key
@@ -89,47 +131,63 @@ class TokenCache:
             dtype = np.dtype(about["dtype"])
             if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
                 raise ValueError(f"tokens of type {dtype}")
-            return Tokens(*(_map(folder / part, dtype, about["digests"][part]) for part in PARTS))
+            tokens = Tokens(*(map_part(folder / part, dtype, about["digests"][part]) for part in PARTS))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("the tokens in %s are damaged (%s); the text is tokenized again", folder, error)
             return None
+        with suppress(OSError):
+            os.utime(folder)  # it was opened last now
+        return tokens
 
     def _write(self, key: str, dtype: np.dtype[np.unsignedinteger], pieces: Iterator[Piece]) -> Tokens:
-        folder, partial = self._folder / key, self._folder / f"{key}.partial"
+        folder, partial = self._folder / key, self._folder / f"{key}{PARTIAL}"
         logger.info("more than %d tokens: they are written to %s", self._few, folder)
         try:
             shutil.rmtree(partial, ignore_errors=True)  # of somebody who was killed
             partial.mkdir()
-            digests = [blake3(), blake3()]
-            with (partial / PARTS[0]).open("wb") as training, (partial / PARTS[1]).open("wb") as held_out:
-                files = (training, held_out)
-                for part, tokens in pieces:
-                    data = tokens.astype(dtype).tobytes()
-                    files[part].write(data)
-                    digests[part].update(data)
-            named = dict(zip(PARTS, (digest.hexdigest() for digest in digests), strict=True))
-            (partial / ABOUT).write_text(json.dumps({"dtype": dtype.str, "digests": named}), encoding="utf-8")
+            digests = {name: part.digest for name, part in write_parts(partial, dtype, pieces).items()}
+            (partial / ABOUT).write_text(json.dumps({"dtype": dtype.str, "digests": digests}), encoding="utf-8")
             shutil.rmtree(folder, ignore_errors=True)  # it was damaged
             partial.rename(folder)
         except OSError as error:
             raise self._unusable(error) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        return Tokens(*(_mapped(folder / part, dtype) for part in PARTS))
+        return Tokens(*(map_part(folder / part, dtype) for part in PARTS))
 
     @contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
-        """A source's shards share one lock. Its file stays: else two processes could lock two files of one name."""
+    def _locked(self, key: str, waits: bool = True) -> Iterator[None]:
+        """Hold the lock of a key, whose file is there only for so long. Raises: BlockingIOError without `waits`, when
+        another process has it; MachineError."""
+        path = self._folder / f"{key}{LOCK}"
+        file = self._lock(path, waits)
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = (self._folder / f"{key.partition('-')[0]}.lock").open("wb")
-        except OSError as error:
-            raise self._unusable(error) from error
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
             yield
+        finally:
+            path.unlink(missing_ok=True)
+            file.close()
+
+    def _lock(self, path: Path, waits: bool) -> BinaryIO:
+        while True:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = path.open("wb")
+            except OSError as error:
+                raise self._unusable(error) from error
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not waits:
+                    file.close()
+                    raise
+                at_stage("waiting for tokens that another process of this machine makes")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                    return file
+            file.close()  # the one before us has removed it: two processes must not lock two files of one name
 
     def _unusable(self, error: OSError) -> MachineError:
         return MachineError(
@@ -138,24 +196,18 @@ class TokenCache:
         )
 
 
-def _map(path: Path, dtype: np.dtype[np.unsignedinteger], digest: str) -> TokenArray:
-    """Raises: OSError; ValueError when it is not what was written."""
-    found = blake3().update_mmap(path).hexdigest()
-    if found != digest:
-        raise ValueError(f"{path.name} has another digest")
-    return _mapped(path, dtype)
-
-
-def _mapped(path: Path, dtype: np.dtype[np.unsignedinteger]) -> TokenArray:
-    if path.stat().st_size == 0:  # nothing to map
-        return np.empty(0, dtype)
-    tokens: TokenArray = np.memmap(path, dtype, mode="r")
-    return tokens
+def _size(folder: Path) -> int:
+    """Bytes of a folder's files, as far as they are still there."""
+    size = 0
+    for path in folder.glob("*"):
+        with suppress(OSError):
+            size += path.stat().st_size
+    return size
 
 
 def _age(path: Path) -> float:
-    """Seconds since it was made, up to a constant; what is already gone is oldest."""
+    """Seconds since it was made or last opened; what is already gone is oldest."""
     try:
-        return -path.stat().st_mtime
+        return time.time() - path.stat().st_mtime
     except OSError:
-        return 0.0
+        return float("inf")

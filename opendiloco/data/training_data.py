@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from blake3 import blake3
@@ -13,6 +14,8 @@ from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import Mixture, SampleOrder, ShuffledShards, ShuffledWindows, Source
 from opendiloco.data.token_cache import TokenCache
+from opendiloco.data.token_files import Tokens, digest_of_tokens
+from opendiloco.data.token_folder import is_token_folder, open_token_folder
 from opendiloco.data.tokenized import ShardedWindows, TokenizedSource, Windows
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import DataError
@@ -52,6 +55,14 @@ class HeldOutWindows:
         read = self.read(self.spread(windows)).astype("<u4")
         return str(blake3(repr((read.shape, self.document_end)).encode() + read.tobytes()).hexdigest())
 
+    def bytes_per_token(self, windows: int, tokenizer: Tokenizer) -> float:
+        """Return how many bytes of text a token stands for that an evaluation on so many windows predicts."""
+        read = self.read(self.spread(windows))
+        inputs, targets = read[:, :-1], read[:, 1:]
+        within = np.ones(targets.shape, bool) if self.document_end is None else inputs != self.document_end
+        size = sum(tokenizer.byte_count(ids[kept]) for ids, kept in zip(targets, within, strict=True))
+        return max(size, 1) / max(int(within.sum()), 1)
+
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids, shape (len(numbers), sequence_length + 1)."""
         starts = np.cumsum(self._counts) - self._counts
@@ -71,8 +82,18 @@ class TrainingData:
     held_out: HeldOutWindows
 
 
-def load_data(config: RunConfig, tokenizer: Tokenizer, cache: TokenCache | None = None) -> TrainingData:
-    """Tokenize what a run reads, or open what was tokenized before. Of a source with shards, only the first is read.
+TokenizeAhead = Callable[[int, int], None]
+"""Called with the place of a source and the number of one of its shards that is soon needed; returns at once."""
+
+
+def load_data(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    cache: TokenCache | None = None,
+    tokenize_ahead: TokenizeAhead | None = None,
+) -> TrainingData:
+    """Tokenize what a run reads, or open what was tokenized before. Of a source with shards, only what is held out is
+    read; shards follow when they are needed, or before, if there is somebody who tokenizes ahead.
 
     Raises: DataError when a source cannot be read, or has less than one batch of windows; MachineError.
     """
@@ -80,32 +101,81 @@ def load_data(config: RunConfig, tokenizer: Tokenizer, cache: TokenCache | None 
     end = tokenizer.end if config.training.document_mask else None
     orders, held_out = list[Source](), list[Windows]()
     for place, section in enumerate(data.all_sources):
-        source = TokenizedSource(section, data.held_out, tokenizer, cache or TokenCache())
-        order, windows = _ordered(source, config, data.shuffle_seed + place)
+        ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
+        seed, kept = data.shuffle_seed + place, cache or TokenCache()
+        if section.shards is not None:
+            order, windows = _sharded(section, config, tokenizer, kept, seed, ahead)
+        else:
+            order, windows = _whole(section, config, tokenizer, kept, seed)
         orders.append(order)
         held_out.append(windows)
     return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
 
 
-def _ordered(source: TokenizedSource, config: RunConfig, seed: int) -> tuple[Source, Windows]:
-    """A source's training samples in their order, and its held-out windows."""
-    section, length = source.section, config.training.sequence_length
-    if section.shards is not None and section.windows_per_shard is not None:
-        shards = ShardedWindows(source, section.shards, section.windows_per_shard, length)
-        _check_count(section, config, shards.shard(0), shards.held_out())
-        return ShuffledShards(shards, seed), shards.held_out()
-    tokens = source.tokens()
+def read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:
+    """Return all tokens of a source without shards. Raises: DataError when they are not those that it names."""
+    if is_token_folder(section.source):
+        tokens = open_token_folder(section.source, tokenizer, held_out, cache)
+    else:
+        tokens = TokenizedSource(section, held_out, tokenizer, cache).tokens()
+    if section.digest is not None and (found := digest_of_tokens(tokens)) != section.digest:
+        raise DataError(
+            f"the run's data.digest is {section.digest}; the tokens of {section.source!r} have {found}.",
+            "Get the text or tokens that the run means.",
+        )
+    return tokens
+
+
+def shards_of(
+    section: SourceSection,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    cache: TokenCache,
+    tokenize_ahead: Callable[[int], None] | None = None,
+) -> ShardedWindows:
+    """Return a source's shards. Raises: DataError when it cannot have any."""
+    assert section.shards is not None
+    assert section.windows_per_shard is not None
+    if is_token_folder(section.source):
+        raise DataError(
+            f"data.shards = {section.shards} of {section.source!r}, a folder of tokens, which is mapped as it is.",
+            "Remove shards and windows_per_shard.",
+        )
+    source = TokenizedSource(section, config.data.held_out, tokenizer, cache)
+    length = config.training.sequence_length
+    return ShardedWindows(source, section.shards, section.windows_per_shard, length, tokenize_ahead)
+
+
+def _sharded(
+    section: SourceSection,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    cache: TokenCache,
+    seed: int,
+    tokenize_ahead: Callable[[int], None] | None,
+) -> tuple[Source, Windows]:
+    """Return a source's training samples in their order, and its held-out windows: as many as are evaluated."""
+    shards = shards_of(section, config, tokenizer, cache, tokenize_ahead)
+    held_out = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
+    _check_count(section, config, "held-out", held_out)
+    return ShuffledShards(shards, seed), held_out
+
+
+def _whole(
+    section: SourceSection, config: RunConfig, tokenizer: Tokenizer, cache: TokenCache, seed: int
+) -> tuple[Source, Windows]:
+    tokens, length = read_tokens(section, config.data.held_out, tokenizer, cache), config.training.sequence_length
     training, held_out = Windows(tokens.training, length), Windows(tokens.held_out, length)
-    _check_count(section, config, training, held_out)
+    _check_count(section, config, "training", training)
+    _check_count(section, config, "held-out", held_out)
     return ShuffledWindows(training, seed), held_out
 
 
-def _check_count(section: SourceSection, config: RunConfig, training: Windows, held_out: Windows) -> None:
-    more = "" if section.shards is None else ", a larger windows_per_shard"
-    for part, windows in (("training", training), ("held-out", held_out)):
-        if windows.count < config.training.batch_size:
-            raise DataError(
-                f"data.source = {section.source!r} has {windows.count} {part} windows of {windows.length} tokens; "
-                f"a batch needs {config.training.batch_size}.",
-                f"Give more text{more}, a shorter training.sequence_length, or another data.held_out fraction.",
-            )
+def _check_count(section: SourceSection, config: RunConfig, part: str, windows: Windows) -> None:
+    more = "" if section.shards is None else ", in its first shard"
+    if windows.count < config.training.batch_size:
+        raise DataError(
+            f"data.source = {section.source!r} has {windows.count} {part} windows of {windows.length} tokens; "
+            f"a batch needs {config.training.batch_size}.",
+            f"Give more text{more}, a shorter training.sequence_length, or another data.held_out fraction.",
+        )

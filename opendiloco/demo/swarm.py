@@ -15,9 +15,9 @@ from opendiloco.data.local_sources import local_sources
 from opendiloco.demo.processes import Child
 from opendiloco.demo.screen import DemoScreen
 from opendiloco.errors import DemoError, MachineError
-from opendiloco.follower import export_state, fetch_state, make_folder
+from opendiloco.follower import export_state, fetch_state, make_folder, past_of
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.model.export import RunFacts
+from opendiloco.model.card import RunFacts
 from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
 from opendiloco.screen import Row, is_finished, row_of
@@ -215,12 +215,12 @@ async def look(swarm: _Swarm, transport: HivemindTransport) -> None:
 
 async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
     """Fetch the state while somebody has it, let everybody leave, and see what has become of the model."""
-    last = await fetch_state(swarm.run, transport, workload)
-    swarm.screen.event(f"time is up: fetched the state after outer step {last.index + 1 if last else 0}")
+    past = past_of(await fetch_state(swarm.run, transport, workload))
+    swarm.screen.event(f"time is up: fetched the state after outer step {past.outer_steps}")
     leaving = swarm.live()
     for volunteer in leaving:
         volunteer.child.ask_to_stop()
-    facts = await export_state(swarm.run, last, workload, swarm.folder / "model")
+    facts = await export_state(swarm.run, past, workload, swarm.folder / "model")
     prompt = "def " if swarm.run.config.data.all_sources[0].source == STANDARD_LIBRARY else ""
     sample = prompt + await workload.generate(prompt, SAMPLE_TOKENS)
     for volunteer in leaving:

@@ -1,10 +1,14 @@
 """How many windows go through the model at once: a worker's whole piece of a batch, or as many as its memory takes.
 
-What a window takes is found by trying one, whatever the model: forward and back where it is to be trained, forward
-alone where it is only to be evaluated.
+What a window takes is found by trying one and then two, whatever the model: forward and back where they are to be
+trained, forward alone where they are only to be evaluated.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +16,7 @@ from opendiloco.host_memory import MOMENTS_BYTES, HostMemory
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.inner.tensor_memory import peak_while
-from opendiloco.shared_memory import available_memory
+from opendiloco.shared_memory import VALUE_BYTES, available_memory
 
 SHARE = {"cpu": 0.25, "cuda": 0.5}
 """Of the memory that is left, what windows may take by the size of their tensors. Operations take memory for
@@ -20,19 +24,41 @@ themselves, too, and malloc keeps much that was freed: on the CPU we measured 1.
 times with activation checkpointing."""
 
 
+class WindowMemory(NamedTuple):
+    """Bytes that windows take beside the weights and their gradients: `each` of them, and what is `fixed`.
+
+    The latter is the same for any number of them: the weights once more in bf16, or what FSDP2 gathers, for example.
+    """
+
+    fixed: int
+    each: int
+
+    @classmethod
+    def of(cls, one: int, two: int) -> WindowMemory:
+        """Return it from what one and two windows take."""
+        each = min(max(1, two - one), one)
+        return cls(one - each, each)
+
+
 def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: bool = True) -> int:
     """Return 1 to `piece` windows, the same number on all workers. They call this together."""
     if piece == 1:
         return 1  # whether it fits or not
-    window = window_memory(replica, team, trains=trains)
-    team.wait_for_all()  # so that nobody sees what another takes to try
-    room = free_memory(team) - _taken_later(replica, team, trains) // team.size
-    return team.smallest(max(1, min(int(SHARE[team.device.type] * room / window), piece)))
+    with trying(replica, team, trains) as taken:
+        one = taken(1)
+        team.wait_for_all()  # so that nobody sees what another takes to try
+        room = free_memory(team) - _taken_later(replica, team, trains) // team.size
+        room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # whole gradients, until they are summed
+        if not team.smallest(room > 2 * one):
+            return 1  # two are not even to be tried
+        memory = WindowMemory.of(one, taken(2))
+    fitting = int(SHARE[team.device.type] * (room - memory.fixed) / memory.each)
+    return team.smallest(max(1, min(fitting, piece)))
 
 
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
-    """Return the bytes that nobody has taken yet when workers start: moments, where there is training; in main memory
-    also what the peer process takes. The gradient counts with the first window."""
+    """Return the bytes that nobody has taken yet when workers have tried a window: moments, where there is training; in
+    main memory also what the peer process takes."""
     moments = MOMENTS_BYTES * replica.layout.size * trains
     if team.device.type != "cpu":
         return moments
@@ -40,22 +66,28 @@ def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
     return moments + (host.most if trains else host.evaluating) - host.shared
 
 
-def window_memory(replica: ModelReplica, team: Team, windows: int = 1, trains: bool = True) -> int:
-    """Return the bytes that windows take: forward and back, with the weights' gradient; or without `trains`, forward
-    alone. The replica stays as it is."""
-    ids = torch.zeros(windows, replica.window_length, dtype=torch.long, device=team.device)
+@contextmanager
+def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[Callable[[int], int]]:
+    """What so many windows take: forward and back, beside the weights' gradients; without `trains`, forward alone.
+
+    There are gradients meanwhile, as there are from a batch's first windows on. In the end the replica is as it was.
+    """
     gpus = [team.device] if team.device.type == "cuda" else []
 
-    def try_out() -> None:
+    def go(windows: int) -> None:
+        ids = torch.zeros(windows, replica.window_length, dtype=torch.long, device=team.device)
         with torch.set_grad_enabled(trains):
             loss = replica.loss(ids)
         if trains:
             loss.backward()
 
     with torch.random.fork_rng(gpus), torch.compiler.set_stance("force_eager"):
-        peak = peak_while(try_out, team.device)
-    replica.model.zero_grad(set_to_none=True)
-    return peak
+        try:
+            if trains:
+                go(1)
+            yield lambda windows: peak_while(lambda: go(windows), team.device)
+        finally:
+            replica.model.zero_grad(set_to_none=True)
 
 
 def free_memory(team: Team) -> int:

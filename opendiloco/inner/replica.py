@@ -6,9 +6,10 @@ The worker process and the one-process reference both train through this class, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from opendiloco.data.sample_order import SampleOrder, numbers_of
 from opendiloco.errors import WorkerError
 from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.inner.moments import Moments
-from opendiloco.inner.optimizer_state import load_moments, step_count, store_moments
+from opendiloco.inner.optimizer_state import load_moments, read_state, step_count, store_moments, write_state
 from opendiloco.inner.optimizers import build_inner_optimizer
 from opendiloco.inner.team import Team
 from opendiloco.kernels import FORMATS
@@ -32,6 +33,9 @@ from opendiloco.model.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
 from peers.values.leases import SampleRange, prefix
 from peers.values.workload import SnapshotError, Trained
+
+LONG_AGO = 64
+"""Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
 
 InnerStepDone = Callable[[int, float, float, int], None]
 """Called after each inner step that changed the weights: (steps done, its loss, its gradient's norm, samples done)."""
@@ -73,7 +77,9 @@ class ModelReplica:
         samples: SampleOrder,
         team: Team | None = None,
         micro_batch: int | None = None,
+        reduces_once: bool = False,
     ) -> None:
+        """With `reduces_once`, workers sum their gradients after a batch's last windows only."""
         self.model = model
         self.layout = layout_of(model)
         self.micro_batch = micro_batch
@@ -82,32 +88,57 @@ class ModelReplica:
         self._config = config
         self._samples = samples
         self._team = team or Team(torch.device("cpu"))
+        self.reduces_once = reduces_once and isinstance(model, FSDPModule)
         self._shards = Shards(self.layout, self._team.rank, self._team.size, staging_for(self._team.device))
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
         self._router_loss = router_loss_weight(model)
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
+        self._kept_at: int | None = None  # outer steps taken when the moments that it goes on with were kept
+
+    @property
+    def learning_rate(self) -> float:
+        """Return that of the last inner step, for the optimizer's first group of parameters."""
+        return float(self._optimizer.param_groups[0]["lr"])
 
     def load(self, theta: Vector) -> None:
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # after a forward pass without a backward pass FSDP2 keeps the root's weights whole
-        self._shards.load(theta, trainable(self.model))
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass without a backward pass FSDP2 keeps some weights whole
+        self._shards.load(theta, self._parameters())
 
     def store(self, flat: Vector) -> None:
         """This worker's part of the weights."""
-        self._shards.store(trainable(self.model), flat)
+        self._shards.store(self._parameters(), flat)
 
     def store_moments(self, out: Moments) -> None:
         """The inner optimizer's state, as of the last inner step. Raises: SnapshotError while it is worth little."""
         if step_count(self._optimizer) == 0 or self._warmed_up != self._config.inner_optimizer.rewarmup_steps:
             raise SnapshotError("its inner optimizer has only just begun")
-        store_moments(self._optimizer, trainable(self.model), self._shards, out)
+        store_moments(self._optimizer, self._parameters(), self._shards, out)
 
     def load_moments(self, moments: Moments) -> None:
         """Go on with another replica's. There is no more re-warmup. Raises: SnapshotError when ours are as good."""
         if step_count(self._optimizer) >= moments.steps[0]:
             raise SnapshotError(f"its inner optimizer has made {moments.steps[0]} steps; ours as many")
-        load_moments(self._optimizer, trainable(self.model), self._shards, moments)
+        load_moments(self._optimizer, self._parameters(), self._shards, moments)
         self._warmed_up = self._config.inner_optimizer.rewarmup_steps
+
+    def keep_moments(self, path: Path, run: str, index: int) -> None:
+        """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it.
+
+        Raises: SnapshotError when there is none, or torch has it in a form that no file holds; OSError.
+        """
+        said = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
+        write_state(path, self._optimizer, self._parameters(), self._shards, said)
+
+    def recall_moments(self, path: Path, run: str) -> None:
+        """Go on with what such a file has. Raises: SnapshotError when it does not fit, and changes nothing; OSError."""
+        said = read_state(path, self._optimizer, self._parameters(), self._shards, self._kept_by(run))
+        self._warmed_up, self._kept_at = int(said["warmed_up"]), int(said["index"])
+
+    def _kept_by(self, run: str) -> dict[str, str]:
+        """What a file of moments must say of itself."""
+        return {"run": run, "optimizer": self._config.inner_optimizer.model_dump_json()}
 
     def train(
         self,
@@ -131,6 +162,9 @@ class ModelReplica:
         """
         if self._warmed_up is None:  # from the run's beginning its schedule has a warmup of its own
             self._warmed_up = 0 if index else self._config.inner_optimizer.rewarmup_steps
+        if self._kept_at is not None and index - self._kept_at > LONG_AGO:
+            self._warmed_up = 0
+        self._kept_at = None
         self.load(theta)
         self.model.train()
         batch_size = self._config.training.batch_size
@@ -139,6 +173,7 @@ class ModelReplica:
         losses: list[float] = []
         norms: list[float] = []
         done = skipped = 0
+        self._samples.expect(numbers)
         batches = Batches(self._samples, numbers, batch_size)
         for batch in batches:
             done += len(batch)
@@ -180,8 +215,8 @@ class ModelReplica:
         self._optimizer.zero_grad(set_to_none=True)
         own_loss = self._add_gradient(batch)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        own_norm = torch.nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters]).item()
-        loss, square, stop = self._team.sums([own_loss, own_norm**2, stop_wanted()])
+        own_norm = torch.nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters])
+        loss, square, stop = self._team.sums([own_loss, own_norm.double().square(), stop_wanted()])
         norm = math.sqrt(square)
         if _finite(loss, norm):
             clip = self._config.training.gradient_clip
@@ -195,31 +230,33 @@ class ModelReplica:
             z_loss, end = self._config.training.z_loss, self._samples.document_end
             return window_loss(self.model, windows, end, z_loss, self._router_loss)
 
-    def _add_gradient(self, batch: NDArray[np.int64]) -> float:
+    def _add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
         """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
 
-        FSDP2 averages the gradients of the workers, so each has its own times their number.
+        FSDP2 averages the gradients of the workers, so each has its own times their number. Nothing here waits for the
+        device, so that it always has something to do.
         """
         end = self._samples.document_end
         predicted = predicted_tokens(torch.from_numpy(batch), end)
         losses = []
-        for part in self._micro_batches(batch):
+        for part, is_last in self._micro_batches(batch):
+            if self.reduces_once:
+                self.model.set_requires_gradient_sync(is_last)
             share = predicted_tokens(torch.from_numpy(part), end) / predicted if len(part) else 0.0
-            windows = torch.from_numpy(part if len(part) else batch[:1]).to(self._team.device)
+            windows = on_device(torch.from_numpy(part if len(part) else batch[:1]), self._team.device)
             loss = self.loss(windows)
             (loss * (share * self._team.size)).backward()
             losses.append(loss.detach() * share)
-        return sum(loss.item() for loss in losses)
+        return torch.stack(losses).double().sum()
 
-    def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """This worker's piece in parts: as many on each worker, as each forward pass is a collective; some are empty.
-
-        What is trained on in place of an empty one counts nothing.
+    def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
+        """This worker's piece in parts, and whether each is the last: as many on each worker, as each forward pass is a
+        collective; some are empty. What is trained on in place of an empty one counts nothing.
         """
         own, largest = batch[self._team.piece(len(batch))], self._team.largest_piece(len(batch))
         size = self.micro_batch or largest
         for start in range(0, largest, size):
-            yield own[start : start + size]
+            yield own[start : start + size], start + size >= largest
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context in which the model computes in the run's precision.
@@ -230,11 +267,24 @@ class ModelReplica:
             return torch.autocast(self._team.device.type, torch.bfloat16)
         return nullcontext()
 
+    def _parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters that are trained, as the optimizer knows them."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # after a forward pass without a backward pass FSDP2 keeps the root's weights whole
+        return trainable(self.model)
+
     def _rewarmup(self) -> float:
         """Who joins in the middle has fresh moments: the first steps are smaller, until they mean something."""
         steps = self._config.inner_optimizer.rewarmup_steps
         self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
         return self._warmed_up / steps if steps else 1.0
+
+
+def on_device(windows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy windows to a device. To a GPU they go by pinned memory, for which nobody waits."""
+    if device.type != "cuda":
+        return windows.to(device)
+    return windows.pin_memory().to(device, non_blocking=True)
 
 
 def _finite(loss: float, norm: float) -> bool:

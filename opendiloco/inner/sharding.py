@@ -19,12 +19,15 @@ from opendiloco.model.shards import local_part, shard_rows
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def shard_model(model: Any, team: Team, training: TrainingSection) -> None:
-    """Share a model, in place; what is on the meta device gets memory, but no values."""
+def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> None:
+    """Share a model, in place; what is on the meta device gets memory, but no values.
+
+    With `whole_layers`, a group that was gathered in the forward pass stays so until the backward pass.
+    """
     policy = MixedPrecisionPolicy(DTYPES[training.precision], DTYPES[training.gradient_reduction])
     for module in (*transformer_blocks(model), model):
         _take_memory(module, team.device)
-        fully_shard(module, mesh=team.mesh, mp_policy=policy)
+        fully_shard(module, mesh=team.mesh, mp_policy=policy, reshard_after_forward=not whole_layers)
 
 
 def transformer_blocks(model: Any) -> list[Any]:

@@ -10,12 +10,15 @@ import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+Value: TypeAlias = float | torch.Tensor
+"""A number, or a tensor that holds one, on the worker's device."""
 LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(hours=2)
 """For which workers wait for each other: the first alone draws the initial weights, eleven minutes of 10 billion. NCCL
@@ -61,13 +64,16 @@ class Team:
         """The length of worker 0's piece."""
         return math.ceil(count / self.size)
 
-    def sums(self, values: Sequence[float]) -> list[float]:
-        """The sum of each value over all workers, in their order, so that all have the same bits."""
-        return [sum(column) for column in self._everyones(values)]
+    def sums(self, values: Sequence[Value]) -> list[float]:
+        """Return the sum of each value over all workers, in their order, so that all have the same bits.
+
+        This process waits once for the device, however many values are still being computed there.
+        """
+        return [sum(column) for column in self._gather(values)]
 
     def smallest(self, value: int) -> int:
         """Of all workers' values."""
-        [column] = self._everyones([value])
+        [column] = self._gather([value])
         return int(min(column))
 
     def take_from_first(self, tensor: torch.Tensor) -> None:
@@ -78,11 +84,19 @@ class Team:
     def wait_for_all(self) -> None:
         self.sums([0.0])
 
-    def _everyones(self, values: Sequence[float]) -> list[list[float]]:
-        """Of each value those of all workers, in their order."""
+    def _gather(self, values: Sequence[Value]) -> list[list[float]]:
+        """Return every worker's values, ordered by rank: a list for each value."""
+        if self.mesh is None and not any(isinstance(value, torch.Tensor) for value in values):
+            return [[float(value)] for value in values]
+        own = torch.stack([self._on_device(value) for value in values])
         if self.mesh is None:
-            return [[value] for value in values]
-        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+            return [[value] for value in own.tolist()]
         everyones = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(everyones, own)
         return [list(column) for column in torch.stack(everyones).T.tolist()]
+
+    def _on_device(self, value: Value) -> torch.Tensor:
+        """Return a value as a tensor of fp64. A number is filled in, since a copy would wait for the device."""
+        if isinstance(value, torch.Tensor):
+            return value.to(self.device, torch.float64)
+        return torch.full((), float(value), dtype=torch.float64, device=self.device)

@@ -32,20 +32,24 @@ def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
         if config.model.path:
             model = AutoModelForCausalLM.from_config(_load(AutoConfig, config.model.path))
         else:
-            model = _from_config(config, tokenizer)
+            model = _from_config(config, tokenizer, PortableNormal())
     _check_size(model, config, tokenizer)
     return model.float()
 
 
-def build_model(config: RunConfig, tokenizer: Tokenizer, weights: int | None = None) -> Any:
+def build_model(config: RunConfig, tokenizer: Tokenizer, weights: int | None = None, draws: bool = True) -> Any:
     """The run's causal language model in fp32 on the CPU, with its initial weights. If it is known that these are so
     many values, whoever watches is told how many have been drawn.
+
+    Unless it `draws`, zeros stand where values would be drawn: for who loads theta into it, all of whose parameters are
+    trained. To draw 10 billion takes 11 minutes.
 
     Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
     cannot keep documents apart where it should.
     """
     path = config.model.path
-    model = _load(AutoModelForCausalLM, path) if path else _from_config(config, tokenizer, weights)
+    drawing = PortableNormal(weights) if draws else Undrawn()  # type: ignore[no-untyped-call]
+    model = _load(AutoModelForCausalLM, path) if path else _from_config(config, tokenizer, drawing)
     _check_size(model, config, tokenizer)
     model = model.float()
     if config.training.document_mask:
@@ -88,13 +92,13 @@ def _load(kind: type[Any], path: str) -> Any:
         ) from error
 
 
-def _from_config(config: RunConfig, tokenizer: Tokenizer, weights: int | None = None) -> Any:
+def _from_config(config: RunConfig, tokenizer: Tokenizer, drawing: TorchDispatchMode) -> Any:
     values = dict(config.model.config or {})
     model_type = str(values.pop("model_type"))
     _refuse_unknown_keys(model_type, values)
     torch.manual_seed(config.model.init_seed)
     try:
-        with PortableNormal(weights):
+        with drawing:
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **tokenizer.special, **values))
     except Exception as error:  # each architecture has its own ways to object
         cause = f"model.config: transformers refuses it: {first_line(error)}"
@@ -142,6 +146,17 @@ class PortableNormal(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Undrawn(TorchDispatchMode):
+    """Within it, `normal_` gives zeros."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.normal_.default:
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))
+
+
 def _portable_normal(
     tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None
 ) -> torch.Tensor:
@@ -162,3 +177,8 @@ def layout_of(model: torch.nn.Module) -> Layout:
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Those that are trained, by name; tied ones once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def is_all_trained(model: torch.nn.Module) -> bool:
+    """Whether theta has all of the model's parameters."""
+    return all(parameter.requires_grad for parameter in model.parameters())

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.model.packing import predicted_tokens, window_loss
+
+
+class Sharers(Protocol):
+    """Those that share an evaluation; see `opendiloco.inner.team.Team`."""
+
+    def piece(self, count: int) -> slice: ...
+    def largest_piece(self, count: int) -> int: ...
+    def sums(self, values: Sequence[float]) -> list[float]: ...
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into its own mode in the end.
+
+    A loop may train some of them in evaluation mode, a frozen batch norm for example.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 @torch.no_grad()
@@ -20,41 +43,54 @@ def held_out_loss(
     windows: int,
     batch_size: int,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    sharers: Sharers | None = None,
 ) -> tuple[float, int]:
     """Return the mean loss in nats per token (per byte with the byte tokenizer), and how many tokens it is a mean of.
 
     At most `windows` windows are read, evenly spread over the held-out text: the same ones at every call. `batch_size`
-    of them go through the model at once, in the context `precision`.
+    of them go through the model at once, in the context `precision`. Of `sharers` each reads its piece of them, and all
+    return the same. They make as many forward passes, which are collectives; what is read in place of nothing counts
+    nothing.
     """
-    model.eval()
     device = next(model.parameters()).device
     chosen, end = held_out.spread(windows), held_out.document_end
-    total, tokens = 0.0, 0
-    for start in range(0, len(chosen), batch_size):
-        batch = torch.from_numpy(held_out.read(chosen[start : start + batch_size]))
-        predicted = predicted_tokens(batch, end)
-        with precision():
-            total += window_loss(model, batch.to(device), end).item() * predicted
-        tokens += predicted
-    return total / tokens, tokens
+    own = chosen if sharers is None else chosen[sharers.piece(len(chosen))]
+    largest = len(chosen) if sharers is None else sharers.largest_piece(len(chosen))
+    total = tokens = 0.0
+    with evaluating(model):
+        for start in range(0, largest, batch_size):
+            numbers = own[start : start + batch_size]
+            batch = torch.from_numpy(held_out.read(numbers if len(numbers) else chosen[:1]))
+            predicted = predicted_tokens(batch, end) if len(numbers) else 0
+            with precision():
+                total += window_loss(model, batch.to(device), end).item() * predicted
+            tokens += predicted
+    if sharers is not None:
+        total, tokens = sharers.sums([total, tokens])
+    return total / tokens, int(tokens)
 
 
 @torch.no_grad()
-def generate_sample(model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, seed: int) -> str:
-    """A continuation of `prompt`, sampled at temperature 0.8; the same for the same weights and seed."""
-    model.eval()
+def generate_sample(
+    model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, seed: int, temperature: float = 0.8
+) -> str:
+    """Return a continuation of `prompt`, sampled from the 50 likeliest tokens each; the likeliest at temperature 0.
+
+    It is the same for the same weights and seed. Compiled blocks are left out: they would be compiled again for each
+    length.
+    """
     pretrained = tokenizer.pretrained()
     encoded = pretrained(prompt or "\n", return_tensors="pt", add_special_tokens=False)
     device = next(model.parameters()).device
     ids = encoded["input_ids"].to(device)
     torch.manual_seed(seed)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        do_sample=True,
-        temperature=0.8,
-        top_k=50,
-        pad_token_id=tokenizer.end,
-    )
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {}
+    with evaluating(model), torch.compiler.set_stance("force_eager"):
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            pad_token_id=tokenizer.end,
+            **({"do_sample": False} | sampling),
+        )
     return str(pretrained.decode(output[0, ids.shape[1] :], skip_special_tokens=True))

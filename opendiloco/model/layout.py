@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class Layout:
             Parameter(name, tuple(shape), offset) for (name, shape), offset in zip(shapes, ends, strict=False)
         ]
         self.size = ends[-1]
+
+    def part(self, names: Container[str]) -> Self:
+        """Return the same layout of these parameters alone: the others leave gaps."""
+        part = copy(self)
+        part._parameters = [parameter for parameter in self if parameter.name in names]
+        return part
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self._parameters)

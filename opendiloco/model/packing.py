@@ -10,11 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from peers.errors import ManifestError
 
 IGNORED = -100
 """The target that torch's cross-entropy leaves out."""
+LOGITS_AT_ONCE = 1 << 24
+"""Logits whose loss is computed together. The softmax takes them twice more in fp32, and many of them are what fills a
+device's memory; so of more than these it is computed piece by piece, and again in the backward pass."""
 
 
 def window_loss(
@@ -31,7 +35,7 @@ def window_loss(
     if router_loss:
         options["output_router_logits"] = True
     output = model(input_ids=inputs, use_cache=False, **options)
-    loss = _token_loss(output.logits.flatten(0, 1).float(), targets, None if end is None else inputs == end, z_loss)
+    loss = _token_loss(output.logits.flatten(0, 1), targets, None if end is None else inputs == end, z_loss)
     return loss + router_loss * output.aux_loss if router_loss else loss
 
 
@@ -39,14 +43,33 @@ def _token_loss(
     logits: torch.Tensor, targets: torch.Tensor, is_end: torch.Tensor | None, z_loss: float
 ) -> torch.Tensor:
     """Return the mean over tokens; those after an end are left out. `logits` has one row for each target."""
-    if is_end is None:
-        loss = torch.nn.functional.cross_entropy(logits, targets.flatten())
-        return loss + z_loss * logits.logsumexp(-1).square().mean() if z_loss else loss
-    targets = targets.masked_fill(is_end, IGNORED).flatten()
-    total = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    wanted = targets if is_end is None else targets.masked_fill(is_end, IGNORED)
+    rows, flat = max(1, LOGITS_AT_ONCE // logits.shape[-1]), wanted.flatten()
+    if len(flat) <= rows:
+        total = _summed_loss(logits, flat, z_loss)
+    else:
+        pieces = zip(logits.split(rows), flat.split(rows), strict=True)
+        total = torch.stack([_in_pieces(piece, targets, z_loss) for piece, targets in pieces]).sum()
+    return total / (flat != IGNORED).sum().clamp(min=1)  # there may be nothing but empty documents
+
+
+def _in_pieces(logits: torch.Tensor, targets: torch.Tensor, z_loss: float) -> torch.Tensor:
+    """Compute a part of the loss, of which nothing is kept for the backward pass but what is there anyway."""
+    if not torch.is_grad_enabled():
+        return _summed_loss(logits, targets, z_loss)
+    kept: torch.Tensor = checkpoint(
+        _summed_loss, logits, targets, z_loss, use_reentrant=False, preserve_rng_state=False
+    )
+    return kept
+
+
+def _summed_loss(logits: torch.Tensor, targets: torch.Tensor, z_loss: float) -> torch.Tensor:
+    """Return the sum over the targets that are not ignored, computed in fp32."""
+    values = logits.float()
+    total = torch.nn.functional.cross_entropy(values, targets, reduction="sum")
     if z_loss:
-        total = total + z_loss * logits.logsumexp(-1).square()[targets != IGNORED].sum()
-    return total / (targets != IGNORED).sum().clamp(min=1)  # there may be nothing but empty documents
+        total = total + z_loss * (values.logsumexp(-1).square() * (targets != IGNORED)).sum()
+    return total
 
 
 def router_loss_weight(model: Any) -> float:

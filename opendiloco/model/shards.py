@@ -29,15 +29,19 @@ class Shards:
 
     def __init__(self, layout: Layout, rank: int = 0, workers: int = 1, staging: torch.Tensor | None = None) -> None:
         self._layout = layout
-        self._rank = rank
+        self.rank = rank
+        self.staging = staging
         self._workers = workers
-        self._staging = staging
+
+    def of(self, layout: Layout) -> Shards:
+        """Return the same worker's part of other tensors."""
+        return Shards(layout, self.rank, self._workers, self.staging)
 
     def slice_of(self, parameter: Parameter) -> slice:
         """Where this worker's part lies in a flat vector; it may be empty."""
         if self._workers == 1:
             return parameter.slice
-        rows = shard_rows(parameter.shape[0], self._rank, self._workers)
+        rows = shard_rows(parameter.shape[0], self.rank, self._workers)
         row_size = math.prod(parameter.shape[1:])
         return slice(parameter.offset + rows.start * row_size, parameter.offset + rows.stop * row_size)
 
@@ -45,23 +49,23 @@ class Shards:
     def load(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> None:
         """flat → tensors, which have the parameters' names and shapes: whole tensors, or this worker's DTensors."""
         for values, own in self._pairs(flat, tensors):
-            own.copy_(values if self._staging is None else self._staging[: len(values)].copy_(values))
+            own.copy_(values if self.staging is None else self.staging[: len(values)].copy_(values))
 
     @torch.no_grad()
     def store(self, tensors: Mapping[str, torch.Tensor], flat: Vector) -> None:
         """tensors → flat: this worker's part of it, and nothing else."""
         for values, own in self._pairs(flat, tensors):
-            values.copy_(own if self._staging is None else self._staging[: len(values)].copy_(own))
+            values.copy_(own if self.staging is None else self.staging[: len(values)].copy_(own))
 
     def _pairs(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the vector and of the tensors, of one shape each; none longer than the staging buffer."""
         for parameter in self._layout:
             values = torch.from_numpy(flat[self.slice_of(parameter)])
             own = local_part(tensors[parameter.name])
-            if self._staging is None:
+            if self.staging is None:
                 yield values.view(own.shape), own
             else:
-                yield from zip(values.split(len(self._staging)), own.view(-1).split(len(self._staging)), strict=True)
+                yield from zip(values.split(len(self.staging)), own.view(-1).split(len(self.staging)), strict=True)
 
 
 def shard_rows(rows: int, rank: int, workers: int) -> slice:

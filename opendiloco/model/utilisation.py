@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "tf32"]
 
 # What the makers promise, in TFLOP/s without sparsity: bf16 with sums in fp32, and fp32 without TF32, which torch does
 # not use unless told to. The names are torch's. Other variants (Ti, Laptop, slices of a GPU) have other peaks.
+# TF32's are on no page beside them: there MFU is not known.
 PEAKS: tuple[tuple[str, dict[Precision, float]], ...] = (
     # NVIDIA A100 data sheet
     (r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe", {"bf16": 312.0, "fp32": 19.5}),
@@ -38,7 +39,7 @@ def peak_flops(device_name: str, precision: Precision) -> float | None:
     """FLOP/s that a device of this name (`torch.cuda.get_device_name`) can do at most; None if we do not know it."""
     for pattern, peaks in PEAKS:
         if re.fullmatch(rf"((NVIDIA|AMD) )?({pattern})", device_name):
-            return peaks[precision] * 1e12
+            return peaks[precision] * 1e12 if precision in peaks else None
     return None
 
 

@@ -11,13 +11,13 @@ from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory
 from opendiloco.inner.device_facts import compiling_lacks
-from opendiloco.inner.optimizers import FUSED_ON
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
 from opendiloco.inner.team import Team
 from opendiloco.kernels import FORMATS, Format
-from opendiloco.model.build import build_model, build_skeleton, layout_of, store_weights
+from opendiloco.model.build import build_model, build_skeleton, is_all_trained, layout_of, store_weights
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
 from opendiloco.stages import at_stage
+from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
 
 
@@ -33,14 +33,16 @@ def assemble_model(
     """
     skeleton = build_skeleton(config, tokenizer)
     each_builds = has_other_tensors(skeleton)
-    memory = memory_of(skeleton, team, config.training)
+    memory = memory_of(skeleton, team, config.training, options.whole_layers)
     if team.device.type == "cuda":
         _check_device(memory, team, options.trains)
     if memory_descriptor is not None and team.rank == 0:
         _check_memory(memory, team, options.trains, FORMATS[config.codec.kind])
         reserve(memory_descriptor, layout_of(skeleton).size)
     at_stage("building the model")
-    whole = build_model(config, tokenizer, memory.weights) if team.rank == 0 or each_builds else None
+    # Where theta is already in the shared memory, nobody draws the initial weights again.
+    draws = memory_descriptor is not None or each_builds or not is_all_trained(skeleton)
+    whole = build_model(config, tokenizer, memory.weights, draws) if team.rank == 0 or each_builds else None
     if memory_descriptor is not None and team.rank == 0:
         store_weights(whole, SharedVectors(memory_descriptor, layout_of(skeleton).size).theta)
     model: Any = whole if team.mesh is None or each_builds else skeleton
@@ -51,7 +53,7 @@ def assemble_model(
         model.to(team.device)
         model.tie_weights()  # to some kinds of device, tied weights are moved one by one
     else:
-        shard_model(model, team, config.training)
+        shard_model(model, team, config.training, options.whole_layers)
         if not each_builds:
             fill_untrained(model, whole, team)
     if _is_compiled(options, team.device):
@@ -113,15 +115,7 @@ def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> None:
         )
 
 
-def memory_of(skeleton: Any, team: Team, training: TrainingSection) -> WorkerMemory:
-    """Return what a model takes, from its skeleton; each worker gathers a whole group, however many share the rest."""
-    sizes = [parameter.numel() for parameter in skeleton.parameters()]
-    blocks = [sum(each.numel() for each in block.parameters()) for block in transformer_blocks(skeleton)]
-    return WorkerMemory(
-        weights=sum(sizes),
-        trained=layout_of(skeleton).size,
-        largest=max(sizes),
-        group=max([*blocks, sum(sizes) - sum(blocks)]) * team.size if team.mesh else 0,
-        is_fused=team.device.type in FUSED_ON,
-        has_copy=training.precision == "bf16" and team.mesh is None,
-    )
+def memory_of(skeleton: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> WorkerMemory:
+    """Return what a model takes, from its skeleton, where these workers train it."""
+    device, is_shared = team.device.type, team.mesh is not None
+    return worker_memory(skeleton, training, device, team.size, is_shared=is_shared, whole_layers=whole_layers)

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from opendiloco.model.export import RunFacts
-from opendiloco.workers.options import WorkerOptions
+from opendiloco.model.card import RunFacts
+from opendiloco.model.export import Dtype
+from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from peers.values.leases import SampleRange
 
 LINE_LIMIT = 16 * 2**20
@@ -83,20 +84,22 @@ class Evaluate(ControlMessage):
 
 
 class Generate(ControlMessage):
-    """Continue `prompt` by at most `tokens` tokens with theta. Answered by `Generated`."""
+    """Continue `prompt` by at most `tokens` tokens with theta, sampled at this temperature. Answered by `Generated`."""
 
     kind: Literal["generate"] = "generate"
     prompt: str
     tokens: int
     seed: int
+    temperature: float = TEMPERATURE
 
 
 class Export(ControlMessage):
-    """Write theta as a transformers model folder. Answered by `Exported`."""
+    """Write theta as a transformers model folder, its weights as `dtype`. Answered by `Exported`."""
 
     kind: Literal["export"] = "export"
     folder: str
     facts: RunFacts
+    dtype: Dtype = "float32"
 
 
 class StoreMoments(ControlMessage):
@@ -120,6 +123,24 @@ class AtStage(ControlMessage):
     share: float | None
 
 
+class KeepMoments(ControlMessage):
+    """Write the inner optimizer's state into a file (see inner/moments_file.py): each worker its part, and the file is
+    there when all have answered. `index` outer steps are taken. Answered by `MomentsMoved`, as `StoreMoments` is."""
+
+    kind: Literal["keep_moments"] = "keep_moments"
+    path: str
+    run: str
+    index: int
+
+
+class RecallMoments(ControlMessage):
+    """Go on with the inner optimizer's state in such a file. Answered by `MomentsMoved`."""
+
+    kind: Literal["recall_moments"] = "recall_moments"
+    path: str
+    run: str
+
+
 class DevicesCounted(ControlMessage):
     """How many GPUs torch sees."""
 
@@ -131,7 +152,8 @@ class Configured(ControlMessage):
     """The worker is ready. `parameters` is the number of trainable values, the length of theta.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
-    windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads.
+    windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads, and
+    `bytes_per_token` how much text a token of theirs stands for.
     """
 
     kind: Literal["configured"] = "configured"
@@ -142,16 +164,18 @@ class Configured(ControlMessage):
     flops_per_token: float | None
     micro_batch: int
     held_out_digest: str
+    bytes_per_token: float
 
 
 class InnerStepDone(ControlMessage):
-    """After an inner step. `loss` in nats per token; `gradient_norm` before clipping; `tokens_per_second` over this
-    training so far."""
+    """After an inner step. `loss` in nats per token; `gradient_norm` before clipping; `learning_rate` of its first
+    group of parameters; `tokens_per_second` over this training so far."""
 
     kind: Literal["inner_step_done"] = "inner_step_done"
     inner_step: int
     loss: float
     gradient_norm: float
+    learning_rate: float
     tokens_per_second: float
 
 
@@ -159,8 +183,9 @@ class InnerLoopDone(ControlMessage):
     """`samples` (the lease, or a prefix of it) are trained, and the weights that came out are in `local`.
 
     Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite. `loss` and `gradient_norm` are
-    means over the others. `waited_seconds` of its `seconds` the worker waited for data. `peak_memory_bytes`: on a GPU,
-    what tensors took at most in this training; on the CPU, the process since it started.
+    means over the others; `learning_rate` is that of the last one. `waited_seconds` of its `seconds` the worker waited
+    for data. `peak_memory_bytes`: on a GPU, what tensors took at most in this training; on the CPU, the process since
+    it started.
     """
 
     kind: Literal["inner_loop_done"] = "inner_loop_done"
@@ -169,6 +194,7 @@ class InnerLoopDone(ControlMessage):
     inner_steps: int
     loss: float
     gradient_norm: float
+    learning_rate: float
     skipped: int
     seconds: float
     waited_seconds: float
@@ -213,9 +239,9 @@ class Failed(ControlMessage):
     traceback: str
 
 
-Command = (
-    CountDevices | Configure | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | StoreMoments | LoadMoments
-)
+MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments
+"""Between two inner steps, if the worker is alone."""
+Command = CountDevices | Configure | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | MoveMoments
 Reply = (
     AtStage
     | DevicesCounted

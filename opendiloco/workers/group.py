@@ -17,9 +17,10 @@ from pathlib import Path
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, WorkerError
-from opendiloco.model.export import RunFacts
+from opendiloco.model.card import RunFacts
+from opendiloco.model.export import Dtype
 from opendiloco.model.utilisation import peak_tokens_per_second
-from opendiloco.shared_memory import SharedVectors, copy_bytes, create_memory_file
+from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.workers.control import (
     Configure,
     Configured,
@@ -35,29 +36,27 @@ from opendiloco.workers.control import (
     Generated,
     InnerLoopDone,
     InnerStepDone,
-    LoadMoments,
     RunInnerLoop,
-    StoreMoments,
 )
+from opendiloco.workers.moments import WorkersMoments
 from opendiloco.workers.options import (
+    TEMPERATURE,
     WorkerOptions,
     choose_devices,
     choose_threads,
     needs_gpu_count,
     usable_cores,
 )
-from opendiloco.workers.process import Answer, Inherited, UnexpectedWorkerError, WorkerDeathError, WorkerProcess
+from opendiloco.workers.process import Answer, Inherited, UnexpectedWorkerError, WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
+from opendiloco.workers.restarts import LOST, Restarts
 from opendiloco.workers.start_up import StartUp
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
-from peers.transfer.memory_file import MemoryFile
 from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
 
 logger = logging.getLogger(__name__)
 
-LOST = (WorkerDeathError, UnexpectedWorkerError)
-"""How workers fail that may do better when they are started again."""
 EXPLANATION_SECONDS = 2.0
 """How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
 
@@ -74,21 +73,25 @@ class WorkerGroup:
     device: str
     telemetry: Telemetry
     held_out_digest: str
+    bytes_per_token: float
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self._config = config
         self._options = options
-        self._memory_descriptor, self._moments_descriptor = create_memory_file(), create_memory_file()
-        self._moments_turn = asyncio.Lock()
+        self._memory_descriptor = create_memory_file()
         self._workers: list[WorkerProcess] = []
         self._watching: asyncio.Task[None] | None = None
         self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         self._requests = RequestQueue()
+        self._moments = WorkersMoments(
+            create_memory_file(), self._requests, lambda: self._workers, lambda: self._death.done()
+        )
+        self.kept_moments: tuple[Path, str] | None = None
+        """The file with the newest moments that this machine has kept, and the run that they are of."""
         self._trainings = 0
         self._micro_batch = 0
-        self._halved = False
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
-        self._restarts_left = options.restarts
+        self._restarts = Restarts(options.restarts)
         self._is_closing = False
 
     @classmethod
@@ -106,10 +109,12 @@ class WorkerGroup:
         group.vectors = SharedVectors(group._memory_descriptor, configured.parameters)
         group.tokens_per_sample = configured.tokens_per_sample
         group.held_out_digest = configured.held_out_digest
+        group.bytes_per_token = configured.bytes_per_token
+        precision = "tf32" if group._options.tf32 and config.training.precision == "fp32" else config.training.precision
         peak = peak_tokens_per_second(
-            configured.device_name, len(group._workers), config.training.precision, configured.flops_per_token
+            configured.device_name, len(group._workers), precision, configured.flops_per_token
         )
-        group.telemetry = Telemetry(config.training.inner_steps, peak)
+        group.telemetry = Telemetry(config.training.inner_steps, peak, configured.bytes_per_token)
         return group
 
     async def train(
@@ -150,27 +155,35 @@ class WorkerGroup:
         command = Evaluate(windows=windows)
         return await asyncio.shield(self._requests.add(lambda: self._insist(command, Evaluated)))
 
-    async def generate(self, prompt: str, tokens: int, seed: int = 0) -> str:
-        """theta's continuation of a prompt."""
-        command = Generate(prompt=prompt, tokens=tokens, seed=seed)
+    async def generate(self, prompt: str, tokens: int, seed: int = 0, temperature: float = TEMPERATURE) -> str:
+        """theta's continuation of a prompt; the likeliest one at temperature 0."""
+        command = Generate(prompt=prompt, tokens=tokens, seed=seed, temperature=temperature)
         return (await asyncio.shield(self._requests.add(lambda: self._insist(command, Generated, workers=1)))).text
 
-    async def export(self, folder: Path, facts: RunFacts) -> None:
+    async def export(self, folder: Path, facts: RunFacts, dtype: Dtype = "float32") -> None:
         """Write theta as a model folder. Raises: MachineError when it cannot be written."""
-        command = Export(folder=str(folder.absolute()), facts=facts)
+        command = Export(folder=str(folder.absolute()), facts=facts, dtype=dtype)
         await asyncio.shield(self._requests.add(lambda: self._insist(command, Exported, workers=1)))
 
     async def store_moments(self, out: memoryview) -> None:
-        """The inner optimizer's state (see inner/moments.py) as it is after some inner step. Of a single worker
-        training need not end for it; of several it must, since they are not at the same step at the same time.
-
-        Raises: SnapshotError when there is none to give; OSError without memory; WorkerError when a worker dies.
-        """
-        await self._finish_moving(StoreMoments(), out)
+        """See `WorkersMoments.store`."""
+        await self._moments.store(out)
 
     async def load_moments(self, moments: memoryview) -> None:
-        """Have the inner optimizer go on with checked moments. Raises: as `store_moments`."""
-        await self._finish_moving(LoadMoments(), moments)
+        """See `WorkersMoments.load`."""
+        await self._moments.load(moments)
+
+    async def keep_moments(self, path: Path, run: str, index: int) -> None:
+        """See `WorkersMoments.keep`."""
+        await self._moments.keep(path, run, index)
+
+    async def recall_moments(self, path: Path, run: str) -> None:
+        """Have the inner optimizer go on with what a file has; new workers in the place of lost ones do so, too.
+
+        Raises: see `WorkersMoments.recall`.
+        """
+        await self._moments.recall(path, run)
+        self.kept_moments = path, run
 
     async def wait_for_death(self) -> DilocoPeerError:
         """Returns what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
@@ -184,12 +197,12 @@ class WorkerGroup:
         await self._end_workers()  # what a request had started meanwhile
         if self._memory_descriptor >= 0:
             os.close(self._memory_descriptor)
-            os.close(self._moments_descriptor)
+            os.close(self._moments.descriptor)
             self._memory_descriptor = -1
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def _start_workers(self, fresh: bool) -> Configured:
-        cores, shared = usable_cores(), Inherited(self._memory_descriptor, self._moments_descriptor)
+        cores, shared = usable_cores(), Inherited(self._memory_descriptor, self._moments.descriptor)
         threads = choose_threads(self._options, ["cpu"] * self._options.cpu_workers, cores)  # at most
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
@@ -221,9 +234,15 @@ class WorkerGroup:
         configured = await self._exchange(commands, Configured)
         self._micro_batch = configured.micro_batch
         training = self._config.training
-        wanted = min(training.micro_batch or training.batch_size, -(-training.batch_size // len(devices)))
-        if self._options.micro_batch is None and self._micro_batch < wanted:
-            logger.info("for want of memory, each worker puts %d windows through the model at once", self._micro_batch)
+        piece = -(-training.batch_size // len(devices))
+        if self._options.micro_batch is None and self._options.trains and self._micro_batch < piece:
+            wish = (
+                "as the run recommends at most" if self._micro_batch == training.micro_batch else "for want of memory"
+            )
+            logger.info(
+                "each worker puts %d of its %d windows through the model at once, %s; --micro-batch says otherwise",
+                *(self._micro_batch, piece, wish),
+            )
         return configured
 
     async def _count_gpus(self) -> int:
@@ -231,35 +250,20 @@ class WorkerGroup:
             return 0
         return (await self._exchange([CountDevices()], DevicesCounted)).gpus
 
-    async def _restart_with_half(self, error: DilocoPeerError) -> None:
-        """New workers with half the micro-batch; their moments start anew. Raises: the error, if we did so before."""
-        before = self._micro_batch
-        if self._halved or before == 1:
-            raise error
-        self._halved = True
-        self._options = replace(self._options, micro_batch=before // 2)
-        logger.warning(
-            "%s The workers start again with %d windows at once instead of %d; --micro-batch %d does so at once.",
-            *(error.message, before // 2, before, before // 2),
-        )
-        await self._restart()
-
-    async def _start_again(self, error: DilocoPeerError) -> None:
-        """Start workers in the place of lost ones, whose moments are lost, too. Raises: the error of the last ones that
-        were lost, if that was too often."""
-        while self._restarts_left and not self._is_closing:
-            self._restarts_left -= 1
-            logger.warning("%s The workers start again, without what they did last.", error.message)
-            try:
-                return await self._restart()
-            except LOST as lost_again:
-                error = lost_again
-        raise error
-
     async def _restart(self) -> None:
         await self._end_workers()
         self._lost = None
         await self._start_workers(fresh=False)
+        if self.kept_moments is not None:
+            await self._recall_kept(*self.kept_moments)
+
+    async def _recall_kept(self, path: Path, run: str) -> None:
+        try:
+            await self._moments.recall_at_once(path, run)
+        except SnapshotError as error:
+            logger.warning("the inner optimizer begins anew: %s: %s", path, error)
+        else:
+            logger.info("the inner optimizer goes on with what %s has", path)
 
     async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
         deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
@@ -275,7 +279,7 @@ class WorkerGroup:
         """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
         self._lost = self._lost or error
         self._kill()
-        if not self._restarts_left:
+        if not self._restarts.left:
             self._die(error)
 
     def _die(self, error: DilocoPeerError) -> None:
@@ -328,42 +332,29 @@ class WorkerGroup:
                 self._die(error)  # the others wait for the one that failed
             raise
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
-            self._restarts_left = self._options.restarts
+            self._restarts.begin_anew()
         return answered
 
     async def _replace_after(self, error: DilocoPeerError) -> None:
-        """Raises: what makes that impossible; the workers are then dead."""
+        """Start workers in the place of lost ones, whose moments are lost, too; again, if those are lost as they start.
+
+        Raises: what makes that impossible; the workers are then dead.
+        """
+        is_starting = False
         try:
-            await (self._restart_with_half if isinstance(error, DeviceMemoryError) else self._start_again)(error)
+            while True:
+                micro_batch = self._restarts.after(error, self._micro_batch, is_starting)
+                if self._is_closing:
+                    raise error
+                if micro_batch is not None:
+                    self._options = replace(self._options, micro_batch=micro_batch)
+                try:
+                    return await self._restart()
+                except (DeviceMemoryError, *LOST) as again:
+                    error, is_starting = again, True
         except DilocoPeerError as final:
             self._die(final)
             raise
-
-    async def _finish_moving(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
-        """It goes on to its end even if we are cancelled."""
-        if len(self._workers) == 1:
-            work = self._requests.hold(asyncio.create_task(self._move_moments(command, moments)))
-        else:
-            work = self._requests.add(lambda: self._move_moments(command, moments))
-        await asyncio.shield(work)
-
-    async def _move_moments(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
-        """Through memory that all processes see, and that is taken only for so long."""
-        async with self._moments_turn:
-            memory = await asyncio.to_thread(MemoryFile, os.dup(self._moments_descriptor), len(moments))
-            try:
-                if isinstance(command, LoadMoments):
-                    await asyncio.to_thread(copy_bytes, moments, memory.data)
-                moved = [worker.move_moments(command) for worker in self._workers]
-                problems = [said for said in await asyncio.gather(*moved, return_exceptions=True) if said is not None]
-                if problems and isinstance(problems[0], WorkerDeathError) and not self._death.done():
-                    raise SnapshotError("the worker is gone")  # another takes its place
-                if problems:
-                    raise problems[0]
-                if isinstance(command, StoreMoments):
-                    await asyncio.to_thread(copy_bytes, memory.data, moments)
-            finally:
-                os.truncate(memory.descriptor, 0)
 
     async def _exchange(
         self,

@@ -10,6 +10,8 @@ from pathlib import Path
 from opendiloco.errors import MachineError
 
 THREADS_OF_CORE = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+TEMPERATURE = 0.8
+"""Of samples, unless told otherwise: a little more likely than the model would write by itself."""
 CPU_LIMIT = "/sys/fs/cgroup/cpu.max"
 
 
@@ -20,7 +22,9 @@ class WorkerOptions:
     `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs. Each worker has `threads` CPU threads (None: see
     `choose_threads`; it is 1 unless told otherwise, since more of them sum in another order). `micro_batch` is
     how many windows go through the model at once (None: as many as fit, up to what the run recommends).
-    `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs.
+    `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
+    where the run says fp32. With `whole_layers`, workers that share a model keep its layers whole from the forward to
+    the backward pass, and their gradients until a batch's last window.
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
     only evaluates, generates and exports.
     """
@@ -32,6 +36,8 @@ class WorkerOptions:
     micro_batch: int | None = None
     activation_checkpointing: bool | None = None
     compile: bool | None = None
+    tf32: bool = False
+    whole_layers: bool = False
     restarts: int = 0
     trains: bool = True
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -24,17 +24,18 @@ from opendiloco.workers.control import (
     ControlMessage,
     Failed,
     InnerStepDone,
-    LoadMoments,
     MomentsMoved,
+    MoveMoments,
     Reply,
-    StoreMoments,
     parse_reply,
 )
+from opendiloco.workers.last_words import LastWords
 from peers.errors import DilocoPeerError, ManifestError
 from peers.net.signals import signals_held_back
 from peers.values.workload import SnapshotError
 
-OUTPUT_LINES_KEPT = 20
+logger = logging.getLogger(__name__)
+
 CLOSE_SECONDS = 2.0
 
 Answer = TypeVar("Answer", bound=ControlMessage)
@@ -70,7 +71,9 @@ class WorkerProcess:
         self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
         self._moments_replies: asyncio.Queue[MomentsMoved | None] = asyncio.Queue()
         self._death: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
-        self._output: deque[str] = deque(maxlen=OUTPUT_LINES_KEPT)
+        self._output = LastWords()
+        self._is_ended = False
+        """Whether its end is our doing."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -105,7 +108,7 @@ class WorkerProcess:
             else:
                 raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
 
-    async def move_moments(self, command: StoreMoments | LoadMoments) -> None:
+    async def move_moments(self, command: MoveMoments) -> None:
         """Also while it answers another command. One at a time.
 
         Raises: SnapshotError when they cannot be moved; WorkerError when it dies.
@@ -128,11 +131,13 @@ class WorkerProcess:
         return await asyncio.shield(self._death)
 
     def kill(self) -> None:
+        self._is_ended = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self) -> None:
         """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind."""
+        self._is_ended = True
         self._writer.close()
         try:
             await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
@@ -167,8 +172,14 @@ class WorkerProcess:
                 else:
                     self._replies.put_nowait(reply)
             await self._process.wait()
-        except (ConnectionError, ValidationError, ValueError) as error:
-            self._output.append(f"control channel: {error}")
+        except ConnectionError:  # it has ended before it read all that we said
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        except (ValidationError, ValueError) as error:
+            self._output.heard(f"control channel: {error}")
             self._process.kill()
             await self._process.wait()
         await asyncio.wait([output], timeout=CLOSE_SECONDS)
@@ -181,14 +192,15 @@ class WorkerProcess:
         while not self._process.stdout.at_eof():
             with contextlib.suppress(ValueError):  # a line beyond the reader's limit; asyncio has dropped it
                 line = await self._process.stdout.readline()
-                self._output.append(line.decode(errors="replace").rstrip())
+                self._output.heard(line.decode(errors="replace"))
 
     def _describe_death(self) -> WorkerDeathError:
         code = self._process.returncode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-        said = f" Its last words: {' | '.join(filter(None, self._output))}" if any(self._output) else ""
+        if not self._is_ended:
+            self._output.log(self.name)
         remedy = "If the machine ran out of memory, use a smaller batch or another machine; then join again."
-        return WorkerDeathError(f"{self.name} {how}.{said}", remedy)
+        return WorkerDeathError(f"{self.name} {how}.{self._output.sentence()}", remedy)
 
 
 async def _spawn(control: int, descriptors: Inherited, threads: int) -> asyncio.subprocess.Process:
@@ -224,6 +236,7 @@ def _rebuild(failure: Failed) -> DilocoPeerError:
     if expected is not None:
         error = expected(failure.message, failure.remedy)
     else:
+        logger.error("in the worker:\n%s", failure.traceback.rstrip())
         said = f"the worker failed: {failure.error}: {failure.message}."
         error = UnexpectedWorkerError(said, "This may be a bug; report it.")
     error.add_note(f"In the worker:\n{failure.traceback}")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from prometheus_client import Gauge
 
+from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.trackers import Tracker
 from peers.presence.heartbeat import HeldOutLoss
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 VALUES = {
     "loss": "Mean training loss, nats per token",
     "gradient_norm": "Mean gradient norm before clipping",
+    "learning_rate": "Learning rate of the last inner step",
     "tokens": "Tokens trained",
     "tokens_per_second": "Training speed",
     "flops_utilisation": "Model FLOPs utilisation, 0 to 1; NaN: the peak of this device is not known",
@@ -29,11 +32,28 @@ VALUES = {
 }
 """Of one outer step's training on this machine: the same in metrics, and in trackers as training/…"""
 
+OUTER_VALUES = {
+    "learning_rate": "Outer learning rate",
+    "pseudo_gradient_norm": "Norm of this machine's pseudo-gradient; NaN: it had none for that step",
+    "average_norm": "Norm of the averaged pseudo-gradient",
+    "cosine": "Cosine between this machine's pseudo-gradient and the average; NaN: it had none for that step",
+    "momentum_norm": "Norm of the outer momentum after the step",
+    "round_seconds": "Seconds that this machine spent in rounds since the outer step before",
+    "pause_seconds": "Seconds from the end of training until theta was new; NaN: this machine trained on meanwhile",
+    "sent_bytes": "Bytes that this machine sent in rounds since the outer step before",
+    "received_bytes": "Bytes that this machine received in rounds since the outer step before",
+}
+"""Of one outer step as this machine took it: the same in metrics, and in trackers as outer_step/…"""
+
 GAUGES = {
     name: Gauge(f"diloco_peer_training_{name}", f"{text}; this machine's last outer step")
     for name, text in VALUES.items()
 }
-for _gauge in GAUGES.values():
+OUTER_GAUGES = {name: Gauge(f"diloco_peer_outer_{name}", f"{text}; last step") for name, text in OUTER_VALUES.items()}
+BITS_PER_BYTE = Gauge(
+    "diloco_peer_held_out_bits_per_byte", "Loss of theta on held-out text in bits per byte, as this peer last found it"
+)
+for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):
     _gauge.set(math.nan)  # until something has been trained
 
 
@@ -44,6 +64,7 @@ def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict
     return {
         "loss": done.loss,
         "gradient_norm": done.gradient_norm,
+        "learning_rate": done.learning_rate,
         "tokens": done.tokens,
         "tokens_per_second": speed,
         "flops_utilisation": speed / peak_tokens_per_second if peak_tokens_per_second else math.nan,
@@ -54,16 +75,35 @@ def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict
 
 
 class Telemetry:
-    """The one place that says how training goes. `inner_steps` of each outer step count in the trackers' steps."""
+    """The one place that says how training goes. `inner_steps` of each outer step count in the trackers' steps.
 
-    def __init__(self, inner_steps: int, peak_tokens_per_second: float | None = None) -> None:
+    `bytes_per_token` is the held-out text's, None where it is not known: with it losses are told in bits per byte, too.
+    """
+
+    def __init__(
+        self,
+        inner_steps: int,
+        peak_tokens_per_second: float | None = None,
+        bytes_per_token: float | None = None,
+    ) -> None:
         self.trackers: list[Tracker] = []
+        self.bytes_per_token = bytes_per_token
         self._inner_steps = inner_steps
         self._peak_tokens_per_second = peak_tokens_per_second
 
+    def track_with(self, trackers: Iterable[Tracker], configuration: Mapping[str, Any]) -> None:
+        """Tell these trackers, too, from now on; first the configuration of what they will see."""
+        for tracker in trackers:
+            self.trackers.append(tracker)
+            self._tell(tracker, lambda tracker: tracker.configure(configuration))
+
     def progressed(self, index: int, progress: InnerStepDone) -> None:
         """One inner step of outer step `index` is done."""
-        values = {"inner_step/loss": progress.loss, "inner_step/gradient_norm": progress.gradient_norm}
+        values = {
+            "inner_step/loss": progress.loss,
+            "inner_step/gradient_norm": progress.gradient_norm,
+            "inner_step/learning_rate": progress.learning_rate,
+        }
         self._track(index * self._inner_steps + progress.inner_step, values)
 
     def trained(self, index: int, done: InnerLoopDone) -> None:
@@ -80,24 +120,46 @@ class Telemetry:
             index * self._inner_steps + done.inner_steps, {f"training/{name}": value for name, value in values.items()}
         )
 
+    def outer_step(self, index: int, values: Mapping[str, float]) -> None:
+        """Outer step `index` has been taken: `OUTER_VALUES` of it."""
+        logger.info("outer step %d: %s", index, outer_line_of(values))
+        for name, value in values.items():
+            OUTER_GAUGES[name].set(value)
+        self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})
+
     def evaluated(self, held_out: HeldOutLoss, is_runs_text: bool = True) -> None:
         """This machine has evaluated theta, on the run's held-out text or on other text of its own. (`peers.metrics`
-        has the gauge.)"""
-        name, other = "held_out/loss", ""
+        has the gauge of the loss.)"""
+        kind, other = "held_out", ""
         if not is_runs_text:
-            name, other = "own_held_out/loss", ", on other text than the run's: not to be compared with other machines'"
-        logger.info("held-out loss %.4f after outer step %d%s", held_out.loss, held_out.index, other)
-        self._track(held_out.index * self._inner_steps, {name: held_out.loss})
+            kind, other = "own_held_out", ", on other text than the run's: not to be compared with other machines'"
+        values, said = {f"{kind}/loss": held_out.loss}, ""
+        if self.bytes_per_token is not None:
+            bits = bits_per_byte(held_out.loss, self.bytes_per_token)
+            values[f"{kind}/bits_per_byte"], said = bits, f" ({bits:.4f} bits per byte)"
+            BITS_PER_BYTE.set(bits)
+        logger.info("held-out loss %.4f%s after outer step %d%s", held_out.loss, said, held_out.index, other)
+        self._track(held_out.index * self._inner_steps, values)
+
+    def heard(self, held_out: HeldOutLoss) -> None:
+        """Another peer has evaluated theta on the run's held-out text."""
+        values = {"held_out/loss": held_out.loss}
+        if self.bytes_per_token is not None:
+            values["held_out/bits_per_byte"] = bits_per_byte(held_out.loss, self.bytes_per_token)
+        self._track(held_out.index * self._inner_steps, values)
 
     def _track(self, inner_step: int, values: Mapping[str, float]) -> None:
-        """A tracker that fails is given up: training need not end of it."""
         known = {name: value for name, value in values.items() if math.isfinite(value)}
         for tracker in tuple(self.trackers):
-            try:
-                tracker.record(inner_step, known)
-            except Exception as error:  # each library has its own ways to object
-                self.trackers.remove(tracker)
-                logger.warning("%s takes no more values: %s", type(tracker).__name__, error)
+            self._tell(tracker, lambda tracker: tracker.record(inner_step, known))
+
+    def _tell(self, tracker: Tracker, say: Callable[[Tracker], None]) -> None:
+        """Give up a tracker that fails: training need not end of it."""
+        try:
+            say(tracker)
+        except Exception as error:  # each library has its own ways to object
+            self.trackers.remove(tracker)
+            logger.warning("%s takes no more values: %s", type(tracker).__name__, error)
 
 
 def line_of(values: Mapping[str, float]) -> str:
@@ -110,3 +172,19 @@ def line_of(values: Mapping[str, float]) -> str:
         f"{values['tokens']:.0f} tokens, loss {values['loss']:.4f}, {norm}{values['tokens_per_second']:.0f} tokens/s, "
         f"MFU {utilisation}, {waiting}{values['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
+
+
+def outer_line_of(values: Mapping[str, float]) -> str:
+    """Return `OUTER_VALUES` for people, as far as they are known."""
+    known = {name: value for name, value in values.items() if not math.isnan(value)}
+    said = [f"learning rate {values['learning_rate']:.3g}"]
+    if "pseudo_gradient_norm" in known:
+        said.append(f"pseudo-gradient norm {values['pseudo_gradient_norm']:.3g}")
+    if "cosine" in known:
+        said.append(f"cosine to the average {values['cosine']:.3f}")
+    said += [f"average norm {values['average_norm']:.3g}", f"momentum norm {values['momentum_norm']:.3g}"]
+    said.append(f"{values['round_seconds']:.1f} s in rounds")
+    if "pause_seconds" in known:
+        said.append(f"{values['pause_seconds']:.1f} s without training")
+    megabytes = values["sent_bytes"] / 1e6, values["received_bytes"] / 1e6
+    return ", ".join([*said, "{:.1f} MB sent, {:.1f} MB received".format(*megabytes)])

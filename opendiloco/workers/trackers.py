@@ -5,6 +5,7 @@ Both are optional, and imported only when asked for. This runs in the peer proce
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 class Tracker(Protocol):
     """Takes values as they come, without waiting for a disk or network."""
+
+    def configure(self, configuration: Mapping[str, Any]) -> None:
+        """Take what the values to come are of: the run's manifest and this machine, as JSON can say it."""
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
         """Finite values by name, as of an inner step of the run. Steps may come twice: work can be lost."""
@@ -48,7 +52,13 @@ class TensorBoard:
         """Raises: ImportError, OSError."""
         from tensorboard.summary import Writer
 
-        self._writer: Any = Writer(str(Path(folder).expanduser()))
+        from opendiloco.workers.tensorboard_output import EventFolder
+
+        self._output = EventFolder(str(Path(folder).expanduser()))
+        self._writer: Any = Writer(self._output)
+
+    def configure(self, configuration: Mapping[str, Any]) -> None:
+        self._output.emit_text("configuration", f"```json\n{json.dumps(configuration, indent=2)}\n```")
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -68,6 +78,9 @@ class WeightsAndBiases:
         quiet = {"console": "off"}  # what we print is nobody's business there
         self._run: Any = wandb.init(project=project, group=run_id, name=peer_id, settings=quiet)
         self._run.define_metric("*", step_metric="inner_step")  # wandb's own steps may not go back, as ours may
+
+    def configure(self, configuration: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(configuration), allow_val_change=True)
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
         self._run.log({"inner_step": inner_step, **values})

@@ -8,6 +8,7 @@ blocked.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import mmap
 import os
@@ -43,8 +44,11 @@ from opendiloco.workers.control import (
     Generated,
     InnerLoopDone,
     InnerStepDone,
+    KeepMoments,
     LoadMoments,
     MomentsMoved,
+    MoveMoments,
+    RecallMoments,
     RunInnerLoop,
     StoreMoments,
     parse_command,
@@ -109,17 +113,22 @@ class Worker:
         with nothing_collected():
             import torch
 
+            from opendiloco.data.ahead import Ahead
+            from opendiloco.data.token_cache import TokenCache, few_tokens
             from opendiloco.data.tokenizer import build_tokenizer
             from opendiloco.data.training_data import load_data
             from opendiloco.inner.device_facts import choose_device, device_name
 
         torch.set_num_threads(command.options.threads or 1)
+        torch.set_float32_matmul_precision("high" if command.options.tf32 else "highest")
         self._channel = channel
         self._options = command.options
         self._config = RunConfig.from_manifest_content(command.manifest_content)
         device = choose_device(command.device)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
-        self._data: TrainingData = load_data(self._config, self._tokenizer)
+        cache = TokenCache(few=few_tokens(self._config.tokenizer, command.workers))
+        ahead = Ahead(self._config).tokenize if command.rank == 0 and command.options.trains else None
+        self._data: TrainingData = load_data(self._config, self._tokenizer, cache, ahead)
 
         at_stage("importing transformers")
         with nothing_collected():
@@ -131,12 +140,16 @@ class Worker:
         self._team = Team.meet(device, command.rank, command.workers, command.port, descriptors.listener)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
-        self._replica: ModelReplica = ModelReplica(self._config, model, self._data.samples, self._team)
+        whole_layers = command.options.whole_layers
+        self._replica: ModelReplica = ModelReplica(
+            self._config, model, self._data.samples, self._team, reduces_once=whole_layers
+        )
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
         parameters, length = self._replica.layout.size, self._config.training.sequence_length
+        held_out, windows = self._data.held_out, self._config.evaluation.windows
         self.description = Configured(
             parameters=parameters,
             tokens_per_sample=length,
@@ -144,7 +157,8 @@ class Worker:
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, parameters, length),
             micro_batch=self._replica.micro_batch,
-            held_out_digest=self._data.held_out.digest(self._config.evaluation.windows),
+            held_out_digest=held_out.digest(windows),
+            bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
         )
 
     def _choose_micro_batch(self) -> int:
@@ -168,7 +182,7 @@ class Worker:
                 return self._generate(command)
             case Export():
                 return self._export(command)
-            case StoreMoments() | LoadMoments():
+            case StoreMoments() | LoadMoments() | KeepMoments() | RecallMoments():
                 return self._move_moments(command)
             case _:
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
@@ -183,7 +197,13 @@ class Worker:
         def report(inner_step: int, loss: float, norm: float, samples: int) -> None:
             if self._team.rank == 0:
                 speed = samples * length / (time.monotonic() - started)
-                progress = InnerStepDone(inner_step=inner_step, loss=loss, gradient_norm=norm, tokens_per_second=speed)
+                progress = InnerStepDone(
+                    inner_step=inner_step,
+                    loss=loss,
+                    gradient_norm=norm,
+                    learning_rate=self._replica.learning_rate,
+                    tokens_per_second=speed,
+                )
                 self._channel.send(progress)
             if self._team.size == 1:
                 self._carry_out_asides()
@@ -202,6 +222,7 @@ class Worker:
             inner_steps=trained.inner_steps,
             loss=trained.loss,
             gradient_norm=trained.gradient_norm,
+            learning_rate=self._replica.learning_rate,
             skipped=trained.skipped,
             seconds=time.monotonic() - started,
             waited_seconds=trained.waited_seconds,
@@ -214,51 +235,56 @@ class Worker:
             while True:
                 self._channel.send(self.carry_out(self._channel.commands.get_nowait()))
 
-    def _move_moments(self, command: StoreMoments | LoadMoments) -> MomentsMoved:
+    def _move_moments(self, command: MoveMoments) -> MomentsMoved:
         from opendiloco.inner.moments import Moments
 
         try:
-            memory = memoryview(mmap.mmap(self._moments_descriptor, 0))
-            moments = Moments(memory)
-            if isinstance(command, StoreMoments):
-                self._replica.store_moments(moments)
-            else:
-                self._replica.load_moments(moments)
+            match command:
+                case KeepMoments():
+                    self._replica.keep_moments(Path(command.path), command.run, command.index)
+                case RecallMoments():
+                    self._replica.recall_moments(Path(command.path), command.run)
+                case StoreMoments():
+                    self._replica.store_moments(Moments(memoryview(mmap.mmap(self._moments_descriptor, 0))))
+                case LoadMoments():
+                    self._replica.load_moments(Moments(memoryview(mmap.mmap(self._moments_descriptor, 0))))
         except Exception as error:  # whatever it is, training need not end of it
             return MomentsMoved(problem=str(error))
         return MomentsMoved()
 
     def _evaluate(self, command: Evaluate) -> Evaluated:
-        """All workers compute the same: each forward pass takes all of them."""
+        """Each worker reads its piece of the windows; each forward pass takes all of them."""
         from opendiloco.model.evaluation import held_out_loss
 
         self._replica.load(self._vectors.theta)
         windows, at_once = command.windows, self.description.micro_batch
         model, precision = self._replica.model, self._replica.precision
-        loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision)
+        sharers = None if self._team.mesh is None else self._team
+        loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, sharers)
         return Evaluated(loss=loss, tokens=tokens)
 
     def _generate(self, command: Generate) -> Generated:
         from opendiloco.model.evaluation import generate_sample
 
-        model = self._whole_model()
-        return Generated(text=generate_sample(model, self._tokenizer, command.prompt, command.tokens, command.seed))
+        sampling = command.tokens, command.seed, command.temperature
+        return Generated(text=generate_sample(self._whole_model(), self._tokenizer, command.prompt, *sampling))
 
     def _export(self, command: Export) -> Exported:
         from opendiloco.model.export import export_model
 
-        export_model(self._whole_model(), self._tokenizer, Path(command.folder), self._config, command.facts)
+        folder = Path(command.folder)
+        export_model(self._whole_model(), self._tokenizer, folder, self._config, command.facts, command.dtype)
         return Exported()
 
     def _whole_model(self) -> Any:
         """A model with theta in it: the worker's own, or one made for the purpose if that is sharded."""
-        from opendiloco.model.build import build_model, trainable
+        from opendiloco.model.build import build_model, is_all_trained, trainable
         from opendiloco.model.shards import Shards
 
         if self._team.mesh is None:
             self._replica.load(self._vectors.theta)
             return self._replica.model
-        model = build_model(self._config, self._tokenizer)
+        model = build_model(self._config, self._tokenizer, draws=not is_all_trained(self._replica.model))
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
         return model
 
@@ -311,11 +337,20 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
+def is_short_of_shared_memory(error: Exception) -> bool:
+    """Whether NCCL found too little in /dev/shm, of which a container has 64 MB unless told otherwise."""
+    said = str(error)
+    return isinstance(error, RuntimeError) and "/dev/shm" in said and ("segment" in said or "No space left" in said)
+
+
 def describe_failure(error: Exception) -> Failed:
     """What the peer process needs to raise the same error on its side."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
         error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
+    if is_short_of_shared_memory(error):
+        remedy = "In a container, give it more: docker run --shm-size 1g, or --ipc host. Else train on one GPU."
+        error = MachineError("/dev/shm has too little room for what this machine's GPUs tell each other.", remedy)
     if is_out_of_memory(error):
         remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
         error = DeviceMemoryError("the device ran out of memory.", remedy)
@@ -330,6 +365,7 @@ def main() -> None:
     parser.add_argument("--moments", type=int, required=True, help="descriptor of the one for moments")
     parser.add_argument("--listener", type=int, help="descriptor of the socket where the workers meet; the first's")
     arguments = parser.parse_args()
+    faulthandler.enable()  # a crash in a library says where it was
     channel = ControlChannel(socket.socket(fileno=arguments.control))
     channel.start()
     with watched_by(lambda stage, share: channel.send(AtStage(stage=stage, share=share))):

@@ -11,7 +11,7 @@ import pytest
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce_run, bootstrap
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.swarm
 EXAMPLES = ROOT / "examples"
 
 

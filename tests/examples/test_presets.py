@@ -8,14 +8,20 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
-from opendiloco.config.data import DataSection
+from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.inner.team import Team
+from opendiloco.kernels import FORMATS
 from opendiloco.model.build import build_skeleton
 from opendiloco.reference import Reference, Work
+from opendiloco.workers import assembly
+from opendiloco.workers.needs import MACHINES, needs_of
 from peers.values.leases import SampleRange
 
 ROOT = Path(__file__).parents[2]
@@ -197,21 +203,62 @@ def test_a_preset_is_a_run_of_the_size_that_it_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-2m", "llama-15m"])
-def test_a_small_preset_trains(name: str, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("They train alone, then average what they learned, and go on. " * 400)
-    (tmp_path / "b.txt").write_text("Peers come and go at any time. " * 400)
-    changes = {"batch_size": 1, "sequence_length": 64, "inner_steps": 2}
+def test_a_small_preset_trains_on_cpus_as_it_stands(name: str) -> None:
+    """Two peers, on the text that every machine has; each with a lease of one window, since a whole one takes hours."""
     config = preset(name)
-    config = config.model_copy(
-        update={
-            "data": DataSection(source=str(tmp_path), held_out=0.5),
-            "training": config.training.model_copy(update=changes),
-            "evaluation": config.evaluation.model_copy(update={"windows": 4}),
-        }
-    )
     torch.set_num_threads(1)
     reference = Reference(config)
-    before = reference.held_out_loss()
-    for start in (0, 2):
-        reference.outer_step([Work("a", (SampleRange(start, start + 2),), 2)])
-    assert reference.held_out_loss() < before
+    windows = torch.from_numpy(reference._data.samples.read(np.arange(1)))
+
+    def loss() -> float:
+        reference._judge.load(reference.state.theta)
+        with torch.no_grad():
+            return reference._judge.loss(windows).item()
+
+    before = loss()
+    reference.outer_step([Work(peer, (SampleRange(place, place + 1),), 1) for place, peer in enumerate("ab")])
+    assert loss() < before
+
+
+# What they need ------------------------------------------------------------------------------------------------------
+def rounded(count: float | None, unit: float = 1.0, digits: int = 2) -> str:
+    """Two digits are more than most of this is worth; what is needed should be no less."""
+    if count is None:
+        return "too small"
+    return "< 0.001" if count / unit < 0.001 else f"{float(f'{count / unit:.{digits}g}'):,g}"
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_page_says_what_a_preset_needs(name: str) -> None:
+    """As the code computes it that `join` checks with."""
+    config = preset(name)
+    skeleton = build_skeleton(config, ByteTokenizer())
+    one, eight = (needs_of(config, skeleton, gpus) for gpus in (1, 8))
+    sizes = one.device_memory, eight.device_memory, one.main_memory, one.main_memory_on_cpu, one.disk, 2 * one.payload
+    assert f"| {name} | {' | '.join(rounded(size, 1e9, 3) for size in sizes)} |" in DOCUMENT
+    by_machine = [(one if machine.gpus == 1 else eight, machine) for machine in MACHINES]
+    times = [rounded(needs.days(machine)) for needs, machine in by_machine]
+    links = [rounded(needs.bits_per_second(machine), 1e6) for needs, machine in by_machine]
+    row = (
+        f"| {name} | {one.outer_steps:,} | {rounded(one.tokens, 1e9, 3)} | {' | '.join(times)} | {' | '.join(links)} |"
+    )
+    assert row in DOCUMENT
+
+
+def test_what_join_checks_is_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = preset("llama-15m")
+    asked: list[int] = []
+    monkeypatch.setattr(assembly, "check_available", lambda what, needed: asked.append(needed))
+    skeleton = build_skeleton(config, ByteTokenizer())
+    team = Team(torch.device("cpu"))
+    memory = assembly.memory_of(skeleton, team, config.training)
+    assembly._check_memory(memory, team, True, FORMATS[config.codec.kind])
+    assert asked == [needs_of(config, skeleton).main_memory_on_cpu]
+
+
+def test_the_command_says_it_without_a_network() -> None:
+    done = CliRunner().invoke(main, ["run", "needs", str(ROOT / "examples" / "llama-10b.toml")])
+    assert done.exit_code == 0, done.output
+    assert "10,211,381,248 parameters; 904 outer steps, 94,791,270,400 tokens of each peer" in done.output
+    assert "H100: 184 GB of each GPU, and activations: it is too small" in done.output
+    assert "8 H100: 28.8 GB of each GPU, and activations; 27 days at 40% of its peak" in done.output

@@ -17,6 +17,7 @@ from opendiloco.checkpoints.archive import ArchivedRun
 from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
+from peers.log.anchorer import ANCHORED
 from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogState
@@ -27,9 +28,11 @@ from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
 from peers.streams.channel import RefusalError
 from peers.transfer.snapshots import Snapshot
-from peers.values.anchors import Anchors
+from peers.values.anchors import AnchoredHead, AnchoredHeads, Anchors
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+from peers.values.signing import IdentityKeys
+from peers.values.wire import pack
 from tests.peers.builders import CERTIFIED
 
 VALUES = 3000
@@ -214,6 +217,39 @@ def test_an_archive_that_is_an_anchor_signs_what_it_has_checked(
     asyncio.run(kept.publish())
     [heartbeat] = cast(Any, kept._transport).published
     assert heartbeat.anchors == anchors(run.run_id).digest
+
+
+def test_a_later_anchor_does_not_say_what_an_archive_may_sign(
+    small_config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have signed entries that are not certified."""
+    later = Identity.generate()
+    content = small_config.to_manifest_content() | {"anchors": [NODE.peer_id, later.peer_id]}
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+    kept = archive(run, tmp_path)
+    positions(kept, 2)
+    kept.log.append(*next_of(kept.log.log_after(2)))
+    anchorage = cast(Any, kept._transport).anchorage
+    head = kept.log.heads_at([2])[2]
+    signed = AnchoredHead.sign(run.run_id, 2, head, later.peer_id, IdentityKeys(later))
+    anchorage.take(run.run_id, pack(AnchoredHeads(heads=(signed,))))
+    asyncio.run(kept.anchor())
+    assert anchorage.of(run.run_id).heads == (signed,)
+    assert "entry 0 is not certified" in caplog.text
+
+
+def test_an_archive_goes_on_though_what_it_signed_last_cannot_be_read(
+    small_config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run.sign(small_config, NODE)
+    archive(run, tmp_path)
+    [folder] = {path.parent for path in tmp_path.rglob("log")}
+    (folder / ANCHORED).write_bytes(b"garbage")
+    kept = archive(run, tmp_path)
+    positions(kept, 2)
+    asyncio.run(kept.anchor())
+    assert "no outer step is anchored" in caplog.text
+    assert "which says what this anchor has signed, cannot be used" in caplog.text
 
 
 def next_of(log: LogState | None) -> tuple[Header, None, None]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from opendiloco.checkpoints.export import find_origin
 from opendiloco.checkpoints.files import file_header, file_name
+from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.checkpoints.loading import metadata_of
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.cli.group import main
@@ -58,12 +59,25 @@ def kept(small_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> K
         state = kept.recorded.states[index]
         metadata = metadata_of(run.run_id, state.last, state.state_digest)
         kept.checkpoint(index).write_bytes(file_header(len(state.state), metadata) + state.state)
+    curve = HeldOutCurve(kept.folder.held_out)
+    for index, loss in ((2, 5.5), (5, 5.25)):
+        curve.add(index, loss)
     kept.checkpoint(5).write_bytes(kept.checkpoint(5).read_bytes()[:-1])
     return kept
 
 
 def export(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["export", *map(str, arguments)])
+
+
+def test_a_sample_of_a_checkpoint(kept: Kept) -> None:
+    """The prompt comes first, and nothing but text is on the standard output."""
+    arguments = ["--from", str(kept.folder.path), "--tokens", "5", "--samples", "2", "--temperature", "2", "peers "]
+    done = CliRunner().invoke(main, ["sample", *arguments])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("peers ")
+    assert done.stdout.count("peers ") == 2
+    assert "after 3 outer steps" in done.stderr
 
 
 def values_of(folder: Path) -> torch.Tensor:
@@ -78,6 +92,12 @@ def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp
     done = export("--from", kept.folder.path, "--at", 4, "--out", out, "--push-to", there)
     assert done.exit_code == 0, done.output
     tokens = f"{kept.recorded.headers[3].lineage_tokens:,}"
+    card = (out / "README.md").read_text()
+    assert "diloco-peer export --from FOLDER --at 4 --out model" in card
+    assert "| peers that contributed | 2 |" in card
+    assert "| 2 | 512 | 5.5000 |" in card
+    assert "| 5 |" not in card
+    assert str(kept.folder.path) not in card
     assert f"the model after 4 outer steps and {tokens} tokens is in {out} and {there}" in done.output
     theta = torch.frombuffer(bytearray(kept.recorded.states[4].state), dtype=torch.float32).reshape(2, -1)[1]
     for folder in (out, tmp_path / "there"):

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from opendiloco import volunteer
 from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
-from opendiloco.model.export import RunFacts
+from opendiloco.model.card import RunFacts
 from opendiloco.outer.local_state import LocalState
 from opendiloco.run import Run
 from opendiloco.workers.control import Evaluated
@@ -121,7 +121,12 @@ class Model(LocalState):
     async def evaluate(self) -> Evaluated:
         return Evaluated(loss=2.5, tokens=100)
 
-    async def export(self, folder: Path, facts: RunFacts) -> None:
+    def bits_per_byte(self, loss: float) -> float:
+        return loss / 2
+
+    async def export(self, folder: Path, facts: RunFacts, dtype: str) -> None:
+        assert facts.command.startswith(f"diloco-peer follow --run {facts.run_id} --export models --until ")
+        assert facts.contributors == 2
         folder.mkdir()
         (folder / "README.md").write_text(str(facts.outer_steps))
 
@@ -241,7 +246,7 @@ def test_a_signal_ends_it(
 def test_every_nth_state_is_evaluated(recorded: RecordedRun) -> None:
     result = follow(recorded, "--until", ENTRIES, "--every", 2, "--evaluate")
     assert [line for line in result.stdout.splitlines() if "loss" in line] == [
-        f"outer step {index}: held-out loss 2.5000 nats per token" for index in (2, 4)
+        f"outer step {index}: held-out loss 2.5000 nats per token, 1.2500 bits per byte" for index in (2, 4)
     ]
 
 

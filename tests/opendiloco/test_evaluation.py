@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.errors import DataError
+from opendiloco.inner.team import Team
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import generate_sample, held_out_loss
@@ -47,6 +49,65 @@ def test_few_windows_are_spread_over_the_text_and_batches_do_not_matter(small_co
     assert held_out_loss(model, windows, windows=7, batch_size=7)[0] == pytest.approx(loss, rel=1e-5)
     first_seven, _ = held_out_loss(model, HeldOutWindows([Windows(tokens_of_text[: 7 * 16 + 1], 16)]), 7, 7)
     assert first_seven != loss
+
+
+@pytest.mark.parametrize("windows", [1, 2, 7])
+def test_workers_share_an_evaluation_and_all_make_as_many_forward_passes(small_config: RunConfig, windows: int) -> None:
+    """Some have nothing to read: they pass something through the model all the same, which counts nothing."""
+    model = build_model(small_config, ByteTokenizer())
+    text = np.random.default_rng(0).integers(0, 256, 1601).astype(np.uint16)
+    held_out = HeldOutWindows([Windows(text, sequence_length=16)])
+    told, passes = list[list[float]](), list[int]()
+
+    class Third(Team):
+        def sums(self, values: Sequence[torch.Tensor | float]) -> list[float]:
+            told.append([float(value) for value in values])
+            return [told[-1][0], max(told[-1][1], 1)]
+
+    for rank in range(3):
+        passes.append(0)
+        hook = model.register_forward_pre_hook(lambda *_: passes.append(passes.pop() + 1))
+        held_out_loss(model, held_out, windows, 2, sharers=Third(torch.device("cpu"), rank, 3))
+        hook.remove()
+    loss, tokens = held_out_loss(model, held_out, windows, 2)
+    totals = [sum(column) for column in zip(*told, strict=True)]
+    assert totals[1] == tokens == windows * 16
+    assert totals[0] / totals[1] == pytest.approx(loss, rel=1e-6)
+    assert passes == [2 if windows == 7 else 1] * 3
+
+
+def test_modules_keep_their_own_modes(small_config: RunConfig) -> None:
+    """Regression: a loop's frozen part was put into training mode after each evaluation."""
+    model = build_model(small_config, ByteTokenizer()).train()
+    model.model.norm.eval()
+    before = [module.training for module in model.modules()]
+    tokens = np.arange(163, dtype=np.uint16) % 256
+    held_out_loss(model, HeldOutWindows([Windows(tokens, sequence_length=16)]), 2, 2)
+    generate_sample(model, ByteTokenizer(), "peers", 2, seed=0)
+    assert [module.training for module in model.modules()] == before
+    assert len(set(before)) == 2
+
+
+def test_samples_leave_out_compiled_blocks(small_config: RunConfig) -> None:
+    """Regression: on a GPU each new length was compiled anew."""
+    model, compiled = build_model(small_config, ByteTokenizer()), list[int]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(len(inputs))
+        return graph.forward
+
+    for block in model.model.layers:
+        block.forward = torch.compile(block.forward, backend=backend)
+    generate_sample(model, ByteTokenizer(), "peers", 5, seed=1)
+    assert not compiled
+    model(torch.ones(1, 4, dtype=torch.long))
+    assert compiled
+
+
+def test_the_likeliest_text_needs_no_seed(small_config: RunConfig) -> None:
+    model = build_model(small_config, ByteTokenizer())
+    first, second = (generate_sample(model, ByteTokenizer(), "peers", 10, seed, temperature=0) for seed in (1, 2))
+    assert first == second
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

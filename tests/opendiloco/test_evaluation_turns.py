@@ -40,6 +40,8 @@ def test_the_newest_finding_is_shown() -> None:
     beats = [beat(peer, LOG, held_out=held_out) for peer, held_out in zip("abcd", found, strict=True)]
     assert newest_held_out(beats) == found[2]
     assert held_out_lines(beats) == ["held-out loss 1.500 (perplexity 4.5) after outer step 24"]
+    [line] = held_out_lines(beats, bytes_per_token=2.0)
+    assert line == "held-out loss 1.500 (perplexity 4.5, 1.082 bits per byte) after outer step 24"
     assert held_out_lines([beats[1]]) == []
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import BEGIN, END, PADDING, ByteTokenizer
 from opendiloco.errors import MachineError
 from opendiloco.model.build import build_model
-from opendiloco.model.export import RunFacts, export_model
+from opendiloco.model.card import CURVE, ROWS, CurvePoint, RunFacts, model_card
+from opendiloco.model.export import export_model
 
 FACTS = RunFacts(
     run_id="small-abc", manifest_digest="cd" * 32, outer_steps=12, tokens=345678, peers=3, held_out_loss=2.15625
@@ -51,6 +54,65 @@ def test_the_model_card_states_the_runs_facts(small_config: RunConfig, tmp_path:
         "# license:",
     ):
         assert fact in card
+
+
+def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunConfig, tmp_path: Path) -> None:
+    points = tuple(CurvePoint(outer_step=8 * step, loss=5 / (1 + step), tokens=100 * step) for step in range(50))
+    known = {"bits_per_byte": 1.25, "contributors": 17, "curve": points, "versions": {"torch": "2.13"}}
+    facts = FACTS.model_copy(update=known | {"command": "diloco-peer export --run small-abc --out model"})
+    export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, facts)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    for said in (
+        "2.1562 nats per token, 1.2500 bits per byte",
+        "| peers that contributed | at least 17 |",
+        "| weights | float32 |",
+        "| outer step | tokens | held-out loss |",
+        "| 0 | 0 | 5.0000 |",
+        "| 392 | 4,900 | 0.1000 |",
+        f"| `{small_config.data.source}` (split train) | 100.0% |",
+        "Windows of 16 tokens. Tokenizer: bytes. 20.0% of the documents",
+        "```sh\ndiloco-peer export --run small-abc --out model\n```",
+        "torch 2.13",
+    ):
+        assert said in card, said
+    rows = card.partition("| held-out loss |\n")[2].partition("\n\n")[0].splitlines()
+    assert len(rows) == 1 + ROWS
+    picture = ElementTree.fromstring((tmp_path / CURVE).read_text())
+    assert f"]({CURVE})" in card
+    [line] = picture.iter("{http://www.w3.org/2000/svg}polyline")
+    assert len(line.attrib["points"].split()) == 50
+    whole = model_card(small_config, facts.model_copy(update={"knows_all": True}))
+    assert "| peers that contributed | 17 |" in whole
+
+
+def test_without_a_curve_the_card_has_none(small_config: RunConfig, tmp_path: Path) -> None:
+    one = FACTS.model_copy(update={"curve": (CurvePoint(outer_step=12, loss=2.0),)})
+    export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, one)
+    assert "## Training curve" not in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert not (tmp_path / CURVE).exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_in_bfloat16_are_rounded_and_the_model_keeps_its_own(
+    small_content: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    model_config = small_content["model"]["config"] | {"tie_word_embeddings": tied}
+    content = small_content | {"model": {"config": model_config, "init_seed": 3}}
+    config = RunConfig.from_manifest_content(content)
+    model = build_model(config, ByteTokenizer())
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    export_model(model, ByteTokenizer(), half, config, FACTS, "bfloat16")
+    export_model(model, ByteTokenizer(), whole, config, FACTS)
+    assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (half, whole)]
+    assert sizes[0] < 0.6 * sizes[1]
+    loaded = AutoModelForCausalLM.from_pretrained(half)
+    assert loaded.dtype == torch.bfloat16
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, own[name].to(torch.bfloat16))
+    assert AutoModelForCausalLM.from_pretrained(whole).dtype == torch.float32
+    assert "| weights | bfloat16 |" in (half / "README.md").read_text()
 
 
 def test_a_folder_with_something_in_it_is_left_alone(small_config: RunConfig, tmp_path: Path) -> None:

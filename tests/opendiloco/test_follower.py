@@ -55,7 +55,7 @@ async def fetched(swarm: Swarm) -> object:
     run: Any = SimpleNamespace(settings=UNSIGNED)
     transport: Any = swarm
     workload: Any = swarm.workload
-    return await fetch_state(run, transport, workload)
+    return (await fetch_state(run, transport, workload)).log.last
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3, 1000])

@@ -14,7 +14,7 @@ import pytest
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.model.export import RunFacts
+from opendiloco.model.card import RunFacts
 from opendiloco.outer.state import OuterState
 from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector

@@ -22,7 +22,7 @@ from tests.opendiloco.trainings import NotingTracker
 
 LEASE = (SampleRange(0, 8),)
 TRAINED = Trained(LEASE, 80, 1.0)
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 def new_worker() -> LoopWorker:

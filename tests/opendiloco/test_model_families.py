@@ -17,7 +17,8 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model, build_skeleton, layout_of
-from opendiloco.model.export import RunFacts, export_model
+from opendiloco.model.card import RunFacts
+from opendiloco.model.export import export_model
 from peers.errors import ManifestError
 from peers.values.leases import SampleRange
 

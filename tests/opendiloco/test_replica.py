@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import WorkerError
-from opendiloco.inner.replica import ModelReplica
+from opendiloco.inner.replica import ModelReplica, on_device
+from opendiloco.inner.team import Team
 from opendiloco.model.build import build_model
 from opendiloco.model.packing import window_loss
 from opendiloco.shared_memory import Vector
@@ -216,3 +218,38 @@ def test_a_batch_in_parts_is_the_batch_up_to_rounding(small_content: dict[str, A
     assert np.abs(locals_[1] - locals_[0]).max() < 1e-6
     if micro_batch >= 5:
         assert np.array_equal(locals_[0], locals_[1])
+
+
+def test_an_inner_step_waits_for_the_device_once(small_config: RunConfig) -> None:
+    """Loss and norm stay there until all numbers are asked for together, however many micro-batches there are."""
+    asked = list[list[bool]]()
+
+    class Noting(Team):
+        def sums(self, values: Sequence[float | torch.Tensor]) -> list[float]:
+            asked.append([isinstance(value, torch.Tensor) for value in values])
+            return super().sums(values)
+
+    whole, theta = make_replica(small_config)
+    samples, team = load_data(small_config, ByteTokenizer()).samples, Noting(torch.device("cpu"))
+    replica = ModelReplica(small_config, whole.model, samples, team, micro_batch=1)
+    replica.train(theta, 0, (SampleRange(0, 4),), 2)
+    assert asked == [[True, True, False]] * 2
+
+
+def test_windows_go_to_a_gpu_by_pinned_memory() -> None:
+    """Played by a tensor that notes what is asked of it."""
+    asked = list[object]()
+
+    class Noting:
+        def pin_memory(self) -> Noting:
+            asked.append("pinned")
+            return self
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> Noting:
+            asked.append((device.type, non_blocking))
+            return self
+
+    windows: Any = Noting()
+    on_device(windows, torch.device("cuda"))
+    on_device(windows, torch.device("cpu"))
+    assert asked == ["pinned", ("cuda", True), ("cpu", False)]

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import pytest
+from click.testing import CliRunner
 
+from opendiloco.checkpoints.export import Origin
+from opendiloco.checkpoints.loading import Checkpoint
+from opendiloco.cli import main
+from opendiloco.cli.run import with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError
+from opendiloco.model.card import RunFacts
+from opendiloco.model.export import Dtype
 from opendiloco.run import Run, find_run
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.values.identity import Identity
@@ -75,7 +83,8 @@ def test_a_manifest_that_is_no_run() -> None:
     [
         ("stdlib", None, 0, True),
         ("stdlib", None, 1, False),  # a folder in the place of the run's only source
-        ("./texts", None, 1, True),  # the run has each volunteer name one
+        ("./texts", None, 1, False),  # the run has each volunteer name one, and nothing says that they are the same
+        ("./texts", "ab" * 32, 1, True),
         ("allenai/c4", "ab" * 32, 1, True),  # the digest says whether it is the same text
     ],
 )
@@ -87,3 +96,36 @@ def test_text_in_the_place_of_the_runs_is_not_the_runs(
     config = small_config.model_copy(update={"data": data, "evaluation": evaluation})
     run = Run.sign(config, Identity.generate()).with_data([tmp_path] * folders)
     assert run.has_runs_text == has_runs_text
+
+
+def test_the_organiser_is_warned_where_no_curve_can_come_of_it(
+    small_config: RunConfig, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    data = small_config.data.model_copy(update={"source": str(tmp_path / "elsewhere")})
+    config = small_config.model_copy(update={"data": data})
+    assert with_held_out_text_named(config) == config
+    assert "volunteers keep their held-out losses to themselves" in caplog.text
+    caplog.clear()
+    known = config.model_copy(update={"data": data.model_copy(update={"digest": "ab" * 32})})
+    assert with_held_out_text_named(known) == known
+    assert not caplog.text
+
+
+def test_export_evaluates_on_the_folder_that_it_is_given(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = Run.sign(small_config, Identity.generate()), list[Run]()
+    origin = Origin(run, cast(Checkpoint, None), 3, tmp_path, tmp_path)
+
+    async def export_origin(origin: Origin, folder: Path, command: str, dtype: Dtype) -> RunFacts:
+        seen.append(origin.run)
+        return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
+
+    monkeypatch.setattr("opendiloco.checkpoints.export.find_origin", lambda *_: origin)
+    monkeypatch.setattr("opendiloco.checkpoints.export.export_origin", export_origin)
+    (tmp_path / "texts").mkdir()
+    for data in ([], ["--data", str(tmp_path / "texts")]):
+        arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out"), *data]
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+    assert [one.config.data.source for one in seen] == [small_config.data.source, str(tmp_path / "texts")]
+    assert [one.has_runs_text for one in seen] == [True, False]

@@ -95,6 +95,10 @@ class Shards:
         self.windows_per_shard = windows_per_shard
         self._short = short
         self.visits: list[int] = []
+        self.wanted_soon: list[int] = []
+
+    def soon(self, number: int) -> None:
+        self.wanted_soon.append(number)
 
     def shard(self, number: int) -> Windows:
         self.visits.append(number)
@@ -122,3 +126,32 @@ def test_a_shard_that_is_too_short_repeats_its_windows() -> None:
     counts = Counter(read.tolist())
     assert {window: counts[window] for window in counts if 100 <= window < 200} == {100: 3, 101: 3, 102: 2, 103: 2}
     assert all(times == 1 for window, times in counts.items() if not 100 <= window < 200)
+
+
+@pytest.mark.parametrize("start", [0, 20, 60])
+def test_the_shard_that_follows_is_asked_for_while_one_is_read(start: int) -> None:
+    shards = Shards(7, 10, {})
+    order = ShuffledShards(shards, seed=4)
+    order.read(np.arange(start, start + 2))
+    asked = shards.wanted_soon
+    order.read(np.arange(start + 10, start + 12))
+    assert asked[0] == shards.visits[1] != shards.visits[0]
+
+
+def test_what_is_leased_and_expected_after_it_is_asked_for_in_that_order() -> None:
+    """Four peers take turns at leases of two shards and a half; this one has each fourth."""
+    shards = Shards(40, 10, {})
+    order = SampleOrder([ShuffledShards(shards, seed=4)], Mixture())
+    for start in (0, 100, 200):
+        lease = np.arange(start, start + 25)
+        order.expect(lease)
+        for number in lease:
+            order.read(np.array([number]))
+    needed = list(dict.fromkeys(shards.visits))
+    asked = list(dict.fromkeys(shards.wanted_soon))
+    assert asked[:2] == needed[1:3]
+    assert asked[3:6] == needed[4:7], "the lease after the second was foreseen, the one after the first not"
+    order.expect(np.empty(0, np.int64))
+    order.expect(lease)  # trained again
+    order.read(lease)
+    assert shards.visits[-1] == needed[-1]

@@ -16,18 +16,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import MachineError
-from opendiloco.inner.micro_batch import window_memory
+from opendiloco.inner.micro_batch import trying
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
 from opendiloco.inner.team import Team
+from opendiloco.model import build
 from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
 from opendiloco.model.shards import Shards, local_part, shard_rows
+from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.workers import assembly
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.options import WorkerOptions
@@ -107,9 +110,19 @@ def test_what_is_not_trained_comes_from_the_first_worker(small_config: RunConfig
     assert "model.norm.weight" not in [place.name for place in layout_of(skeleton)]
 
 
-def trained(config: RunConfig, team: Team, options: WorkerOptions | None = None) -> tuple[float, Any]:
-    model = assemble_model(config, ByteTokenizer(), team, options or WorkerOptions(), None)
-    replica = ModelReplica(config, model, load_data(config, ByteTokenizer()).samples, team)
+def replica_of(
+    config: RunConfig, team: Team, options: WorkerOptions | None = None, micro_batch: int | None = None
+) -> ModelReplica:
+    options = options or WorkerOptions()
+    model = assemble_model(config, ByteTokenizer(), team, options, None)
+    samples = load_data(config, ByteTokenizer()).samples
+    return ModelReplica(config, model, samples, team, micro_batch, reduces_once=options.whole_layers)
+
+
+def trained(
+    config: RunConfig, team: Team, options: WorkerOptions | None = None, micro_batch: int | None = None
+) -> tuple[float, Any]:
+    replica = replica_of(config, team, options, micro_batch)
     theta = initial_theta(config)
     loss = replica.train(theta, 0, LEASE, 4).loss
     local = np.empty_like(theta)
@@ -127,6 +140,21 @@ def test_a_worker_with_all_shards_computes_as_one_without(
     assert np.abs(trained(small_config, team)[1] - local).max() < 1e-6
     checkpointed = WorkerOptions(activation_checkpointing=True)
     assert trained(small_config, team, checkpointed)[0] == pytest.approx(loss, abs=1e-6)
+    wanted, set_sync = list[bool](), FSDPModule.set_requires_gradient_sync
+
+    def note(model: FSDPModule, is_wanted: bool) -> None:
+        wanted.append(is_wanted)
+        set_sync(model, is_wanted)
+
+    monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", note)
+    for whole_layers in (False, True):
+        options = WorkerOptions(whole_layers=whole_layers)
+        assert trained(small_config, team, options, micro_batch=1)[0] == pytest.approx(loss, abs=1e-6)
+        assert wanted == [False, True] * 4 * whole_layers  # two windows in each of four inner steps
+    replica = replica_of(small_config, team, WorkerOptions(whole_layers=True))
+    with torch.no_grad():  # what a forward pass alone has gathered must not stay
+        replica.loss(torch.zeros(2, replica.window_length, dtype=torch.long))
+    assert replica.train(initial_theta(small_config), 0, LEASE, 4).loss == pytest.approx(loss, abs=1e-6)
     monkeypatch.setattr(assembly, "has_other_tensors", lambda model: True)  # each worker then builds a whole model
     assert trained(small_config, team)[0] == pytest.approx(loss, abs=1e-6)
 
@@ -174,7 +202,8 @@ def test_activations_are_computed_again_whatever_else_is_chosen(
             note = partial(forwards.append, number)
             block.self_attn.register_forward_pre_hook(lambda *_, note=note: note())
         replica = ModelReplica(config, model, load_data(config, ByteTokenizer()).samples, team)
-        window_memory(replica, team)
+        with trying(replica, team):
+            pass  # one window has gone forward and back
         assert sorted(forwards) == ([0, 0, 1, 1] if checkpointed else [0, 1])
         if checkpointed or not compiled:
             assert trained(config, team, options)[0] == pytest.approx(alone, abs=1e-6)
@@ -186,8 +215,33 @@ def test_to_try_a_window_changes_nothing(small_config: RunConfig) -> None:
         model = assemble_model(small_config, ByteTokenizer(), team, WorkerOptions(), None)
         replica = ModelReplica(small_config, model, load_data(small_config, ByteTokenizer()).samples, team)
         replica.load(initial_theta(small_config))
-        assert window_memory(replica, team, windows=2) > window_memory(replica, team)
+        with trying(replica, team) as taken:
+            assert taken(2) > taken(1)
         assert replica.train(initial_theta(small_config), 0, LEASE, 4).loss == trained(small_config, team)[0]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_workers_that_start_again_draw_no_weights_that_theta_has(
+    small_config: RunConfig, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that is frozen is in no theta, so that it has to be drawn again."""
+    drawn, draw = list[int](), build._portable_normal
+
+    def note(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        drawn.extend([tensor.numel()] * (tensor.device == CPU))
+        return draw(tensor, *arguments, **options)
+
+    monkeypatch.setattr(build, "_portable_normal", note)
+    if frozen:
+        monkeypatch.setattr(assembly, "is_all_trained", lambda model: False)
+    first, again = create_memory_file(), assemble_model(small_config, ByteTokenizer(), Team(CPU), WorkerOptions(), None)
+    assert bool(drawn) == frozen
+    model = assemble_model(small_config, ByteTokenizer(), Team(CPU), WorkerOptions(), first)
+    assert drawn
+    theta = SharedVectors(first, layout_of(model).size).theta
+    os.close(first)
+    Shards(layout_of(again)).load(theta, trainable(again))
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
 
 
 @pytest.mark.usefixtures("_process_group_ends")

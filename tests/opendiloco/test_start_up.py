@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,18 @@ def test_a_model_and_a_corpus_tell_how_far_they_have_come(
     monkeypatch.setattr(stages, "LOOK_SECONDS", -1.0)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text("text")
-    heard = list[tuple[str, float | None]]()
+    heard, theta = list[tuple[str, float | None]](), create_memory_file()
+    try:
+        with watched_by(lambda stage, share: heard.append((stage, share))):
+            assemble_model(small_config, ByteTokenizer(), Team(torch.device("cpu")), WorkerOptions(), theta)
+    finally:
+        os.close(theta)
+    shares = [share for stage, share in heard if stage == "drawing the initial weights"]
+    assert heard[0] == ("building the model", None)
+    assert shares == sorted(share for share in shares if share is not None)
+    assert 0.9 < (shares[-1] or 0) <= 1.0
+    heard.clear()
     with watched_by(lambda stage, share: heard.append((stage, share))):
-        assemble_model(small_config, ByteTokenizer(), Team(torch.device("cpu")), WorkerOptions(), None)
-        shares = [share for stage, share in heard if stage == "drawing the initial weights"]
-        assert heard[0] == ("building the model", None)
-        assert shares == sorted(share for share in shares if share is not None)
-        assert 0.9 < (shares[-1] or 0) <= 1.0
-        heard.clear()
         section = SourceSection(source=str(tmp_path), shards=2, windows_per_shard=1)
         assert len(list(open_corpus(section).documents(1))) == 2
     assert heard == [(f"tokenizing {tmp_path}, shard 1 of 2", share) for share in (0.0, 0.5, 1.0)]

@@ -21,3 +21,4 @@ def test_pieces_are_consecutive_and_as_even_as_possible(size: int, count: int) -
 
 def test_a_worker_alone_agrees_with_itself() -> None:
     assert Team(CPU).sums([0.1, True]) == [0.1, True]
+    assert Team(CPU).sums([torch.tensor(0.5), 0.1, True]) == [0.5, 0.1, True]

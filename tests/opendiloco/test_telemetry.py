@@ -10,19 +10,32 @@ import pytest
 from prometheus_client import REGISTRY
 
 from opendiloco.workers.control import InnerStepDone
-from opendiloco.workers.telemetry import VALUES, Telemetry, values_of
+from opendiloco.workers.telemetry import OUTER_VALUES, VALUES, Telemetry, values_of
 from peers.presence.heartbeat import HeldOutLoss
 from tests.opendiloco.trainings import NotingTracker, training_done
 
 EXPECTED = {
     "loss": 1.0,
     "gradient_norm": 0.5,
+    "learning_rate": 0.01,
     "tokens": 64,
     "tokens_per_second": 32,
     "flops_utilisation": 0.4,
     "data_wait_share": 0.25,
     "peak_memory_bytes": 3 * 2**30,
     "skipped_inner_steps": 0,
+}
+STEP = InnerStepDone(inner_step=1, loss=2.0, gradient_norm=0.1, learning_rate=0.01, tokens_per_second=5.0)
+TAKEN = {
+    "learning_rate": 0.7,
+    "pseudo_gradient_norm": 0.5,
+    "average_norm": 0.25,
+    "cosine": 0.75,
+    "momentum_norm": 2.0,
+    "round_seconds": 3.0,
+    "pause_seconds": 4.5,
+    "sent_bytes": 2e6,
+    "received_bytes": 1e6,
 }
 
 
@@ -37,6 +50,45 @@ def test_one_training_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog: 
     ]
     assert {name: REGISTRY.get_sample_value(f"diloco_peer_training_{name}") for name in VALUES} == EXPECTED
     assert tracker.records == [(74, {f"training/{name}": value for name, value in EXPECTED.items()})]
+
+
+def test_an_outer_step_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry, tracker = Telemetry(inner_steps=10), NotingTracker()
+    telemetry.track_with([tracker], {"run_id": "small-1"})
+    with caplog.at_level(logging.INFO):
+        telemetry.outer_step(7, TAKEN)
+        telemetry.outer_step(8, TAKEN | dict.fromkeys(("pseudo_gradient_norm", "cosine", "pause_seconds"), math.nan))
+    assert caplog.messages == [
+        "outer step 7: learning rate 0.7, pseudo-gradient norm 0.5, cosine to the average 0.750, average norm 0.25, "
+        "momentum norm 2, 3.0 s in rounds, 4.5 s without training, 2.0 MB sent, 1.0 MB received",
+        "outer step 8: learning rate 0.7, average norm 0.25, momentum norm 2, 3.0 s in rounds, 2.0 MB sent, "
+        "1.0 MB received",
+    ]
+    assert TAKEN.keys() == OUTER_VALUES.keys()
+    gauges = {name: REGISTRY.get_sample_value(f"diloco_peer_outer_{name}") or 0.0 for name in TAKEN}
+    assert {name for name, value in gauges.items() if math.isnan(value)} == {
+        "pseudo_gradient_norm",
+        "cosine",
+        "pause_seconds",
+    }
+    assert tracker.configurations == [{"run_id": "small-1"}]
+    (step, values), (_, fewer) = tracker.records
+    assert (step, values) == (80, {f"outer_step/{name}": value for name, value in TAKEN.items()})
+    assert fewer.keys() == values.keys() - {
+        f"outer_step/{name}" for name in ("pseudo_gradient_norm", "cosine", "pause_seconds")
+    }
+
+
+def test_losses_are_told_in_bits_per_byte_where_the_text_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry, tracker = Telemetry(inner_steps=10, bytes_per_token=4.0), NotingTracker()
+    telemetry.trackers.append(tracker)
+    with caplog.at_level(logging.INFO):
+        telemetry.evaluated(HeldOutLoss(index=3, loss=4 * math.log(2)))
+        telemetry.heard(HeldOutLoss(index=4, loss=2 * math.log(2)))
+    assert caplog.messages == ["held-out loss 2.7726 (1.0000 bits per byte) after outer step 3"]
+    assert REGISTRY.get_sample_value("diloco_peer_held_out_bits_per_byte") == pytest.approx(1)
+    assert [step for step, _ in tracker.records] == [30, 40]
+    assert [values["held_out/bits_per_byte"] for _, values in tracker.records] == pytest.approx([1.0, 0.5])
 
 
 def test_a_utilisation_that_is_not_known_is_said_to_be_unknown(caplog: pytest.LogCaptureFixture) -> None:
@@ -60,10 +112,10 @@ def test_trackers_count_the_inner_steps_of_the_run() -> None:
     telemetry, tracker = Telemetry(inner_steps=10), NotingTracker()
     telemetry.trackers.append(tracker)
     telemetry.evaluated(HeldOutLoss(index=3, loss=2.5))
-    telemetry.progressed(3, InnerStepDone(inner_step=1, loss=2.0, gradient_norm=0.1, tokens_per_second=5.0))
+    telemetry.progressed(3, STEP)
     assert tracker.records == [
         (30, {"held_out/loss": 2.5}),
-        (31, {"inner_step/loss": 2.0, "inner_step/gradient_norm": 0.1}),
+        (31, {"inner_step/loss": 2.0, "inner_step/gradient_norm": 0.1, "inner_step/learning_rate": 0.01}),
     ]
 
 

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from opendiloco.data.token_cache import Piece, TokenCache, Tokens, default_cache_folder
+from opendiloco.data.token_cache import TokenCache, default_cache_folder
+from opendiloco.data.token_files import Piece, Tokens
 from opendiloco.errors import MachineError
 
 KEY = "0123abc"
@@ -38,9 +41,9 @@ def assert_is_whole(tokens: Tokens) -> None:
 
 def test_few_tokens_stay_in_memory(tmp_path: Path) -> None:
     cache, text = TokenCache(tmp_path / "tokens", few=300), Text()
-    for time in (1, 2):
+    for turn in (1, 2):
         assert_is_whole(cache.tokens(KEY, np.uint16, text))
-        assert text.times_read == time
+        assert text.times_read == turn
     assert not (tmp_path / "tokens").exists()
 
 
@@ -52,7 +55,7 @@ def test_many_are_tokenized_once_and_mapped_from_the_disk(tmp_path: Path, few: i
         assert_is_whole(tokens)
         assert isinstance(tokens.training, np.memmap)
     assert text.times_read == 1
-    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [KEY, f"{KEY}.lock"]
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [KEY]
     TokenCache(tmp_path / "tokens", few).tokens("another", np.uint16, text)
     assert text.times_read == 2
 
@@ -112,7 +115,7 @@ def test_a_text_that_cannot_be_read_to_its_end_is_not_kept(tmp_path: Path) -> No
 
     with pytest.raises(MachineError, match="unplugged"):
         TokenCache(tmp_path, few=0).tokens(KEY, np.uint16, breaks_off)
-    assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.lock"]
+    assert list(tmp_path.iterdir()) == []
     assert_is_whole(TokenCache(tmp_path, few=0).tokens(KEY, np.uint16, Text()))
 
 
@@ -135,7 +138,7 @@ def test_processes_that_need_the_same_tokens_wait_for_the_first(tmp_path: Path) 
         processes = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) for _ in range(2)]
     try:
         assert [process.wait(60) for process in processes] == [0, 0]
-        assert sorted(path.name for path in tmp_path.iterdir()) == [KEY, f"{KEY}.lock"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [KEY]
     finally:
         for process in processes:
             process.kill()
@@ -160,3 +163,56 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert default_cache_folder() == tmp_path / "diloco-peer" / "tokens"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_folder() == Path.home() / ".cache" / "diloco-peer" / "tokens"
+
+
+# What is removed -----------------------------------------------------------------------------------------------------
+def aged(tmp_path: Path, *keys: str) -> TokenCache:
+    """A cache with room for two entries of 600 bytes, and entries of which the first was opened the longest ago."""
+    cache = TokenCache(tmp_path, few=0, kept_bytes=1700)
+    for age, key in enumerate(reversed(keys), 1):
+        TokenCache(tmp_path, few=0).tokens(key, np.uint16, Text())
+        os.utime(tmp_path / key, (age_before := time.time() - 1000 * age, age_before))
+    return cache
+
+
+def entries(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_entries_that_were_not_opened_for_longest_make_room(tmp_path: Path) -> None:
+    cache = aged(tmp_path, "a", "b")
+    cache.tokens("a", np.uint16, Text())
+    cache.tokens("c", np.uint16, Text())
+    assert entries(tmp_path) == ["a", "c"], "b was opened before a"
+
+
+def test_what_is_larger_than_the_room_stays_while_it_is_the_newest(tmp_path: Path) -> None:
+    cache = aged(tmp_path, "a", "b")
+    cache.tokens("large", np.uint16, Text(size=5000))
+    assert entries(tmp_path) == ["large"]
+    assert len(cache.tokens("large", np.uint16, Text(size=5000)).training) == 10_000
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_entry_and_a_living_one_keeps_its_own(tmp_path: Path) -> None:
+    for name in ("dead", "living"):
+        (tmp_path / f"{name}.partial").mkdir(parents=True)
+        (tmp_path / f"{name}.partial" / "training").write_bytes(b"half")
+    with (tmp_path / "living.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        TokenCache(tmp_path, few=0).tokens(KEY, np.uint16, Text())
+    assert entries(tmp_path) == [KEY, "living.lock", "living.partial"]
+
+
+def test_a_check_that_has_passed_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opendiloco.data.token_cache.CHECKS_KEPT", 2)
+    cache, made = TokenCache(tmp_path), list[str]()
+
+    def fails() -> None:
+        raise MachineError("wrong", "")
+
+    with pytest.raises(MachineError):
+        cache.once("a", fails)
+    for key in ("a", "a", "b", "c", "a"):
+        cache.once(key, lambda key=key: made.append(key))  # type: ignore[misc]
+    assert made[:3] == ["a", "b", "c"]
+    assert len(entries(tmp_path)) == 2

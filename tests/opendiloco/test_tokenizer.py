@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,13 @@ def test_a_saved_tokenizer_trains_like_the_bytes_it_is_made_of(tmp_path: Path) -
     tokenizer = build_tokenizer(TokenizerSection(kind="pretrained", path=str(tmp_path)))
     assert (tokenizer.size, tokenizer.end) == (ByteTokenizer.size, ByteTokenizer.end)
     assert tokenizer.encode_document("für x:\n\t".encode()).tolist() == list("für x:\n\t".encode())
+
+
+def test_tokens_count_as_the_bytes_of_their_text(tmp_path: Path) -> None:
+    PRETRAINED.save_pretrained(tmp_path)
+    tokenizer, text = build_tokenizer(TokenizerSection(kind="pretrained", path=str(tmp_path))), "für x:\n\t".encode()
+    ids = np.array([*tokenizer.encode_document(text), tokenizer.end], np.int64)
+    assert tokenizer.byte_count(ids) == ByteTokenizer().byte_count(ids) == len(text)
 
 
 def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
@@ -190,3 +198,37 @@ def test_a_run_is_created_with_the_digest_of_its_tokenizer(
 def test_a_digest_out_of_place(small_content: dict[str, object], tokenizer: dict[str, str], problem: str) -> None:
     with pytest.raises(ManifestError, match=problem):
         RunConfig.from_manifest_content(small_content | {"tokenizer": tokenizer})
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+TEXTS = [text.encode() for text in ("", "peers train", "peers  alone", "</s>", "a </s> b", "\ufffd", "train " * 500)]
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_batch_has_the_ids_that_its_texts_have(tmp_path: Path, truncated: bool) -> None:
+    from tokenizers import Tokenizer
+
+    section = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    if truncated:
+        rules = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        rules.enable_truncation(4)
+        rules.enable_padding(length=8)
+        rules.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (build_tokenizer(section), ByteTokenizer()):
+        batch = tokenizer.encode_documents([*TEXTS, b"peers \xff"])
+        assert [ids.tolist() for ids in batch] == [
+            tokenizer.encode_document(text).tolist() for text in [*TEXTS, b"peers \xff"]
+        ]
+        assert {ids.dtype for ids in batch} == {tokenizer.encode_document(b"").dtype}
+
+
+def test_a_tokenizer_whose_class_does_more_than_its_library_encodes_texts_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    section = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    encode = PreTrainedTokenizerFast.encode
+    monkeypatch.setattr(PreTrainedTokenizerFast, "encode", lambda self, text, **keys: [1, *encode(self, text, **keys)])
+    tokenizer = build_tokenizer(section)
+    assert [ids.tolist() for ids in tokenizer.encode_documents([b"train", b"peers"])] == [[1, 2], [1, 1]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import struct
 import subprocess
 import sys
@@ -26,6 +28,13 @@ class FakeRun:
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
         self.calls: list[tuple[Any, ...]] = []
+
+    @property
+    def config(self) -> FakeRun:
+        return self
+
+    def update(self, values: dict[str, Any], allow_val_change: bool) -> None:
+        self.calls.append(("config", values))
 
     def define_metric(self, name: str, step_metric: str) -> None:
         self.calls.append(("define_metric", name, step_metric))
@@ -83,12 +92,14 @@ def test_weights_and_biases_gets_the_runs_inner_steps_as_its_axis(monkeypatch: p
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with tracking([Choice("wandb", "mine")], "run-1", "peer-1") as opened:
+        opened[0].configure({"run_id": "run-1"})
         opened[0].record(31, {"inner_step/loss": 2.0})
         opened[0].record(30, {"held_out/loss": 2.5})  # steps may come twice
     (run,) = wandb.runs
     assert run.settings == {"project": "mine", "group": "run-1", "name": "peer-1", "settings": {"console": "off"}}
     assert run.calls == [
         ("define_metric", "*", "inner_step"),
+        ("config", {"run_id": "run-1"}),
         ("log", {"inner_step": 31, "inner_step/loss": 2.0}),
         ("log", {"inner_step": 30, "held_out/loss": 2.5}),
         ("finish",),
@@ -150,6 +161,43 @@ def test_tensorboard_gets_event_files(tmp_path: Path) -> None:
         (31, "inner_step/gradient_norm", 0.5),
         (30, "held_out/loss", 2.5),
     ]
+
+
+def test_tensorboard_shows_the_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="a development extra that is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with tracking([Choice("tensorboard", str(tmp_path))], "run-1", "peer-1") as opened:
+        opened[0].configure({"run_id": "run-1", "run": {"name": "run"}})
+        opened[0].record(1, {"inner_step/loss": 2.0})
+    shown = EventAccumulator(str(tmp_path)).Reload()
+    [text] = shown.Tensors("configuration")
+    said = text.tensor_proto.string_val[0].decode()
+    assert json.loads(said.removeprefix("```json\n").removesuffix("\n```")) == {
+        "run_id": "run-1",
+        "run": {"name": "run"},
+    }
+    assert shown.SummaryMetadata("configuration").plugin_data.plugin_name == "text"
+    assert shown.Tags()["tensors"] == ["configuration", "inner_step/loss"]
+
+
+def test_weights_and_biases_keeps_all_of_it_without_a_network(tmp_path: Path) -> None:
+    """With the real package, in a process of its own, since it starts another one."""
+    pytest.importorskip("wandb", reason="an extra that is not installed")
+    code = (
+        "import sys; from opendiloco.workers.trackers import Choice, tracking\n"
+        "with tracking([Choice('wandb', 'mine')], 'run-1', 'peer-1') as opened:\n"
+        "    opened[0].configure({'run_id': 'run-1', 'run': {'name': 'small'}})\n"
+        "    opened[0].record(31, {'inner_step/loss': 2.0})\n"
+        "    opened[0].record(30, {'held_out/loss': 2.5})\n"
+    )
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    kept = file.read_bytes()
+    for said in (b"inner_step/loss", b"held_out/loss", b"run_id", b"small", b"peer-1", b"run-1"):
+        assert said in kept
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

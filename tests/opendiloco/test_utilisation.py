@@ -16,6 +16,10 @@ def test_a_token_takes_six_flops_a_weight_and_attention(family: str, sizes: dict
     assert flops_per_token(AutoConfig.for_model(family, **sizes), 1000, 16) == 6 * 1000 + 12 * 3 * 8 * 16
 
 
+def test_the_peak_in_tf32_is_not_known() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "tf32") is None
+
+
 def test_what_says_not_how_large_it_is_has_no_flops() -> None:
     class Settings:
         def get_text_config(self) -> Settings:

@@ -12,7 +12,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, WorkerError
-from opendiloco.model.export import RunFacts
+from opendiloco.model.card import RunFacts
 from opendiloco.shared_memory import reserve
 from opendiloco.workers.control import (
     Configure,
@@ -78,6 +78,7 @@ class Played(WorkerProcess):
                 flops_per_token=100.0,
                 micro_batch=min(command.options.micro_batch or 8, 8),
                 held_out_digest="ab" * 32,
+                bytes_per_token=1.0,
             )
         if self.configured.rank == 0:
             Played.request += 1
@@ -290,4 +291,34 @@ def test_workers_that_die_while_they_start_are_started_again(
         assert len(Played.all) == 4
         await group.close()
 
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@pytest.mark.parametrize(
+    ("failures", "restarts", "survives"), [(1, 1, True), (2, 1, False), (2, 2, True), (3, 2, False)]
+)
+def test_memory_that_runs_out_while_workers_start_again_is_not_the_end(
+    small_config: RunConfig, failures: int, restarts: int, survives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once half as many windows are tried instead; after that it counts as any other lost start."""
+    left = [0]
+    exchange = Played.exchange
+
+    async def configure(self: Played, command: ControlMessage, answer: type[Any], on_progress: Any) -> Any:
+        if isinstance(command, Configure) and command.rank == 0 and left[0]:
+            left[0] -= 1
+            raise DeviceMemoryError("the device ran out of memory.", "Use --micro-batch.")
+        return await exchange(self, command, answer, on_progress)
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=restarts)
+        Played.deaths.update({1: 1})
+        left[0] = failures
+        with pytest.raises(WorkersRestartedError if survives else DeviceMemoryError):
+            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert group._death.done() != survives
+        assert Played.all[-1].configured.options.micro_batch == 4
+        await group.close()
+
+    monkeypatch.setattr(Played, "exchange", configure)
     asyncio.run(asyncio.wait_for(story(), 30))

@@ -17,6 +17,7 @@ def training_done(**changes: Any) -> InnerLoopDone:
         "inner_steps": 4,
         "loss": 1.0,
         "gradient_norm": 0.5,
+        "learning_rate": 0.01,
         "skipped": 0,
         "seconds": 2.0,
         "waited_seconds": 0.5,
@@ -31,6 +32,10 @@ class NotingTracker:
     def __init__(self) -> None:
         self.records: list[tuple[int, dict[str, float]]] = []
         self.closed = False
+        self.configurations: list[dict[str, Any]] = []
+
+    def configure(self, configuration: Mapping[str, Any]) -> None:
+        self.configurations.append(dict(configuration))
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
         self.records.append((inner_step, dict(values)))

@@ -163,7 +163,7 @@ def test_a_thread_that_flushes_subnormals_gets_the_same_bits() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=240)
     assert flushed == [encode(INT8, values) + decode(INT8, encode(INT8, values), 2048).tobytes()]
 
 

@@ -1,0 +1,73 @@
+"""`diloco-peer sample`: what the run's model writes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.options import Place, place_options, reader
+from opendiloco.workers.options import TEMPERATURE
+
+if TYPE_CHECKING:
+    from opendiloco.local_workload import LocalWorkload
+    from opendiloco.origins import Past
+    from opendiloco.run import Run
+
+
+@click.command()
+@place_options
+@click.option(
+    "--tokens", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Write so many at most."
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 100),
+    default=TEMPERATURE,
+    show_default=True,
+    help="Above 1 more surprising, below 1 less; 0: always the likeliest token.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the first sample.")
+@click.option(
+    "--samples", type=click.IntRange(1, 1000), default=1, show_default=True, help="Write so many, of other seeds."
+)
+@click.argument("prompt")
+@click.pass_obj
+def command(
+    log: LogOptions, place: Place, tokens: int, temperature: float, seed: int, samples: int, prompt: str
+) -> None:
+    """Print how the run's model, as its peers or a checkpoint have it, continues PROMPT.
+
+    The same state, prompt and seed give the same text on one machine.
+    """
+    import asyncio
+
+    place.check()
+    log.start()
+
+    async def write() -> None:
+        async with state_at(place) as (_, past, workload):
+            click.echo(f"after {past.outer_steps} outer steps:", err=True)
+            for number in range(samples):
+                click.echo(prompt + await workload.generate(prompt, tokens, seed + number, temperature))
+
+    asyncio.run(write())
+
+
+@asynccontextmanager
+async def state_at(place: Place) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    """The state from there. Raises: what getting it raises."""
+    if place.source is None:
+        from opendiloco.follower import newest_state
+
+        with reader(place.identity) as key:
+            async with newest_state(place.invite(), key) as found:
+                yield found
+    else:
+        from opendiloco.checkpoints.export import find_origin, state_of
+
+        async with state_of(find_origin(place.source, place.at, place.manifest)) as found:
+            yield found

@@ -1,0 +1,92 @@
+"""What a peer's curves show beside its own training: each outer step, and what other peers find of theta."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from opendiloco.checkpoints.held_out_curve import HeldOutCurve
+from opendiloco.config.run_config import RunConfig
+from opendiloco.local_workload import OuterStepTaken
+from opendiloco.run import Run
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.telemetry import Telemetry
+from peers.driver.rounds import RoundCosts
+from peers.presence.heartbeat import Heartbeat
+
+VERSIONED = ("diloco-peer", "torch", "transformers", "hivemind")
+
+
+class Curves:
+    """Tells `telemetry` of outer steps and of held-out losses. `held_out` has those that were told before."""
+
+    def __init__(self, telemetry: Telemetry, config: RunConfig, held_out: HeldOutCurve | None = None) -> None:
+        self._telemetry = telemetry
+        self._every = config.evaluation.every
+        self._held_out = held_out or HeldOutCurve()
+        self._before = RoundCosts()
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """How much of the held-out text a token stands for; None where that is not known."""
+        return self._telemetry.bytes_per_token
+
+    def taken(self, step: OuterStepTaken, costs: RoundCosts) -> None:
+        """An outer step has been taken; `costs` are those of all rounds until now."""
+        statistics = step.statistics
+        values = {
+            "learning_rate": step.learning_rate,
+            "pseudo_gradient_norm": statistics.pseudo_gradient_norm,
+            "average_norm": statistics.average_norm,
+            "cosine": statistics.cosine,
+            "momentum_norm": statistics.momentum_norm,
+            "round_seconds": costs.seconds - self._before.seconds,
+            "pause_seconds": step.pause_seconds,
+            "sent_bytes": costs.sent_bytes - self._before.sent_bytes,
+            "received_bytes": costs.received_bytes - self._before.received_bytes,
+        }
+        self._before = costs
+        self._telemetry.outer_step(step.index, values)
+
+    def heard(self, own: Heartbeat, others: Iterable[Heartbeat]) -> None:
+        """Take up what heartbeats say of theta: each outer step's first loss, and only where one was due.
+
+        So what others say is bounded by the run's length. Whether it is true, nobody vouches for.
+        """
+        if own.held_out is not None:  # telemetry has it
+            self._held_out.add(own.held_out.index, own.held_out.loss)
+        for beat in others:
+            said = beat.held_out
+            if said is None or not self._every or said.index % self._every or said.index > own.index:
+                continue
+            if self._held_out.add(said.index, said.loss):
+                self._telemetry.heard(said)
+
+
+def configuration_of(run: Run, peer_id: str, device: str, options: WorkerOptions | None = None) -> dict[str, Any]:
+    """Return what curves are of, as JSON can say it: the run's manifest, and this machine."""
+    machine: dict[str, Any] = {"device": device, "python": sys.version.split()[0]}
+    if options is not None:
+        machine["options"] = asdict(options)
+    return {
+        "run_id": run.run_id,
+        "peer_id": peer_id,
+        "run": run.config.to_manifest_content(),
+        "machine": machine,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that decide what is computed here, as far as they are installed."""
+    return {name: found for name in VERSIONED if (found := _version(name)) is not None}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

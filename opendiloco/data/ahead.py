@@ -1,0 +1,103 @@
+"""The process that tokenizes the next shard while the present one trains. Started as `python -m opendiloco.data.ahead`.
+
+There is one at a time on a machine, at the lowest priority: the first worker starts it, and all workers find in the
+cache what it has made. It ends with its work, or at once when the worker that started it is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from typing import IO
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.token_cache import FEW_TOKENS
+
+NICENESS = 19
+
+
+class Ahead:
+    """Has shards tokenized in a process of its own, one after another; each once, and only those that go to the disk.
+
+    What fails there is no loss: the worker that needs the shard makes it itself, and says what is wrong.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun: tuple[int, int] | None = None
+
+    def tokenize(self, source: int, shard: int) -> None:
+        """Begin, unless another shard is under way; whoever needs it asks again and again. Returns at once."""
+        if self._begun == (source, shard) or self._is_busy or not self._is_much(source):
+            return
+        self._begun = (source, shard)
+        job = json.dumps([self._config.to_manifest_content(), source, shard]).encode() + b"\n"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "opendiloco.data.ahead"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            _stdin(self._process).write(job)
+            _stdin(self._process).flush()  # it stays open: the process ends when it closes
+        except OSError:  # not even a process can be had, or it ended at once
+            self.close()
+
+    def wait(self) -> None:
+        """Wait until the present shard is done."""
+        if self._process is not None:
+            self._process.wait()
+
+    def close(self) -> None:
+        """End the process. Leaves none behind."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _is_much(self, source: int) -> bool:
+        """Return whether a source's shards are so large that they lie on the disk."""
+        windows = self._config.data.all_sources[source].windows_per_shard or 0
+        return windows * self._config.training.sequence_length > FEW_TOKENS
+
+
+def _stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdin is not None
+    return process.stdin
+
+
+def main() -> None:
+    """Do the job that is on the standard input, a line of JSON."""
+    content, source, shard = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_standard_input, daemon=True).start()
+    os.nice(NICENESS)
+    prepare_shard(RunConfig.from_manifest_content(content), source, shard)
+
+
+def prepare_shard(config: RunConfig, source: int, shard: int) -> None:
+    """Tokenize a shard into the cache, if it is not there. Raises: DataError, MachineError."""
+    from opendiloco.data.token_cache import TokenCache
+    from opendiloco.data.tokenizer import build_tokenizer
+    from opendiloco.data.training_data import shards_of
+
+    section, tokenizer = config.data.all_sources[source], build_tokenizer(config.tokenizer)
+    shards_of(section, config, tokenizer, TokenCache(few=0)).prepare(shard)
+
+
+def _end_with_standard_input() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

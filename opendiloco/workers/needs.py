@@ -1,0 +1,167 @@
+"""What a machine needs to take part in a run: memory, disk, bandwidth and time, before anything is started.
+
+Memory is by the same formula that `join` holds against what a machine has. Speeds are what arithmetic gives at a share
+of a GPU's peak; nobody has measured them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from opendiloco.config.run_config import RunConfig, TrainingSection
+from opendiloco.host_memory import MOMENTS_BYTES, STATE_BYTES, HostMemory, WorkerMemory
+from opendiloco.inner.optimizers import FUSED_ON
+from opendiloco.inner.sharding import transformer_blocks
+from opendiloco.kernels import FORMATS
+from opendiloco.model.build import layout_of
+from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
+
+UTILISATION = 0.4
+"""Share of its peak at which a GPU is taken to train."""
+SHARE_OF_ROUNDS = 0.1
+"""Of a peer's time, that rounds may take: what a link must carry follows from it."""
+CHECKPOINTS = 3
+"""Two that are kept, and one that is being written."""
+MOMENTS_FILES = 2
+SECONDS_A_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs as people can rent them. `gpu` is what torch calls one, `memory` its bytes."""
+
+    name: str
+    gpu: str
+    gpus: int
+    memory: int
+
+
+MACHINES = (
+    Machine("RTX 4090", "NVIDIA GeForce RTX 4090", 1, 24 * 10**9),
+    Machine("H100", "NVIDIA H100 80GB HBM3", 1, 80 * 10**9),
+    Machine("8 H100", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9),
+)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one peer of a run, with so many GPUs. Bytes and tokens; activations come on top of what its devices take."""
+
+    gpus: int
+    host: HostMemory
+    device: WorkerMemory
+    on_cpu: WorkerMemory
+    payload: int
+    tokens_per_outer_step: int
+    outer_steps: int
+    precision: Precision
+    token_flops: float | None
+
+    @property
+    def main_memory(self) -> int:
+        """Of a machine that trains on GPUs."""
+        return self.host.most
+
+    @property
+    def main_memory_on_cpu(self) -> int:
+        """Of a machine that trains on its CPU."""
+        return self.host.most + self.on_cpu.training
+
+    @property
+    def device_memory(self) -> int:
+        """Of each GPU."""
+        return self.device.training // self.gpus
+
+    @property
+    def disk(self) -> int:
+        """Of checkpoints and AdamW's moments, as `join` keeps them; the log is on top."""
+        return CHECKPOINTS * STATE_BYTES * self.host.values + MOMENTS_FILES * MOMENTS_BYTES * self.host.values
+
+    @property
+    def tokens(self) -> int:
+        """Trained by one peer that is there from the first outer step to the last."""
+        return self.outer_steps * self.tokens_per_outer_step
+
+    def days(self, machine: Machine) -> float | None:
+        """Return how long a peer with such GPUs trains; None where that is not known, or they are too small."""
+        speed = self._speed(machine)
+        return None if speed is None else self.tokens / speed / SECONDS_A_DAY
+
+    def bits_per_second(self, machine: Machine) -> float | None:
+        """Return what its link must carry in each direction, so that rounds take no more than their share of the time.
+
+        A member of a large round sends two payloads and gets two.
+        """
+        speed = self._speed(machine)
+        if speed is None:
+            return None
+        training = self.tokens_per_outer_step / speed
+        return 8 * 2 * self.payload / (training * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS))
+
+    def _speed(self, machine: Machine) -> float | None:
+        """Return tokens a second."""
+        assert machine.gpus == self.gpus
+        if self.device_memory > machine.memory:
+            return None
+        peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
+        return None if peak is None else UTILISATION * peak
+
+
+def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
+    """Return what a run takes of a peer with so many GPUs, from the skeleton of its model."""
+    training, size = config.training, layout_of(skeleton).size
+    host = HostMemory(size, FORMATS[config.codec.kind])
+    return Needs(
+        gpus=gpus,
+        host=host,
+        device=worker_memory(skeleton, training, "cuda", gpus),
+        on_cpu=worker_memory(skeleton, training, "cpu", 1),
+        payload=host.payload,
+        tokens_per_outer_step=training.inner_steps * training.batch_size * training.sequence_length,
+        outer_steps=config.total_outer_steps,
+        precision=training.precision,
+        token_flops=flops_per_token(skeleton.config, size, training.sequence_length),
+    )
+
+
+def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
+    """Yield what a person wants to know, of peers with as many GPUs as each of `MACHINES` has."""
+    one = needs(1)
+    yield f"{one.host.values:,} parameters; {one.outer_steps} outer steps, {one.tokens:,} tokens of each peer"
+    yield f"main memory: {one.main_memory / 1e9:.3g} GB beside GPUs, {one.main_memory_on_cpu / 1e9:.3g} GB without"
+    yield f"disk: {one.disk / 1e9:.3g} GB for checkpoints, and the log"
+    yield f"each outer step: {2 * one.payload / 1e9:.3g} GB to send and as much to get"
+    for machine in MACHINES:
+        here = needs(machine.gpus)
+        days, bits = here.days(machine), here.bits_per_second(machine)
+        memory = f"{machine.name}: {here.device_memory / 1e9:.3g} GB of each GPU, and activations"
+        if days is None or bits is None:
+            yield f"{memory}: it is too small, or the model's size is not known"
+        else:
+            link = float(f"{bits / 1e6:.2g}")
+            yield f"{memory}; {days:.2g} days at {UTILISATION:.0%} of its peak, with a link of {link:,g} Mbit/s"
+
+
+def worker_memory(
+    skeleton: Any,
+    training: TrainingSection,
+    device: str,
+    workers: int,
+    is_shared: bool | None = None,
+    whole_layers: bool = False,
+) -> WorkerMemory:
+    """Return what a model takes on devices of a kind. Each worker gathers a whole group, however many share the rest;
+    with `whole_layers` all groups. By default, they share where there are several."""
+    sizes = [parameter.numel() for parameter in skeleton.parameters()]
+    blocks = [sum(each.numel() for each in block.parameters()) for block in transformer_blocks(skeleton)]
+    shared = workers > 1 if is_shared is None else is_shared
+    return WorkerMemory(
+        weights=sum(sizes),
+        trained=layout_of(skeleton).size,
+        largest=max(sizes),
+        group=(sum(sizes) if whole_layers else max([*blocks, sum(sizes) - sum(blocks)])) * workers if shared else 0,
+        is_fused=device in FUSED_ON,
+        has_copy=training.precision == "bf16" and not shared,
+    )

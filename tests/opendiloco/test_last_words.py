@@ -1,0 +1,99 @@
+"""What is said of a worker that dies: its last lines, in the error and in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from opendiloco.workers import process
+from opendiloco.workers.control import CountDevices, DevicesCounted
+from opendiloco.workers.last_words import LINE_LENGTH, LINES_KEPT, LastWords
+from opendiloco.workers.process import Inherited, WorkerDeathError, WorkerProcess
+
+SECONDS = 120.0
+RAISES = """
+import sys
+print("\\x1b[31mloading\\x1b[0m", flush=True)
+print("tokens: 1%\\rtokens: 99%", file=sys.stderr)
+def deepest():
+    raise RuntimeError("no kernel image is available")
+deepest()
+"""
+CRASHES = """
+import ctypes, faulthandler
+faulthandler.enable()
+ctypes.string_at(0)
+"""
+
+
+async def dead(script: str, monkeypatch: pytest.MonkeyPatch) -> WorkerDeathError:
+    """What is raised for a worker whose program is this script."""
+
+    async def spawn(control: int, descriptors: Inherited, threads: int) -> asyncio.subprocess.Process:
+        pipe: dict[str, Any] = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", script, pass_fds=[control], **pipe)
+
+    monkeypatch.setattr(process, "_spawn", spawn)
+    async with asyncio.timeout(SECONDS):
+        worker = await WorkerProcess.start(Inherited(0, 0), 1)
+        try:
+            with pytest.raises(WorkerDeathError) as caught:
+                await worker.exchange(CountDevices(), DevicesCounted, lambda progress: None)
+        finally:
+            await worker.close()
+    return caught.value
+
+
+def test_a_traceback_is_in_the_log_and_its_end_in_the_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = asyncio.run(dead(RAISES, monkeypatch))
+    assert "ended with exit status 1. Its last words:" in error.message
+    assert error.message.endswith("| RuntimeError: no kernel image is available")
+    assert "\n" not in error.message
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    said = record.getMessage().splitlines()
+    assert said[0] == "the worker printed last:"
+    assert said[1].strip() == "loading"
+    assert {"tokens: 99%", "Traceback (most recent call last):", "RuntimeError: no kernel image is available"} <= {
+        line.strip() for line in said
+    }
+
+
+def test_a_crash_says_where_it_was(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    error = asyncio.run(dead(CRASHES, monkeypatch))
+    assert "was killed by SIGSEGV" in error.message
+    assert "Fatal Python error: Segmentation fault" in caplog.text
+    assert "string_at" in caplog.text
+
+
+def test_a_worker_that_we_end_is_no_news(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def spawn(control: int, descriptors: Inherited, threads: int) -> asyncio.subprocess.Process:
+        script = f"import os; print('ready', flush=True); os.read({control}, 1)"
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", script, pass_fds=[control], stdout=pipe)
+
+    async def story() -> None:
+        worker = await WorkerProcess.start(Inherited(0, 0), 1)
+        await worker.close()
+
+    monkeypatch.setattr(process, "_spawn", spawn)
+    asyncio.run(asyncio.wait_for(story(), SECONDS))
+    assert not caplog.records
+
+
+def test_however_much_it_prints_little_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    words = LastWords()
+    assert words.sentence() == ""
+    words.log("the worker")
+    assert not caplog.records
+    for number in range(1000):
+        words.heard(f"line {number} " + "x" * 10_000)
+        words.heard("  \n")
+    words.log("the worker")
+    assert len(caplog.text.splitlines()) == 1 + LINES_KEPT
+    assert len(words.sentence()) < 4 * LINE_LENGTH
