@@ -8,6 +8,8 @@ from peers.errors import LocalNetworkError
 
 ENTRIES_APPLIED = Counter("diloco_peer_entries_applied", "Entries of the log applied by this peer")
 ROUNDS = Counter("diloco_peer_rounds", "Rounds that this peer took part in")
+ROUND_SECONDS = Counter("diloco_peer_round_seconds", "Seconds that this peer has spent in rounds")
+ROUND_BYTES = Counter("diloco_peer_round_bytes", "Bytes of chunks moved in rounds", ["direction"])
 PAYLOADS_FETCHED = Counter("diloco_peer_payloads_fetched", "Entries that this peer missed and got from others")
 STATES_FETCHED = Counter("diloco_peer_states_fetched", "Snapshots taken over from other peers")
 TOKENS_LOST = Counter("diloco_peer_tokens_lost", "Tokens that this peer trained and that no entry counts", ["what"])

@@ -19,7 +19,7 @@ from peers.driver.keeping import Keeping
 from peers.driver.messenger import MessageTransport, Messenger
 from peers.driver.pulse import Pulse, PulseTransport
 from peers.driver.replication import Replication
-from peers.driver.rounds import Rounds, RoundTransport
+from peers.driver.rounds import RoundCosts, Rounds, RoundTransport
 from peers.driver.scouting import Scout, ScoutTransport
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError
@@ -202,6 +202,11 @@ class Driver:
         """Tell others from now on what this peer found about theta."""
         self._pulse.held_out = held_out
         metrics.HELD_OUT_LOSS.set(held_out.loss)
+
+    @property
+    def round_costs(self) -> RoundCosts:
+        """What all rounds of this peer have cost until now."""
+        return self._rounds.costs
 
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now."""

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
+from peers import metrics
 from peers.driver.host import Host
-from peers.protocol.messages import Attempt
+from peers.protocol.rounds import Attempt
 from peers.streams.channel import Channel, RefusalError
 from peers.streams.chunk_streams import receive_chunks
 from peers.streams.lanes import MOST
@@ -36,6 +37,7 @@ class Incoming:
 
     def __init__(self, transport: IncomingTransport, admission: Admission, buffers: PayloadBuffers, host: Host) -> None:
         self.meter = RateMeter()
+        self.received_bytes = 0
         self._transport = transport
         self._admission = admission
         self._buffers = buffers
@@ -105,6 +107,8 @@ class Incoming:
     def _take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray) -> bool:
         """Take a chunk in. Return whether the sender is rid of it."""
         self.meter.passed(len(data))
+        self.received_bytes += len(data)
+        metrics.ROUND_BYTES.labels("received").inc(len(data))
         self._from[sender].passed(len(data))
         event, is_taken = self._admission.take(sender, round_name, header, data)
         if event is not None:

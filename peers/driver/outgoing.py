@@ -7,12 +7,13 @@ from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from peers import metrics
 from peers.driver.host import Host
 from peers.driver.incoming import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.links.sockets import has_bbr
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import ChunkSent, ChunksUnsent
-from peers.protocol.messages import Attempt
+from peers.protocol.rounds import Attempt
 from peers.streams.channel import Channel, PeerUnreachableError
 from peers.streams.chunk_streams import ChunkSender, Frame
 from peers.streams.lanes import FEWEST, MOST, MOST_WITH_BBR, Lanes
@@ -33,6 +34,7 @@ class Outgoing:
 
     def __init__(self, transport: OutgoingTransport, buffers: PayloadBuffers, host: Host) -> None:
         self.meter = RateMeter()
+        self.sent_bytes = 0
         self._transport = transport
         self._buffers = buffers
         self._host = host
@@ -124,6 +126,8 @@ class Outgoing:
         if is_taken:
             start, stop = self._buffers.chunk_bytes(send.chunk)
             self.meter.passed(stop - start)
+            self.sent_bytes += stop - start
+            metrics.ROUND_BYTES.labels("sent").inc(stop - start)
             self._widen(send.round_name, stop - start)
             self._host.handle(ChunkSent(send.round_name, send.to, send.chunk, send.reduced))
         else:

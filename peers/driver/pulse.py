@@ -10,7 +10,7 @@ from typing import Protocol
 from peers import metrics
 from peers.links.links import EAGER
 from peers.log.folder import RunLog
-from peers.presence.heartbeat import Heartbeat, HeldOutLoss, name_peers
+from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice
 from peers.protocol.events import AnchorsSeen, HeartbeatsSeen
@@ -125,6 +125,7 @@ class Pulse:
             relays=self._transport.relays,
             relayed=name_peers(peer.presence.reachability.relayed),
             unreached=name_peers(peer.presence.unreached),
+            vote=(peer.presence.vote or "")[-TAIL:],
             trouble=printable(peer.troubles.told),
             departure=goodbye.departure if goodbye else 0,
             farewell=goodbye.signature if goodbye else b"",

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from peers import metrics
 from peers.driver.host import Host
 from peers.driver.traffic import StreamTransport, Traffic
 from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk, SendChunk
 from peers.protocol.events import PayloadAssembled
-from peers.protocol.messages import Round
+from peers.protocol.exchange import Exchange
+from peers.protocol.rounds import Round
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
+from peers.transfer.download import PullTransport
+from peers.transfer.spot_check import SpotCheck, serve_contributions
+from peers.values.clock import now
 from peers.values.workload import Workload
 
 REDUCERS = 2  # chunks averaged at once
 
 
-class RoundTransport(StreamTransport, Protocol):
+class RoundTransport(StreamTransport, PullTransport, Protocol):
     no_round: asyncio.Event
+
+
+class RoundCosts(NamedTuple):
+    """What all rounds of one peer have cost so far: seconds in them, and bytes of chunks."""
+
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 class Rounds:
@@ -31,15 +43,29 @@ class Rounds:
         self._buffers = buffers
         self._host = host
         self.traffic = Traffic(transport, workload, buffers, host)
+        self._run, self._members = host.peer.settings.run, frozenset[str]()  # of the last round
+        self._spot_check = SpotCheck(transport, workload, buffers, self._run, host.peer.me)
         self._reducing = asyncio.Semaphore(REDUCERS)
         self._round: Round | None = None
+        self._began_at: float | None = None
+        self._seconds = 0.0
+
+    @property
+    def costs(self) -> RoundCosts:
+        """Return the costs of all rounds until now, the present one's included."""
+        present = 0.0 if self._began_at is None else now() - self._began_at
+        return RoundCosts(self._seconds + present, self.traffic.sent_bytes, self.traffic.received_bytes)
 
     async def serve(self) -> None:
         await self.traffic.serve()
+        await serve_contributions(self._transport, self._run, self._buffers, lambda peer: peer in self._members)
 
     def open(self, opening: OpenRound) -> None:
         metrics.ROUNDS.inc()
+        self._end_clock()
+        self._began_at = now()
         self._buffers.open(opening.round.name)
+        self._members = frozenset(opening.round.peers)
         self.traffic.begin(opening.round.name, len(opening.round.remaining) - 1)
 
     def send(self, send: SendChunk) -> None:
@@ -55,9 +81,16 @@ class Rounds:
             self._host.handle(event)
 
     def assemble(self, assemble: AssemblePayload) -> None:
-        round_name = assemble.round_name
+        round_name, exchange = assemble.round_name, self._host.peer.exchange_of(assemble.round_name)
         if self._buffers.round(round_name):
             self._host.handle(PayloadAssembled(round_name, self._buffers.assemble(round_name)))
+            if exchange is not None:
+                self._host.start(self._look_at_averages(exchange))
+
+    async def _look_at_averages(self, exchange: Exchange) -> None:
+        refuted = await self._spot_check.check(exchange)
+        if refuted is not None:
+            self._host.handle(refuted)
 
     def follow(self) -> None:
         """Release what belongs to another round than the protocol's present one, or to members that it has lost."""
@@ -71,5 +104,14 @@ class Rounds:
             return
         self._round = round
         if round is None:
+            self._end_clock()
             self._buffers.close()
         self.traffic.tidy(round.name if round else None, round.remaining if round else ())
+
+    def _end_clock(self) -> None:
+        """Count the time of the round that has ended, if one was under way."""
+        if self._began_at is not None:
+            seconds = now() - self._began_at
+            self._began_at = None
+            self._seconds += seconds
+            metrics.ROUND_SECONDS.inc(seconds)

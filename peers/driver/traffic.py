@@ -9,7 +9,7 @@ from peers.driver.host import Host
 from peers.driver.incoming import Incoming, IncomingTransport
 from peers.driver.outgoing import Outgoing, OutgoingTransport
 from peers.protocol.effects import SendChunk
-from peers.protocol.messages import Attempt
+from peers.protocol.rounds import Attempt
 from peers.streams.throttle import Caps
 from peers.transfer.admission import Admission
 from peers.transfer.buffers import PayloadBuffers
@@ -43,6 +43,16 @@ class Traffic:
 
     def send(self, send: SendChunk) -> None:
         self._outgoing.send(send)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of chunks that other members took from this peer, in all rounds."""
+        return self._outgoing.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of chunks that came from other members, in all rounds."""
+        return self._incoming.received_bytes
 
     @property
     def rate(self) -> int:

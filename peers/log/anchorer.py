@@ -13,9 +13,9 @@ from peers.errors import DilocoPeerError
 from peers.log.certificate import prove
 from peers.log.folder import RunLog
 from peers.log.state import LogError
-from peers.values.anchors import HEADS_BYTES, AnchoredHead, Anchors, Verify
+from peers.values.anchors import HEADS_BYTES, AnchoredHead, Anchors
 from peers.values.identity import verify as verify_signature
-from peers.values.signing import Keys
+from peers.values.signing import Keys, Verify
 from peers.values.whole_files import write_whole
 from peers.values.wire import WireError, pack, unpack
 

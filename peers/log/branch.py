@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from peers.log.certificate import Certificate, Proof, Verify, prove
+from peers.log.certificate import Certificate, Proof, prove
 from peers.log.header import UNKNOWN_STATE, Header, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
 from peers.values.anchors import NO_ANCHORS, AnchoredHead, Anchors, Standing
+from peers.values.signing import Verify
 
 UNPROVEN = Proof(is_certified=False, signers=0)
 
@@ -28,7 +29,8 @@ class Branch:
 
     `first` are those of the first cycle: by fragment, the digest and what proves it. `heads` name the log after each
     cycle, from `start` on, by index; `states` the digests of the state there, as certified entries after it say.
-    `doubts` are the places that were gone on from by too few.
+    `doubts` are the places that were gone on from by too few. `founders`: how many founded the run, if the branch has
+    its first entry.
     """
 
     start: LogState
@@ -37,6 +39,7 @@ class Branch:
     heads: Mapping[int, bytes] = field(default_factory=dict)
     states: Mapping[int, bytes] = field(default_factory=dict)
     doubts: tuple[LogState, ...] = ()
+    founders: int | None = None
 
     def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
         """Return the last place before this one from which too few went on. `ours` is that of our own log, which the
@@ -136,11 +139,14 @@ class Walk:
         self._heads = {start.position.index: start.position.head}
         self._states: dict[int, bytes] = {}
         self._doubts: list[LogState] = []
+        self._founders: int | None = None
 
     def take(self, header: Header, certificate: Certificate | None) -> None:
         """Go on by one entry. Raises: LogError where it does not follow, or a signature is false."""
         log = self.end.of(header.fragment)
         end = log.append(header)
+        if log.last is None:
+            self._founders = len(header.roster)
         proof = UNPROVEN if certificate is None else prove(certificate, log, header, self._verify)
         if header.previous == self._start.position.head:
             self._first[header.fragment] = header.digest, proof
@@ -153,6 +159,5 @@ class Walk:
 
     def branch(self) -> Branch:
         """Return what has been passed."""
-        return Branch(
-            self._start, self.end, dict(self._first), dict(self._heads), dict(self._states), tuple(self._doubts)
-        )
+        first, heads, states = dict(self._first), dict(self._heads), dict(self._states)
+        return Branch(self._start, self.end, first, heads, states, tuple(self._doubts), self._founders)

@@ -9,7 +9,7 @@ out of the roster there, so that few who remain are enough. Two certificates of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
@@ -17,17 +17,14 @@ from pydantic import Field
 
 from peers.log.header import MEMBER_LIMIT, Header
 from peers.log.state import LogError, LogState
-from peers.values.identity import SIGNATURE_BYTES
+from peers.values.signing import Signature, Verify
 from peers.values.wire import Count, Digest, PeerId, RunId, Value, pack
 
 VOTE_CONTEXT = b"diloco-peer vote\0"
 FAREWELL_CONTEXT = b"diloco-peer farewell\0"  # a signature made for anything else is worth nothing here
 
-Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 AttemptName: TypeAlias = tuple[int, str, bool]
 """An attempt's number and leader, and whether it was a minority's, which goes on alone."""
-Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
-"""Whether the peer of this name made this signature of these bytes, given in the order peer, bytes, signature."""
 
 
 class CertificateError(LogError):

@@ -58,10 +58,8 @@ class Lineage:
 
     def lacks(self, index: int, head: bytes) -> bool:
         """Whether this lineage led to another place after so many cycles, or has not come so far."""
-        place = index - 1 - (self._end - len(self._heads))
-        if place < 0:
-            return False  # too long ago to be known
-        return place >= len(self._heads) or self._heads[place] != head
+        is_known = index > self._end - len(self._heads)  # else it is too long ago
+        return is_known and self.head_at(index) != head
 
     def head_at(self, index: int) -> bytes | None:
         """What named this lineage after so many cycles; None: too long ago to be known, or not made yet."""

@@ -9,8 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-ATTEMPT_LEAP = 2**32
-"""How far ahead of ours an attempt number may be: no honest run gets there, and no liar uses the numbers up."""
+LATENESS = 60.0
+"""Seconds that one peer may come later to a place in the log than another: each joins attempts with numbers that are
+within the other's reach."""
+
+
+def highest_attempt(seconds: float) -> int:
+    """Return how high attempts may be numbered so many seconds after a peer has come to a place in the log.
+
+    No honest peers get there. The limit is an absolute one, so that a liar brings nobody out of another one's reach;
+    and it rises, so that there are always higher numbers than a liar may name.
+    """
+    return 2**32 + int(1000 * max(0.0, seconds))
 
 
 def elect(
@@ -44,6 +54,11 @@ def broken_pairs(unreached: Mapping[str, Iterable[str]], peers: Iterable[str], t
         if other in named and peer[-tail:] in named and named[other] != peer
     }
     return Counter(peer for pair in pairs for peer in pair)
+
+
+def most_named(votes: Iterable[str]) -> tuple[str, int]:
+    """Return who is voted for most, and how often; nobody is voted for with an empty vote."""
+    return max(Counter(filter(None, votes)).items(), key=lambda named: named[1], default=("", 0))
 
 
 def quorum(roster: Iterable[str], departed: Collection[str], ready: Collection[str]) -> bool:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 from peers.errors import RemoteProtocolError
 from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
+from peers.values.signing import Signature
 from peers.values.tickets import CHAIN_BYTES
 from peers.values.wire import (
     PROTOCOL_VERSION,
@@ -57,6 +58,7 @@ def _dialable(endpoint: str) -> str:
 Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern=ENDPOINT), AfterValidator(_dialable)]
 """An IP address and a TCP port: 203.0.113.5:31338 or [2001:db8::5]:31338."""
 Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, pattern=r"^[A-Za-z0-9]+$")]
+Vote = Annotated[str, Field(strict=True, pattern=rf"^([A-Za-z0-9]{{{TAIL}}})?$")]
 Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
 
 
@@ -83,7 +85,7 @@ class SignedHeartbeat(Value):
     """The envelope: a packed heartbeat and its peer's signature."""
 
     payload: Annotated[bytes, Field(strict=True, max_length=SIZE_LIMIT)]
-    signature: Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+    signature: Signature
 
 
 class HeldOutLoss(Value):
@@ -112,7 +114,8 @@ class Heartbeat(Value):
     training, also while it does not train. `held_out` is what it found when it last evaluated theta.
 
     `endpoints` are where bulk connections to it may be dialled, `relays` the addresses of nodes that can introduce it
-    to others and pass bytes on. `relayed` and `unreached` name the peers that it reaches only so, or not at all.
+    to others and pass bytes on. `relayed` and `unreached` name the peers that it reaches only so, or not at all, and
+    `vote` the one that it would take for the leader by itself (empty: it does not say).
     `trouble` says why its work does not count at present, and what to do about it; empty: it does. Who is leaving has
     held no entry from index `departure` on, as the `farewell` proves: its signature of that `Departure`. Its `seal` is
     what later signs of life (`LifeSign`) lead to; None: there will be none.
@@ -144,6 +147,7 @@ class Heartbeat(Value):
     relays: Annotated[tuple[Address, ...], Field(max_length=3)] = ()
     relayed: Tails = ()
     unreached: Tails = ()
+    vote: Vote = ""
     trouble: Reason = ""
     departure: Count = 0
     farewell: Annotated[bytes, Field(strict=True, max_length=SIGNATURE_BYTES)] = b""

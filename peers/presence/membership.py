@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -45,6 +45,12 @@ class Roll(dict[str, Heartbeat]):
     def fastest(self) -> float:
         """The most tokens a second that one of those at work says it trains; 0: nobody says."""
         return max((beat.speed for beat in self.at_work), default=0.0)
+
+    @cached_property
+    def usual(self) -> float:
+        """The tokens a second that most of those at work say they train, or more: less than half can't raise it."""
+        speeds = sorted((beat.speed for beat in self.at_work), reverse=True)
+        return speeds[len(speeds) // 2] if len(speeds) > 1 else self.fastest
 
 
 @dataclass(slots=True)
@@ -98,6 +104,11 @@ class Membership:
             if heartbeat.state is PeerState.LEAVING:
                 self._departs(sighting, heartbeat.incarnation, heartbeat.departure, heartbeat.farewell)
 
+    @property
+    def met(self) -> Collection[str]:
+        """All peers that we have heard of in the last hour, and ourselves."""
+        return {self._me, *self._seen}
+
     def unreachable(self, peer: str) -> None:
         """A message could not be delivered: dead to us until its next heartbeat."""
         if peer in self._seen:
@@ -129,6 +140,8 @@ class Membership:
 
     def farewells(self, log: LogState) -> dict[str, tuple[int, bytes]]:
         """The same, with what they signed: from which index on."""
+        if not self._departed:
+            return {}
         index, gone = log.position.index, dict[str, tuple[int, bytes]]()
         for peer in self._departed & log.incarnations.keys():
             sighting = self._seen.get(peer)

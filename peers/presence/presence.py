@@ -9,12 +9,14 @@ from peers.log.branch import Branch
 from peers.log.header import MEMBER_LIMIT
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
-from peers.presence.election import broken_pairs, elect, quorum
+from peers.presence.election import broken_pairs, elect, most_named, quorum
 from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.membership import DONATING, Membership, Roll
 from peers.presence.reachability import Reachability
 from peers.presence.standing import FORGIVEN, Standing
 
+VAIN = 2
+"""How often what a peer says of its log must lead nowhere until nobody waits for it."""
 LINKS_PATIENCE = 20.0
 """Seconds after its start for which a peer looks for ways to all others before it takes part; a relay's takes ten."""
 
@@ -34,13 +36,16 @@ class Presence:
         self.standing = Standing(bar)
         self.rate = 0
         """Bytes a second that our link was seen to carry each way; 0: not measured yet."""
+        self.vote: str | None = None
+        """Whom we would take for the leader by ourselves, where we last looked."""
         self._me = me
         self._distrust = distrust
         self._distrusted_until: dict[str, float] = {}
         self._gave_nothing_until: dict[str, float] = {}
+        self._refused_until: dict[str, float] = {}
         self._expiry = expiry
         self._passed_over: dict[str, tuple[int, float]] = {}  # how often, and until when
-        self._elected: tuple[tuple[object, ...], str | None] = ((), None)
+        self._elected: tuple[tuple[object, ...], tuple[str | None, str | None]] = ((), (None, None))
         self._ahead: tuple[tuple[object, ...], tuple[str, ...]] = ((), ())
 
     # Who lives ------------------------------------------------------------------------------------------------
@@ -56,11 +61,22 @@ class Presence:
         """The most tokens a second that another peer says it trains; 0: nobody says."""
         return self.live().fastest
 
+    @property
+    def usual(self) -> float:
+        """The tokens a second that most others say they train, or more."""
+        return self.live().usual
+
     # Whom we reach, and believe -------------------------------------------------------------------------------
     @property
     def unreached(self) -> frozenset[str]:
-        """Peers with which we can exchange no data."""
-        return self.reachability.unreached
+        """Peers with which we can exchange no data, or won't."""
+        if not self._refused_until:
+            return self.reachability.unreached
+        return self.reachability.unreached.union(self._still(self._refused_until))
+
+    def refuse(self, peer: str) -> None:
+        """It has signed what is not true: exchange nothing with it for long."""
+        self._refused_until = self._still(self._refused_until) | {peer: self.now + FORGIVEN}
 
     @property
     def seeks_links(self) -> bool:
@@ -79,9 +95,12 @@ class Presence:
 
     @property
     def unhelpful(self) -> frozenset[str]:
-        """Peers that are not asked for their state or their log: they gave none a short while ago, or failed us as
-        leader."""
-        return self.distrusted.union(self._still(self._gave_nothing_until))
+        """Peers that are not asked for their state: they gave none a short while ago, or failed us as leader."""
+        return self.distrusted | self._givers_of_nothing
+
+    @property
+    def _givers_of_nothing(self) -> frozenset[str]:
+        return frozenset(self._still(self._gave_nothing_until))
 
     def distrust(self, peer: str) -> None:
         """Take another one for the leader for a while."""
@@ -97,6 +116,8 @@ class Presence:
         self._gave_nothing_until.pop(peer, None)
 
     def _still(self, untils: Mapping[str, float]) -> dict[str, float]:
+        if not untils:
+            return {}
         return {peer: until for peer, until in untils.items() if self.now < until}
 
     def are_all_gone(self, log: LogState) -> bool:
@@ -155,29 +176,41 @@ class Presence:
         """Whoever was passed over may be worth a look now: what counts has changed."""
         self._passed_over.clear()
 
+    @property
+    def vain(self) -> frozenset[str]:
+        """Those who say that they are further on, and again and again did not show it."""
+        return frozenset(peer for peer, (times, _) in self._passed_over.items() if times >= VAIN)
+
     def claimant(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
         """The first of the claimants, if there are any."""
         return next(iter(self._claimants(log, lineage, is_astray)), None)
 
     def _claimants(self, log: LogState, lineage: Lineage, is_astray: bool) -> tuple[str, ...]:
         """The live peers that say that they are where our log does not lead, or further on: those of our last roster
-        first, and the one first that says it has trained most. Whether that is true, their logs will show.
+        first, and the one first that says it has trained most. Whether that is true, their logs will show. Whoever
+        failed us as leader comes last: it may have gone on with the others while we stayed behind.
 
         Whoever `is_astray`, since an anchor has signed another log, looks at all that are not where its own has led.
         """
         passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if self.now < until)
-        asked = (self.live(), log, self.unhelpful, self.unreached, passed_over, is_astray)
+        asked = (self.live(), log, self.distrusted, self._givers_of_nothing, self.unreached, passed_over, is_astray)
         if not _is_same(asked, self._ahead[0]):
-            besides = self.unhelpful | self.unreached | passed_over
+            besides = self._givers_of_nothing | self.unreached | passed_over
             self._ahead = asked, self._find_claimants(log, lineage, besides, is_astray)
         return self._ahead[1]
 
     def _find_claimants(
         self, log: LogState, lineage: Lineage, besides: frozenset[str], is_astray: bool
     ) -> tuple[str, ...]:
-        index = log.position.index
+        index, distrusted = log.position.index, self.distrusted
         claims = {
-            peer: (peer in log.incarnations, beat.lineage_tokens, _inverted(beat.head), peer)
+            peer: (
+                peer not in distrusted,
+                peer in log.incarnations,
+                beat.lineage_tokens,
+                _inverted(beat.head),
+                peer,
+            )
             for peer, beat in self.live().items()
             if (
                 beat.index > index
@@ -201,14 +234,35 @@ class Presence:
 
     # Who leads ------------------------------------------------------------------------------------------------
     def elect(self, log: LogState, at_work: Collection[str]) -> str | None:
-        """The leader of the log's next entry. `at_work` are peers that work on it, whatever heartbeats say: ourselves,
-        perhaps, and who gave us our work."""
+        """The leader of the log's next entry: whom most of those who make it take for that, else our own choice.
+
+        Whoever gives a leader up before the others do stays with them. Else peers that give up at different times would
+        go round from leader to leader, and never be with one of them all at once.
+
+        Args:
+            at_work: peers that work on the entry, whatever heartbeats say: perhaps ourselves, and whoever gave us work.
+        """
         asked = (self.live(), log, frozenset(at_work), self.distrusted, self.unreached)
         if not _is_same(asked, self._elected[0]):
-            self._elected = asked, self._find_leader(log, at_work)
-        return self._elected[1]
+            vote = self._choose(log, at_work)
+            votes = {self._me: (vote or "")[-TAIL:]} if self._me in at_work else {}
+            self._elected = asked, (vote, self._leader_of_most(log, votes) or vote)
+        self.vote, leader = self._elected[1]
+        return leader
 
-    def _find_leader(self, log: LogState, at_work: Collection[str]) -> str | None:
+    def _leader_of_most(self, log: LogState, votes: Mapping[str, str]) -> str | None:
+        """Whom more than half of those who are here vote for: of the last roster; before the first entry, of all. Given
+        are the votes that heartbeats do not tell."""
+        at_work = self.live().at_work
+        votes = {beat.peer: beat.vote for beat in at_work if beat.head == log.position.head} | dict(votes)
+        here = {beat.peer for beat in at_work} | {self._me}
+        electors = [peer for peer in log.voters or votes if peer in here]
+        named, count = most_named(votes.get(peer, "") for peer in electors)
+        if 2 * count <= len(electors):
+            return None
+        return next((peer for peer in here - self.unreached if peer[-TAIL:] == named), None)
+
+    def _choose(self, log: LogState, at_work: Collection[str]) -> str | None:
         live, index, distrusted = self.live(), log.position.index, self.distrusted
         able = {beat.peer for beat in live.at_work if beat.index + 1 >= index}
         able |= {peer for peer in at_work if peer == self._me or peer in live}

@@ -19,6 +19,10 @@ class Reachability:
         """`patience`: seconds for which no chunk must reach a peer before we doubt that any can."""
         self._patience = patience
         self._reach: dict[str, Reach] = {}
+        self.unreached: frozenset[str] = frozenset()
+        """Peers with which no data can be exchanged, as links say."""
+        self.relayed: frozenset[str] = frozenset()
+        """Peers that are reached only through a relay, as links say."""
         self.sought: frozenset[str] = frozenset()
         """Peers to which a way is still looked for."""
         self._rates: dict[str, int] = {}
@@ -32,6 +36,8 @@ class Reachability:
         self.sought = sought
         changed = {peer for peer in self._reach.keys() | reach.keys() if self._reach.get(peer) != reach.get(peer)}
         self._reach, self._rates = dict(reach), dict(rates)
+        self.unreached = frozenset(peer for peer, way in reach.items() if way is Reach.NONE)
+        self.relayed = frozenset(peer for peer, way in reach.items() if way is Reach.RELAYED)
         for peer in changed:
             self.passed(peer)
         return bool(changed)
@@ -51,16 +57,6 @@ class Reachability:
         self._failing_since = {
             failing: since for failing, since in self._failing_since.items() if failing[1] != fragment
         }
-
-    @property
-    def unreached(self) -> frozenset[str]:
-        """Peers with which no data can be exchanged, as links say."""
-        return frozenset(peer for peer, reach in self._reach.items() if reach is Reach.NONE)
-
-    @property
-    def relayed(self) -> frozenset[str]:
-        """Peers that are reached only through a relay, as links say."""
-        return frozenset(peer for peer, reach in self._reach.items() if reach is Reach.RELAYED)
 
     def doubted(self, now: float) -> frozenset[str]:
         """Peers that chunks did not reach lately. Nobody is left out for that: they may have been slow."""

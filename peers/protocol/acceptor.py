@@ -1,7 +1,8 @@
 """What one peer has promised and holds at one position: as long as all keep to it, no two entries are committed there.
 
 A peer is pledged to one leader at a time, and takes part in its attempts in the order of their numbers. Who holds an
-entry says so to every leader, and takes part only in attempts that hand on that entry, or one held in a later attempt.
+entry says so to every leader, and takes part only in attempts that lead to that entry, or to one held in a later
+attempt, or where enough others have signed that they do not hold it.
 It keeps to that for as long as it lives, whatever state it fetches meanwhile. Who has forgotten it is another
 *incarnation*, which counts in a quorum once an entry has it in its roster: where it may have promised something before,
 it is nobody.
@@ -13,8 +14,9 @@ from collections import OrderedDict
 
 from peers.log.certificate import Departure, ballot
 from peers.log.header import Header, Position
-from peers.presence.election import ATTEMPT_LEAP
-from peers.protocol.messages import Attempt, Complete, Held, Leaving
+from peers.presence.election import LATENESS, highest_attempt
+from peers.protocol.messages import Complete, Leaving
+from peers.protocol.rounds import Attempt, Held
 from peers.values.signing import Keys
 
 MEMORY = 32
@@ -41,12 +43,13 @@ class Acceptor:
         self.pledged_to = leader
         return True
 
-    def may_join(self, sender: str, attempt: Attempt) -> bool:
-        """Whether the attempt is one that we promised to be in, and later than all that we have been in."""
-        return sender == self.pledged_to and sender == attempt.leader and self.is_later(attempt)
+    def may_join(self, sender: str, attempt: Attempt, seconds: float) -> bool:
+        """Whether the attempt is one that we promised to be in, and later than all that we have been in. We have been
+        at its position for so many seconds."""
+        return sender == self.pledged_to and sender == attempt.leader and self.is_later(attempt, seconds)
 
-    def is_later(self, attempt: Attempt) -> bool:
-        return 0 < attempt.number - self.last_attempt <= ATTEMPT_LEAP
+    def is_later(self, attempt: Attempt, seconds: float) -> bool:
+        return self.last_attempt < attempt.number <= highest_attempt(seconds + LATENESS)
 
     def hold(
         self,
@@ -54,18 +57,16 @@ class Acceptor:
         header: Header,
         missed: tuple[tuple[str, int], ...],
         signature: bytes,
-        handed_on: Attempt | None = None,
     ) -> tuple[Complete, bool]:
         """From now on we take part only in attempts that respect this entry, until it is known what was committed.
 
-        That it is `handed_on`, and by a minority, takes nothing from the weight that it has.
+        That we say so again in a minority's attempt takes nothing from the weight that it has.
         Returns what there is to say of it, and whether it is said for the first time in this attempt.
         """
         is_new, self.said_in = self.said_in != attempt, attempt
-        since = [attempt, *([handed_on] if handed_on else [])]
-        if self.held is not None and self.held.header == header:
-            since.append(self.held.attempt)
-        self.held = Held(attempt=max(since, key=lambda one: one.weight), header=header)
+        known = self.held
+        if known is None or known.header != header or known.attempt.weight < attempt.weight:
+            self.held = Held(attempt=attempt, header=header, signature=signature)
         complete = Complete(attempt=attempt, payload=header.payload, missed=missed, signature=signature)
         self._completes[self._me] = complete
         return complete, is_new

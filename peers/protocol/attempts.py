@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from peers.log.header import NO_PAYLOAD
 from peers.presence.election import culprits
-from peers.protocol.messages import Adopt, Begin, Round
+from peers.protocol.messages import Adopt, Begin
+from peers.protocol.rounds import Round
 
 
 def reducers(round: Round) -> set[str]:
@@ -38,9 +39,9 @@ def held_up_by(
 
     To do without them is safe. Had it been committed, there would be no majority without one that holds it.
     """
-    is_fetched = isinstance(running, Adopt) and running.held.header.payload != NO_PAYLOAD
-    if isinstance(running, Adopt) and is_fetched and set(complete) <= set(running.holders):
-        return running.holders
+    is_fetched = isinstance(running, Adopt) and running.header.payload != NO_PAYLOAD
+    if isinstance(running, Adopt) and is_fetched and set(complete) <= set(running.donors):
+        return tuple(peer for peer in running.donors if peer in members)
     found = culprits(members, complete, waiting)
     owing = _owe_blocks(running.round, waiting) if isinstance(running, Begin) else ()
     return owing if owing and set(owing) <= set(found) else found

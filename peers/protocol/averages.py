@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.log.header import MEMBER_LIMIT
-from peers.protocol.messages import Attempt
+from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Averaged, Origin
 from peers.values.signing import Keys
 from peers.values.wire import Count, Digest, PeerId, Value, digest_of, pack
@@ -62,6 +62,11 @@ class Averages:
         """Return who has averaged a chunk, with its signature."""
         signed = self._signed.get(chunk)
         return signed.origin if signed else None
+
+    @property
+    def of_others(self) -> list[Averaged]:
+        """Return the averages that others have made."""
+        return [signed for signed in self._signed.values() if signed.origin.reducer != self._me]
 
     def marks(self) -> bytes:
         """Return what tells these averages from others, a few bytes for each chunk."""

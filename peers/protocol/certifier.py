@@ -8,7 +8,8 @@ from peers.log.certificate import AttemptName, Certificate, Proof, ballot, certi
 from peers.log.header import Header
 from peers.log.state import LogError, LogState
 from peers.protocol.effects import Send
-from peers.protocol.messages import Attempt, Commit, Round
+from peers.protocol.messages import Commit
+from peers.protocol.rounds import Attempt, Round
 from peers.values.signing import Keys
 
 Farewells = Mapping[str, tuple[int, bytes]]

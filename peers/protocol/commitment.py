@@ -11,9 +11,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from peers.log.certificate import Signature, Verify
 from peers.log.header import Member, Position
-from peers.values.signing import Keys
+from peers.values.signing import Keys, Signature, Verify
 from peers.values.sum_tree import MOST_LEVELS, NODE, Sum, root_of
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack
 from peers.values.workload import BadBlocksError, Blocks, Inspect

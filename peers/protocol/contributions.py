@@ -22,7 +22,7 @@ class Contributions:
     commitments: Mapping[str, Commitment] = field(default_factory=dict)
     clipped: Mapping[str, float] = field(default_factory=dict)
     longest: float = math.inf
-    """The squared norm that the average of a chunk may have: a mean is no longer than what it is made of."""
+    """The squared norm that the averages of one reducer may have: a mean is no longer than what it is made of."""
 
     @classmethod
     def of(cls, begin: Begin, clip: float) -> Contributions:

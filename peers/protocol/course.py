@@ -13,6 +13,7 @@ from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Note, Send, Stop
 from peers.protocol.events import (
+    AverageRefuted,
     Captured,
     LineageNotSeen,
     LineageSeen,
@@ -71,7 +72,7 @@ class Course:
             return State.TRAINING
         if self._is_averaging:
             return State.AVERAGING
-        is_ready = any(slot.state is SlotState.READY for slot in self.slots.values())
+        is_ready = SlotState.READY in [slot.state for slot in self.slots.values()]
         return State.READY if is_ready else State.JOINING
 
     def tick(self) -> None:
@@ -317,6 +318,16 @@ class Course:
         self.troubles.links_changed()
         self.look_for_trouble()
 
+    def on_refuted(self, refuted: AverageRefuted) -> None:
+        """Most others may find the same of it, in other chunks: then it is left out."""
+        reducer, name = refuted.reducer, refuted.round_name
+        text = (
+            f"{reducer} has averaged chunk {refuted.chunk} of {name} wrongly: nothing is exchanged with it for an hour"
+        )
+        self.presence.refuse(reducer)
+        self._desk.emit(Note("warning", text))
+        self.on_links_changed()
+
     def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
         self.search.forget()
         if isinstance(event, SnapshotRestored):
@@ -380,7 +391,7 @@ class Course:
 
     @property
     def _is_averaging(self) -> bool:
-        return any(slot.state is SlotState.AVERAGING for slot in self.slots.values())
+        return SlotState.AVERAGING in [slot.state for slot in self.slots.values()]  # `any` takes three times as long
 
     @property
     def _holds(self) -> bool:

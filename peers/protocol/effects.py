@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from peers.log.certificate import Certificate
 from peers.log.header import Header
-from peers.protocol.messages import Attempt, Message, Round
+from peers.protocol.messages import Message
+from peers.protocol.rounds import Attempt, Round
 from peers.protocol.signed_averages import Origin
 from peers.values.workload import InnerLoop
 

@@ -10,7 +10,8 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.commitment import Evidence
-from peers.protocol.messages import Attempt, Message, Unread
+from peers.protocol.messages import Message, Unread
+from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Origin
 from peers.values.anchors import Anchors
 from peers.values.reach import Reach
@@ -105,7 +106,7 @@ class ReducedArrived:
     """An averaged chunk is here, from the peer that reduced it (ourselves included); blocks of `absent` are not in it.
 
     `sender` handed it to us; its `digest` is what the reducer has signed, as `origin` has it. What is ours is yet to be
-    signed.
+    signed. `squares` is its squared norm.
     """
 
     round_name: Attempt
@@ -114,6 +115,17 @@ class ReducedArrived:
     absent: tuple[str, ...]
     digest: bytes = field(default=NO_PAYLOAD, compare=False)
     origin: Origin | None = field(default=None, compare=False)
+    squares: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class AverageRefuted:
+    """Of all that the members of a round have committed to, another average of a chunk comes out than its reducer has
+    signed."""
+
+    round_name: Attempt
+    reducer: str
+    chunk: int
 
 
 @dataclass(frozen=True)
@@ -255,6 +267,7 @@ Event = (
     | ContributionArrived
     | BadBlocks
     | ReducedArrived
+    | AverageRefuted
     | AverageTooEarly
     | ChunkSent
     | ChunksUnsent

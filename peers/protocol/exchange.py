@@ -29,7 +29,8 @@ from peers.protocol.events import (
     PayloadAssembled,
     ReducedArrived,
 )
-from peers.protocol.messages import Accuse, Attempt, Compare, Holding, Round, Waiting, Want
+from peers.protocol.messages import Accuse, Compare, Holding, Waiting, Want
+from peers.protocol.rounds import Attempt, Round
 from peers.protocol.signed_averages import Origin
 from peers.values.chunks import parts_of
 from peers.values.signing import Keys
@@ -64,6 +65,8 @@ class Exchange:
         self._arrived: defaultdict[int, set[str]] = defaultdict(set)  # whose blocks of chunks that we reduce
         self._reducing: set[int] = set()
         self._undecided: set[int] = set()  # inherited chunks that somebody may hold
+        self._givers = set[str]()
+        self._given: defaultdict[str, float] = defaultdict(float)  # the squared norm of what each has averaged
         self._held_by: dict[str, set[int]] = {}
         self._wanted: dict[str, tuple[set[int], set[int]]] = {}  # asked of each: averaged chunks, own blocks
         self._owed: defaultdict[tuple[str, bool], set[int]] = defaultdict(set)  # to peer, reduced
@@ -191,12 +194,15 @@ class Exchange:
                 if self.wants_contribution(sender, chunk):
                     self.moved += 1
                     self._arrived[chunk].add(sender)
+                    self._givers.add(sender)
                     self.disputed.discard(sender)
                     return self._reduce([chunk])
             case ReducedArrived(sender=sender, chunk=chunk, absent=absent):
+                self._givers.add(sender)
                 self.disputed.discard(sender)
                 if chunk in self._here:
                     return []
+                self._given[event.origin.reducer if event.origin else sender] += event.squares
                 if event.origin is not None:
                     self.averages.keep(chunk, event.digest, absent, event.origin)
                 elif sender == self._me:
@@ -236,6 +242,10 @@ class Exchange:
         able = line[: line.index(self._reducer_of[chunk]) + 1]
         return origin.reducer in able and self.averages.is_signed(chunk, digest, absent, origin)
 
+    def is_too_long(self, reducer: str, squares: float) -> bool:
+        """Whether all that a reducer has averaged would be longer, with this, than what it can be made of."""
+        return self._given[reducer] + squares > self.contributions.longest
+
     def is_done_with(self, sender: str, chunk: int, reduced: bool) -> bool:
         """Whether such a chunk of the sender's is here, or came too late."""
         if reduced or chunk in self._here:
@@ -270,6 +280,10 @@ class Exchange:
         broken = tuple(sorted(self.partners() & (unreached | self.disputed)))
         return Waiting(attempt=attempt, missing=self.missing(), moved=self.moved, unreached=broken)
 
+    def lacks_all_of(self, peer: str) -> bool:
+        """Whether the peer owes us something, and nothing of it has ever come."""
+        return self.payload is None and peer not in self._givers and peer in self.missing()
+
     def partners(self) -> frozenset[str]:
         """The peers with which we still have to exchange something."""
         owed = {peer for (peer, _), chunks in self._owed.items() if chunks}
@@ -303,13 +317,15 @@ class Exchange:
             arrived = self._arrived[chunk]
             if len(arrived) >= len(self._awaited) and self._reduces(chunk) and self._awaited <= arrived:
                 self._reducing.add(chunk)
-                members = tuple(item for item in self._tokens.items() if item[0] in arrived)
-                absent = tuple(peer for peer in self._tokens if peer not in arrived)
-                clipped = {
-                    peer: self.contributions.clipped[peer] for peer in arrived & self.contributions.clipped.keys()
-                }
-                effects.append(ReduceChunk(self.name, chunk, members, absent, clipped))
+                effects.append(self.reduction_of(chunk, tuple(peer for peer in self._tokens if peer not in arrived)))
         return effects
+
+    def reduction_of(self, chunk: int, absent: tuple[str, ...]) -> ReduceChunk:
+        """How the average of a chunk is made without the blocks of these."""
+        members = tuple(item for item in self._tokens.items() if item[0] not in absent)
+        factors = self.contributions.clipped
+        clipped = {peer: factors[peer] for peer, _ in members if peer in factors}
+        return ReduceChunk(self.name, chunk, members, absent, clipped)
 
     def _averaged(self, chunk: int, absent: tuple[str, ...]) -> list[Effect]:
         self.moved += 1

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from peers.log.header import MEMBER_LIMIT, Header, Member
+from peers.log.header import MEMBER_LIMIT, Member
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
-from peers.presence.election import ATTEMPT_LEAP, quorum, take_order
+from peers.presence.election import highest_attempt, quorum, take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import PARTICIPATING
 from peers.presence.standing import Standing
 from peers.protocol.certifier import Certifier
+from peers.protocol.claims import Claim, Claims, Founding
 from peers.protocol.effects import Dropped, Effect, Send
-from peers.protocol.messages import Abort, Attempt, Excluded, Held, LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.protocol.messages import Abort, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.protocol.planning import Plan, credible_rates, plan
+from peers.protocol.rounds import Attempt
 from peers.protocol.schedule import Schedule
 from peers.values.chunks import PayloadSize
 from peers.values.leases import Lease
@@ -47,6 +49,7 @@ class Gathering:
         self._state_digest = state_digest
         self._settings = settings
         self._payload = payload
+        self._claims = Claims(log, certifier)
         self._granted: dict[str, Lease] = {}
         self._ready: dict[str, Ready] = {}
         self._barred: dict[str, Ready] = {}
@@ -55,6 +58,12 @@ class Gathering:
         self._most_are_here = False  # of the last roster, whether they count or not
         self.departed: Collection[str] = ()  # of the last roster
         self.unreached: Collection[str] = ()
+        self.vain: Collection[str] = ()
+        """Those whom it is no use to catch up with, though they say that they are further on."""
+        self.since = 0.0
+        """When we came to the position."""
+        self.met: Collection[str] | None = None
+        """All of whom we have ever heard; None: nobody has looked."""
         self.is_behind = False
         """Whether others are further on: we are to join them, however long it takes us."""
         self.lease: Lease | None = None  # our own
@@ -128,6 +137,8 @@ class Gathering:
             return [self._refuse(sender, "its state at this position is not ours")]
         if ready.last_attempt < self._last_number:
             return [self._ask_again(sender)]
+        if ready.last_attempt > highest_attempt(now - self.since):
+            return [Dropped(sender, "ready", "its attempt number is out of reach")]
         try:
             self._admit(sender, ready)
         except LogError as error:
@@ -149,8 +160,6 @@ class Gathering:
 
         What a leader before us granted is good, too, unless we have it ourselves, or have granted it to somebody else.
         """
-        if ready.last_attempt - self._last_number > ATTEMPT_LEAP:
-            raise LogError("its attempt number is out of reach")
         lease = self._log.lease_of(sender, ready.samples)
         others = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
         if lease and sender != self._me and (others or lease == self.lease):
@@ -209,7 +218,9 @@ class Gathering:
         """
         if self._first_ready_at is None:
             return False
-        here = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)} - set(self.unreached)
+        index, away = self._log.position.index, set(self.unreached)
+        away |= {peer for peer in self.vain if peer in live and live[peer].index > index}
+        here = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)} - away
         unready = here - self._ready.keys()
         coming = {peer for peer in unready if peer == self._me or self._counts(peer, live[peer].incarnation)}
         coming |= self._counted(self._ready)
@@ -300,20 +311,32 @@ class Gathering:
         claimed = {peer: one.rate for peer, one in ready.items()}
         return credible_rates(claimed, {peer: dict(one.seen) for peer, one in ready.items()})
 
-    def _latest_held(self) -> Held | None:
-        held = [ready.held for ready in self._ready.values() if ready.held and self._follows(ready.held.header)]
-        return max(held, key=lambda item: item.attempt.weight, default=None)
+    # What they hold -------------------------------------------------------------------------------------------
+    def _claim(self, coming: Mapping[str, int] | None = None) -> Claim | None:
+        """Return the entry that may have been committed, though those who are `coming` say that they do not hold it."""
+        founding = Founding(self._minimum if self._enough(self._ready) else 1, self.met)
+        return self._claims.weightiest(self._ready, coming or {}, self.departed, founding)
 
-    def _follows(self, header: Header) -> bool:
-        try:
-            self._log.check_next(header)
-        except LogError:
+    def _may_be_disclaimed(self, claim: Claim, now: float, live: Mapping[str, Heartbeat]) -> bool:
+        """Whether to wait for others that are at work here: they may say that they do not hold it."""
+        assert self._first_ready_at is not None
+        if now - self._first_ready_at >= self._schedule.hopeless:
             return False
-        return True
+        absent = self._ready.keys() | self._barred.keys() | set(self.unreached)
+        here = [peer for peer in self._log.voters if peer in live and peer not in absent]
+        index = self._log.position.index
+        coming = {peer: live[peer].incarnation for peer in here if self._is_here(live[peer])}
+        coming = {peer: start for peer, start in coming.items() if live[peer].index <= index}
+        later = self._claim(coming)
+        return later is None or later.header != claim.header
 
-    def _holds(self, peer: str, held: Held) -> bool:
-        theirs = self._ready[peer].held
-        return theirs is not None and theirs.header == held.header
+    def _pass_over_claims(self) -> None:
+        """Who holds an entry that can't have been committed takes over no other. Do without it, if that is enough."""
+        holders = {holder.peer for many in self._claims.proven(self._ready).values() for holder in many} - {self._me}
+        others = self._ready.keys() - holders
+        if self._enough(others):
+            for peer in holders:
+                del self._ready[peer]
 
     def _ask_again(self, peer: str) -> Effect:
         """Every Ready of an attempt must name the number before it: then nobody in it can meanwhile complete an earlier

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from peers.log.certificate import Verify
 from peers.log.header import Position
 from peers.protocol.exchange import Exchange
-from peers.protocol.messages import Accuse, Round
+from peers.protocol.messages import Accuse
+from peers.protocol.rounds import Round
+from peers.values.signing import Verify
 from peers.values.workload import Inspect
 
 

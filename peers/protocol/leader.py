@@ -2,8 +2,8 @@
 
 Safety does not depend on there being one leader. An entry commits only when every member that remains in the attempt
 says Complete and they hold more than half of the last roster, and a member that holds an entry takes part in another
-leader's attempt only if it hands on that entry or a later one. So whoever leads next meets a member that knows of what
-may have been committed, and hands it on (Adopt).
+leader's attempt only if it hands on that entry or a later one, or shows that it can't have been committed. So whoever
+leads next meets a member that knows of what may have been committed, and hands it on (Adopt).
 """
 
 from __future__ import annotations
@@ -19,29 +19,20 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
 from peers.protocol.attempts import held_up_by, reducers, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier
+from peers.protocol.claims import Claim, disclaimers
 from peers.protocol.commitment import Commitment
 from peers.protocol.disputes import Disputes
 from peers.protocol.effects import Effect, Note, Send
 from peers.protocol.gathering import Gathering
 from peers.protocol.judge import Judge
-from peers.protocol.messages import (
-    Abort,
-    Accuse,
-    Adopt,
-    Attempt,
-    Begin,
-    Commit,
-    Compare,
-    Complete,
-    Held,
-    Ready,
-    Round,
-    Share,
-    Waiting,
-)
+from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Ready, Waiting
 from peers.protocol.planning import deal, foreseen
+from peers.protocol.rounds import Attempt, Holder, Round, Share
 from peers.values.chunks import PayloadSize
 from peers.values.wire import printable
+
+LEAVES = 1
+"""How often a member may leave an attempt at one position until the others go on without it."""
 
 
 class Leader(Gathering):
@@ -69,7 +60,8 @@ class Leader(Gathering):
         self._unseen_since: dict[str, float] = {}
         self._disputes = Disputes(settings.timing)
         self._complete: dict[str, Complete] = {}
-        self._waiting: dict[str, tuple[str, ...]] = {}
+        self._waiting: dict[str, tuple[float, tuple[str, ...]]] = {}  # when each said so last, and for whom
+        self._left: Counter[str] = Counter()
         self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
 
     @property
@@ -83,7 +75,11 @@ class Leader(Gathering):
             return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
         if ready.last_attempt < self._running.attempt.number:
             return [Send(sender, self._running)]  # it has not heard of the attempt yet
-        return self._abort(f"{sender} has left the attempt") + super().on_ready(sender, ready, now)
+        reason = f"{sender} has left the attempt"
+        self._left[sender] += 1
+        if self._left[sender] > LEAVES and (effects := self._lose([sender], reason, now)):
+            return effects
+        return self._abort(reason) + super().on_ready(sender, ready, now)
 
     def gone(self, peer: str, now: float) -> list[Effect]:
         """The peer has said goodbye."""
@@ -104,37 +100,40 @@ class Leader(Gathering):
             return self.take_in_barred(now)
         effects: list[Effect] = []
         plan = self._plan()
-        is_new = not self._latest_held() and not self._unfinished_round()
+        claim = self._claim()
+        if claim is not None and self._may_be_disclaimed(claim, now, live):
+            return []
+        is_new = not claim and not self._unfinished_round()
         if is_new and self._has_work and (plan.left_out or not plan.reducers):
             effects += self._leave_out(plan)
             if not plan.reducers:
                 return effects
         if self._enough(self._ready) or (is_cut_off and self._may_go_on_alone(self._ready)):
-            effects += self._begin(now)
+            effects += self._begin(claim, now)
         return effects
 
     # Attempts -------------------------------------------------------------------------------------------------
-    def _begin(self, now: float) -> list[Effect]:
+    def _begin(self, claim: Claim | None, now: float) -> list[Effect]:
         self._in_minority = not self._enough(self._ready)
-        held = self._latest_held()
-        if held is not None:
-            holders = tuple(peer for peer in sorted(self._ready) if self._holds(peer, held))
-            return self._hand_on(held, holders, take_order(self._log.roster, self._ready), "hands an entry on", now)
+        if claim is not None:
+            members = take_order(self._log.roster, self._ready)
+            return self._hand_on(claim.header, claim.holders, members, "hands an entry on", now)
         round = self._unfinished_round()
         if round is not None:
             return self._exchange(round, (), "goes on with a round", now)
         name = self._attempt(self._last_number + 1)
         if not self._has_work and not self._log.closes:
-            return self._skip(name, now)
+            self._pass_over_claims()
+            return self._skip(now)
         round = self._new_round(name)
         committed = (self._ready[member.peer].commitment for member in round.contributors)
         return self._exchange(round, tuple(one for one in committed if one), "begins", now)
 
-    def _skip(self, name: Attempt, now: float) -> list[Effect]:
+    def _skip(self, now: float) -> list[Effect]:
         """Nobody has trained the fragment in this cycle: its entry says so, and there is nothing to exchange."""
         members, offers = take_order(self._log.roster, self._ready), self._offers()
         header = self._log.next_header([offers[peer] for peer in members], NO_PAYLOAD)
-        return self._hand_on(Held(attempt=name, header=header), tuple(members), members, "skips a fragment", now)
+        return self._hand_on(header, (), members, "skips a fragment", now)
 
     def _new_round(self, name: Attempt) -> Round:
         """Those whom all others reach reduce parts, sized so that all links are done together."""
@@ -179,15 +178,16 @@ class Leader(Gathering):
             seconds=seconds,
             open=is_open,
             commitments=commitments,
+            disclaimers=disclaimers(self._ready) if self._claims.proven(self._ready) else (),
         )
         return self._run(begin, members, what, now)
 
     def _hand_on(
-        self, held: Held, holders: tuple[str, ...], members: Sequence[str], what: str, now: float
+        self, header: Header, holders: tuple[Holder, ...], members: Sequence[str], what: str, now: float
     ) -> list[Effect]:
         """Run an attempt in which members take over an entry. How much of it each must fetch is not foreseen."""
         seconds = self._schedule.attempt(())
-        adopt = Adopt(attempt=self._next_attempt(), held=held, holders=holders, seconds=seconds)
+        adopt = Adopt(attempt=self._next_attempt(), header=header, holders=holders, seconds=seconds)
         return self._run(adopt, members, what, now)
 
     def _run(self, running: Begin | Adopt, members: Sequence[str], what: str, now: float) -> list[Effect]:
@@ -228,10 +228,9 @@ class Leader(Gathering):
         farewell = self._ends(running.attempt, lost, reason)
         what = f"goes on ({reason})"
         if isinstance(running, Adopt):
-            holders = tuple(peer for peer in running.holders if peer in remaining)
-            if not holders:
+            if running.holders and not set(running.donors) & set(remaining):
                 return self._abort(reason)
-            return farewell + self._hand_on(running.held, holders, remaining, what, now)
+            return farewell + self._hand_on(running.header, running.holders, remaining, what, now)
         round = running.round.without(lost)
         if not reducers(round):
             return self._abort(reason)
@@ -252,7 +251,9 @@ class Leader(Gathering):
         if not has_stalled and now - self._began_at <= self._seconds:
             return []
         assert self._running is not None
-        slow = held_up_by(self._running, self._members, self._complete, self._waiting)
+        silent = now - self._settings.timing.heartbeat_expiry  # who waits says so again and again
+        waiting = {peer: missing for peer, (said_at, missing) in self._waiting.items() if said_at > silent}
+        slow = held_up_by(self._running, self._members, self._complete, waiting)
         for peer in slow:
             self._bar(peer, now)
         why = "nothing moves" if has_stalled else "time is up"
@@ -282,7 +283,7 @@ class Leader(Gathering):
         if sender not in self._members:
             return []
         self._disputes.heard(sender, now)
-        self._waiting[sender] = waiting.missing
+        self._waiting[sender] = now, waiting.missing
         if waiting.moved > self._moved.get(sender, 0):
             self._moved[sender] = waiting.moved
             self._moved_at = now
@@ -343,12 +344,13 @@ class Leader(Gathering):
             self._moved_at = now
         absent = {peer for peer, _ in complete.missed}
         if isinstance(running, Begin) and not absent <= set(running.round.lost):
+            self._spoiled.add(running.round.name)  # should it be aborted
             return self._leave_behind([sender], "does without blocks of members that are not lost", now)
         self._complete[sender] = complete
         if len(self._complete) < len(self._members):
             return []
         if isinstance(running, Adopt):
-            return self._commit_if_signed(running.held.header, running, now)
+            return self._commit_if_signed(running.header, running, now)
         outcomes = {peer: (said.payload, said.missed) for peer, said in self._complete.items()}
         (payload, missed), _ = Counter(outcomes.values()).most_common(1)[0]
         wrong = [peer for peer, outcome in outcomes.items() if outcome != (payload, missed)]

@@ -50,6 +50,7 @@ class Leadership:
         self._log = log
         self._certifier = certifier
         self._work = work
+        self._since = desk.now
         self._leader: Leader | None = None
 
     def elect(self) -> str | None:
@@ -78,6 +79,8 @@ class Leadership:
             self._leader.grace = self._trainer.grace()
             self._leader.unreached = self._presence.unreached
             self._leader.is_behind = self._replica.is_behind
+            self._leader.met = self._presence.membership.met
+            self._leader.vain = self._presence.vain
             departed = self._presence.membership.departed(self._log)
             self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), departed))
 
@@ -123,5 +126,6 @@ class Leadership:
             judge = Judge(log.position, payload.chunks, *how)
             told = log, digest, settings, payload, standing, self._certifier, judge
             self._leader = Leader(self._desk.me, *told)
+            self._leader.since = self._since
         self._leader.lease = self._trainer.lease
         return self._leader

@@ -6,112 +6,28 @@ Every message names the position that it is about. An answer about a position th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from peers.log.certificate import AttemptName, Certificate, Signature
-from peers.log.header import MEMBER_LIMIT, Header, Member, Position
+from peers.log.certificate import Certificate
+from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
 from peers.protocol.commitment import Commitment, Evidence
+from peers.protocol.rounds import Attempt, Disclaimer, Held, Holder, Round
 from peers.protocol.signed_averages import Averaged, Marks
 from peers.values.leases import PIECE_LIMIT
+from peers.values.signing import Signature
 from peers.values.wire import Count, Digest, PeerId, Reason, Samples, Seconds, Value
 
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
-Holders = Annotated[tuple[PeerId, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
+Holders = Annotated[tuple[Holder, ...], Field(max_length=MEMBER_LIMIT)]
+Disclaimers = Annotated[tuple[Disclaimer, ...], Field(max_length=MEMBER_LIMIT)]
 Missed = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
 """Peers, and in how many chunks their blocks are missing."""
 Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
 """Peers, and bytes a second."""
-
-
-class Attempt(Value):
-    """One leader's attempt to produce the entry at `position`. Later ones have higher numbers; the leader breaks ties.
-
-    A round, the exchange of blocks, is named by the attempt that began it. When somebody dies, the next attempt goes on
-    with the same round. A minority's attempt, which goes on `alone`, has asked too few to know what may be committed.
-    """
-
-    position: Position
-    number: Count
-    leader: PeerId
-    alone: Annotated[bool, Field(strict=True)] = False
-
-    @property
-    def name(self) -> AttemptName:
-        """What its members sign."""
-        return self.number, self.leader, self.alone
-
-    @property
-    def weight(self) -> tuple[bool, int, str]:
-        """Of two entries that are held, the one of the weightier attempt may have been committed: of the later one, but
-        of no minority's where there is another."""
-        return not self.alone, self.number, self.leader
-
-    def __str__(self) -> str:
-        return f"{str(self.position).partition(':')[0]}.{self.number}"
-
-
-class Held(Value):
-    """An entry whose whole payload a peer has, and the last attempt in which it said so."""
-
-    attempt: Attempt
-    header: Header
-
-
-class Share(Value):
-    """A peer's part in a round: what it brings, and how many chunks of the payload it reduces."""
-
-    member: Member
-    chunks: Count
-
-
-class Round(Value):
-    """An exchange of blocks: who takes part, from which chunk on who reduces, and who has been lost on the way.
-
-    Everybody in it sends everybody else the blocks of that one's chunks. The chunks of who is lost fall to the next in
-    line; blocks of its own that had arrived count, the others don't.
-    """
-
-    name: Attempt
-    shares: Annotated[tuple[Share, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
-    lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
-
-    @cached_property
-    def roster(self) -> tuple[Member, ...]:
-        return tuple(share.member for share in self.shares)
-
-    @cached_property
-    def peers(self) -> tuple[str, ...]:
-        return tuple(share.member.peer for share in self.shares)
-
-    @cached_property
-    def contributors(self) -> tuple[Member, ...]:
-        """Those whose blocks are averaged."""
-        return tuple(member for member in self.roster if member.tokens)
-
-    @cached_property
-    def remaining(self) -> tuple[str, ...]:
-        lost = set(self.lost)
-        return tuple(peer for peer in self.peers if peer not in lost)
-
-    @cached_property
-    def chunks(self) -> int:
-        return sum(share.chunks for share in self.shares)
-
-    def entry_roster(self, missed: Mapping[str, int]) -> tuple[Member, ...]:
-        """Who the entry says took part, given in how many chunks whose blocks are missing: not who is in none."""
-        roster = (member.lacking(missed.get(member.peer, 0)) for member in self.roster)
-        return tuple(member for member in roster if member.missed < self.chunks)
-
-    def without(self, lost: Iterable[str]) -> Round:
-        """The same round with more peers lost."""
-        gone = {*self.lost, *lost}
-        return Round(name=self.name, shares=self.shares, lost=tuple(peer for peer in self.peers if peer in gone))
 
 
 class LeaseRequest(Value):
@@ -146,7 +62,8 @@ class Ready(Value):
 
     `relayed` names the peers that it reaches only through a relay, or with other difficulty, `unreached` those with
     which it can exchange no data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
-    The `commitment` is to its blocks; who has trained nothing has none.
+    The `commitment` is to its blocks; who has trained nothing has none. The signature `stance` is of its `Stance`: what
+    it holds, and which attempts it takes part in no more.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -158,6 +75,7 @@ class Ready(Value):
     incarnation: Count
     last_attempt: Count
     held: Held | None
+    stance: Signature
     round: Round | None
     rate: Count
     wants: Count
@@ -171,7 +89,8 @@ class Begin(Value):
 
     The leader ends the attempt after `seconds`. If it is `open`, all members tell each other that they are complete,
     and whoever has heard the same of all knows that the entry is committed. A minority's attempt never is. Those who
-    reduce are told what all who contribute have committed to, in roster order; nobody else needs to know.
+    reduce are told what all who contribute have committed to, in roster order; nobody else needs to know. To a member
+    that holds an entry `disclaimers` show that too many others have not signed that.
     """
 
     kind: ClassVar[Literal["begin"]] = "begin"
@@ -180,6 +99,7 @@ class Begin(Value):
     seconds: Seconds
     open: Annotated[bool, Field(strict=True)]
     commitments: Annotated[tuple[Commitment, ...], Field(max_length=MEMBER_LIMIT)]
+    disclaimers: Disclaimers = ()
 
     @property
     def position(self) -> Position:
@@ -187,13 +107,21 @@ class Begin(Value):
 
 
 class Adopt(Value):
-    """Leader → members: an earlier attempt's entry may have been committed; take it over from its holders."""
+    """Leader → members: an earlier attempt's entry may have been committed; take it over from its holders.
+
+    Their signatures show it. A fragment that nobody has trained is skipped: that entry has no holders yet.
+    """
 
     kind: ClassVar[Literal["adopt"]] = "adopt"
     attempt: Attempt
-    held: Held
+    header: Header
     holders: Holders
     seconds: Seconds
+
+    @property
+    def donors(self) -> tuple[str, ...]:
+        """Who has the payload."""
+        return tuple(holder.peer for holder in self.holders)
 
     @property
     def position(self) -> Position:

@@ -14,7 +14,8 @@ from peers.log.header import Header
 from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
-from peers.protocol.messages import Attempt, Commit
+from peers.protocol.messages import Commit
+from peers.protocol.rounds import Attempt
 
 
 def are_most(log: LogState, peers: Iterable[str]) -> bool:
@@ -43,6 +44,14 @@ def may_make(
         return True
     is_known = sender == desk.me or (presence.is_live(sender) and proof.signers > 0)
     return is_known and not presence.are_most_here(log, desk.memory.incarnation)
+
+
+def may_found(desk: Desk, presence: Presence, founders: int) -> bool:
+    """Whether to believe that a run was founded by so many. Whoever founds one certifies that itself; so fewer than the
+    manifest's minimum are believed only where too few others are there to do it together."""
+    least = desk.settings.minimum_peers
+    waiting = 1 + sum(not beat.index for beat in presence.live().trainers)
+    return founders >= least or waiting < least
 
 
 def may_follow(desk: Desk, presence: Presence, log: LogState, sender: str, header: Header, proof: Proof | None) -> bool:

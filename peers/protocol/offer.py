@@ -8,9 +8,10 @@ from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
 from peers.protocol.commitment import Commitment, commit_to
 from peers.protocol.desk import Desk
-from peers.protocol.messages import Begin, Ready, Round
+from peers.protocol.messages import Begin, Ready
 from peers.protocol.minority import are_most
 from peers.protocol.replica import Replica
+from peers.protocol.rounds import Round, Stance
 from peers.protocol.trainer import Trainer
 from peers.values.sum_tree import Sum
 from peers.values.workload import Trained
@@ -26,12 +27,15 @@ class Offer:
         self._replica = replica
         self._log = log
         self._trained: Trained | None = None
+        self._made_at = desk.now
         self._wants = 0  # samples of the next lease; 0: a whole one
+        self._signed: tuple[Stance, bytes] | None = None
         self._committed: tuple[Sum, int, Commitment] | None = None
 
     def make(self, trained: Trained) -> None:
         """Offer this, and decide how much to ask for next: a round must take all of the offer as it was made."""
         self._trained = trained
+        self._made_at = self._desk.now
         self._wants = self._trainer.wants(self._presence.fastest)
 
     def ready(self, acceptor: Acceptor, round: Round | None) -> Ready:
@@ -47,6 +51,7 @@ class Offer:
             incarnation=self._desk.memory.incarnation,
             last_attempt=acceptor.last_attempt,
             held=acceptor.held,
+            stance=self._stance(acceptor),
             round=round,
             rate=presence.rate,
             wants=self._wants,
@@ -54,6 +59,19 @@ class Offer:
             unreached=presence.named(presence.unreached),
             seen=presence.reachability.seen(self._desk.me),
         )
+
+    def _stance(self, acceptor: Acceptor) -> bytes:
+        """Sign what we hold, and where we take part no more; once, for as long as it is the same."""
+        said = Stance(
+            position=self._log.position,
+            peer=self._desk.me,
+            incarnation=self._desk.memory.incarnation,
+            last_attempt=acceptor.last_attempt,
+            held=acceptor.held.header.digest if acceptor.held else None,
+        )
+        if self._signed is None or self._signed[0] != said:
+            self._signed = said, self._desk.keys.sign(said.text)
+        return self._signed[1]
 
     def _commitment(self, root: Sum | None) -> Commitment | None:
         """Sign what the training came to, once for each incarnation."""
@@ -89,13 +107,23 @@ class Offer:
             incarnation=self._desk.memory.incarnation,
         )
 
-    def objection(self, begin: Begin, going_on: bool) -> str | None:
-        """Return why this peer takes no part in an attempt: it can lead to no entry, or is begun without proof."""
+    def objection(self, begin: Begin, ours: Round | None) -> str | None:
+        """Return why this peer takes no part in an attempt: it can lead to no entry, or is begun without proof; or goes
+        on with a round that is not `ours` of this name, so that another entry would come of the same payload."""
+        if ours is not None and ours.shares != begin.round.shares:
+            return "it goes on with another round of the same name"
+        if begin.attempt.alone and self._sees_most():
+            return "it goes on alone, though most are here"
         if not self._can_lead_to_an_entry(begin.round):
             return "its attempt can lead to no entry"
-        if not going_on and not self._knows_commitments(begin):
+        if ours is None and not self._knows_commitments(begin):
             return "not all members have signed what they contribute"
         return None
+
+    def _sees_most(self) -> bool:
+        """Whether those here are no minority, as far as we see; for the partition grace we go by that."""
+        is_early = self._desk.now - self._made_at < self._desk.settings.timing.partition_grace
+        return is_early and self._presence.are_most_here(self._log, self._desk.memory.incarnation)
 
     def _can_lead_to_an_entry(self, round: Round) -> bool:
         """Whether the round's roster follows from the log, and its parts are the payload."""

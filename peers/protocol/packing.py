@@ -16,7 +16,8 @@ import msgpack
 from peers.log.header import Position
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
-from peers.protocol.messages import KINDS, Attempt, Commit, Message, Unread
+from peers.protocol.messages import KINDS, Commit, Message, Unread
+from peers.protocol.rounds import Attempt
 from peers.protocol.short_forms import FORMS, Form, lengthen_attempt, shorten_attempt
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, to_plain
 

@@ -8,6 +8,7 @@ from peers.log.state import LogState
 from peers.presence.election import quorum
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
+from peers.protocol.rounds import Attempt
 
 ATTEMPTS = 5
 """How many attempts a leader may end at one position before its members turn to another."""
@@ -27,32 +28,58 @@ class Patience:
         self._since = self._gathered_at = desk.now
         self._given_up: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
+        self._is_given_up = False
+        self._declined: Attempt | None = None
+        self._declined_at = desk.now
 
     def begin(self) -> None:
         """Somebody is asked, or another one, to begin."""
         self._since = self._gathered_at = self._desk.now
+        self._is_given_up = False
+        self._declined = None
+
+    def join(self) -> None:
+        """We take part in an attempt of the leader."""
+        self._declined = None
 
     def give_up(self, leader: str | None) -> None:
-        """Another one is asked from now on; we never give up on ourselves."""
-        if leader is not None and leader != self._desk.me:
-            self._given_up[leader] += 1
-            self._presence.distrust(leader)
-        self.begin()
+        """We are for another one from now on, though most may not be, yet; we never give up on ourselves."""
+        if leader is None or leader == self._desk.me:
+            return self.begin()
+        self._given_up[leader] += not self._is_given_up
+        self._is_given_up = True
+        self._presence.distrust(leader)
 
-    def attempt_ended(self, leader: str) -> None:
+    def attempt_ended(self, leader: str, is_mute: bool) -> None:
         """The leader has ended an attempt. One that does so again and again may never come to an entry: what it lacks
-        itself, or refuses to give, it blames on nobody."""
-        self._ended[leader] += 1
-        if self._ended[leader] % ATTEMPTS == 0:
+        itself, or refuses to give, it blames on nobody. So one that `is_mute`, and gives nothing that it owes, is given
+        up sooner; at once if it was given up here before."""
+        mute = ATTEMPTS if self._given_up[leader] else ATTEMPTS // 2 + 1
+        self._ended[leader] += mute if is_mute else 1
+        if self._ended[leader] >= ATTEMPTS:
+            self._ended[leader] = 0
             self.give_up(leader)
+
+    def decline(self, attempt: Attempt) -> bool:
+        """What a leader hands on is not taken over here. Returns whether it is the first time in this attempt.
+
+        It may have seen fewer than we do for a moment. If it goes on, in this attempt or in others, those of whom it
+        does not hear have another leader, and we follow that one: else there would be two that both wait for each
+        other's members.
+        """
+        known, self._declined = self._declined, attempt
+        if known is None or known.leader != attempt.leader:
+            self._declined_at = self._desk.now
+        return attempt != known
 
     def is_over(self, leader: str | None) -> bool:
         """Whether the leader could have begun long ago, or has waited for those at work for longer than it may."""
         now, schedule, times = self._desk.now, self._desk.schedule, 1 << self._given_up[leader or ""]
         if not self._are_most_ready():
             self._gathered_at = now
-        since_gathered = now - max(self._gathered_at, self._since)
-        overdue = since_gathered > times * schedule.begin(everyone_is_ready=True)
+        if self._is_given_up or (self._declined is not None and now - self._declined_at > schedule.death):
+            return True
+        overdue = now - max(self._gathered_at, self._since) > times * schedule.begin(everyone_is_ready=True)
         return overdue or now - self._since > times * schedule.begin(everyone_is_ready=False)
 
     def _are_most_ready(self) -> bool:

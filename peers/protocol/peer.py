@@ -29,6 +29,7 @@ from peers.protocol.effects import Effect
 from peers.protocol.events import (
     AnchorsSeen,
     Applied,
+    AverageRefuted,
     Captured,
     Digested,
     Event,
@@ -53,7 +54,6 @@ from peers.protocol.messages import (
     Abort,
     Accuse,
     Adopt,
-    Attempt,
     Begin,
     Commit,
     Compare,
@@ -72,6 +72,7 @@ from peers.protocol.messages import (
     Want,
 )
 from peers.protocol.replica import Replica
+from peers.protocol.rounds import Attempt
 from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
@@ -133,6 +134,8 @@ class Peer:
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
                     course.on_links_changed()
+            case AverageRefuted():
+                course.on_refuted(event)
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate
             case Received(sender, message):

@@ -18,7 +18,7 @@ from peers.protocol.effects import Apply, Dropped, FetchPayload, FetchSnapshot, 
 from peers.protocol.events import AnchorsSeen, Applied, Digested, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit
-from peers.protocol.minority import are_most, may_follow
+from peers.protocol.minority import are_most, may_follow, may_found
 from peers.protocol.part import Part, Row, Table
 from peers.values.anchors import NO_ANCHORS, AnchoredHead
 
@@ -212,6 +212,8 @@ class Replica(Part):
         header, live = commit.header, self._presence.live()
         is_certified = proof is not None and proof.is_certified
         if not (is_certified or may_follow(self._desk, self._presence, self.log, sender, header, proof)):
+            return None
+        if self.log.last is None and not may_found(self._desk, self._presence, len(header.roster)):
             return None
         donors = {peer for peer, beat in live.items() if beat.index > header.index}
         if was_asked and self._presence.is_live(sender):

@@ -18,7 +18,7 @@ from peers.protocol.effects import FetchLineage, Note, Send
 from peers.protocol.events import LineageNotSeen, LineageSeen
 from peers.protocol.internal import FarBehind
 from peers.protocol.messages import Inquire
-from peers.protocol.minority import are_most
+from peers.protocol.minority import are_most, may_found
 from peers.protocol.replica import Replica
 
 
@@ -43,7 +43,8 @@ class Search:
         log = self._replica.log
         entries = self._presence.live()[ahead].index - log.position.index
         is_near = entries <= self._desk.settings.snapshot_every or self._replica.has_snapshot
-        if self._replica.needs_an_anchored_log or not (entries > 0 and is_near):
+        is_astray = self._replica.contradiction is not None or self._replica.needs_an_anchored_log
+        if is_astray or not (entries > 0 and is_near):
             self.weigh(ahead)
         elif self._has_been_patient(ahead):
             self._presence.pass_over(ahead)
@@ -86,10 +87,13 @@ class Search:
         What an anchor has signed decides before all else, and leaves no doubt about what leads up to it. Whoever makes
         up a founding makes up its tokens, too: so of two foundings the one with more live peers counts.
         """
-        log, anchors = self._replica.log, self._replica.anchors
+        log, anchors, founders = self._replica.log, self._replica.anchors, theirs.founders
         vouched = anchors.vouched(theirs.heads)
         if self._replica.needs_an_anchored_log and not vouched:
             return None  # it may be another founding, which has not come so far
+        may_be_founding = log.last is None and founders is not None and not vouched
+        if may_be_founding and not may_found(self._desk, self._presence, founders or 0):
+            return None
         for doubt in theirs.doubts:
             if doubt.position.index < vouched:
                 continue

@@ -16,17 +16,10 @@ from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.log.outcome import Outcome, Turnout, header_of, outcome_of, turnout_of
 from peers.log.state import LogError, LogState
 from peers.protocol.chunk_sets import chunk_set, chunks_in
-from peers.protocol.messages import (
-    Attempt,
-    Held,
-    Holders,
-    Missed,
-    Peers,
-    Rates,
-    Round,
-    Share,
-)
-from peers.values.wire import Count, PeerId, Value, from_plain
+from peers.protocol.messages import Disclaimers, Holders, Missed, Peers, Rates
+from peers.protocol.rounds import Attempt, Disclaimer, Held, Holder, Round, Share
+from peers.values.signing import Signature
+from peers.values.wire import Count, Digest, PeerId, Value, from_plain
 
 PeerSet = Annotated[bytes, Field(strict=True, max_length=MEMBER_LIMIT // 4)]
 """Places as a bit mask, little-endian: of peers with a lease, or of members of a round."""
@@ -45,6 +38,21 @@ class ShortHeld(Value):
 
     attempt: ShortAttempt
     outcome: Outcome
+    signature: Signature
+
+
+class ShortHolders(Value):
+    """Who holds an entry, by its place if it has a lease; the attempt in which it said so, and the signature."""
+
+    holders: Annotated[tuple[tuple[Count | PeerId, ShortAttempt, Signature], ...], Field(max_length=MEMBER_LIMIT)]
+
+
+class ShortDisclaimers(Value):
+    """Who was ready with which entry, by its place if it has a lease, and the signature of that."""
+
+    disclaimers: Annotated[
+        tuple[tuple[Count | PeerId, Count, Digest | None, Signature], ...], Field(max_length=MEMBER_LIMIT)
+    ]
 
 
 class ShortRound(Value):
@@ -119,12 +127,31 @@ def _short_counts(counts: Iterable[tuple[str, int]], log: LogState) -> ShortCoun
 
 
 def _counts(plain: object, log: LogState) -> tuple[tuple[str, int], ...]:
-    names, counts = log.names, list[tuple[str, int]]()
-    for peer, count in from_plain(ShortCounts, plain).counts:
-        if isinstance(peer, int) and peer >= len(names):
-            raise LogError(f"there is no place {peer} among {len(names)} peers")
-        counts.append((names[peer] if isinstance(peer, int) else peer, count))
-    return tuple(counts)
+    return tuple((_named(peer, log), count) for peer, count in from_plain(ShortCounts, plain).counts)
+
+
+def _named(peer: int | str, log: LogState) -> str:
+    """The peer, told by its place or by its name. Raises: LogError when there is no such place."""
+    if isinstance(peer, str):
+        return peer
+    if peer >= len(log.names):
+        raise LogError(f"there is no place {peer} among {len(log.names)} peers")
+    return log.names[peer]
+
+
+def _short_holders(holders: Iterable[Holder], log: LogState) -> ShortHolders:
+    short = (
+        (log.known.get(holder.peer, holder.peer), shorten_attempt(holder.attempt, log.position), holder.signature)
+        for holder in holders
+    )
+    return ShortHolders(holders=tuple(short))
+
+
+def _holders(plain: object, log: LogState) -> tuple[Holder, ...]:
+    return tuple(
+        Holder(peer=_named(peer, log), attempt=_attempt(attempt, log.position), signature=signature)
+        for peer, attempt, signature in from_plain(ShortHolders, plain).holders
+    )
 
 
 # Entries ----------------------------------------------------------------------------------------------------------
@@ -139,13 +166,31 @@ def _told(outcome: Outcome, log: LogState) -> Header:
     return header_of(log, outcome)
 
 
+def _short_disclaimers(disclaimers: Iterable[Disclaimer], log: LogState) -> ShortDisclaimers:
+    short = ((log.known.get(one.peer, one.peer), one.last_attempt, one.held, one.signature) for one in disclaimers)
+    return ShortDisclaimers(disclaimers=tuple(short))
+
+
+def _disclaimers(plain: object, log: LogState) -> tuple[Disclaimer, ...]:
+    return tuple(
+        Disclaimer(peer=_named(peer, log), last_attempt=last_attempt, held=held, signature=signature)
+        for peer, last_attempt, held, signature in from_plain(ShortDisclaimers, plain).disclaimers
+    )
+
+
 def _short_held(held: Held, log: LogState) -> ShortHeld:
-    return ShortHeld(attempt=shorten_attempt(held.attempt, log.position), outcome=outcome_of(log, held.header))
+    return ShortHeld(
+        attempt=shorten_attempt(held.attempt, log.position),
+        outcome=outcome_of(log, held.header),
+        signature=held.signature,
+    )
 
 
 def _held(plain: object, log: LogState) -> Held:
     short = from_plain(ShortHeld, plain)
-    return Held(attempt=_attempt(short.attempt, log.position), header=_told(short.outcome, log))
+    return Held(
+        attempt=_attempt(short.attempt, log.position), header=_told(short.outcome, log), signature=short.signature
+    )
 
 
 # Rounds -----------------------------------------------------------------------------------------------------------
@@ -188,7 +233,8 @@ COUNTS = _optional(Form(_short_counts, _counts), ())
 HELD, ROUND = Form(_short_held, _held), Form(_short_round, _round)
 FORMS: tuple[tuple[object, Form], ...] = (
     (Peers, PEERS),
-    (Holders, PEERS),
+    (Holders, _optional(Form(_short_holders, _holders), ())),
+    (Disclaimers, _optional(Form(_short_disclaimers, _disclaimers), ())),
     (Rates, COUNTS),
     (Missed, COUNTS),
     (Held, HELD),

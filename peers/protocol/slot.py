@@ -11,9 +11,10 @@ from typing import ClassVar, Protocol
 
 from peers.log.certificate import Certificate
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.state import LogError, LogState
+from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.certifier import Certifier, passed_on
+from peers.protocol.claims import Takeover, follows
 from peers.protocol.contributions import Contributions
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.effects import Dropped, FetchPayload, Note, Send
@@ -29,24 +30,13 @@ from peers.protocol.events import (
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.internal import WorkDone
 from peers.protocol.leadership import Leadership
-from peers.protocol.messages import (
-    Abort,
-    Accuse,
-    Adopt,
-    Attempt,
-    Begin,
-    Commit,
-    Compare,
-    Complete,
-    Holding,
-    Inquire,
-    Want,
-)
+from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Holding, Inquire, Want
 from peers.protocol.minority import may_make
 from peers.protocol.offer import Offer
 from peers.protocol.part import Part, Row, Table
 from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
+from peers.protocol.rounds import Attempt
 from peers.protocol.trainer import Trainer
 from peers.values.wire import printable
 
@@ -128,7 +118,8 @@ class Slot(Part):
         self._host = host
         self._open_to: tuple[str, ...] = ()  # the members of the attempt, if all tell all that they are complete
         self._offer = Offer(desk, presence, trainer, replica, self.log)
-        self._attempt_ends = desk.now
+        self._since = self._attempt_ends = self._began_at = self._ready_since = desk.now
+        self._takeover = Takeover(desk, presence, self.log, self.certifier, self.acceptor)
         self._asked = ""
         self._patience = Patience(desk, presence, self.log)
         self._word = Repetition(desk)
@@ -146,6 +137,11 @@ class Slot(Part):
             self._desk.emit(Send(self._asked, Inquire(position=self.log.position)))
 
     @property
+    def _lasted(self) -> float:
+        """For how long we have been at this position."""
+        return self._desk.now - self._since
+
+    @property
     def is_taking_part(self) -> bool:
         return self.state in (READY, AVERAGING)
 
@@ -157,6 +153,7 @@ class Slot(Part):
     # Ready ----------------------------------------------------------------------------------------------------
     def _be_ready(self, done: WorkDone) -> None:
         self._patience.begin()
+        self._ready_since = self._desk.now
         self._offer.make(done.trained)
         self._enter_fresh(READY)
         self.say_ready()
@@ -169,6 +166,7 @@ class Slot(Part):
             self._patience.give_up(self.acceptor.pledged_to)
         leader = self.leadership.elect()
         if self.acceptor.pledge(leader):
+            self._patience.begin()
             self._word.at_once()
         if leader is None or not self._word.is_due:
             return
@@ -183,13 +181,12 @@ class Slot(Part):
     # Attempts -------------------------------------------------------------------------------------------------
     def _begin(self, begin: Begin, sender: str) -> None:
         """Join an attempt of the leader we are pledged to, or go on with a round of which somebody was lost."""
-        if not self.acceptor.may_join(sender, begin.attempt):
+        if not self.acceptor.may_join(sender, begin.attempt, self._lasted):
             return
         going_on = self.exchange is not None and self.exchange.name == begin.round.name
-        unbroken = going_on and self.state is AVERAGING  # it is the only one who may have committed what we hold
-        if (self.acceptor.held and not unbroken) or not self._offer.is_in(begin.round, begin.attempt.alone):
+        if not self._keeps_to_what_we_hold(begin, going_on) or not self._offer.is_in(begin.round, begin.attempt.alone):
             return
-        if objection := self._offer.objection(begin, going_on):
+        if objection := self._offer.objection(begin, self.exchange.round if self.exchange and going_on else None):
             self._desk.emit(Dropped(sender, "begin", objection))
             return
         self._enter_attempt(begin.attempt, begin.seconds)
@@ -204,36 +201,47 @@ class Slot(Part):
             self.exchange = Exchange(self._desk.me, begin.attempt, begin.round, contributions, self._desk.keys)
             self._desk.emit(*self.exchange.open())
 
+    def _keeps_to_what_we_hold(self, begin: Begin, going_on: bool) -> bool:
+        """Whether an attempt can lead to nothing else than what we hold, or that can't have been committed."""
+        held, exchange = self.acceptor.held, self.exchange if going_on else None
+        outcome = self._outcome(exchange) if exchange and exchange.payload is not None else None
+        if held is None or held.header == outcome:
+            return True
+        return self._takeover.is_disclaimed(held, begin)
+
     def _adopt(self, adopt: Adopt, sender: str) -> None:
         """Take over an entry that may have been committed, unless what we hold is of a weightier attempt."""
-        held = self.acceptor.held
-        if not self.acceptor.may_join(sender, adopt.attempt):
+        if not self.acceptor.may_join(sender, adopt.attempt, self._lasted):
             return
-        if held and adopt.held.attempt.weight < held.attempt.weight:
+        if not follows(self._here, adopt.header) or not self._takeover.is_proven(adopt):
+            self._desk.emit(Dropped(sender, "adopt", "it hands on what nobody has signed, or what does not follow"))
+            self._patience.give_up(sender)
             return
-        try:
-            self._here.check_next(adopt.held.header)
-        except LogError as error:
-            self._desk.emit(Dropped(sender, "adopt", str(error)))
+        waited = self._desk.now - self._ready_since
+        if sender != self._desk.me and (objection := self._takeover.objection(adopt, waited)):
+            if self._patience.decline(adopt.attempt):
+                self._desk.emit(Note("warning", f"no entry is taken over from {sender}: {objection}"))
             return
         self._enter_attempt(adopt.attempt, adopt.seconds)
         self.adopting = adopt
         self._adopt_held(adopt)
 
     def _adopt_held(self, adopt: Adopt) -> None:
-        header, held = adopt.held.header, self.acceptor.held
+        header, held = adopt.header, self.acceptor.held
         if header.payload == NO_PAYLOAD or (held and held.header == header):
             self._hold(header)
         else:
-            donors = tuple(peer for peer in adopt.holders if peer != self._desk.me)
+            donors = tuple(peer for peer in adopt.donors if peer != self._desk.me and self._presence.is_live(peer))
             self._desk.emit(FetchPayload(header, donors))
 
     def _enter_attempt(self, attempt: Attempt, seconds: float) -> None:
+        self._patience.join()
         self.attempt = attempt
         self.adopting = None
         self._open_to = ()
         self.acceptor.last_attempt = attempt.number
-        self._attempt_ends = self._desk.now + self._desk.schedule.given_up(seconds)
+        self._began_at = self._desk.now
+        self._attempt_ends = self._began_at + self._desk.schedule.given_up(seconds)
         if self.state is READY:
             self._enter_fresh(AVERAGING)
 
@@ -268,13 +276,15 @@ class Slot(Part):
     def _aborted(self, abort: Abort, sender: str) -> None:
         """The leader has ended our attempt."""
         if sender == abort.attempt.leader and abort.attempt == self.attempt:
-            self._patience.attempt_ended(sender)
+            has_lasted = self._desk.now - self._began_at > self._desk.settings.timing.heartbeat_expiry
+            is_mute = has_lasted and self.exchange is not None and self.exchange.lacks_all_of(sender)
+            self._patience.attempt_ended(sender, is_mute)
             self._back_to_ready()
 
     def _told_to_wait(self, abort: Abort, sender: str) -> None:
         """We said Ready for an attempt that is too early for the leader."""
         attempt = abort.attempt
-        if sender == attempt.leader == self.acceptor.pledged_to and self.acceptor.is_later(attempt):
+        if sender == attempt.leader == self.acceptor.pledged_to and self.acceptor.is_later(attempt, self._lasted):
             self.acceptor.last_attempt = attempt.number
             self._word.at_once()
             self.say_ready()
@@ -318,7 +328,7 @@ class Slot(Part):
 
     def _fetched(self, fetched: PayloadFetched) -> None:
         """The payload of an entry that we take over is here."""
-        if self.adopting and fetched.header == self.adopting.held.header:
+        if self.adopting and fetched.header == self.adopting.header:
             self._hold(fetched.header)
 
     def _not_fetched(self, failed: PayloadNotFetched) -> None:
@@ -328,9 +338,11 @@ class Slot(Part):
     def _hold_round(self, exchange: Exchange) -> None:
         """All chunks are here: what entry do they make?"""
         assert exchange.payload is not None
-        missed = exchange.missed()
-        header = self._here.next_header(exchange.round.entry_roster(missed), exchange.payload)
-        self._hold(header, tuple(missed.items()))
+        self._hold(self._outcome(exchange), tuple(exchange.missed().items()))
+
+    def _outcome(self, exchange: Exchange) -> Header:
+        assert exchange.payload is not None
+        return self._here.next_header(exchange.round.entry_roster(exchange.missed()), exchange.payload)
 
     @property
     def _here(self) -> LogState:
@@ -340,10 +352,7 @@ class Slot(Part):
     def _hold(self, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
         attempt = self.attempt
         assert attempt is not None
-        handed_on = self.adopting.held.attempt if self.adopting else None
-        complete, is_new = self.acceptor.hold(
-            attempt, header, missed, self._desk.memory.sign(attempt, header), handed_on
-        )
+        complete, is_new = self.acceptor.hold(attempt, header, missed, self._desk.memory.sign(attempt, header))
         self._desk.emit(Send(attempt.leader, complete))
         if is_new:  # later only to the leader: its Commit repairs what gets lost
             others = set(self._open_to) - {self._desk.me, attempt.leader} - self._presence.unreached

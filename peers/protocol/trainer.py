@@ -150,11 +150,11 @@ class Trainer(Part):
         settings, steps = self._desk.settings, self.steps_at_our_speed(fastest)
         return 0 if steps == settings.inner_steps else steps * settings.samples_per_lease // settings.inner_steps
 
-    def is_too_slow(self, fastest: float) -> bool:
-        """Whether the smallest lease takes us longer than a lease stays ours while the fastest peers go on."""
+    def is_too_slow(self, usual: float) -> bool:
+        """Whether the smallest lease takes us longer than a lease stays ours while most others go on."""
         settings = self._desk.settings
         least = math.ceil(settings.smallest_share * settings.inner_steps) / settings.inner_steps
-        return 0 < self.speed * (1 + settings.staleness) < least * fastest
+        return 0 < self.speed * (1 + settings.staleness) < least * usual
 
     def grace(self) -> float:
         """How long to wait for who still trains: a part of what training took us, as it is not lost to be late."""

@@ -173,11 +173,11 @@ class Troubles:
         return None
 
     def _too_slow(self) -> Hindrance | None:
-        fastest = self._presence.fastest
-        if not self._trainer.is_too_slow(fastest):
+        usual = self._presence.usual
+        if not self._trainer.is_too_slow(usual):
             return None
         reason = (
-            f"this peer trains {self._trainer.speed:.3g} tokens a second, the fastest {fastest:.3g}: not even the"
+            f"this peer trains {self._trainer.speed:.3g} tokens a second, most others {usual:.3g}: not even the"
             f" smallest lease is done in time; use a faster device, or a run with a smaller rounds.smallest_share"
         )
         return Hindrance("too slow", reason, is_vain=self._trainer.in_vain > 0)

@@ -16,15 +16,14 @@ from peers.protocol.messages import (
     Commit,
     Complete,
     Excluded,
-    Held,
     LeaseGrant,
     LeaseRequest,
     Message,
     Ready,
     Refuse,
-    Round,
     Unread,
 )
+from peers.protocol.rounds import Round
 from peers.simulator.liars import Lie, Means, Said, invented
 
 
@@ -132,13 +131,14 @@ class ManyBegins(Lie):
 
 
 class HandsOnItsOwn(Lie):
-    """Instead of a round it hands on an entry that it has made up."""
+    """Instead of a round it hands on an entry that it has made up, and that it and its allies have signed."""
 
     def says(self, to: str, message: Message) -> Said:
         if isinstance(message, Begin):
             attempt = message.attempt
-            held = Held(attempt=attempt, header=self.liar.entry_of_its_own())
-            message = Adopt(attempt=attempt, held=held, holders=(self.liar.name,), seconds=message.seconds)
+            header = self.liar.entry_of_its_own()
+            holders = self.liar.holders(header, attempt)
+            message = Adopt(attempt=attempt, header=header, holders=holders, seconds=message.seconds)
         yield to, message
 
 
@@ -151,9 +151,9 @@ class TwoEntries(Lie):
 
     def says(self, to: str, message: Message) -> Said:
         if isinstance(message, Begin):
-            held = Held(attempt=message.attempt, header=self._entry(message.round, to))
-            holders = (self.liar.name,)
-            message = Adopt(attempt=message.attempt, held=held, holders=holders, seconds=message.seconds)
+            header = self._entry(message.round, to)
+            holders = self.liar.holders(header, message.attempt)
+            message = Adopt(attempt=message.attempt, header=header, holders=holders, seconds=message.seconds)
         yield to, message
 
     def _entry(self, round: Round, to: str) -> Header:

@@ -19,9 +19,10 @@ from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import Effect, Send, SendChunk
 from peers.protocol.events import Event, HeartbeatsSeen, ReachSeen, Received, Tick, Undelivered
-from peers.protocol.messages import Attempt, Message, Unread
+from peers.protocol.messages import Message, Unread
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
+from peers.protocol.rounds import Attempt, Held, Holder
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.simulated_log import Frozen
 from peers.simulator.simulated_peer import SimulatedPeer
@@ -70,6 +71,15 @@ class Means(ABC):
         signer = signer or self.name
         incarnation = self.log.incarnations.get(signer, self.peer.incarnation)
         return self.keys_of(signer).sign(ballot(header, attempt.name, incarnation).text)
+
+    def holding(self, header: Header, attempt: Attempt) -> Held:
+        """Return what it says if it holds an entry since this attempt."""
+        return Held(attempt=attempt, header=header, signature=self.sign(header, attempt))
+
+    def holders(self, header: Header, attempt: Attempt) -> tuple[Holder, ...]:
+        """Return its own and its allies' signatures of an entry."""
+        signed = {ally: self.sign(header, attempt, ally) for ally in sorted(self.allies)}
+        return tuple(Holder(peer=ally, attempt=attempt, signature=signature) for ally, signature in signed.items())
 
     def entry_of_its_own(self) -> Header:
         """Return an entry that follows from the log, and that nobody has made."""

@@ -5,21 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peers.log.certificate import Departure
-from peers.presence.heartbeat import Heartbeat, name_peers
+from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import Event, ReducedArrived, Tick
-from peers.protocol.messages import (
-    Accuse,
-    Attempt,
-    Begin,
-    Complete,
-    Held,
-    LeaseRequest,
-    Leaving,
-    Message,
-    Ready,
-    Unread,
-)
+from peers.protocol.messages import Accuse, Begin, Complete, LeaseRequest, Leaving, Message, Ready, Unread
+from peers.protocol.rounds import Attempt
 from peers.simulator.liars import Liar, Lie, Said, invented
 from peers.simulator.simulated_log import Frozen
 from peers.simulator.simulated_peer import SimulatedPeer
@@ -80,6 +70,13 @@ class FalseSpeed(Lie):
         return heartbeat.model_copy(update={"speed": 1e12})
 
 
+class ManyVotes(Lie):
+    """It votes for each of those who hear it."""
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        return heartbeat.model_copy(update={"vote": to[-TAIL:]})
+
+
 class ReachesNobody(Lie):
     """It says that it reaches none of the others."""
 
@@ -93,13 +90,13 @@ class ReachesNobody(Lie):
 
 
 class InventedHeld(Lie):
-    """It says that it holds an entry of its own making, from a late attempt."""
+    """It says that it holds an entry of its own making, from a late attempt, and has signed that."""
 
     def says(self, to: str, message: Message) -> Said:
         if isinstance(message, Ready):
             entry = self.liar.entry_of_its_own()
             attempt = Attempt(position=message.position, number=FAR, leader=max([*self.liar.others, self.liar.name]))
-            message = message.model_copy(update={"held": Held(attempt=attempt, header=entry)})
+            message = message.model_copy(update={"held": self.liar.holding(entry, attempt)})
         yield to, message
 
 
@@ -236,6 +233,7 @@ MEMBERS_LIES: dict[str, type[Lie]] = {
     "false snapshot": FalseSnapshot,
     "false rate": FalseRate,
     "false speed": FalseSpeed,
+    "many votes": ManyVotes,
     "reaches nobody": ReachesNobody,
     "invented held": InventedHeld,
     "false farewell": FalseFarewell,

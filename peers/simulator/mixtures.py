@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from peers.log.certificate import Certificate, certify, electorate
 from peers.log.header import Header
-from peers.protocol.messages import Attempt, Commit, Message, Unread
+from peers.protocol.messages import Commit, Message, Unread
+from peers.protocol.rounds import Attempt
 from peers.simulator.liars import Lie, Means, Said, invented
 from peers.values.wire import from_plain
 

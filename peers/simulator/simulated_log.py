@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peers.log.branch import Branch, Walk
-from peers.log.certificate import Certificate, Verify
+from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
 from peers.protocol.events import SnapshotRestored
 from peers.simulator.simulated_workload import digest_of_states
+from peers.values.signing import Verify
 
 
 @dataclass(frozen=True)

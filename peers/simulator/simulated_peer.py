@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.settings import RunSettings
-from peers.presence.heartbeat import Heartbeat, name_peers
+from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.presence import state_named
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
@@ -42,9 +42,10 @@ from peers.protocol.events import (
     TrainingDone,
     TrainingProgress,
 )
-from peers.protocol.messages import Attempt, Message
+from peers.protocol.messages import Message
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
+from peers.protocol.rounds import Attempt
 from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
 from peers.simulator.simulated_keys import SimulatedKeys
@@ -146,7 +147,7 @@ class SimulatedPeer:
 
     @property
     def states(self) -> tuple[bytes, ...]:
-        return tuple(fragment.workload.state for fragment in self.fragments)
+        return tuple([fragment.workload.state for fragment in self.fragments])
 
     @property
     def state(self) -> bytes:
@@ -177,6 +178,7 @@ class SimulatedPeer:
                 "state_digest": peer.state_digest,
                 "lineage_tokens": peer.settled.lineage_tokens,
                 "unreached": name_peers(peer.presence.unreached),
+                "vote": (peer.presence.vote or "")[-TAIL:],
                 "trouble": peer.troubles.told,
             }
         )

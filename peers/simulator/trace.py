@@ -9,7 +9,6 @@ from peers.protocol.messages import (
     Begin,
     Commit,
     Complete,
-    Held,
     Holding,
     Message,
     Ready,
@@ -17,6 +16,7 @@ from peers.protocol.messages import (
     Waiting,
     Want,
 )
+from peers.protocol.rounds import Held
 
 
 def brief(message: Message) -> str:
@@ -31,8 +31,8 @@ def _details(message: Message) -> str:
             return f"last {last}, holds {_held(held)}, in round {round.name if round else None}"
         case Begin(round=round):
             return f"round {round.name}, lost {round.lost}"
-        case Adopt(held=held, holders=holders):
-            return f"{_held(held)} from {holders}"
+        case Adopt(header=header, donors=donors):
+            return f"{header.digest.hex()[:8]} from {donors}"
         case Waiting(missing=missing):
             return f"for {missing}"
         case Holding(chunks=mask):

@@ -11,8 +11,8 @@ from peers.log.header import MEMBER_LIMIT
 from peers.protocol.commitment import EVIDENCE_LIMIT, ChunkProof, Evidence, fault_in
 from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrived, ReducedArrived
 from peers.protocol.exchange import Exchange
-from peers.protocol.messages import Attempt
 from peers.protocol.peer import Peer
+from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Origin
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import Measuring, inspection
@@ -92,8 +92,7 @@ class Admission:
     ) -> Admitted:
         chunk = header.chunk
         try:
-            if self._inspect(chunk, data) > exchange.contributions.longest:
-                raise BadBlocksError("it is longer than all that it can be made of")
+            squares = self._inspect(chunk, data)
             if header.absent and not exchange.may_lack(header.absent):
                 raise BadBlocksError("nobody is left in it")
         except BadBlocksError as error:
@@ -101,10 +100,13 @@ class Admission:
         digest = digest_of(data)
         if not exchange.is_vouched_for(chunk, digest, header.absent, header.origin):
             return Admitted(BadBlocks(round_name, sender, chunk, "its reducer has not signed it"), is_taken=False)
+        if exchange.is_too_long(header.origin.reducer if header.origin else sender, squares):
+            reason = "what its reducer gives is longer than what it can be made of"
+            return Admitted(BadBlocks(round_name, sender, chunk, reason), is_taken=False)
         if not exchange.are_lost(header.absent):
             return Admitted(AverageTooEarly(round_name, sender, chunk), is_taken=False)
         self._buffers.store(round_name, chunk, data, digest)
-        arrived = ReducedArrived(round_name, sender, chunk, header.absent, digest, header.origin)
+        arrived = ReducedArrived(round_name, sender, chunk, header.absent, digest, header.origin, squares)
         return Admitted(arrived, is_taken=True)
 
     def _fault(

@@ -14,7 +14,7 @@ from threading import Lock
 
 from peers.log.payload import KeptPayloads, Payload
 from peers.protocol.commitment import ChunkProof
-from peers.protocol.messages import Attempt
+from peers.protocol.rounds import Attempt
 from peers.values.chunks import Chunking, PayloadSize
 from peers.values.memory import empty
 from peers.values.sum_tree import SumTree
@@ -113,6 +113,10 @@ class PayloadBuffers:
     def contribution(self, name: Attempt, chunk: int) -> memoryview:
         """Our own blocks of a chunk. Raises: KeyError when the round is over."""
         self._open_round(name)
+        return self.own_chunk(chunk)
+
+    def own_chunk(self, chunk: int) -> memoryview:
+        """A chunk of what we trained last."""
         start, stop = self.chunk_bytes(chunk)
         return memoryview(self.own)[start:stop]
 

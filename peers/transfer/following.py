@@ -12,7 +12,7 @@ from typing import Protocol
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
 from peers.log.branch import UNPROVEN, Branch
 from peers.log.certificate import Certificate, Proof, prove
-from peers.log.folder import MemoryLog
+from peers.log.folder import MemoryLog, RunLog
 from peers.log.header import Header
 from peers.log.outcome import follow
 from peers.log.settings import RunSettings
@@ -141,6 +141,11 @@ class Following:
         self._transport = transport
         self._state = state
         self._storage = storage
+
+    @property
+    def past(self) -> RunLog:
+        """The entries of the log that was followed, as far as they are known here."""
+        return self._past
 
     @property
     def _anchors(self) -> Anchors:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from peers.errors import RemoteProtocolError
 from peers.log.branch import Branch, Walk
-from peers.log.certificate import Certificate, Verify
+from peers.log.certificate import Certificate
 from peers.log.chain import STRETCH_LIMIT, Chain, Entry, Stretch
 from peers.log.folder import MemoryLog, RunLog
 from peers.log.header import Header, Position
@@ -22,6 +22,7 @@ from peers.transfer.download import PullTransport
 from peers.transfer.headers import fetch_stretch
 from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.identity import verify as verify_signature
+from peers.values.signing import Verify
 
 BACK = 16
 """Each look for the place where two logs split goes back so many times as far as the one before."""
@@ -214,6 +215,8 @@ async def best_branch(
             await asyncio.to_thread(log.follow, found.chain, found.theirs.end.position.index)
     if best.end.last is None:
         raise LineageError("; ".join(reasons) or "nobody shows the run's log")
+    if anchors.indices and not anchors.vouched(best.heads):  # it may be another founding, which has not come so far
+        raise LineageError(f"nobody shows a log that has come to outer step {min(anchors.indices)}, which is anchored")
     return best, log
 
 

@@ -11,7 +11,7 @@ believed that it signed there or further on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -19,8 +19,8 @@ from typing import Annotated, Self, TypeAlias
 
 from pydantic import Field
 
-from peers.values.identity import SIGNATURE_BYTES, verify
-from peers.values.signing import Keys
+from peers.values.identity import verify
+from peers.values.signing import Keys, Signature, Verify
 from peers.values.wire import Count, Digest, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 
 ANCHOR_CONTEXT = b"diloco-peer anchor\0"  # a signature made for anything else is worth nothing here
@@ -31,8 +31,6 @@ HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)
 HEADS_BYTES = 16 * 1024
 DIGEST_BYTES = 8  # of what names all that is known, in heartbeats
 
-Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
-Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
 Standing: TypeAlias = tuple[int, ...]
 """Of a branch, for each key in order: the newest of its heads that the branch has; 0: none; -1: it has another one."""
 CONTRADICTED = -1

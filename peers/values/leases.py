@@ -75,6 +75,10 @@ class SamplePool:
         free, cursor = list(reversed(self.free)), self.cursor
         dealt: list[Lease] = []
         for count in counts:
+            if not free and count > 0:  # of a thousand grants all but a few
+                dealt.append((SampleRange(cursor, cursor + count),))
+                cursor += count
+                continue
             pieces, missing = list[SampleRange](), count
             while free and missing > 0 and len(pieces) < PIECE_LIMIT - 1:
                 whole = free.pop()

@@ -20,7 +20,8 @@ from pydantic import Field
 
 from peers.errors import ManifestError
 from peers.values.anchors import KEYS_LIMIT
-from peers.values.identity import SIGNATURE_BYTES, Identity, is_peer_id, verify
+from peers.values.identity import Identity, is_peer_id, verify
+from peers.values.signing import Signature
 from peers.values.wire import PROTOCOL_VERSION, Count, PeerId, Value, WireError, decode, digest_of, from_plain, pack
 
 SIZE_LIMIT = 64 * 1024  # bytes of a packed manifest
@@ -41,7 +42,7 @@ class SignedManifest(Value):
     name: Annotated[str, Field(strict=True)]
     organiser: PeerId
     content: Annotated[bytes, Field(strict=True, max_length=CONTENT_LIMIT)]
-    signature: Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+    signature: Signature
 
     @classmethod
     def create(cls, identity: Identity, name: str, content: Mapping[str, Any]) -> SignedManifest:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Annotated, Protocol, TypeAlias
 
-from peers.values.identity import Identity, verify
+from pydantic import Field
+
+from peers.values.identity import SIGNATURE_BYTES, Identity, verify
+
+Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
+"""Whether the peer of this name made this signature of these bytes, given in the order peer, bytes, signature."""
 
 
 class Keys(Protocol):

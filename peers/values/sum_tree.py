@@ -50,10 +50,11 @@ class SumTree:
 
     def path(self, chunk: int) -> bytes:
         """Return the nodes beside the way from a chunk to the root, packed, from the lowest on."""
-        beside = [
-            level[place] for level, place in zip(self._levels, _places(chunk), strict=False) if place < len(level)
-        ]
-        return b"".join(node.packed for node in beside)
+        beside, place = list[Sum](), chunk
+        for level in self._levels:
+            beside += level[place ^ 1 : (place ^ 1) + 1]
+            place //= 2
+        return b"".join([node.packed for node in beside])
 
 
 def root_of(chunk: int, count: int, leaf: Sum, path: bytes) -> Sum | None:
@@ -76,8 +77,3 @@ def root_of(chunk: int, count: int, leaf: Sum, path: bytes) -> Sum | None:
 
 def _above(left: Sum, right: Sum) -> Sum:
     return Sum(digest_of(CONTEXT + left.packed + right.packed), left.squares + right.squares)
-
-
-def _places(chunk: int) -> list[int]:
-    """The place of the node beside the way up, at each level."""
-    return [chunk >> level ^ 1 for level in range(MOST_LEVELS)]

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated, NamedTuple, Self, TypeAlias
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field
 
 from peers.errors import AdmissionError
-from peers.values.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, key_of_peer, peer_id_of_bytes, verify
+from peers.values.identity import KEY_BYTES, Identity, key_of_peer, peer_id_of_bytes, verify
+from peers.values.signing import Signature
 from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, unpack
 
 TICKET_PREFIX = "diloco-ticket:"
@@ -38,9 +38,7 @@ when its own clock says so, and nobody meets the difference."""
 ANOTHER_TICKET = "Ask whoever gave you the ticket for another one."
 
 Key = Annotated[bytes, Field(strict=True, min_length=KEY_BYTES, max_length=KEY_BYTES)]
-Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 TicketId = Annotated[bytes, Field(strict=True, min_length=ID_BYTES, max_length=ID_BYTES)]
-Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
 
 
 class TicketError(ValueError):

@@ -6,6 +6,7 @@ bytes, so digests can be taken of them), bounded in size, and checked field by f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -16,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from peers.errors import RemoteProtocolError
 from peers.values.leases import SampleRange
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 DIGEST_BYTES = 32
 REASON_LIMIT = 500  # characters
 SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
@@ -89,12 +90,16 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
 
 def to_plain(value: object) -> object:
     """A model as nested lists in field order."""
+    if type(value) in SCALARS:
+        return value
     if isinstance(value, Value):
         fields = value.__dict__
-        return [to_plain(fields[name]) for name in field_names(type(value))]
-    if isinstance(value, tuple | list):
-        return [item if type(item) in SCALARS else to_plain(item) for item in value]
-    return value
+        items: Iterable[object] = [fields[name] for name in field_names(type(value))]
+    elif isinstance(value, tuple | list):
+        items = value
+    else:
+        return value
+    return [item if type(item) in SCALARS else to_plain(item) for item in items]
 
 
 def pack(value: Value) -> bytes:

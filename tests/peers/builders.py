@@ -29,22 +29,9 @@ from peers.protocol.events import (
 )
 from peers.protocol.exchange import Exchange
 from peers.protocol.judge import Judge
-from peers.protocol.messages import (
-    Adopt,
-    Attempt,
-    Begin,
-    Commit,
-    Complete,
-    Held,
-    LeaseGrant,
-    Leaving,
-    Message,
-    Ready,
-    Round,
-    Share,
-    Unread,
-)
+from peers.protocol.messages import Adopt, Begin, Commit, Complete, LeaseGrant, Leaving, Message, Ready, Unread
 from peers.protocol.peer import Peer
+from peers.protocol.rounds import Attempt, Held, Holder, Round, Share, Stance
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.chunks import PayloadSize, split_evenly
@@ -145,8 +132,11 @@ def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any
         "seen": (),
     }
     said = fields | changes
+    held = said["held"].header.digest if said["held"] else None
+    told = {"position": said["position"], "peer": peer, "incarnation": said["incarnation"], "held": held}
+    stance = SimulatedKeys(peer).sign(Stance(last_attempt=said["last_attempt"], **told).text)
     mine = commitment(peer, said["incarnation"], said["position"]) if said["tokens"] else None
-    return Ready(**({"commitment": mine} | said))
+    return Ready(**({"commitment": mine, "stance": stance} | said))
 
 
 def trained(lease: Lease) -> Trained:
@@ -177,6 +167,18 @@ def of(effects: list[Effect], kind: type[Any]) -> list[Any]:
 def vote(header: Header, at: Attempt, peer: str, incarnation: int = 0) -> bytes:
     """The peer's signature of an entry, in an attempt."""
     return SimulatedKeys(peer).sign(ballot(header, at.name, incarnation).text)
+
+
+def holding(header: Header, at: Attempt, peer: str, incarnation: int = 0) -> Held:
+    """What a peer says that holds an entry."""
+    return Held(attempt=at, header=header, signature=vote(header, at, peer, incarnation))
+
+
+def holders_of(held: Held, peers: str) -> tuple[Holder, ...]:
+    """These peers have signed the entry, in the same attempt."""
+    return tuple(
+        Holder(peer=peer, attempt=held.attempt, signature=vote(held.header, held.attempt, peer)) for peer in peers
+    )
 
 
 def complete(header: Header, at: Attempt, peer: str, missed: tuple[tuple[str, int], ...] = ()) -> Complete:
@@ -305,11 +307,12 @@ class Rig:
         return Begin(attempt=at, round=round, seconds=TIMING.round_timeout, open=False, commitments=said)
 
     def held(self, number: int = 1, leader: str = "a", payload: bytes = PAYLOAD) -> Held:
-        return Held(attempt=self.attempt(number, leader), header=self.next_header(payload))
+        return holding(self.next_header(payload), self.attempt(number, leader), self.peer.me)
 
-    def adopt(self, number: int, held: Held, holders: str = "c", leader: str = "a") -> Adopt:
+    def adopt(self, number: int, held: Held, holders: str = "ac", leader: str = "a") -> Adopt:
         at = self.attempt(number, leader)
-        return Adopt(attempt=at, held=held, holders=tuple(holders), seconds=TIMING.round_timeout)
+        signed = holders_of(held, holders)
+        return Adopt(attempt=at, header=held.header, holders=signed, seconds=TIMING.round_timeout)
 
     def averaging(self) -> Rig:
         self.hear("a", self.begin())

@@ -9,13 +9,16 @@ from dataclasses import replace
 
 import pytest
 
+from peers.log.certificate import ballot
 from peers.log.header import Header, Member
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import Note, SendChunk, Trouble
-from peers.protocol.messages import Attempt, Begin, Commit, Held, Message, Ready
+from peers.protocol.messages import Begin, Commit, Message, Ready
+from peers.protocol.rounds import Attempt, Held
 from peers.protocol.schedule import Schedule
 from peers.protocol.states import State
 from peers.simulator.history import InvariantError
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.simulation import REACH_DELAY, Faults, Pair, Swarm
 from peers.values.wire import digest_of
 
@@ -290,7 +293,9 @@ def test_who_claims_to_hold_an_entry_that_nobody_can_fetch_costs_little() -> Non
         log = swarm.peers[sender].peer.log
         alone = Member(peer=sender, tokens=message.tokens, samples=message.samples, wants=message.wants)
         attempt = Attempt(position=log.position, number=message.last_attempt, leader=sender)
-        held = Held(attempt=attempt, header=log.next_header((alone,), digest_of(b"nothing")))
+        header = log.next_header((alone,), digest_of(b"nothing"))
+        text = ballot(header, attempt.name, message.incarnation).text
+        held = Held(attempt=attempt, header=header, signature=SimulatedKeys(sender).sign(text))
         return message.model_copy(update={"held": held})
 
     swarm.on_message = claim

@@ -21,7 +21,8 @@ from peers.protocol.effects import Dropped, Effect, FetchPayload, FetchSnapshot,
 from peers.protocol.events import Undelivered
 from peers.protocol.exchange import Exchange
 from peers.protocol.leader import Leader
-from peers.protocol.messages import Adopt, Attempt, Begin, Commit, Complete, Message, Ready
+from peers.protocol.messages import Adopt, Begin, Commit, Complete, Message, Ready
+from peers.protocol.rounds import Attempt
 from peers.protocol.slot import Slot
 from peers.protocol.states import State
 from peers.simulator.history import InvariantError
@@ -535,7 +536,7 @@ def commit_at_once(self: Leader, sender: str, complete: Complete, now: float) ->
     if running is None or running.attempt != complete.attempt:
         return []
     if isinstance(running, Adopt):
-        header = running.held.header
+        header = running.header
     else:
         header = self._log.next_header(running.round.entry_roster(dict(complete.missed)), complete.payload)
     signatures = {

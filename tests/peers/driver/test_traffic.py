@@ -29,8 +29,9 @@ from peers.protocol.events import (
     ReducedArrived,
     Tick,
 )
-from peers.protocol.messages import Abort, Attempt
+from peers.protocol.messages import Abort
 from peers.protocol.peer import Peer
+from peers.protocol.rounds import Attempt
 from peers.streams.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
 from peers.streams.lanes import FEWEST, MOST
 from peers.streams.throttle import Caps
@@ -851,6 +852,11 @@ def test_a_link_is_measured_both_ways() -> None:
             assert host.traffic.rate == 0, "nothing has come in yet"
             assert await a.send(2, b"A" * BLOCK)
             assert host.traffic.rate > 1
+            sent = sum(
+                host.buffers.chunk_bytes(said.chunk)[1] - host.buffers.chunk_bytes(said.chunk)[0]
+                for said in host.seen(ChunkSent)
+            )
+            assert (host.traffic.sent_bytes, host.traffic.received_bytes) == (sent, BLOCK)
             host.wire.caps = Caps(upload=1.0)
             assert host.traffic.rate == 1, "more than the owner allows, the link does not carry"
 

@@ -31,7 +31,7 @@ from peers.values.reach import Reach
 from peers.values.wire import pack, unpack
 from tests.peers.links.pairs import open_files, sorted_identities
 
-DEADLINE = 60.0  # seconds
+DEADLINE = 240.0  # seconds
 REFUSING = "127.0.0.1:1"  # where nobody listens
 
 

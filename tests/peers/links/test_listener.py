@@ -16,7 +16,7 @@ from peers.links.listener import Listener, network_of
 from peers.links.opening import Opening, Probe, pack_opening
 from tests.peers.links.pairs import open_files
 
-DEADLINE = 30.0  # seconds
+DEADLINE = 120.0  # seconds
 OPENING = Probe(ports=())
 
 

@@ -14,7 +14,7 @@ from peers.links import sockets
 from peers.links.sockets import dial, endpoint_of, endpoint_of_peer, listen, parse_endpoint, raise_file_limit
 from tests.peers.links.pairs import open_files
 
-DEADLINE = 20.0  # seconds
+DEADLINE = 120.0  # seconds
 
 
 @pytest.mark.parametrize(

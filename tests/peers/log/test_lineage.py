@@ -13,12 +13,25 @@ from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogState
 from peers.protocol.effects import Effect, TokensLost
 from peers.protocol.events import PayloadFetched, PayloadNotFetched, SnapshotRestored, TrainingProgress, Undelivered
-from peers.protocol.messages import Held, Refuse
+from peers.protocol.messages import Refuse
 from peers.protocol.peer import Peer
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
-from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, Rig, commit, first_log, inspect, of
+from tests.peers.builders import (
+    LOG,
+    PAYLOAD,
+    SETTINGS,
+    SIZE,
+    STATE,
+    TOKENS,
+    Rig,
+    commit,
+    first_log,
+    holding,
+    inspect,
+    of,
+)
 from tests.peers.protocol.test_peer import OTHER, ahead_by, at_second, fetching, told
 
 
@@ -183,7 +196,7 @@ def test_work_that_an_entry_handed_on_to_us_does_not_have_is_lost() -> None:
     rig = at_second().trained()
     log = rig.peer.log.in_state(STATE)
     header = log.next_header([one for one in rig.roster() if one.peer != "b"], PAYLOAD)
-    rig.hear("a", rig.adopt(2, Held(attempt=rig.attempt(1), header=header)))
+    rig.hear("a", rig.adopt(2, holding(header, rig.attempt(1), "c")))
     rig.do(PayloadFetched(header))
     assert lost(rig.hear("a", rig.commit(header))) == [("work", TOKENS)]
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.net.anchorage import Anchorage, AnchorsRequest
 from peers.presence.heartbeat import Heartbeat
-from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.streams.channel import RefusalError
 from peers.values.anchors import AnchoredHead, AnchoredHeads
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of, pack
+from tests.peers.net.told_network import Network
 from tests.peers.presence.test_heartbeat import heartbeat
 
 ORGANISER, FRIEND, STRANGER = (Identity.generate() for _ in range(3))
@@ -43,22 +43,6 @@ def anchorage(*heads: AnchoredHead) -> Anchorage:
 
 def beat_of(peer: Identity, anchors: bytes) -> Heartbeat:
     return heartbeat(peer=peer.peer_id, run=RUN, sequence=time.time_ns() // 1_000_000, anchors=anchors)
-
-
-class Network:
-    """One node's way to others, by name."""
-
-    def __init__(self, name: str, others: dict[str, Anchorage]) -> None:
-        self.peer_id = name
-        self.others = others
-        self.calls: list[str] = []
-        self.meddle: Callable[[bytes], bytes] = lambda answer: answer
-
-    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
-        self.calls.append(peer_id)
-        if peer_id not in self.others:
-            raise PeerUnreachableError(peer_id, "no answer in time")
-        return self.meddle(await self.others[peer_id].answer(self.peer_id, payload))
 
 
 def test_what_each_knows_gets_to_both_and_is_kept() -> None:

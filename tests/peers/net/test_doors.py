@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import msgpack
 import pytest
@@ -13,11 +12,12 @@ from peers.errors import RemoteProtocolError
 from peers.net.doors import STRANGERS_LIMIT, Doors, RevocationsRequest
 from peers.net.records import heartbeats_key, key_digest, manifest_key, record_is_valid
 from peers.presence.heartbeat import Heartbeat
-from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.streams.channel import RefusalError
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.tickets import Revocations, Ticket
 from peers.values.wire import pack
+from tests.peers.net.told_network import Network
 from tests.peers.presence.test_heartbeat import heartbeat
 
 ORGANISER, FRIEND, STRANGER = (Identity.generate() for _ in range(3))
@@ -112,22 +112,6 @@ class TestRecords:
             made.learn(other, is_ours=False)
         assert [made.of(other.run_id) is not None for other in others] == [False, False, True, True]
         assert made.of(RUN) is not None
-
-
-class Network:
-    """One node's way to others, by name."""
-
-    def __init__(self, name: str, others: dict[str, Doors]) -> None:
-        self.peer_id = name
-        self.others = others
-        self.calls: list[str] = []
-        self.meddle: Callable[[bytes], bytes] = lambda answer: answer
-
-    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
-        self.calls.append(peer_id)
-        if peer_id not in self.others:
-            raise PeerUnreachableError(peer_id, "no answer in time")
-        return self.meddle(await self.others[peer_id].answer(self.peer_id, payload))
 
 
 class TestRevocations:

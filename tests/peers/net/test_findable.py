@@ -36,7 +36,7 @@ class Network:
 async def until(condition: object, why: str) -> None:
     assert callable(condition)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not condition():
                 await asyncio.sleep(0)
     except TimeoutError:

@@ -17,7 +17,7 @@ from peers.net.daemon import to_peer_id
 from peers.net.foothold import Foothold
 from peers.values.identity import Identity
 
-DEADLINE = 30.0  # seconds
+DEADLINE = 120.0  # seconds
 PEERS = [Identity.generate().peer_id for _ in range(2)]
 ADDRESSES = [f"/ip4/11.0.0.{number}/tcp/1/p2p/{peer}" for number, peer in enumerate(PEERS, 1)]
 MOVED = NetworkChange(has_moved=True)

@@ -46,7 +46,7 @@ logging.getLogger("hivemind.dht.node").info("chatter")
 
 def run(code: str) -> str:
     """Output of Python code in a fresh interpreter. 60 s: importing torch takes a while on a loaded machine."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

@@ -8,7 +8,7 @@ import pytest
 
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
-from peers.presence.heartbeat import PeerState
+from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.presence import LINKS_PATIENCE, Presence
 from peers.values.reach import Reach
 from peers.values.wire import digest_of
@@ -55,6 +55,16 @@ def test_who_has_said_in_vain_that_it_is_further_comes_last_for_longer_and_longe
         assert claimant(presence, LOG) == "a"
 
 
+def test_leaders_that_failed_us_may_say_that_we_are_behind() -> None:
+    """Whoever gave them all up, and stayed behind, must not go on alone."""
+    presence = seeing()
+    ahead: dict[str, Any] = {"index": 2, "head": digest_of(b"the next")}
+    presence.membership.observe([beat(name, AHEAD, sequence=9, **ahead) for name in "ac"], 0.0)
+    for name in "ac":
+        presence.distrust(name)
+    assert presence.is_behind(AHEAD, Lineage(AHEAD))
+
+
 @pytest.mark.parametrize(
     ("names", "further", "waits"), [("ac", "ac", True), ("ac", "a", True), ("acd", "a", False), ("acd", "z", False)]
 )
@@ -68,14 +78,21 @@ def test_half_of_the_roster_that_is_here_may_say_that_we_are_behind(names: str, 
     assert presence.is_behind(log, Lineage(log)) is waits
 
 
-def test_who_joins_or_is_not_reached_or_failed_us_has_nothing_to_give() -> None:
+def test_who_joins_or_is_not_reached_has_nothing_to_give_and_who_failed_us_comes_last() -> None:
     assert claimant(seeing(state=PeerState.JOINING), LOG) is None
     presence = seeing()
     presence.reachability.observe({"c": Reach.NONE}, {})
     assert claimant(presence, LOG) == "a"
     presence.distrust("a")
-    assert claimant(presence, LOG) is None
+    assert claimant(presence, LOG) == "a", "as long as there is nobody else"
+    assert claimant(presence, AHEAD) is None
     assert presence.donors() == {"c"}
+    both = seeing()
+    both.distrust("c")
+    assert claimant(both, LOG) == "a"
+    both.gave_nothing("a")
+    both.gave_nothing("c")
+    assert claimant(both, LOG) is None
     presence.now = DISTRUST
     assert presence.distrusted == frozenset()
     presence.distrust("c")
@@ -116,6 +133,45 @@ def test_who_cannot_talk_with_others_leads_last() -> None:
     assert presence.elect(AHEAD, ("b",)) == "c"
 
 
+def voting(peer: str, log: LogState, vote: str) -> Heartbeat:
+    """What a peer says later on. Names are as short in these tests as no peer's is."""
+    return beat(peer, log, sequence=9).model_copy(update={"vote": vote})
+
+
+def test_whoever_gives_a_leader_up_alone_stays_with_it() -> None:
+    presence = seeing()
+    presence.membership.observe([voting(name, AHEAD, "a") for name in "ac"], 0.0)
+    presence.distrust("a")
+    assert (presence.elect(AHEAD, ("b",)), presence.vote) == ("a", "b"), "for now; others learn of our vote"
+    presence = seeing()
+    presence.distrust("a")
+    presence.membership.observe([voting("a", AHEAD, "a"), voting("c", AHEAD, "b")], 0.0)
+    assert presence.elect(AHEAD, ("b",)) == "b", "two of three have given it up"
+
+
+def test_votes_count_of_those_who_make_the_entry() -> None:
+    presence = seeing()
+    presence.membership.observe([voting(name, AHEAD, "c") for name in "defghi"], 0.0)
+    assert presence.elect(AHEAD, ("b",)) == "a", "the roster says who leads, and nobody of it votes for c"
+    presence.membership.observe([voting(name, AHEAD, "c") for name in "ac"], 0.0)
+    assert presence.elect(AHEAD, ("b",)) == "c", "two of three do"
+    presence.reachability.observe({"c": Reach.NONE}, {})
+    assert presence.elect(AHEAD, ("b",)) == "a", "we can't reach c"
+
+
+def test_before_the_first_entry_all_have_a_vote_and_it_is_of_one_place_in_the_log() -> None:
+    presence = seeing(LOG, names="")
+    presence.membership.observe([voting(name, LOG, "c") for name in "ac"], 0.0)
+    assert presence.elect(LOG, ("b",)) == "c"
+    assert presence.elect(AHEAD, ("b",)) == "a", "that was said of another place"
+
+
+def test_nobody_stays_with_a_leader_that_is_gone() -> None:
+    presence = seeing(names="")
+    presence.membership.observe([voting("c", AHEAD, "a")], 0.0)
+    assert presence.elect(AHEAD, ("b",)) == "b"
+
+
 def test_a_newcomer_first_looks_for_ways_to_those_who_live() -> None:
     presence = seeing()
     presence.reachability.observe({}, {}, frozenset({"c"}))
@@ -148,3 +204,14 @@ def test_what_was_found_out_is_found_out_anew_when_what_it_depends_on_changes() 
     presence.membership.unreachable("a")
     assert claimant(presence, LOG) is None
     assert presence.elect(AHEAD, ()) == "c"
+
+
+@pytest.mark.parametrize(
+    ("speeds", "usual"),
+    [((), 0.0), ((5.0,), 5.0), ((1e12, 5.0), 5.0), ((1e12, 5.0, 4.0), 5.0), ((1e12, 1e12, 3.0, 2.0), 3.0)],
+)
+def test_less_than_half_cannot_boast_for_all(speeds: tuple[float, ...], usual: float) -> None:
+    """Regression: whoever was late once stopped, if it was much slower than one said that it is."""
+    presence = seeing(names="")
+    presence.membership.observe([beat(f"peer{n}", AHEAD, speed=speed) for n, speed in enumerate(speeds)], 0.0)
+    assert presence.usual == usual

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.presence.election import ATTEMPT_LEAP
+from peers.presence.election import LATENESS, highest_attempt
 from peers.protocol.acceptor import Acceptor
 from peers.protocol.messages import Complete
 from tests.peers.builders import LOG, PAYLOAD, attempt, member
@@ -39,14 +39,14 @@ def test_a_pledge_to_another_leader_leaves_room_for_what_the_first_may_still_beg
         ("c", 3, "c", False),
         ("c", 3, "a", False),
         ("a", 3, "c", False),
-        ("a", 2 + ATTEMPT_LEAP, "a", True),
-        ("a", 3 + ATTEMPT_LEAP, "a", False),
+        ("a", highest_attempt(5.0 + LATENESS), "a", True),
+        ("a", highest_attempt(5.0 + LATENESS) + 1, "a", False),
     ],
 )
 def test_only_a_later_attempt_of_our_leader_is_joined(sender: str, number: int, leader: str, joins: bool) -> None:
     acceptor = pledged()
     acceptor.last_attempt = 2
-    assert acceptor.may_join(sender, attempt(LOG, number, leader)) is joins
+    assert acceptor.may_join(sender, attempt(LOG, number, leader), seconds=5.0) is joins
 
 
 def test_what_is_held_is_said_once_to_all_in_each_attempt() -> None:

@@ -7,7 +7,7 @@ import pytest
 from peers.log.certificate import Certificate, Proof
 from peers.protocol.acceptor import MEMORY, Memory
 from peers.protocol.certifier import FANOUT, OPEN_LIMIT, Certifier, told_by
-from peers.protocol.effects import Apply, FetchPayload
+from peers.protocol.effects import Apply, Dropped, FetchPayload
 from peers.protocol.messages import Abort, Commit, Complete
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
@@ -46,11 +46,30 @@ def test_whoever_has_the_certificate_is_believed_that_what_we_hold_is_committed(
     assert rig.peer.lineage.entries[-1] == header
 
 
+def waiting(rig: Rig, seconds: float) -> Rig:
+    """Ready for so long, while all others are here."""
+    until = rig.now + seconds
+    while rig.now < until:
+        rig.tick()
+        rig.see()
+    return rig
+
+
+def test_nobody_goes_on_alone_with_a_leader_while_most_are_here() -> None:
+    """Else a leader that lies would make any entry of its own, and need no more signatures than one."""
+    rig = waiting(at_second().trained(), TIMING.partition_grace / 2)
+    begin = rig.begin()
+    alone = begin.attempt.model_copy(update={"alone": True})
+    said = begin.model_copy(update={"attempt": alone, "round": round_of(alone, rig.roster())})
+    assert [dropped.what for dropped in of(rig.hear("a", said), Dropped)] == ["begin"]
+    assert rig.is_in(State.READY)
+
+
 def test_with_too_few_signatures_the_leader_of_our_attempt_alone_is_believed() -> None:
     """It is the only judge of whether a minority goes on; nobody else's minority is ours. Of a majority's attempt not
     even the leader is believed without signatures."""
     for is_alone in (False, True):
-        rig = at_second().trained()
+        rig = waiting(at_second().trained(), TIMING.partition_grace)
         begin = rig.begin()
         ours = begin.attempt.model_copy(update={"alone": is_alone})
         rig.hear("a", begin.model_copy(update={"attempt": ours, "round": round_of(ours, rig.roster())}))

@@ -25,7 +25,8 @@ from peers.protocol.events import (
     ReducedArrived,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
-from peers.protocol.messages import Attempt, Holding, Round, Want
+from peers.protocol.messages import Holding, Want
+from peers.protocol.rounds import Attempt, Round
 from peers.values.wire import digest_of
 from tests.peers.builders import PAYLOAD, TOKENS, attempt, first_log, member, round_of
 

@@ -12,10 +12,11 @@ from peers.log.certificate import Proof
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState, _grants
-from peers.presence.election import ATTEMPT_LEAP
+from peers.presence.election import highest_attempt
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
 from peers.protocol.certifier import Certifier
+from peers.protocol.claims import is_disclaimed
 from peers.protocol.commitment import Evidence
 from peers.protocol.effects import Dropped, Effect
 from peers.protocol.gathering import OVERTAKING_LIMIT
@@ -28,17 +29,19 @@ from peers.protocol.messages import (
     Commit,
     Compare,
     Complete,
-    Held,
     LeaseGrant,
     LeaseRequest,
     Refuse,
     Waiting,
 )
+from peers.protocol.rounds import Held
 from peers.protocol.schedule import MARGIN, Schedule
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG as EMPTY
+from tests.peers.builders import (
+    LOG as EMPTY,
+)
 from tests.peers.builders import (
     PAYLOAD,
     SETTINGS,
@@ -51,6 +54,8 @@ from tests.peers.builders import (
     complete,
     evidence,
     first_log,
+    holders_of,
+    holding,
     judge,
     member,
     of,
@@ -85,7 +90,8 @@ class Lead:
         self.now = 0.0
         self.starts: dict[str, int] = {}
         self.silent = ""
-        """Who lives, and says no more that it is ready."""
+        """Who lives, and says no more that it is ready, or waits."""
+        self._waits: dict[str, Waiting] = {}
 
     def live(self, names: str) -> dict[str, Heartbeat]:
         return {name: beat(name, self.log, incarnation=self.starts.get(name, 0)) for name in names}
@@ -107,8 +113,11 @@ class Lead:
         return effects + self._pass(after, live, departed)
 
     def _pass(self, seconds: float, live: str, departed: Collection[str]) -> list[Effect]:
-        """Those who live and are ready say so again and again."""
+        """Those who live and are ready, or wait, say so again and again."""
         self.now += seconds
+        for name, waiting in self._waits.items():
+            if self.leader._is_running(waiting.attempt) and name not in self.silent and not waiting.unreached:
+                assert self.leader.on_waiting(name, waiting, self.now) == []
         if not self.leader.running:
             for name, said in list(self.leader._ready.items()):
                 if name not in self.silent:
@@ -124,7 +133,7 @@ class Lead:
         self, peer: str, running: Begin | Adopt, payload: bytes = PAYLOAD, missed: tuple[tuple[str, int], ...] = ()
     ) -> list[Effect]:
         try:
-            header = running.held.header if isinstance(running, Adopt) else self.header(running, payload, missed)
+            header = running.header if isinstance(running, Adopt) else self.header(running, payload, missed)
             said = complete(header, running.attempt, peer, missed).model_copy(update={"payload": payload})
         except LogError:
             said = Complete(attempt=running.attempt, payload=payload, missed=missed, signature=bytes(64))
@@ -142,6 +151,7 @@ class Lead:
         self, peer: str, running: Begin | Adopt, missing: str, moved: int = 0, unreached: str = ""
     ) -> list[Effect]:
         waiting = Waiting(attempt=running.attempt, missing=tuple(missing), moved=moved, unreached=tuple(unreached))
+        self._waits[peer] = waiting
         return self.leader.on_waiting(peer, waiting, self.now)
 
     def accuse(self, peer: str, running: Begin | Adopt, accused: str, shown: Evidence | None = None) -> list[Effect]:
@@ -368,6 +378,17 @@ def test_a_member_that_left_the_attempt_ends_it() -> None:
     lead.begun()
     assert [peer for peer, _ in sends(lead.ready("b", last_attempt=1), Abort)] == ["a", "b", "c"]
     assert not lead.leader.running
+
+
+def test_a_member_that_leaves_one_attempt_after_another_ends_none_of_them() -> None:
+    lead = Lead()
+    lead.begun()
+    lead.ready("b", last_attempt=1)
+    lead.ready("ac", last_attempt=1)
+    [attempt] = {begin.attempt for _, begin in sends(lead.tick(), Begin)}
+    effects = lead.ready("b", last_attempt=attempt.number)
+    assert [peer for peer, _ in sends(effects, Abort)] == ["b"]
+    assert {begin.round.lost for _, begin in sends(effects, Begin)} == {("b",)}
 
 
 # Somebody is lost ----------------------------------------------------------------------------------------------
@@ -598,6 +619,18 @@ def test_the_silent_are_those_who_hold_an_attempt_up() -> None:
     effects = lead.tick(after=HELD_UP)
     goes_on(effects, "ab", lost="c")
     assert "held up by c" in sends(effects, Abort)[0][1].reason
+
+
+def test_who_said_once_that_it_waits_is_silent_too() -> None:
+    """Regression: a member that has concluded, and tells nobody, was believed for as long as the attempt lasted. The
+    leader took itself for the one that holds it up."""
+    lead = Lead()
+    begin = lead.begun()
+    lead.silent = "c"
+    lead.waiting("c", begin, missing="a")
+    lead.complete("a", begin)
+    lead.complete("b", begin)
+    goes_on(lead.tick(after=HELD_UP), "ab", lost="c")
 
 
 def test_each_attempt_has_its_time() -> None:
@@ -975,8 +1008,14 @@ def test_an_aborted_round_is_gone_on_with() -> None:
     assert not new_round(lead)
 
 
-def held(number: int, payload: bytes, leader: str = "a") -> Held:
-    return Held(attempt=attempt(LOG, number, leader), header=LOG.next_header(ROSTER[:2], payload))
+def held(number: int, payload: bytes, leader: str = "a", by: str = "c") -> Held:
+    return holding(LOG.next_header(ROSTER[:2], payload), attempt(LOG, number, leader), by)
+
+
+def hold(lead: Lead, names: str, number: int, payload: bytes, last: int, leader: str = "a", **changes: Any) -> None:
+    """These say Ready, and that they hold an entry since this attempt."""
+    for name in names:
+        lead.ready(name, last_attempt=last, held=held(number, payload, leader, name), **changes)
 
 
 def adopts(effects: list[Effect]) -> tuple[str, Adopt]:
@@ -984,54 +1023,117 @@ def adopts(effects: list[Effect]) -> tuple[str, Adopt]:
     return "".join(peer for peer, _ in found), found[0][1]
 
 
-def handing_on(holders: str = "c", names: str = "abc") -> tuple[Lead, Adopt]:
+def handing_on(holders: str = "bc", names: str = "abc") -> tuple[Lead, Adopt]:
     lead = Lead()
     lead.ready([name for name in names if name not in holders], last_attempt=1)  # type: ignore[arg-type]
-    lead.ready(holders, last_attempt=1, held=held(1, PAYLOAD))
-    return lead, adopts(lead.tick())[1]
+    hold(lead, holders, 1, PAYLOAD, last=1)
+    return lead, adopts(lead.tick(live=names.replace("a", "")))[1]
 
 
 def test_the_latest_entry_held_is_handed_on() -> None:
     lead = Lead()
-    lead.ready("a", last_attempt=2)
-    lead.ready("b", last_attempt=2, held=held(1, OTHER))
-    lead.ready("c", last_attempt=2, held=held(2, PAYLOAD))
-    to, adopt = adopts(lead.tick())
-    assert to == "abc"
-    assert (adopt.attempt, adopt.held, adopt.holders) == (attempt(LOG, 3), held(2, PAYLOAD), ("c",))
+    hold(lead, "a", 1, OTHER, last=2)
+    hold(lead, "b", 2, PAYLOAD, last=2)
+    to, adopt = adopts(lead.tick(live="b"))
+    assert to == "ab"
+    assert (adopt.attempt, adopt.header) == (attempt(LOG, 3), held(2, PAYLOAD).header)
+    assert adopt.holders == holders_of(held(2, PAYLOAD), "b")
     assert adopt.seconds == TIMING.round_timeout
-    assert sends(lead.all_complete("abc", adopt), Commit)[0][1].header == held(2, PAYLOAD).header
+    assert sends(lead.all_complete("ab", adopt), Commit)[0][1].header == held(2, PAYLOAD).header
 
 
-def test_an_entry_held_goes_before_a_round_that_could_go_on() -> None:
+def test_an_entry_that_may_be_committed_goes_before_a_round_that_could_go_on() -> None:
+    lead = Lead()
+    lead.ready("a", last_attempt=1, round=EARLIER)
+    hold(lead, "bc", 1, PAYLOAD, last=1, leader="c", round=EARLIER)
+    assert adopts(lead.tick())[0] == "abc"
+
+
+def test_a_round_goes_on_if_what_few_hold_of_it_was_not_committed() -> None:
+    """Two of three say that they have not signed it, and will not. The third has its whole payload to give."""
     lead = Lead()
     lead.ready("ab", last_attempt=1, round=EARLIER)
-    lead.ready("c", last_attempt=1, round=EARLIER, held=held(1, PAYLOAD, "c"))
-    assert adopts(lead.tick())[0] == "abc"
+    hold(lead, "c", 1, PAYLOAD, last=1, leader="c", round=EARLIER)
+    goes_on(lead.tick(), "abc", lost="")
+
+
+def test_who_holds_what_was_not_committed_is_shown_so() -> None:
+    lead = Lead()
+    lead.ready("ab", last_attempt=1)
+    hold(lead, "c", 1, PAYLOAD, last=1)
+    begins = sends(lead.tick(), Begin)
+    assert [peer for peer, _ in begins] == ["a", "b", "c"]
+    certifier = Certifier(SimulatedKeys("c"), LOG, dict)
+    assert is_disclaimed(certifier, LOG, held(1, PAYLOAD), begins[0][1])
+
+
+def test_where_nobody_holds_anything_nothing_is_shown() -> None:
+    assert Lead().begun().disclaimers == ()
+
+
+def test_a_leader_knows_that_what_it_alone_holds_was_not_committed() -> None:
+    lead = Lead()
+    hold(lead, "a", 1, PAYLOAD, last=1)
+    lead.ready("bc", last_attempt=1)
+    assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b", "c"]
+
+
+def test_a_claim_without_a_good_signature_is_none() -> None:
+    for forged in (held(1, PAYLOAD, by="b"), held(1, PAYLOAD).model_copy(update={"attempt": attempt(LOG, 2)})):
+        lead = Lead()
+        lead.ready("a", last_attempt=1)
+        lead.ready("c", last_attempt=1, held=forged)
+        assert sends(lead.tick(live="c"), Begin)
+
+
+def test_no_single_signature_makes_an_entry_late() -> None:
+    """What one liar has signed in a late attempt, and another peer in an early one, gives way to what two hold since an
+    attempt between."""
+    log = LOG.append(LOG.next_header([*ROSTER, member("d", 120, 140), member("e", 140, 160)], PAYLOAD))
+    lead = Lead(log)
+    entries = [log.next_header([log.expected("a")], payload) for payload in (PAYLOAD, OTHER)]
+    for name, number, header in (
+        ("a", 5, entries[0]),
+        ("b", 5, entries[0]),
+        ("c", 3, entries[1]),
+        ("d", 9, entries[1]),
+    ):
+        lead.ready(name, last_attempt=9, held=holding(header, attempt(log, number), name))
+    assert adopts(lead.tick(live="bcd"))[1].header == entries[0]
+
+
+def test_others_that_are_at_work_are_waited_for_if_they_may_not_hold_it() -> None:
+    """What one of two holds may be committed, if the third holds it; and is not, if it does not."""
+    lead = Lead()
+    lead.ready("a", last_attempt=1)
+    hold(lead, "b", 1, PAYLOAD, last=1)
+    lead.leader.grace = 0.0
+    assert lead.tick(live="bc") == []
+    assert lead.tick(live="bc", after=SCHEDULE.hopeless - STEP) == []
+    assert adopts(lead.tick(live="bc", after=STEP))[0] == "ab"
 
 
 def test_all_who_hold_an_entry_are_named() -> None:
     lead = Lead()
     lead.ready("a", last_attempt=2)
-    lead.ready("b", last_attempt=2, held=held(1, PAYLOAD, "b"))
-    lead.ready("c", last_attempt=2, held=held(2, PAYLOAD, "c"))
-    assert adopts(lead.tick())[1].holders == ("b", "c")
+    hold(lead, "b", 1, PAYLOAD, last=2, leader="b")
+    hold(lead, "c", 2, PAYLOAD, last=2, leader="c")
+    assert adopts(lead.tick())[1].donors == ("b", "c")
 
 
 def test_a_higher_leader_breaks_the_tie_between_attempts() -> None:
     lead = Lead()
-    lead.ready("a", last_attempt=1)
-    lead.ready("b", last_attempt=1, held=held(1, OTHER, "a"))
-    lead.ready("c", last_attempt=1, held=held(1, PAYLOAD, "b"))
-    assert adopts(lead.tick())[1].held == held(1, PAYLOAD, "b")
+    hold(lead, "a", 1, OTHER, last=1, leader="a")
+    hold(lead, "b", 1, PAYLOAD, last=1, leader="b")
+    assert adopts(lead.tick(live="b"))[1].header == held(1, PAYLOAD, "b").header
 
 
 def test_what_does_not_follow_from_the_log_is_not_handed_on() -> None:
     lead = Lead()
     forged = held(1, PAYLOAD).header.model_copy(update={"cursor": 7})
-    lead.ready("ab")
-    lead.ready("c", held=Held(attempt=attempt(LOG), header=forged))
-    effects = lead.tick()
+    lead.ready("a")
+    lead.ready("c", held=holding(forged, attempt(LOG), "c"))
+    effects = lead.tick(live="c")
     assert sends(effects, Begin)
     assert not sends(effects, Adopt)
 
@@ -1047,25 +1149,26 @@ def test_who_says_complete_when_an_entry_is_handed_on_means_that_entry() -> None
 
 def test_an_entry_is_handed_on_without_who_is_lost() -> None:
     lead, adopt = handing_on(holders="bc")
-    assert adopt.holders == ("b", "c")
+    assert adopt.donors == ("b", "c")
     effects = lead.gone("c")
     to, second = adopts(effects)
-    assert (to, second.holders, second.attempt.number) == ("ab", ("b",), 3)
+    assert (to, second.attempt.number) == ("ab", 3)
+    assert second.holders == adopt.holders, "what c has signed still shows that it may have been committed"
     assert [peer for peer, _ in sends(effects, Abort)] == ["c"]
     assert len(sends(lead.all_complete("ab", second), Commit)) == 2
 
 
 def test_without_a_holder_the_attempt_is_over() -> None:
-    lead, _ = handing_on(holders="c")
-    assert [peer for peer, _ in sends(lead.gone("c"), Abort)] == ["a", "b", "c"]
+    lead, _ = handing_on(holders="c", names="ac")
+    assert [peer for peer, _ in sends(lead.gone("c"), Abort)] == ["a", "c"]
     assert not lead.leader.running
 
 
 def test_handing_on_has_the_manifests_time() -> None:
     """How large a part of it is to be fetched by how many is not foreseen."""
     lead = Lead()
-    lead.ready("ab", last_attempt=1, rate=10**9)
-    lead.ready("c", last_attempt=1, rate=10**9, held=held(1, PAYLOAD))
+    lead.ready("a", last_attempt=1, rate=10**9)
+    hold(lead, "bc", 1, PAYLOAD, last=1, rate=10**9)
     _, adopt = adopts(lead.tick())
     lead.complete("a", adopt)
     lead.complete("c", adopt)
@@ -1099,9 +1202,9 @@ class TestPromises:
         """Regression: a Ready with the last possible number raised pydantic's error at the next attempt."""
         lead = Lead()
         lead.ready("ab")
-        for beyond in (2**62 - 1, ATTEMPT_LEAP + 1):
+        for beyond in (2**62 - 1, highest_attempt(lead.now) + 1):
             effects = lead.ready("c", last_attempt=beyond)
-            assert sends(effects, Refuse), "c starts again from our state, and from the number 0"
+            assert not sends(effects, Refuse), "a liar may have brought it there: its work is good"
             assert of(effects, Dropped)
         assert lead.tick() == []
         lead.ready("c")
@@ -1161,7 +1264,7 @@ def test_who_started_again_need_not_sign_as_the_one_that_it_was() -> None:
 
 def held_by(lead: Lead, number: int, payload: bytes, alone: bool) -> Held:
     at = attempt(LOG, number, "c").model_copy(update={"alone": alone})
-    return Held(attempt=at, header=lead.log.next_header(ROSTER, payload))
+    return holding(lead.log.next_header(ROSTER, payload), at, "b" if alone else "a")
 
 
 def test_what_a_majority_may_have_committed_is_handed_on_before_what_a_minority_holds() -> None:
@@ -1170,9 +1273,8 @@ def test_what_a_majority_may_have_committed_is_handed_on_before_what_a_minority_
     lead = Lead()
     for name, held in (("a", held_by(lead, 1, PAYLOAD, alone=False)), ("b", held_by(lead, 7, OTHER, alone=True))):
         lead.ready(name, held=held, last_attempt=7)
-    lead.ready("c", last_attempt=7)
-    adopt = sends(lead.tick(), Adopt)[0][1]
-    assert (adopt.held.header.payload, adopt.holders) == (PAYLOAD, ("a",))
+    adopt = sends(lead.tick(live="b"), Adopt)[0][1]
+    assert (adopt.header.payload, adopt.donors) == (PAYLOAD, ("a",))
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

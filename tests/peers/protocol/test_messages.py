@@ -25,7 +25,6 @@ from peers.protocol.messages import (
     Complete,
     Elsewhere,
     Excluded,
-    Held,
     Holding,
     Inquire,
     LeaseGrant,
@@ -34,13 +33,12 @@ from peers.protocol.messages import (
     Message,
     Ready,
     Refuse,
-    Round,
-    Share,
     Unread,
     Waiting,
     Want,
 )
 from peers.protocol.packing import FIELDS, PLACE, RELATIVE, Packer, open_envelope, pack_message, unpack_message
+from peers.protocol.rounds import Round, Share
 from peers.protocol.signed_averages import Averaged, Origin
 from peers.values.leases import SampleRange
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError
@@ -53,6 +51,8 @@ from tests.peers.builders import (
     commitment,
     commitments,
     first_log,
+    holders_of,
+    holding,
     member,
     ready,
     round_of,
@@ -60,7 +60,7 @@ from tests.peers.builders import (
 
 LOG = first_log()
 HEADER = LOG.next_header([member("a", 60, 80), member("b", 80, 100)], PAYLOAD)
-HELD = Held(attempt=attempt(LOG), header=HEADER)
+HELD = holding(HEADER, attempt(LOG), "a")
 ROUND = round_of(attempt(LOG), HEADER.roster, lost=["b"])
 EVIDENCE = Evidence(
     commitment=commitment("b", 0, LOG.position),
@@ -73,7 +73,7 @@ MESSAGES: tuple[Message, ...] = (
     LeaseGrant(position=LOG.position, samples=(SampleRange(1, 2),), steps=3),
     ready(LOG, "a", held=HELD, round=ROUND, rate=10**9, relayed=("b",), unreached=("c",), seen=(("b", 5),)),
     Begin(attempt=attempt(LOG, 2), round=ROUND, seconds=12.5, open=True, commitments=commitments(ROUND)),
-    Adopt(attempt=attempt(LOG, 2), held=HELD, holders=("a", "c"), seconds=12.5),
+    Adopt(attempt=attempt(LOG, 2), header=HEADER, holders=holders_of(HELD, "ac"), seconds=12.5),
     Holding(attempt=attempt(LOG), chunks=chunk_set([0, 5, 300])),
     Want(attempt=attempt(LOG), reduced=chunk_set([1]), own=chunk_set([])),
     Waiting(attempt=attempt(LOG), missing=("b", "c"), moved=7, unreached=("c",)),
@@ -285,20 +285,34 @@ def test_a_round_is_checked_field_by_field(round: object, field: str) -> None:
         assert field in refused(of(Ready), "round", round)
 
 
+NAME = [1, "a", False]
+
+
 @pytest.mark.parametrize(
-    "holders", [[b"", []], [b"", ["a"] * (MEMBER_LIMIT + 1)], [b"", [""]], "ab"], ids=lambda holders: str(holders)[:10]
+    "holders",
+    [
+        [[[0, NAME, bytes(64)]] * (MEMBER_LIMIT + 1)],
+        [[[3, NAME, bytes(64)]]],
+        [[["", NAME, bytes(64)]]],
+        [[[0, NAME, bytes(63)]]],
+        [[[0, [1, "a"], bytes(64)]]],
+        "ab",
+    ],
+    ids=lambda holders: str(holders)[:20],
 )
-def test_an_entry_is_adopted_from_somebody(holders: object) -> None:
+def test_who_holds_an_entry_is_named_with_its_signature(holders: object) -> None:
     assert "Adopt.holders" in refused(of(Adopt), "holders", holders)
 
 
 def test_an_entry_is_adopted_whole() -> None:
-    assert "Adopt.held" in refused(of(Adopt), "held", None)
-    name, (previous, fragment, state, turnout, payload) = body_of(of(Adopt))[PLACE + 1]
-    assert "payload" in refused(of(Adopt), "held", [name, [previous, fragment, state, turnout, payload[:31]]])
-    assert "does not follow" in refused(of(Adopt), "held", [name, [STATE, fragment, state, turnout, payload]])
-    assert "nobody" in refused(of(Adopt), "held", [name, [previous, fragment, state, NOBODY, payload]])
-    assert "fragment 1" in refused(of(Adopt), "held", [name, [previous, 1, state, turnout, payload]])
+    assert "Adopt.header" in refused(of(Adopt), "header", None)
+    previous, fragment, state, turnout, payload = body_of(of(Adopt))[PLACE + 1]
+    assert "payload" in refused(of(Adopt), "header", [previous, fragment, state, turnout, payload[:31]])
+    assert "does not follow" in refused(of(Adopt), "header", [STATE, fragment, state, turnout, payload])
+    assert "nobody" in refused(of(Adopt), "header", [previous, fragment, state, NOBODY, payload])
+    assert "fragment 1" in refused(of(Adopt), "header", [previous, 1, state, turnout, payload])
+    name, outcome, _ = body_of(of(Ready))[list(Ready.model_fields).index("held") + PLACE - 1]
+    assert "Ready.held" in refused(of(Ready), "held", [name, outcome, bytes(63)])
 
 
 @pytest.mark.parametrize(

@@ -14,23 +14,28 @@ from peers.log.header import MEMBER_LIMIT, Member
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogError, LogState
 from peers.presence.reachability import SEEN_LIMIT
-from peers.protocol.messages import (
-    Adopt,
-    Begin,
-    Commit,
-    Complete,
-    Held,
-    Inquire,
-    Message,
+from peers.protocol.messages import Adopt, Begin, Commit, Complete, Inquire, Message, Unread, Waiting
+from peers.protocol.packing import DEFLATED_FROM, RELATIVE, Packer, pack_message, unpack_message
+from peers.protocol.rounds import (
+    Holder,
     Round,
     Share,
-    Unread,
-    Waiting,
 )
-from peers.protocol.packing import DEFLATED_FROM, RELATIVE, Packer, pack_message, unpack_message
 from peers.values.leases import prefix, sample_count
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, digest_of
-from tests.peers.builders import LOG, PAYLOAD, RUN, SETTINGS, attempt, commitments, first_log, ready, sends
+from tests.peers.builders import (
+    LOG,
+    PAYLOAD,
+    RUN,
+    SETTINGS,
+    attempt,
+    commitments,
+    first_log,
+    holding,
+    ready,
+    sends,
+    vote,
+)
 from tests.peers.protocol.test_messages import HEADER, MESSAGES
 from tests.peers.protocol.test_peer import at_second
 
@@ -126,7 +131,7 @@ def test_what_is_told_to_many_is_packed_once() -> None:
 
 
 def test_a_message_about_two_positions_is_not_packed() -> None:
-    other = Held(attempt=attempt(OTHER), header=HEADER)
+    other = holding(HEADER, attempt(OTHER), "a")
     with pytest.raises(LogError, match="in a message about"):
         pack_message(RUN, ready(FIRST, "a", held=other), FIRST)
 
@@ -210,8 +215,11 @@ def size(message: Message) -> int:
 def test_what_is_said_to_a_thousand_members_is_small(absent: int, unequal: int, for_round: int, for_entry: int) -> None:
     round = round_in(CROWD, absent, unequal)
     header = CROWD.next_header(round.roster, PAYLOAD)
-    held = Held(attempt=attempt(CROWD), header=header)
+    held = holding(header, attempt(CROWD), NAMES[3])
     missing = tuple(sorted(round.peers[1:]))
+    signed = tuple(
+        Holder(peer=peer, attempt=held.attempt, signature=vote(header, held.attempt, peer)) for peer in missing
+    )
     seen = tuple((peer, 10**7) for peer in NAMES[:SEEN_LIMIT])
     messages: dict[str, tuple[Message, int]] = {
         "begin": (Begin(attempt=attempt(CROWD, 2), round=round, seconds=1.0, open=False, commitments=()), for_round),
@@ -220,9 +228,12 @@ def test_what_is_said_to_a_thousand_members_is_small(absent: int, unequal: int, 
             for_round + 116 * len(round.contributors),
         ),
         "commit": (Commit(header=header, certificate=None), for_entry),
-        "adopt": (Adopt(attempt=attempt(CROWD, 2), held=held, holders=missing, seconds=1.0), for_entry + 350),
+        "adopt": (
+            Adopt(attempt=attempt(CROWD, 2), header=header, holders=signed, seconds=1.0),
+            for_entry + 110 * len(signed),
+        ),
         "ready": (ready(CROWD, NAMES[3], seen=seen), 700),
-        "in a takeover": (ready(CROWD, NAMES[3], held=held, round=round), for_round + for_entry + 100),
+        "in a takeover": (ready(CROWD, NAMES[3], held=held, round=round), for_round + for_entry + 170),
         "waiting": (Waiting(attempt=attempt(CROWD), missing=missing, moved=9, unreached=()), 350),
         "complete": (
             Complete(attempt=attempt(CROWD), payload=PAYLOAD, missed=((NAMES[5], 3),), signature=bytes(range(64))),

@@ -17,7 +17,6 @@ from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.effects import Apply
 from peers.protocol.events import Applied, PayloadFetched
 from peers.protocol.internal import EntryMade
-from peers.protocol.messages import Adopt
 from peers.protocol.part import Part, Row, Table
 from peers.protocol.replica import Replica
 from peers.protocol.states import State
@@ -26,7 +25,7 @@ from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, Rig, co
 from tests.peers.protocol.test_peer import IN_STATE, MOVES, at_second
 
 EVENTS = {event for part in PARTS for rows in part.TABLE.values() for event in rows}
-PAIRS = [(part, state, event) for part in PARTS for state in part.TABLE for event in sorted(EVENTS, key=str)]
+STATES = [(part, state) for part in PARTS for state in part.TABLE]
 
 
 def part_of(rig: Rig, kind: type[Part]) -> Part:
@@ -37,9 +36,19 @@ def named(value: object) -> str:
     return value.__name__ if isinstance(value, type) else str(value)
 
 
-@pytest.mark.parametrize(("part", "state", "event"), PAIRS, ids=named)
-def test_what_is_not_in_the_table_is_ours_to_mend_or_late(part: type[Part], state: StrEnum, event: type) -> None:
+@pytest.mark.parametrize(("part", "state"), STATES, ids=named)
+def test_what_is_not_in_the_table_is_ours_to_mend_or_late(part: type[Part], state: StrEnum) -> None:
     """All pairs of state and event: each has a row, or raises, or changes nothing."""
+    wrong = {}
+    for event in EVENTS:
+        try:
+            has_a_row_or_is_out_of_turn(part, state, event)
+        except (Exception, pytest.fail.Exception) as error:
+            wrong[event.__name__] = repr(error)
+    assert not wrong
+
+
+def has_a_row_or_is_out_of_turn(part: type[Part], state: StrEnum, event: type) -> None:
     row = part.TABLE[state].get(event)
     if row is not None:
         assert callable(getattr(part, row.method))
@@ -86,7 +95,7 @@ def test_no_part_goes_where_its_table_does_not_lead() -> None:
 def hands_an_entry_on(rig: Rig) -> None:
     """Of its own round, which another leader begins anew."""
     rig.averaging().holding()
-    rig.hear("a", Adopt(attempt=rig.attempt(2), held=rig.held(1), holders=("b",), seconds=10.0))
+    rig.hear("a", rig.adopt(2, rig.held(1), holders="b"))
 
 
 def makes_two_entries_at_once() -> None:

@@ -15,6 +15,7 @@ from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
+from peers.presence.standing import FORGIVEN
 from peers.protocol.chunk_sets import chunk_set
 from peers.protocol.commitment import ChunkProof, Evidence
 from peers.protocol.effects import (
@@ -23,6 +24,7 @@ from peers.protocol.effects import (
     FetchLineage,
     FetchPayload,
     FetchSnapshot,
+    Note,
     OpenRound,
     SendChunk,
     Stop,
@@ -32,6 +34,7 @@ from peers.protocol.effects import (
 from peers.protocol.events import (
     AnchorsSeen,
     Applied,
+    AverageRefuted,
     BadBlocks,
     ChunkSent,
     ChunksUnsent,
@@ -60,13 +63,11 @@ from peers.protocol.messages import (
     Abort,
     Accuse,
     Adopt,
-    Attempt,
     Begin,
     Commit,
     Complete,
     Elsewhere,
     Excluded,
-    Held,
     Holding,
     Inquire,
     LeaseGrant,
@@ -75,9 +76,13 @@ from peers.protocol.messages import (
     Message,
     Ready,
     Refuse,
-    Round,
     Waiting,
     Want,
+)
+from peers.protocol.rounds import (
+    Attempt,
+    Holder,
+    Round,
 )
 from peers.protocol.schedule import Schedule
 from peers.protocol.slot import SlotState
@@ -103,6 +108,8 @@ from tests.peers.builders import (
     commitment,
     commitments,
     first_log,
+    holders_of,
+    holding,
     leaving,
     member,
     of,
@@ -110,6 +117,7 @@ from tests.peers.builders import (
     round_of,
     sends,
     trained,
+    vote,
 )
 
 OTHER = digest_of(b"another payload")
@@ -449,6 +457,7 @@ LATE_NEWS: list[Event] = [
     PayloadFetched(HEADER),
     PayloadNotFetched(HEADER, "gone"),
     RateMeasured(1000),
+    AverageRefuted(LATE, "c", 0),
 ]
 
 
@@ -609,7 +618,8 @@ def test_no_entry_of_another_fragment_is_taken_over() -> None:
     slot.take(WorkDone(trained((SampleRange(20, 40),))))
     slot.acceptor.pledge("a")
     name = Attempt(position=log.of(1).position, number=1, leader="a")
-    slot.take(Adopt(attempt=name, held=Held(attempt=name, header=skipped), holders=("a",), seconds=10.0), "a")
+    signed = Holder(peer="a", attempt=name, signature=vote(skipped, name, "a"))
+    slot.take(Adopt(attempt=name, header=skipped, holders=(signed,), seconds=10.0), "a")
     assert slot.state is SlotState.READY
     assert slot.acceptor.held is None
 
@@ -688,7 +698,7 @@ def test_no_attempt_that_changes_our_offer() -> None:
 def test_no_attempt_that_our_ready_did_not_promise() -> None:
     rig = at_second().trained()
     rig.hear("a", Abort(attempt=rig.attempt(4), reason="say Ready for a later attempt"))
-    for number in (0, 1, 4, 5 + 2**32, 2**62 - 1):
+    for number in (0, 1, 4, 2**33, 2**62 - 1):
         assert not takes_part(rig, "a", rig.begin(number)), number
     assert takes_part(rig, "a", rig.begin(5))
 
@@ -744,10 +754,10 @@ def test_no_attempt_that_can_lead_to_no_entry(what: str) -> None:
 
 def test_no_entry_that_does_not_follow_is_taken_over() -> None:
     rig = at_second().trained()
-    forged = Held(attempt=rig.attempt(), header=rig.next_header().model_copy(update={"cursor": 1}))
+    forged = holding(rig.next_header().model_copy(update={"cursor": 1}), rig.attempt(), "c")
     assert not takes_part(rig, "a", rig.adopt(1, forged))
     assert [dropped.what for dropped in of(rig.effects, Dropped)] == ["adopt"]
-    assert takes_part(rig, "a", rig.adopt(1, rig.held()))
+    assert "a" in rig.peer.presence.distrusted, "an honest leader has looked at it"
 
 
 # What is held --------------------------------------------------------------------------------------------------
@@ -770,7 +780,8 @@ def test_what_we_hold_is_in_our_ready() -> None:
 def test_no_round_that_ignores_what_we_hold() -> None:
     rig = back_to_ready(at_second().trained().averaging().holding())
     assert not takes_part(rig, "a", rig.begin(2))
-    assert not takes_part(rig, "a", rig.begin(2, name=rig.attempt())), "the same round: c may have committed it since"
+    other = rig.begin(2, name=rig.attempt(3))
+    assert not takes_part(rig, "a", other)
     assert takes_part(rig, "a", rig.adopt(2, rig.held(1)))
 
 
@@ -793,7 +804,7 @@ def test_who_lacks_the_entry_that_is_handed_on_fetches_its_payload() -> None:
     rig = at_second().trained()
     adopt = rig.adopt(1, rig.held(0, payload=OTHER), holders="bc")
     effects = rig.hear("a", adopt)
-    header = adopt.held.header
+    header = adopt.header
     assert of(effects, FetchPayload) == [FetchPayload(header, ("c",))], "not from ourselves"
     assert not sends(effects, Complete)
     assert not of(rig.hear("a", rig.commit(header)), Apply), "it is not here yet"
@@ -820,7 +831,7 @@ def test_what_is_averaged_meanwhile_does_not_displace_what_is_handed_on() -> Non
     assert takes_part(rig, "a", adopt)
     assert not sends(rig.holding().effects, Complete)
     assert rig.peer.slot.acceptor.held is None
-    assert sends(rig.do(PayloadFetched(adopt.held.header)), Complete)[0][1].payload == OTHER
+    assert sends(rig.do(PayloadFetched(adopt.header)), Complete)[0][1].payload == OTHER
 
 
 def test_a_payload_that_comes_when_the_attempt_is_over_is_not_held() -> None:
@@ -828,7 +839,7 @@ def test_a_payload_that_comes_when_the_attempt_is_over_is_not_held() -> None:
     adopt = rig.adopt(1, rig.held(0, payload=OTHER))
     rig.hear("a", adopt)
     back_to_ready(rig)
-    assert not sends(rig.do(PayloadFetched(adopt.held.header)), Complete)
+    assert not sends(rig.do(PayloadFetched(adopt.header)), Complete)
     assert rig.peer.slot.acceptor.held is None
 
 
@@ -865,10 +876,37 @@ def test_what_is_held_in_an_unbroken_attempt_is_held_in_its_revision() -> None:
     assert of(rig.hear("a", rig.commit()), Apply)
 
 
-def test_what_is_held_in_a_broken_attempt_stands_against_its_revision() -> None:
+def test_what_is_held_is_held_in_a_later_attempt_of_its_round_too() -> None:
+    """With its whole payload here, nothing else can come of it."""
     rig = back_to_ready(at_second().trained().averaging().holding())
-    assert not takes_part(rig, "a", rig.begin(2, lost="c", name=rig.attempt()))
-    assert rig.peer.slot.acceptor.held == rig.held(1)
+    assert takes_part(rig, "a", rig.begin(2, lost="c", name=rig.attempt()))
+    assert sends(rig.effects, Complete) == [("a", rig.complete("b", 2))]
+    assert rig.peer.slot.acceptor.held == rig.held(2)
+
+
+@pytest.mark.parametrize("at", ["averaging", "ready"])
+def test_a_round_that_goes_on_is_the_same_one(at: str) -> None:
+    """Else a leader could have one payload signed in two entries, and both certified."""
+    rig = at_second().trained().averaging().holding()
+    if at == "ready":
+        rig = back_to_ready(rig)
+    begin = rig.begin(2, lost="c", name=rig.attempt())
+    first, *others = begin.round.shares
+    other = first.model_copy(update={"member": first.member.model_copy(update={"wants": 5})})
+    round = begin.round.model_copy(update={"shares": (other, *others)})
+    assert not takes_part(rig, "a", begin.model_copy(update={"round": round}))
+    assert takes_part(rig, "a", begin)
+
+
+def test_what_was_taken_over_is_kept_though_its_leader_goes_on_with_a_round() -> None:
+    """Regression: it was taken for the same attempt, which could not have committed anything."""
+    rig = at_second().trained().averaging()
+    rig.hear("a", rig.adopt(2, rig.held(0), "ac"))
+    rig.do(PayloadFetched(rig.held(0).header))
+    assert rig.peer.slot.acceptor.held is not None
+    rig.hear("a", rig.begin(3, name=rig.attempt()))
+    rig.holding()
+    assert rig.peer.slot.acceptor.held.header == rig.held(0).header
 
 
 def test_another_round_is_not_begun_while_something_is_held() -> None:
@@ -918,6 +956,17 @@ def test_our_rate_is_in_our_ready() -> None:
     rig.do(RateMeasured(12_345))
     rig.trained()
     assert sends(rig.effects, Ready)[0][1].rate == 12_345
+
+
+def test_with_whoever_averages_wrongly_nothing_is_exchanged_for_an_hour() -> None:
+    rig = at_second()
+    effects = rig.do(AverageRefuted(rig.attempt(), "c", 4))
+    [note] = of(effects, Note)
+    assert "c has averaged chunk 4 of" in note.text
+    rig.trained()
+    assert sends(rig.effects, Ready)[0][1].unreached == ("c",)
+    rig.peer.presence.now += FORGIVEN
+    assert rig.peer.presence.unreached == frozenset()
 
 
 # The leader, as we see it --------------------------------------------------------------------------------------
@@ -1650,7 +1699,7 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
     tokens = draw.choice([0, 1, 100, 2**62 - 1])
     roster = tuple(member(name, 20 * n, 20 * n + 20, tokens) for n, name in enumerate(draw.sample("abcz", 3)))
     header = draw.choice([rig.next_header(), here.last or HEADER, forged(rig.next_header(), draw)])
-    held = Held(attempt=which, header=header)
+    held = holding(header, which, draw.choice("az"))
     digest = draw.choice([STATE, PAYLOAD, here.position.head])
     name = draw.choice([which, rig.peer.exchange.name if rig.peer.exchange else which])
     lost = draw.choice([(), (), ("c",), ("a", "b", "c"), ("z",)])
@@ -1681,7 +1730,7 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
         ),
         rig.begin(number, leader),
         rig.begin(number, leader, draw.choice(["", "c"]), name),
-        Adopt(attempt=which, held=held, holders=draw.choice([("a",), ("z", "b")]), seconds=20.0),
+        Adopt(attempt=which, header=header, holders=holders_of(held, draw.choice(["", "a", "bz", "aa"])), seconds=20.0),
         Holding(attempt=which, chunks=mask),
         Want(attempt=which, reduced=mask, own=draw.choice([b"", mask])),
         Waiting(attempt=which, missing=("a", "z"), moved=0, unreached=()),
@@ -1732,7 +1781,7 @@ def own_event(rig: Rig, draw: random.Random) -> Event:
     if state is State.TRAINING:
         return TrainingDone(trained(rig.lease))
     if rig.peer.slot.adopting and draw.random() < 0.5:
-        return PayloadFetched(rig.peer.slot.adopting.held.header)
+        return PayloadFetched(rig.peer.slot.adopting.header)
     if rig.peer.exchange:
         return exchange_event(rig.peer.exchange.name, rig, draw)
     return Tick()

@@ -313,6 +313,20 @@ def test_who_is_astray_says_so_and_looks_at_those_that_it_had_passed_over() -> N
     assert not of(place.desk.take_effects(), Note), "once"
 
 
+def test_whoever_is_astray_follows_nobody_from_entry_to_entry() -> None:
+    """Somebody could lead it on for ever."""
+    place = Place()
+    place.step(first_log())
+    place.step(after(first_log()))
+    heard(place, 1, OTHER.position.head)
+    place.see(far_from(place.replica.log, 2))
+    place.desk.take_effects()
+    place.search.catch_up()
+    effects = place.desk.take_effects()
+    assert of(effects, FetchLineage)
+    assert not of(effects, Send)
+
+
 def test_what_an_anchor_has_signed_long_ago_is_held_against_the_log_on_the_disk() -> None:
     place = Place()
     place.step(first_log())

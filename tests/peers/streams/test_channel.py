@@ -20,7 +20,7 @@ from peers.streams.channel import Buffer, Channel, PeerRefusedError, RefusalErro
 from peers.streams.throttle import PIECE, UNLIMITED, Throttle
 from tests.peers.streams.test_throttle import simulate
 
-DEADLINE = 30.0  # seconds; nothing here waits for anything but the other end of a socket pair
+DEADLINE = 120.0  # seconds; nothing here waits for anything but the other end of a socket pair
 BROKEN = RemoteProtocolError | EOFError | OSError
 """What reading from somebody who talks nonsense may raise; to a caller of the transport all are one."""
 

@@ -8,7 +8,7 @@ import pytest
 from peers.errors import RemoteProtocolError
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrived, ReducedArrived
-from peers.protocol.messages import Attempt
+from peers.protocol.rounds import Attempt
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import Blocks
@@ -165,6 +165,18 @@ def test_an_average_that_is_longer_than_what_it_is_made_of_is_not_taken(
     codec.squared_norm = lambda blocks, first_block: squares  # type: ignore[method-assign]
     door.admission = Admission(door.rig.peer, door.buffers, codec)
     assert door.take("c", 4, reduced=True).is_taken == is_taken
+
+
+def test_all_averages_of_a_reducer_together_are_no_longer_than_what_they_are_made_of(door: Door) -> None:
+    """Else the more chunks a part has, the further its reducer could move theta."""
+    codec = FakeWorkload()
+    codec.squared_norm = lambda blocks, first_block: 2.5  # type: ignore[method-assign]
+    door.admission = Admission(door.rig.peer, door.buffers, codec)
+    assert door.take("c", 4, reduced=True).is_taken
+    event, is_taken = door.take("c", 5, reduced=True)
+    reason = "what its reducer gives is longer than what it can be made of"
+    assert (event, is_taken) == (BadBlocks(door.round, "c", 5, reason), False)
+    assert door.take("a", 0, reduced=True).is_taken, "another's"
 
 
 @pytest.mark.parametrize("absent", [("a", "b", "c"), ("z",), ("a", "a")], ids=", ".join)

@@ -17,6 +17,7 @@ from peers.simulator.simulated_keys import SimulatedKeys
 from peers.transfer import lineage_fetch
 from peers.transfer.headers import HeadersRequest, serve_headers
 from peers.transfer.lineage_fetch import PATIENCE, LineageError, LineageFetch, Told, best_branch
+from peers.values.anchors import AnchoredHead, Anchors
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, beat, commit, first_log
 from tests.peers.fakes import FakeTransport, at_once
@@ -262,6 +263,30 @@ def test_whoever_has_no_log_compares_those_of_others(monkeypatch: pytest.MonkeyP
         assert past.headers(0, 100)[-1] == best.end.last
         with pytest.raises(LineageError, match="gone: peer gone did not answer"):
             await best_branch(donors.me, beats[1:2], LOG)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("anchored", "is_taken"), [(COMMON.end, True), (THEIRS.end, False)])
+def test_whoever_has_no_log_takes_none_that_lacks_what_is_anchored(
+    monkeypatch: pytest.MonkeyPatch, anchored: LogState, is_taken: bool
+) -> None:
+    """A founding that has not come so far may be another one."""
+    monkeypatch.setattr(LineageFetch.__init__, "__defaults__", (SimulatedKeys("me").verify, lambda position: None))
+    place = anchored.position
+    head = AnchoredHead.sign(LOG.run, place.index, place.head, "z", SimulatedKeys("z"))
+    anchors = Anchors(LOG.run, ("z",)).with_heads([head])
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("donor", COMMON)
+        beats = [beat("donor", COMMON.end)]
+        if is_taken:
+            best, _ = await best_branch(donors.me, beats, LOG, anchors)
+            assert best.end == COMMON.end
+        else:
+            with pytest.raises(LineageError, match=f"come to outer step {place.index}, which is anchored"):
+                await best_branch(donors.me, beats, LOG, anchors)
 
     asyncio.run(scenario())
 

@@ -1,0 +1,121 @@
+"""Whether averages follow from what they are made of: after a round a member makes one of them again.
+
+Reducers sign what they give. Until it has trained again, each member shows what it contributed to whoever was in the
+round with it, a chunk at a time, with the way up to what it has committed to. Whoever has a chunk of all of them makes
+their average again, which comes out with the same bits, or is not what its reducer has signed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from peers.errors import DilocoPeerError, RemoteProtocolError
+from peers.protocol.commitment import ChunkProof
+from peers.protocol.events import AverageRefuted
+from peers.protocol.exchange import Exchange
+from peers.streams.channel import Buffer, PeerUnreachableError, RefusalError
+from peers.streams.places import Places
+from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.chunk_average import Reducing
+from peers.transfer.donors import CHANCE
+from peers.transfer.download import PullTransport
+from peers.values.wire import Count, RunId, Value, digest_of, pack, unpack_from
+from peers.values.workload import BadBlocksError, Blocks, Reduction
+
+CONTRIBUTION = "contribution"
+READERS = 4  # chunks that are given away at once
+TIMEOUT = 60.0  # seconds for one; it gives way to rounds
+ASKED = 16
+"""Chunks that a member asks for after a round, on average: in larger rounds it checks now and then only."""
+MOST = 64
+"""Members of a round that is checked: as many chunks are in memory at once."""
+
+
+class ContributionRequest(Value):
+    """One chunk of what the peer contributed last."""
+
+    run: RunId
+    chunk: Count
+
+
+async def serve_contributions(
+    transport: PullTransport, run: str, buffers: PayloadBuffers, is_member: Callable[[str], bool]
+) -> None:
+    """Show what this peer contributes to whoever `is_member` of the rounds that it is in, from now on."""
+    places = Places(READERS, 1)
+
+    @asynccontextmanager
+    async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
+        request = unpack_from(sender, ContributionRequest, packed)
+        transport.check_admitted(request.run, sender)
+        if request.run != run or not is_member(sender) or buffers.tree is None:
+            raise RefusalError("there was no round with you to which this peer contributed")
+        if request.chunk >= buffers.size.chunks:
+            raise RemoteProtocolError(sender, f"there is no chunk {request.chunk} in a payload")
+        async with places.one_for(sender):
+            yield pack(buffers.proof(request.chunk)), buffers.own_chunk(request.chunk)
+
+    await transport.on_pull(CONTRIBUTION, serve, gives_way=True)
+
+
+class SpotCheck:
+    """Makes averages again at one peer."""
+
+    def __init__(
+        self,
+        transport: PullTransport,
+        codec: Reducing,
+        buffers: PayloadBuffers,
+        run: str,
+        me: str,
+        chance: random.Random = CHANCE,
+    ) -> None:
+        """`chance` decides which ones."""
+        self._transport = transport
+        self._codec = codec
+        self._buffers = buffers
+        self._run = run
+        self._me = me
+        self._chance = chance
+
+    async def check(self, exchange: Exchange) -> AverageRefuted | None:
+        """Make one of the averages again that others have made in this round, all of which are here.
+
+        Returns what it shows; None: nothing, since it is right, or somebody has not shown its blocks, or it is not the
+        turn of this round.
+        """
+        signed, members = exchange.averages.of_others, len(exchange.contributions.commitments)
+        if not signed or not 0 < members <= MOST or self._chance.random() * members >= ASKED:
+            return None
+        average = self._chance.choice(signed)
+        reduce = exchange.reduction_of(average.chunk, average.absent)
+        shown = await asyncio.gather(*(self._contribution(exchange, peer, average.chunk) for peer, _ in reduce.members))
+        contributions = [(blocks, weight) for blocks, (_, weight) in zip(shown, reduce.weights, strict=True) if blocks]
+        if len(contributions) < len(reduce.members):
+            return None
+        first_block = self._buffers.chunking.blocks(average.chunk)[0]
+        room, tokens = bytearray(len(contributions[0][0])), sum(tokens for _, tokens in reduce.members)
+        try:
+            again = await self._codec.reduce(Reduction(contributions, first_block, memoryview(room), tokens))
+        except (BadBlocksError, DilocoPeerError):
+            return None  # of which the reducer is to speak
+        if digest_of(again) == average.digest:
+            return None
+        return AverageRefuted(exchange.name, average.origin.reducer, average.chunk)
+
+    async def _contribution(self, exchange: Exchange, peer: str, chunk: int) -> Blocks | None:
+        """Return a member's blocks as it has committed to them; None: they are not to be had (any more)."""
+        start, stop = self._buffers.chunk_bytes(chunk)
+        try:
+            if peer == self._me:
+                proof, blocks = self._buffers.proof(chunk), bytearray(self._buffers.own_chunk(chunk))
+            else:
+                request = pack(ContributionRequest(run=self._run, chunk=chunk))
+                packed, blocks = await self._transport.pull(peer, CONTRIBUTION, request, stop - start, TIMEOUT)
+                proof = unpack_from(peer, ChunkProof, packed)
+        except (KeyError, PeerUnreachableError, RemoteProtocolError):
+            return None
+        return blocks if exchange.contributions.has(peer, chunk, digest_of(blocks), proof) else None

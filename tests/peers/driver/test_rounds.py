@@ -1,0 +1,62 @@
+"""What rounds cost, as the driver counts it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peers.driver import rounds
+from peers.driver.rounds import RoundCosts, Rounds
+from peers.transfer.buffers import PayloadBuffers
+from tests.peers.fakes import FakeWorkload
+
+
+class StandIn:
+    """Traffic that moves nothing."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = self.received_bytes = 0
+
+    def begin(self, round_name: object, others: int) -> None:
+        self.sent_bytes += 10
+
+    def tidy(self, present: object, members: object) -> None:
+        self.received_bytes += 1
+
+
+def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another attempt at the same entry goes on counting, and nothing is counted twice."""
+    clock = [100.0]
+    monkeypatch.setattr(rounds, "now", lambda: clock[0])
+    peer = SimpleNamespace(exchange=None, is_exchanging=False, me="a", settings=SimpleNamespace(run="run"))
+    host: Any = SimpleNamespace(peer=peer)
+    transport: Any = SimpleNamespace(no_round=asyncio.Event(), caps=None)
+    workload: Any = FakeWorkload()
+    monkeypatch.setattr(rounds, "Traffic", lambda *parts: StandIn())
+    counted = Rounds(transport, workload, PayloadBuffers(workload), host)
+    assert counted.costs == RoundCosts(0.0, 0, 0)
+
+    def begin(name: str) -> None:
+        round = SimpleNamespace(name=name, peers=("a", "b"), remaining=("a", "b"))
+        opening: Any = SimpleNamespace(round=round)
+        monkeypatch.setattr(counted._buffers, "open", lambda name: None)
+        counted.open(opening)
+        peer.exchange = SimpleNamespace(round=round)
+        counted.follow()
+
+    begin("first")
+    clock[0] += 3
+    assert counted.costs.seconds == 3
+    begin("second")
+    clock[0] += 4
+    peer.exchange = None
+    counted.follow()
+    clock[0] += 50
+    counted.follow()
+    assert counted.costs == RoundCosts(7.0, 20, 3)
+    begin("third")
+    clock[0] += 1
+    assert counted.costs.seconds == 8

@@ -1,0 +1,36 @@
+"""Whom to believe that they have founded a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peers.presence.heartbeat import PeerState
+from peers.presence.presence import Presence
+from peers.protocol.desk import Desk
+from peers.protocol.minority import may_found
+from peers.simulator.simulated_keys import SimulatedKeys
+from tests.peers.builders import LOG, SETTINGS, SIZE, beat, first_log, inspect
+
+
+@pytest.mark.parametrize(
+    ("founders", "waiting", "archives", "is_believed"),
+    [
+        ("xyz", "abc", "", True),
+        ("x", "ab", "", False),
+        ("xy", "ab", "", False),
+        ("x", "a", "", True),
+        ("x", "a", "d", True),
+    ],
+)
+def test_few_found_no_run_while_enough_wait_to_do_so(
+    founders: str, waiting: str, archives: str, is_believed: bool
+) -> None:
+    settings = replace(SETTINGS, minimum_peers=3)
+    desk = Desk("me", settings, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("me"), inspect=inspect)
+    presence = Presence("me", 10.0, 40.0, bar=20.0, now=0.0)
+    presence.membership.observe([beat(name, LOG, PeerState.READY) for name in waiting], 0.0)
+    presence.membership.observe([beat(name, LOG, PeerState.ARCHIVING) for name in archives], 0.0)
+    presence.membership.observe([beat(name, first_log()) for name in founders], 0.0)
+    assert may_found(desk, presence, len(founders)) is is_believed
