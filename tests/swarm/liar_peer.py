@@ -32,14 +32,17 @@ from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import Message
 from peers.simulator.liars import LiarsPacker, Lie, Means
 from peers.streams.channel import Buffer, Serve
+from peers.streams.throttle import Caps
 from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of
-from peers.values.workload import Blocks
+from peers.values.workload import Blocks, Reduction
 from tests.swarm.fault_peer import UnhurriedWorkload
 from tests.swarm.real_lies import LIES, RealLie
 
 VALUES = 16 * 1024  # in 16 chunks
+LINK = Caps(1e6, 1e6)
+"""Bytes a second: so little that all links measure the same on a busy machine, too, and all are dealt some reducing."""
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=2.0, round_timeout=4.0, partition_grace=30.0, resend=0.2, leave=5.0
 )
@@ -77,6 +80,13 @@ class LyingWorkload(HonestWorkload):
             if isinstance(lie, RealLie):
                 payload = lie.contributes(payload)
         return payload
+
+    async def reduce(self, reduction: Reduction) -> Blocks:
+        blocks = await super().reduce(reduction)
+        for lie in self.lies:
+            if isinstance(lie, RealLie):
+                blocks = lie.averages(bytes(blocks))
+        return blocks
 
 
 class LyingTransport(HivemindTransport):
@@ -236,6 +246,7 @@ async def run_liar(identity: Identity, listen: str, contact: str) -> None:
 async def run(
     driver: Driver, workload: HonestWorkload, transport: HivemindTransport, listen: Coroutine[None, None, None]
 ) -> None:
+    transport.cap(LINK)
     try:
         say("listening", peer=driver.peer.me, address=transport.addresses[0])
         driver.on_entry = workload.tell

@@ -78,7 +78,8 @@ class LiarSwarm(Swarm):
             await self.restart(self.liar)
 
     async def restart(self, peer: Volunteer) -> None:
-        """Whoever starts again comes last in the roster."""
+        """Whoever starts again comes last in the roster, and has forgotten what it applied."""
+        await self.check()
         async with peer.killed():
             pass
         await self.part_of(peer)
@@ -116,6 +117,14 @@ class LiarSwarm(Swarm):
             f"entries from {since} on in which all honest peers count, while there is {while_}",
         )
         await self.check()
+
+    async def leave_out_the_liar(self) -> None:
+        """Wait until the honest make entries without it."""
+        since = self.index + 1
+        await self.until(
+            lambda: sum(self.liar.id not in entry.members for entry in self.entries(since)) >= ENTRIES,
+            "entries without the liar",
+        )
 
     async def check(self) -> None:
         """Replay all that was applied since the last look."""

@@ -17,9 +17,9 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.news import News, Request, Whole
 from peers.protocol.averages import Averages
 from peers.protocol.effects import SendChunk
-from peers.simulator.leading_lies import RefusesAll
+from peers.simulator.leading_lies import HandsOnItsOwn, RefusesAll
 from peers.simulator.liars import Lie
-from peers.simulator.lies import Accuser, AllAbsent, FalseRate, FalseState, InventedLog
+from peers.simulator.lies import Accuser, AllAbsent, FalseRate, FalseState, InventedHeld, InventedLog
 from peers.simulator.mixtures import UnaskedCommits
 from peers.streams.channel import Buffer, PeerUnreachableError, Serve
 from peers.transfer.headers import BYTES_LIMIT, HEADERS, HeadersRequest
@@ -55,6 +55,10 @@ class RealLie(Lie):
     def contributes(self, payload: bytes) -> bytes:
         """Return what is taken for the pseudo-gradient."""
         return payload
+
+    def averages(self, blocks: bytes) -> bytes:
+        """Return what is taken for the average of a chunk."""
+        return blocks
 
     @asynccontextmanager
     async def serves(self, name: str, serve: Serve, sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
@@ -101,6 +105,14 @@ class TwoAverages(RealLie):
         mine = Averages(self.liar.name, send.round_name, self.liar.keys)
         mine.sign(send.chunk, digest_of(differing), send.absent)
         return replace(send, origin=mine.origin(send.chunk)), differing
+
+
+class WrongAverages(RealLie):
+    """It gives all the same averages, which are as long as the right ones, and are not those."""
+
+    def averages(self, blocks: bytes) -> bytes:
+        self.driver.told()
+        return blocks[: len(HUGE)] + blocks[: len(HUGE) - 1 : -1]
 
 
 class FlippedBit(RealLie):
@@ -195,6 +207,7 @@ class RecordFlood(Flood):
 
 LIES: Mapping[str, tuple[type[Lie], ...]] = {
     "a corrupt leader": (FalseState, RefusesAll),
+    "a leader that hands on its own": (HandsOnItsOwn,),
     "a flipped bit": (FlippedBit,),
     "a false snapshot": (FalseSnapshot,),
     "unsolicited commits": (UnaskedCommits,),
@@ -208,5 +221,7 @@ LIES: Mapping[str, tuple[type[Lie], ...]] = {
     "an empty accusation": (Accuser,),
     "all are absent": (AllAbsent,),
     "two averages": (TwoAverages,),
+    "an invented entry that it holds": (InventedHeld,),
+    "wrong averages": (WrongAverages,),
 }
 """What a line on its standard input has a liar do."""

@@ -21,7 +21,7 @@ from peers.values.manifest import Invite, SignedManifest
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Command, Site, bootstrap, eventually, volunteers
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.swarm
 
 ARCHIVE = ("bootstrap", "--identity", "archive.pem", "--archive", "archive", *LOOPBACK)
 

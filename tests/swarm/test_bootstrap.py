@@ -22,7 +22,7 @@ from peers.values.manifest import SignedManifest
 pytestmark = pytest.mark.swarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-TIMEOUT = 30.0  # seconds for a node to start, answer or stop; about one on an idle machine
+TIMEOUT = 120.0  # seconds for a node to start, answer or stop; about one on an idle machine
 MANIFEST = SignedManifest.create(Identity.generate(), "tiny", {"name": "tiny"})
 
 

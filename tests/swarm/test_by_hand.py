@@ -11,7 +11,7 @@ import pytest
 
 from tests.swarm.cli_processes import LOOPBACK, ROOT, Command, Finished, Site, bootstrap, create_run, eventually
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.swarm
 
 OUTER_STEPS = 8  # of examples/tiny.toml
 
@@ -23,7 +23,7 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
         with follow(site, invite) as follower:
             follower.line("nobody trains in the run", "it does not say that it waits")
             with (
-                join(site, invite, "one.pem") as first,
+                join(site, invite, "one.pem", "--track", "tensorboard:curves") as first,
                 join(site, invite, "two.pem", "--cpu-workers", "2") as second,
             ):
                 digest = the_follower_has_seen_it(follower.finish(), site)
@@ -33,6 +33,7 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
                 for volunteer in (first, second):
                     volunteer.interrupt_terminal()
                     assert volunteer.finish().code == 0
+        the_first_has_drawn_curves(site)
         nobody_is_left(site, invite, address)
     site.assert_nothing_is_left()
 
@@ -103,6 +104,21 @@ def the_exported_model_loads(site: Site, invite: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(site.folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(site.folder / "model")
     assert model(**tokenizer("import", return_tensors="pt")).logits.shape == (1, 6, 259)
+
+
+def the_first_has_drawn_curves(site: Site) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    drawn = EventAccumulator(str(site.folder / "curves")).Reload()
+    assert {"configuration", "training/loss", "inner_step/learning_rate", "held_out/bits_per_byte"} <= set(
+        drawn.Tags()["tensors"]
+    )
+    last = {name: drawn.Tensors(f"outer_step/{name}")[-1] for name in ("cosine", "momentum_norm", "sent_bytes")}
+    assert {event.step for event in last.values()} == {OUTER_STEPS * 10}
+    cosine, norm, sent = (event.tensor_proto.float_val[0] for event in last.values())
+    assert 0 < cosine <= 1
+    assert norm > 0
+    assert sent >= 0  # nothing, where the other volunteer came late
 
 
 def nobody_is_left(site: Site, invite: str, address: str) -> None:

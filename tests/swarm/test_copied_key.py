@@ -14,7 +14,7 @@ import pytest
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, bootstrap, leave
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.swarm
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import SECONDS, Site
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.swarm
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.net.transport import HivemindTransport
 from peers.protocol.effects import Effect, OpenRound, SendChunk
 from peers.protocol.events import ChunkSent, Event
-from peers.protocol.messages import Attempt
+from peers.protocol.rounds import Attempt
 from peers.values.chunks import Chunking
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
@@ -24,7 +24,7 @@ from tests.swarm.vector_workload import VectorWorkload
 
 pytestmark = pytest.mark.swarm
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
-DEADLINE = 60.0
+DEADLINE = 240.0
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=5.0, round_timeout=10.0, partition_grace=20.0, resend=0.2, leave=5.0
 )

@@ -17,7 +17,7 @@ from tests.swarm.fault_peer import Moment
 from tests.swarm.fault_swarm import PLACES, Swarm, Volunteer, divergences
 from tests.swarm.networks import Network, NetworkError, network
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.swarm
 Fault: TypeAlias = Callable[[Volunteer], AbstractAsyncContextManager[None]]
 Story: TypeAlias = Callable[[Swarm], Coroutine[None, None, None]]
 Tell: TypeAlias = Callable[[Story], None]

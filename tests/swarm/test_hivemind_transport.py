@@ -83,7 +83,7 @@ def alive(process: int) -> bool:
         return False
 
 
-async def eventually(condition: Callable[[], Awaitable[T]], why: str, seconds: float = TIMEOUT) -> T:
+async def eventually(condition: Callable[[], Awaitable[T]], why: str, seconds: float = 8 * TIMEOUT) -> T:
     """The first true result of `condition`, asked again and again."""
     try:
         async with asyncio.timeout(seconds):

@@ -14,7 +14,7 @@ from peers.values.identity import Identity
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Command, Site, bootstrap, leave
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.swarm
 
 
 class Party(NamedTuple):

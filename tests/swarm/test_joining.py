@@ -33,7 +33,7 @@ from tests.swarm.joining_peer import (
 
 pytestmark = pytest.mark.swarm
 PROGRAM = "tests.swarm.joining_peer"
-DEADLINE = 60.0
+DEADLINE = 240.0
 
 
 class LyingTransport(MeddlingTransport):

@@ -14,7 +14,7 @@ from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, bootstrap, eventually
 from tests.swarm.terminals import Terminal
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.swarm
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from tests.swarm.routers import Internet, Kind, Machine
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.swarm
 
 WATCH = """
 import asyncio, dataclasses, json

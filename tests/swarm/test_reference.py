@@ -20,7 +20,7 @@ pytestmark = pytest.mark.swarm
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 OUTER_STEPS = 4
 VOLUNTEERS = 3
-DEADLINE = 90.0
+DEADLINE = 240.0
 TINY = Path(__file__).parents[2] / "examples" / "tiny.toml"
 PATIENT = f"""[rounds]
 minimum_peers = {VOLUNTEERS}
@@ -78,7 +78,6 @@ async def train_as_a_swarm(folder: Path) -> list[Journal]:
     return journals
 
 
-@pytest.mark.timeout(240)
 def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(tmp_path: Path) -> None:
     entries, *others = [list(journal) for journal in asyncio.run(train_as_a_swarm(tmp_path))]
     assert len(entries) == OUTER_STEPS

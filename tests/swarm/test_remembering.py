@@ -38,7 +38,7 @@ def nobody() -> str:
 
 async def is_found_by(reader: HivemindNode) -> None:
     """Wait until a node finds the manifest."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while await reader.find_manifest(MANIFEST.run_id) is None:
             await asyncio.sleep(0.1)
 

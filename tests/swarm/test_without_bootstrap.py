@@ -15,7 +15,7 @@ from opendiloco.checkpoints.journal import Journal
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, eventually, leave, volunteers
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.swarm
 
 
 def test_a_run_goes_on_without_its_bootstrap_node(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from peers.values.identity import Identity
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, bootstrap, create_run
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.swarm
 
 STRANGER = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
 UNKNOWN = "tiny-" + "a" * 32
