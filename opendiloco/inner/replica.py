@@ -1,4 +1,4 @@
-"""One replica's inner loop: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105).
+"""One replica: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105).
 
 The worker process and the one-process reference both train through this class, so they do the same arithmetic.
 """
@@ -6,9 +6,9 @@ The worker process and the one-process reference both train through this class, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.batches import Batches
-from opendiloco.data.sample_order import SampleOrder, numbers_of
-from opendiloco.errors import WorkerError
+from opendiloco.data.sample_order import SampleOrder
+from opendiloco.inner.inner_steps import InnerSteps, ReplicaTrained, StepTaken
 from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.inner.moments import Moments
 from opendiloco.inner.optimizer_state import load_moments, read_state, step_count, store_moments, write_state
@@ -31,35 +30,15 @@ from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.packing import predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
-from peers.values.leases import SampleRange, prefix
-from peers.values.workload import SnapshotError, Trained
+from peers.values.leases import SampleRange
+from peers.values.workload import SnapshotError
 
 LONG_AGO = 64
 """Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
 
-InnerStepDone = Callable[[int, float, float, int], None]
-"""Called after each inner step that changed the weights: (steps done, its loss, its gradient's norm, samples done)."""
-
-
-def unnoticed(inner_step: int, loss: float, gradient_norm: float, samples: int) -> None:
-    pass
-
 
 def never() -> bool:
     return False
-
-
-@dataclass(frozen=True)
-class ReplicaTrained(Trained):
-    """`skipped`: how many of the `inner_steps` changed nothing, since their loss or gradient was not finite.
-
-    `gradient_norm` is the mean over the others, before clipping; `waited_seconds` is how long they waited for data.
-    """
-
-    inner_steps: int
-    gradient_norm: float
-    skipped: int
-    waited_seconds: float
 
 
 class ModelReplica:
@@ -140,25 +119,19 @@ class ModelReplica:
         """What a file of moments must say of itself."""
         return {"run": run, "optimizer": self._config.inner_optimizer.model_dump_json()}
 
-    def train(
+    def inner_steps(
         self,
         theta: Vector,
         index: int,
         lease: tuple[SampleRange, ...],
         steps: int,
-        after_step: InnerStepDone = unnoticed,
-        stop_wanted: Callable[[], bool] = never,
         tokens: int = 0,
-    ) -> ReplicaTrained:
-        """From theta, at most `steps` inner steps of outer step `index`, each on the lease's next batch.
+        stop_wanted: Callable[[], bool] = never,
+    ) -> InnerSteps:
+        """Load theta, and return at most `steps` inner steps of outer step `index`, each on the lease's next batch.
 
-        `tokens` is what all peers have trained before this outer step, for schedules that go by it.
-
-        The last batch may be smaller, so that a short lease is trained whole; a lease longer than `steps` batches is
-        trained up to there. `loss` is the mean over the inner steps, in nats per token. All workers stop
+        `tokens` is what all peers have trained before this outer step, for schedules that go by it. All workers stop
         after the first inner step in which `stop_wanted` to any of them, asked before the weights change.
-
-        Raises: WorkerError when the losses or gradients of more than half of the inner steps are not finite.
         """
         if self._warmed_up is None:  # from the run's beginning its schedule has a warmup of its own
             self._warmed_up = 0 if index else self._config.inner_optimizer.rewarmup_steps
@@ -167,46 +140,23 @@ class ModelReplica:
         self._kept_at = None
         self.load(theta)
         self.model.train()
-        batch_size = self._config.training.batch_size
-        numbers = numbers_of(lease)[: steps * batch_size]
-        planned = math.ceil(len(numbers) / batch_size)
-        losses: list[float] = []
-        norms: list[float] = []
-        done = skipped = 0
-        self._samples.expect(numbers)
-        batches = Batches(self._samples, numbers, batch_size)
-        for batch in batches:
-            done += len(batch)
-            step = index * self._config.training.inner_steps + len(losses) + skipped
-            trained = tokens + done * self._config.training.sequence_length
-            loss, norm, stopping = self._inner_step(batch, step, trained, stop_wanted)
-            if _finite(loss, norm):
-                losses.append(loss)
-                norms.append(norm)
-                after_step(len(losses) + skipped, loss, norm, done)
-            else:
-                skipped += 1
-                if 2 * skipped > planned:
-                    raise _divergence(step, loss, norm, skipped)
-            if stopping:
-                break
-        return ReplicaTrained(
-            samples=prefix(lease, done),
-            tokens=done * self._config.training.sequence_length,
-            loss=_mean(losses),
-            inner_steps=len(losses) + skipped,
-            gradient_norm=_mean(norms),
-            skipped=skipped,
-            waited_seconds=batches.waited,
+        return InnerSteps(
+            partial(self._inner_step, stop_wanted), self._samples, self._config.training, index, lease, steps, tokens
         )
 
-    def _inner_step(
-        self, batch: NDArray[np.int64], step: int, tokens: int, stop_wanted: Callable[[], bool]
-    ) -> tuple[float, float, bool]:
-        """Inner step `step` of the run, counted from 0, after which `tokens` are trained.
+    def train(
+        self, theta: Vector, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int = 0
+    ) -> ReplicaTrained:
+        """Take all of these inner steps, and return what came of them. Raises: WorkerError."""
+        inner_steps = self.inner_steps(theta, index, lease, steps, tokens)
+        for _ in inner_steps:
+            pass
+        return inner_steps.trained
 
-        The batch's mean loss, the norm of its gradient, and whether to stop. Not finite: nothing has changed.
-        """
+    def _inner_step(
+        self, stop_wanted: Callable[[], bool], batch: NDArray[np.int64], step: int, tokens: int
+    ) -> StepTaken:
+        """Take inner step `step` of the run, counted from 0, after which `tokens` are trained."""
         schedule = self._config.schedule
         done = tokens if schedule.unit == "tokens" else step + 1
         factor = learning_rate_factor(schedule, done) * self._rewarmup()
@@ -218,11 +168,12 @@ class ModelReplica:
         own_norm = torch.nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters])
         loss, square, stop = self._team.sums([own_loss, own_norm.double().square(), stop_wanted()])
         norm = math.sqrt(square)
-        if _finite(loss, norm):
+        taken = StepTaken(loss, norm, stop > 0)
+        if taken.is_finite:
             clip = self._config.training.gradient_clip
             torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, dtype=torch.float32))
             self._optimizer.step()
-        return loss, norm, stop > 0
+        return taken
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Mean training loss of windows of token ids, of shape (batch, window_length)."""
@@ -285,19 +236,3 @@ def on_device(windows: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return windows.to(device)
     return windows.pin_memory().to(device, non_blocking=True)
-
-
-def _finite(loss: float, norm: float) -> bool:
-    return math.isfinite(loss) and math.isfinite(norm)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _divergence(step: int, loss: float, norm: float, skipped: int) -> WorkerError:
-    return WorkerError(
-        f"inner step {step}: the loss is {loss}, its gradient's norm {norm}; "
-        f"{skipped} inner steps, more than half of this training, were skipped for that.",
-        "Training diverged: lower inner_optimizer.learning_rate or gradient_clip in a new run.",
-    )

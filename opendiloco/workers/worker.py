@@ -58,6 +58,7 @@ from peers.errors import DilocoPeerError
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
+    from opendiloco.inner.inner_steps import InnerStep
     from opendiloco.inner.replica import ModelReplica
 
 
@@ -194,27 +195,19 @@ class Worker:
         forget_peak_memory(self._team.device)
         length = self._config.training.sequence_length
 
-        def report(inner_step: int, loss: float, norm: float, samples: int) -> None:
-            if self._team.rank == 0:
-                speed = samples * length / (time.monotonic() - started)
-                progress = InnerStepDone(
-                    inner_step=inner_step,
-                    loss=loss,
-                    gradient_norm=norm,
-                    learning_rate=self._replica.learning_rate,
-                    tokens_per_second=speed,
-                )
-                self._channel.send(progress)
-            if self._team.size == 1:
-                self._carry_out_asides()
-
         def stop_wanted() -> bool:
             return command.number <= self._channel.stopped_number
 
         start = self._vectors.local if command.from_local else self._vectors.theta
-        trained = self._replica.train(
-            start, command.index, command.samples, command.steps, report, stop_wanted, command.tokens
+        inner_steps = self._replica.inner_steps(
+            start, command.index, command.samples, command.steps, command.tokens, stop_wanted
         )
+        for step in inner_steps:
+            if self._team.rank == 0:
+                self._report(step, tokens_per_second=step.samples * length / (time.monotonic() - started))
+            if self._team.size == 1:
+                self._carry_out_asides()
+        trained = inner_steps.trained
         self._replica.store(self._vectors.local)
         return InnerLoopDone(
             samples=trained.samples,
@@ -228,6 +221,16 @@ class Worker:
             waited_seconds=trained.waited_seconds,
             peak_memory_bytes=peak_memory(self._team.device),
         )
+
+    def _report(self, step: InnerStep, tokens_per_second: float) -> None:
+        progress = InnerStepDone(
+            inner_step=step.number,
+            loss=step.loss,
+            gradient_norm=step.gradient_norm,
+            learning_rate=self._replica.learning_rate,
+            tokens_per_second=tokens_per_second,
+        )
+        self._channel.send(progress)
 
     def _carry_out_asides(self) -> None:
         """While we train, the peer process asks for nothing that does not fit between two inner steps."""

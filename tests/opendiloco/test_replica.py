@@ -12,6 +12,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import WorkerError
+from opendiloco.inner.inner_steps import InnerStep
 from opendiloco.inner.replica import ModelReplica, on_device
 from opendiloco.inner.team import Team
 from opendiloco.model.build import build_model
@@ -85,11 +86,8 @@ def test_the_rewarmup_takes_as_many_inner_steps_as_it_says(small_config: RunConf
     """Regression: each of the optimizer's groups counted as a step."""
     replica, theta = make_replica(small_config)
     rates = []
-
-    def note(step: int, loss: float, norm: float, samples: int) -> None:
+    for _ in replica.inner_steps(theta, 1, (SampleRange(0, 24),), 12):
         rates.append([group["lr"] for group in replica._optimizer.param_groups])
-
-    replica.train(theta, 1, (SampleRange(0, 24),), 12, note)
     expected = [0.01 * min(1.0, done / 10) for done in range(1, 13)]
     assert rates == [[pytest.approx(rate)] * 2 for rate in expected]
 
@@ -100,11 +98,8 @@ def test_the_learning_rate_goes_by_the_runs_tokens_if_the_schedule_does(small_co
     rates = []
     for tokens in (0, 160, 352):
         replica, theta = make_replica(config)
-
-        def note(step: int, loss: float, norm: float, samples: int, replica: ModelReplica = replica) -> None:
-            rates.append(replica._optimizer.param_groups[0]["lr"])
-
-        replica.train(theta, 0, (SampleRange(0, 8),), 4, note, tokens=tokens)
+        for _ in replica.inner_steps(theta, 0, (SampleRange(0, 8),), 4, tokens):
+            rates.append(replica.learning_rate)
     expected = [0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1, 1, 0.5, 0]
     assert rates == pytest.approx([0.01 * factor for factor in expected])
 
@@ -129,18 +124,16 @@ def test_the_z_loss_is_added_where_it_is_wanted() -> None:
 
 def test_training_learns_and_can_be_stopped_after_any_step(small_config: RunConfig) -> None:
     replica, theta = make_replica(small_config)
-    seen: list[tuple[int, float, int]] = []
-    norms = []
-
-    def note(step: int, loss: float, norm: float, samples: int) -> None:
-        seen.append((step, loss, samples))
-        norms.append(norm)
-
-    trained = replica.train(theta, 0, (SampleRange(0, 20),), 10, note, lambda: len(seen) == 2)
+    seen: list[InnerStep] = []
+    inner_steps = replica.inner_steps(theta, 0, (SampleRange(0, 20),), 10, stop_wanted=lambda: len(seen) == 2)
+    for step in inner_steps:
+        seen.append(step)
+    trained = inner_steps.trained
     assert trained.samples == (SampleRange(0, 6),)
-    assert [(step, samples) for step, _, samples in seen] == [(1, 2), (2, 4), (3, 6)]
-    assert seen[2][1] < seen[0][1]
-    assert trained.loss == pytest.approx(sum(loss for _, loss, _ in seen) / 3)
+    assert [(step.number, step.samples) for step in seen] == [(1, 2), (2, 4), (3, 6)]
+    assert seen[2].loss < seen[0].loss
+    assert trained.loss == pytest.approx(sum(step.loss for step in seen) / 3)
+    norms = [step.gradient_norm for step in seen]
     assert len(set(norms)) == 3
     assert trained.gradient_norm == pytest.approx(sum(norms) / 3)
     assert trained.inner_steps == 3
@@ -185,13 +178,15 @@ class Stumbling:
 
 
 def test_an_inner_step_whose_loss_is_no_number_changes_nothing_and_is_counted(small_config: RunConfig) -> None:
-    lease, losses = (SampleRange(0, 8),), []
+    lease = (SampleRange(0, 8),)
     replica, theta = make_replica(small_config)
     Stumbling(replica.model, 2, 4)
-    trained = replica.train(theta, 0, lease, 4, lambda step, loss, norm, samples: losses.append((step, loss)))
+    inner_steps = replica.inner_steps(theta, 0, lease, 4)
+    seen = list(inner_steps)
+    trained = inner_steps.trained
     assert (trained.samples, trained.tokens, trained.inner_steps, trained.skipped) == (lease, 8 * 16, 4, 2)
-    assert [step for step, _ in losses] == [1, 3]
-    assert trained.loss == pytest.approx(sum(loss for _, loss in losses) / 2)
+    assert [step.number for step in seen] == [1, 3]
+    assert trained.loss == pytest.approx(sum(step.loss for step in seen) / 2)
     replica.store(theta)
     assert np.isfinite(theta).all()
 

@@ -106,8 +106,7 @@ def alone(config: RunConfig) -> Alone:
     replica = ModelReplica(config, model, data.samples)
     theta, local = np.empty((2, replica.layout.size), np.float32)
     replica.store(theta)
-    losses: list[float] = []
-    replica.train(theta, 0, LEASE, 100, lambda step, loss, norm, samples: losses.append(loss))
+    losses = [step.loss for step in replica.inner_steps(theta, 0, LEASE, 100)]
     replica.store(local)
     return Alone(losses, theta, local, held_out)
 
