@@ -40,6 +40,7 @@ class GatedTrainer:
     def __init__(self, workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
         self.vectors = workers.vectors
         self.device = workers.device
+        self.telemetry = workers.telemetry
         self._workers = workers
         self._lines = lines
 

@@ -27,7 +27,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import INT8
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.outer.codec import BlockCodec
-from opendiloco.outer.local_state import LocalState
+from opendiloco.outer.state import LocalState
 from opendiloco.shared_memory import SharedVectors, Vector, available_memory
 from opendiloco.workers.group import WorkerGroup
 from peers.driver.driver import Driver

@@ -182,7 +182,7 @@ class DiLoCo:
         chosen = [Choice.parse(choice)]
         opened = self._trackers.enter_context(tracking(chosen, self.run.run_id, self._identity.peer_id))
         configuration = configuration_of(self.run, self._identity.peer_id, self._joined.worker.device)
-        self._joined.workload.telemetry.track_with(opened, configuration)
+        self._joined.worker.telemetry.track_with(opened, configuration)
 
     def report(self, loss: torch.Tensor | float) -> None:
         """The loss of the inner step under way, to be shown to others."""
@@ -198,7 +198,7 @@ class DiLoCo:
         tokenizer = build_tokenizer(config.tokenizer)
         self._text = load_data(config, tokenizer)
         per_token = self._text.held_out.bytes_per_token(config.evaluation.windows, tokenizer)
-        self._joined.workload.telemetry.bytes_per_token = per_token
+        self._joined.worker.telemetry.bytes_per_token = per_token
         size = config.training.batch_size
         while (outer_step := self._outer_step) is not None:
             first = outer_step.steps_done * size
@@ -278,12 +278,13 @@ class DiLoCo:
             entrance = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
             vectors = await asyncio.to_thread(initial_vectors, run.config, self._layout)
-            workload = LoopWorkload(LoopWorker(vectors), run, next(self._model.parameters()).device)
+            device = next(self._model.parameters()).device
+            workload = LoopWorkload(LoopWorker(vectors, run.config.training.inner_steps, device), run)
             keeping = Keeping(await workload.state_digest())
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
             workload.take_turns(driver, self._identity.peer_id, run.config.evaluation)
             volunteer = Volunteer(run, driver, transport, workload)
-            volunteer.draw_with(Curves(workload.telemetry, run.config))
+            volunteer.draw_with(Curves(workload.worker.telemetry, run.config))
             volunteer.admitted_by(entrance)
             loop = asyncio.get_running_loop()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))

@@ -25,7 +25,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.inner_state import InnerState
-from opendiloco.outer.local_state import LocalState
+from opendiloco.outer.state import LocalState
 from opendiloco.outer.statistics import OuterStatistics, measure
 from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.workers.control import Evaluated
@@ -47,6 +47,7 @@ class LocalTrainer(Protocol):
 
     vectors: SharedVectors
     device: str
+    telemetry: Telemetry
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         """See `peers.values.workload.Workload.train`. What came of it is in `vectors.local`."""
@@ -74,11 +75,15 @@ class OuterStepTaken:
 
 
 class TrainingWorkload(LocalState):
-    """Implements `peers.values.workload.Workload`, whoever trains."""
+    """Implements `peers.values.workload.Workload`, whoever trains.
+
+    Trains until the run's last outer step. After that its peer stays, to hand out the finished state.
+    """
 
     def __init__(self, trainer: LocalTrainer, config: RunConfig) -> None:
         super().__init__(trainer.vectors.theta, config)
         self.trainer = trainer
+        self._outer_steps = config.total_outer_steps
         self._contribution = self._codec.empty_payload()
         self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
         self._needs_base = True  # until what has been trained is encoded
@@ -94,7 +99,7 @@ class TrainingWorkload(LocalState):
         self.is_our_turn = lambda: is_our_turn(me, driver.peer.log, section)
         self.on_evaluated = driver.evaluated
 
-    async def take_turn(self, index: int, telemetry: Telemetry) -> None:
+    async def _take_turn(self, index: int) -> None:
         """Evaluate theta at outer step `index`, if it is our turn. The others hear of a loss of the run's text only."""
         if not self.is_our_turn() or (found := await self.held_out()) is None:
             return
@@ -102,7 +107,7 @@ class TrainingWorkload(LocalState):
             logger.warning("the held-out loss after outer step %d is %s: nobody is told", index, found.loss)
             return
         held_out = HeldOutLoss(index=index, loss=found.loss)
-        telemetry.evaluated(held_out, found.is_runs_text)
+        self.trainer.telemetry.evaluated(held_out, found.is_runs_text)
         if found.is_runs_text:
             self.on_evaluated(held_out)
 
@@ -110,8 +115,18 @@ class TrainingWorkload(LocalState):
         """Return theta's loss on held-out text; None if whoever trains cannot say. Not while training."""
         return None
 
+    def run_is_over(self) -> None:
+        """Hear that there is nothing more to train."""
+
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        await self._take_turn(work.index)
+        if work.index >= self._outer_steps:
+            self.run_is_over()
+            await asyncio.Event().wait()
         self._base, self._needs_base, self._trained_at = None, True, None
+        return await self._inner_loop(work, on_progress)
+
+    async def _inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         return await self.trainer.train(work, on_progress)
 
     async def contribution(self) -> Blocks:
@@ -201,10 +216,10 @@ class LocalWorkload(TrainingWorkload):
             raise
         return cls(workers, config)
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        """Again from the same base, for as long as new workers take the place of lost ones."""
+    async def _inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        """Train again from the same base, for as long as new workers take the place of lost ones."""
         with suppress(WorkersRestartedError):
-            return await super().train(work, on_progress)
+            return await self.workers.train(work, on_progress)
         while True:
             await asyncio.to_thread(self._put_base_into_local)
             with suppress(WorkersRestartedError):

@@ -71,16 +71,44 @@ class OuterStep:
 class LoopWorker:
     """Stands where a worker process would. `train` is the swarm's; `next_outer_step` the training thread's."""
 
-    def __init__(self, vectors: SharedVectors) -> None:
+    def __init__(self, vectors: SharedVectors, inner_steps: int, device: torch.device) -> None:
+        """`inner_steps` are those of an outer step; the loop's model is on `device`."""
         self.vectors = vectors
         self.device = "the caller's loop"
+        self.telemetry = Telemetry(inner_steps)
+        self._torch_device = device
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        outer_step = OuterStep(work, on_progress)
+        began, steps = time.monotonic(), 0
+
+        def progressed(progress: Progress) -> None:
+            nonlocal steps
+            steps = progress.inner_step
+            self.telemetry.progressed(work.index, _inner_step_done(progress))
+            on_progress(progress)
+
+        outer_step = OuterStep(work, progressed)
         self._outer_steps.put(outer_step)
-        return await outer_step.trained()
+        trained = await outer_step.trained()
+        self.telemetry.trained(work.index, self._done(trained, steps, time.monotonic() - began))
+        return trained
+
+    def _done(self, trained: Trained, steps: int, seconds: float) -> InnerLoopDone:
+        """What a loop does not say is NaN."""
+        return InnerLoopDone(
+            samples=trained.samples,
+            tokens=trained.tokens,
+            inner_steps=steps,
+            loss=trained.loss,
+            gradient_norm=math.nan,
+            learning_rate=math.nan,
+            skipped=0,
+            seconds=seconds,
+            waited_seconds=math.nan,
+            peak_memory_bytes=peak_memory(self._torch_device),
+        )
 
     async def evaluate(self) -> HeldOut | None:
         """Return theta's loss as the training thread finds it; None if it cannot say."""
@@ -117,44 +145,15 @@ class LoopWorker:
 
 
 class LoopWorkload(TrainingWorkload):
-    """Trains in the caller's loop, on `device`, and tells it when the run is over."""
+    """Trains in the caller's loop, and tells it when the run is over."""
 
-    def __init__(self, worker: LoopWorker, run: Run, device: torch.device) -> None:
+    def __init__(self, worker: LoopWorker, run: Run) -> None:
         super().__init__(worker, run.config)
         self.worker = worker
         self.run = run
-        self.telemetry = Telemetry(run.config.training.inner_steps)
-        self._device = device
-        self._outer_steps = run.config.total_outer_steps
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        await self.take_turn(work.index, self.telemetry)
-        if work.index >= self._outer_steps:
-            self.worker.end()
-            await asyncio.Event().wait()
-        began, steps = time.monotonic(), 0
-
-        def progressed(progress: Progress) -> None:
-            nonlocal steps
-            steps = progress.inner_step
-            self.telemetry.progressed(work.index, _inner_step_done(progress))
-            on_progress(progress)
-
-        trained = await super().train(work, progressed)
-        done = InnerLoopDone(
-            samples=trained.samples,
-            tokens=trained.tokens,
-            inner_steps=steps,
-            loss=trained.loss,
-            gradient_norm=math.nan,
-            learning_rate=math.nan,
-            skipped=0,
-            seconds=time.monotonic() - began,
-            waited_seconds=math.nan,
-            peak_memory_bytes=peak_memory(self._device),
-        )
-        self.telemetry.trained(work.index, done)
-        return trained
+    def run_is_over(self) -> None:
+        self.worker.end()
 
     async def held_out(self) -> HeldOut | None:
         return await self.worker.evaluate()

@@ -17,7 +17,7 @@ import numpy as np
 from opendiloco import kernels
 from opendiloco.errors import DisagreementError
 from opendiloco.host_memory import STATE_BYTES, HostMemory
-from opendiloco.outer.local_state import LocalState
+from opendiloco.outer.state import LocalState
 from opendiloco.run import Run
 from opendiloco.shared_memory import check_available
 from peers.errors import DilocoPeerError, SwarmUnreachableError

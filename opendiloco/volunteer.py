@@ -20,14 +20,12 @@ from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.checkpoints.moments import check_moments_file, newest_moments
 from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import RunFolder
-from opendiloco.config.run_config import RunConfig
 from opendiloco.curves import Curves, configuration_of
 from opendiloco.entrance import Entrance
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from opendiloco.sole import doubled
-from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
 from peers.driver.driver import Driver
@@ -43,7 +41,7 @@ from peers.presence.heartbeat import Heartbeat
 from peers.transfer.storage import FolderStorage
 from peers.values.clock import now
 from peers.values.identity import Identity
-from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
+from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +50,6 @@ NO_TRAINING = WorkerOptions(trains=False, threads=None)
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 LISTEN_SECONDS = 2.0
 """Between two looks at what other peers say of theta."""
-
-
-class RunWorkload(LocalWorkload):
-    """Trains until the run's last outer step. After that its peer stays, to hand out the finished state.
-
-    When it is this peer's turn, theta is evaluated first.
-    """
-
-    def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
-        super().__init__(workers, config)
-        self._outer_steps = config.total_outer_steps
-
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        await self.take_turn(work.index, self.workers.telemetry)
-        if work.index >= self._outer_steps:
-            await asyncio.Event().wait()
-        return await super().train(work, on_progress)
 
 
 class Volunteer:
@@ -237,7 +218,7 @@ async def volunteering(
 
 
 async def volunteer_with(
-    workload: RunWorkload, run: Run, identity: Identity, transport: HivemindTransport, folder: RunFolder | None = None
+    workload: LocalWorkload, run: Run, identity: Identity, transport: HivemindTransport, folder: RunFolder | None = None
 ) -> Volunteer:
     """One that trains with these workers; see `volunteering`."""
     log, lineage, storage = None, None, None
@@ -286,9 +267,9 @@ async def recall_moments(folder: RunFolder, workload: LocalWorkload) -> None:
 
 
 @asynccontextmanager
-async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[RunWorkload]:
+async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
     """The run's workload with workers of its own, which end with the context. Raises: DilocoPeerError."""
-    workload = await RunWorkload.start(run.config, options)
+    workload = await LocalWorkload.start(run.config, options)
     workload.reads_runs_text = run.has_runs_text
     try:
         yield workload

@@ -25,7 +25,7 @@ from opendiloco.cli.options import (
 
 if TYPE_CHECKING:
     from opendiloco.local_workload import LocalWorkload
-    from opendiloco.outer.local_state import LocalState
+    from opendiloco.outer.state import LocalState
     from opendiloco.run import Run
     from opendiloco.tracking import Audit, Disagreement, Reached, Retrying
     from peers.net.transport import HivemindTransport

@@ -1,4 +1,4 @@
-"""The outer loop's state: parameters theta and momentum m, the same bits on every peer.
+"""The outer loop's state: parameters theta and momentum m, the same bits on every peer. No worker, and no torch.
 
 An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with Nesterov's method as outer optimizer:
 
@@ -9,13 +9,20 @@ An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with N
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
 from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection
+from opendiloco.config.run_config import RunConfig
 from opendiloco.inner.learning_rate import learning_rate_factor
+from opendiloco.outer.codec import BlockCodec
 from opendiloco.shared_memory import Vector
 from peers.transfer.state_chunks import digest_of_state
+from peers.values.workload import Blocks, SnapshotError
+
+PIECE = 1 << 20  # values checked at once, so that it takes no memory to speak of
 
 
 class OuterState:
@@ -27,13 +34,13 @@ class OuterState:
         self._optimizer = optimizer
 
     def apply(self, payload: kernels.Payload, index: int) -> None:
-        """Outer step `index` of the run, counted from 0, with an average: a whole payload that is known to be one
+        """Take outer step `index` of the run, counted from 0, with an average: a whole payload that is known to be one
         (`BlockCodec.checked`)."""
         rate, coefficient = self.learning_rate(index), self._optimizer.momentum
         kernels.outer_step(payload, self.theta, self.momentum, rate, coefficient)
 
     def learning_rate(self, index: int) -> float:
-        """Of outer step `index`, the same bits on every machine."""
+        """Return the learning rate of outer step `index`. Bit-identical on every machine."""
         peak, schedule = self._optimizer.learning_rate, self._optimizer.schedule
         return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
 
@@ -55,3 +62,56 @@ class OuterState:
     def vectors(self) -> tuple[memoryview, memoryview]:
         """The state's bytes, in the order of snapshots: momentum, theta."""
         return self.momentum.view(np.uint8).data, self.theta.view(np.uint8).data
+
+
+class LocalState:
+    """The outer state of this machine, which the log drives: all that following a run takes.
+
+    Implements `peers.values.workload.ReplicatedState`. Arithmetic runs in threads, so that the event loop never waits.
+    """
+
+    def __init__(self, theta: Vector, config: RunConfig) -> None:
+        """`theta` is used in place; momentum begins as zeros."""
+        self._state = OuterState(theta, config.outer_optimizer)
+        self._codec = BlockCodec(kernels.FORMATS[config.codec.kind], theta.size)
+
+    @property
+    def parameter_count(self) -> int:
+        return self._state.theta.size
+
+    @property
+    def block_count(self) -> int:
+        return self._codec.block_count
+
+    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
+        return self._codec.byte_range(first_block, last_block)
+
+    async def apply(self, payload: Blocks, index: int) -> None:
+        """Raises: BadBlocksError, and changes nothing."""
+        await asyncio.to_thread(self._apply, payload, index)
+
+    async def state_digest(self) -> bytes:
+        return await asyncio.to_thread(self._state.digest)
+
+    @property
+    def state_size(self) -> int:
+        return 8 * self.parameter_count
+
+    async def copy_state(self, out: memoryview) -> None:
+        await asyncio.to_thread(self._state.copy_to, out)
+
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        """Raises: SnapshotError, and changes nothing."""
+        await asyncio.to_thread(self._restore, state, state_digest)
+
+    def _apply(self, payload: Blocks, index: int) -> None:
+        self._state.apply(self._codec.checked(payload), index)
+
+    def _restore(self, state: Blocks, state_digest: bytes) -> None:
+        if len(state) != self.state_size or digest_of_state([state]) != state_digest:
+            raise SnapshotError("it is not the state with that digest")
+        momentum, theta = np.frombuffer(state, np.float32).reshape(2, -1)
+        for name, vector in (("momentum", momentum), ("theta", theta)):
+            if not all(np.isfinite(vector[start : start + PIECE]).all() for start in range(0, vector.size, PIECE)):
+                raise SnapshotError(f"{name} holds NaN or infinity")
+        self._state.replace(theta, momentum)

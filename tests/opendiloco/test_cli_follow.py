@@ -19,7 +19,7 @@ from opendiloco import volunteer
 from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.card import RunFacts
-from opendiloco.outer.local_state import LocalState
+from opendiloco.outer.state import LocalState
 from opendiloco.run import Run
 from opendiloco.workers.control import Evaluated
 from peers.errors import DilocoPeerError

@@ -198,9 +198,9 @@ def test_a_loop_evaluates_theta_as_everybody_does_if_it_reads_the_runs_text(
     model = build_model(small_config, ByteTokenizer()).train(mode == "train")
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1")
-    worker = LoopWorker(initial_vectors(small_config, layout_of(model)))
+    worker = LoopWorker(initial_vectors(small_config, layout_of(model)), 10, torch.device("cpu"))
     run = Run.sign(small_config, Identity.generate())
-    loop._joined = _Joined(LoopWorkload(worker, run, torch.device("cpu")), lambda: None)
+    loop._joined = _Joined(LoopWorkload(worker, run), lambda: None)
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
     assert loop._evaluate() is None
@@ -218,8 +218,8 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
 ) -> None:
     loop = loop_of_its_own(monkeypatch)
     run = Run.sign(small_config, Identity.generate())
-    worker = LoopWorker(SharedVectors.create(loop._layout.size))
-    loop._joined = _Joined(LoopWorkload(worker, run, torch.device("cpu")), lambda: None)
+    worker = LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
+    loop._joined = _Joined(LoopWorkload(worker, run), lambda: None)
     loop._text = load_data(small_config, ByteTokenizer())
     assert loop._evaluate() is None
     assert "takes no turns to evaluate" in caplog.text

@@ -11,8 +11,8 @@ import pytest
 
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import is_our_turn, newest_held_out
+from opendiloco.local_workload import LocalWorkload
 from opendiloco.screen import held_out_lines
-from opendiloco.volunteer import RunWorkload
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.telemetry import Telemetry
@@ -76,7 +76,7 @@ class Workers(WorkerGroup):
 def test_who_has_the_turn_evaluates_theta_before_training_changes_anything(small_config: RunConfig) -> None:
     async def story() -> None:
         workers = Workers()
-        workload = RunWorkload(workers, small_config)
+        workload = LocalWorkload(workers, small_config)
         found: list[HeldOutLoss] = []
         workload.on_evaluated = found.append
         tracker = NotingTracker()
@@ -103,7 +103,7 @@ def test_a_loss_of_other_text_is_called_so_and_kept_from_the_others(
     async def story() -> None:
         workers, found, tracker = Workers(), list[HeldOutLoss](), NotingTracker()
         workers.telemetry.trackers.append(tracker)
-        workload = RunWorkload(workers, small_config.model_copy(update={"evaluation": evaluation}))
+        workload = LocalWorkload(workers, small_config.model_copy(update={"evaluation": evaluation}))
         workload.is_our_turn, workload.on_evaluated = lambda: True, found.append
         workload.reads_runs_text = not replaced
         await workload.train(InnerLoop(4, (SampleRange(0, 1),), 1, 0), lambda progress: None)
@@ -121,7 +121,7 @@ def test_nobody_is_told_of_a_loss_that_is_no_number(small_config: RunConfig, cap
     async def story() -> None:
         workers, found = Workers(), list[HeldOutLoss]()
         workers.loss = float("nan")
-        workload = RunWorkload(workers, small_config)
+        workload = LocalWorkload(workers, small_config)
         workload.is_our_turn, workload.on_evaluated = lambda: True, found.append
         await workload.train(InnerLoop(4, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         assert found == []

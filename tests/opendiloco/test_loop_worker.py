@@ -26,7 +26,7 @@ SECONDS = 120.0
 
 
 def new_worker() -> LoopWorker:
-    return LoopWorker(SharedVectors.create(4))
+    return LoopWorker(SharedVectors.create(4), 10, torch.device("cpu"))
 
 
 def new_workload(config: RunConfig | None = None) -> LoopWorkload:
@@ -39,7 +39,7 @@ def new_workload(config: RunConfig | None = None) -> LoopWorkload:
         "schedule": {"kind": "constant", "warmup_steps": 1},
     }
     run = Run.sign(config or RunConfig.from_manifest_content(content), Identity.generate())
-    return LoopWorkload(new_worker(), run, torch.device("cpu"))
+    return LoopWorkload(new_worker(), run)
 
 
 def in_another_thread(work: Callable[[], None]) -> Future[None]:
@@ -132,7 +132,7 @@ def test_the_end_of_the_run_and_what_went_wrong_are_heard_each_time() -> None:
 def test_a_loop_takes_its_turns_to_evaluate_and_draws_curves(found: HeldOut | None) -> None:
     """Before the outer step that it is asked for; what it does not know is not drawn."""
     workload, tracker, heard = new_workload(), NotingTracker(), list[HeldOutLoss]()
-    workload.telemetry.trackers.append(tracker)
+    workload.worker.telemetry.trackers.append(tracker)
     workload.is_our_turn, workload.on_evaluated = lambda: True, heard.append
     evaluated = list[None]()
 
