@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import SampleOrder
+from opendiloco.inner.attention import attending_by
 from opendiloco.inner.inner_steps import InnerSteps, ReplicaTrained, StepTaken
 from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.inner.moments import Moments
@@ -62,6 +63,7 @@ class ModelReplica:
         self.model = model
         self.layout = layout_of(model)
         self.micro_batch = micro_batch
+        self.attention: str | None = None  # to train with, if not the model's own; see document_attention
         self.window_length = config.training.sequence_length + 1
         self.format = FORMATS[config.codec.kind]
         self._config = config
@@ -195,8 +197,9 @@ class ModelReplica:
                 self.model.set_requires_gradient_sync(is_last)
             share = predicted_tokens(torch.from_numpy(part), end) / predicted if len(part) else 0.0
             windows = on_device(torch.from_numpy(part if len(part) else batch[:1]), self._team.device)
-            loss = self.loss(windows)
-            (loss * (share * self._team.size)).backward()
+            with attending_by(self.model, self.attention):
+                loss = self.loss(windows)
+                (loss * (share * self._team.size)).backward()
             losses.append(loss.detach() * share)
         return torch.stack(losses).double().sum()
 

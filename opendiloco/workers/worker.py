@@ -133,6 +133,7 @@ class Worker:
 
         at_stage("importing transformers")
         with nothing_collected():
+            from opendiloco.inner.attention import document_attention
             from opendiloco.inner.replica import ModelReplica
             from opendiloco.inner.team import Team
             from opendiloco.model.utilisation import flops_per_token
@@ -147,6 +148,9 @@ class Worker:
         )
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
+        end = self._data.samples.document_end
+        if end is not None and command.options.trains and command.options.compile is not False:
+            self._replica.attention = document_attention(self._replica, self._team, end)
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
         parameters, length = self._replica.layout.size, self._config.training.sequence_length

@@ -1,0 +1,100 @@
+"""Attention within documents alone: the same loss where it works, and the model's own attention where it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import load_data
+from opendiloco.inner import attention
+from opendiloco.inner.attention import FLEX, attending_by, document_attention
+from opendiloco.inner.replica import ModelReplica
+from opendiloco.inner.team import Team
+from opendiloco.model.build import build_model
+from opendiloco.stages import watched_by
+from peers.values.leases import SampleRange
+
+TEAM = Team(torch.device("cpu"))
+END = ByteTokenizer.end
+
+
+@pytest.fixture
+def replica(small_content: dict[str, Any]) -> ModelReplica:
+    training = small_content["training"] | {"document_mask": True}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    model = build_model(config, ByteTokenizer())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # or else attention, and what it changes, would be small
+    return ModelReplica(config, model, load_data(config, ByteTokenizer()).samples)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said while flex attention is tried on the CPU, where it has no backward pass."""
+    monkeypatch.setattr(attention, "FLEX_ON", {"cpu"})
+    monkeypatch.setattr(attention, "compiling_lacks", lambda device: None)
+    return []
+
+
+def tried(replica: ModelReplica, said: list[str]) -> str | None:
+    with watched_by(lambda stage, share: said.append(stage)):
+        return document_attention(replica, TEAM, END)
+
+
+@torch.no_grad()
+def test_flex_attention_keeps_documents_apart_as_the_mask_does(replica: ModelReplica) -> None:
+    windows = torch.randint(0, 255, (3, replica.window_length), generator=torch.Generator().manual_seed(1))
+    windows[0, 5] = windows[1, 2] = windows[1, 11] = END
+    expected = replica.loss(windows)
+    with attending_by(replica.model, FLEX):
+        assert torch.allclose(replica.loss(windows), expected, rtol=1e-4)
+    together = windows.clone()
+    together[windows == END] = 7
+    assert not torch.allclose(replica.loss(together), expected, rtol=1e-4)
+
+
+def test_where_it_cannot_be_trained_the_model_goes_on_as_before(replica: ModelReplica, said: list[str]) -> None:
+    own = replica.model.config._attn_implementation
+    assert tried(replica, said) is None
+    assert "FlexAttention does not support backward on CPU" in said[-1]
+    assert replica.model.config._attn_implementation == own
+    assert all(parameter.grad is None for parameter in replica.model.parameters())
+
+
+def test_another_loss_is_not_taken(replica: ModelReplica, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([torch.tensor(2.0), torch.tensor(2.5, requires_grad=True)])
+    monkeypatch.setattr(replica, "loss", lambda windows: next(losses))
+    assert tried(replica, said) is None
+    assert "gives a loss of 2.5000 instead of 2.0000." in said[-1]
+
+
+def test_what_works_is_taken(replica: ModelReplica, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "FLEX", "eager")
+    assert tried(replica, said) == "eager"
+    assert all(parameter.grad is None for parameter in replica.model.parameters())
+
+
+def test_nothing_is_tried_on_the_cpu(replica: ModelReplica) -> None:
+    said: list[str] = []
+    assert tried(replica, said) is None
+    assert said == []
+
+
+def test_training_alone_attends_so(replica: ModelReplica) -> None:
+    """Evaluation and generation have other shapes, and other masks."""
+    seen: list[str] = []
+    config = replica.model.config
+    own = config._attn_implementation
+    replica.model.register_forward_pre_hook(lambda *_: seen.append(config._attn_implementation))
+    replica.attention = "eager"
+    theta = np.empty(replica.layout.size, np.float32)
+    replica.store(theta)
+    replica.train(theta, 0, (SampleRange(0, 2),), 1)
+    replica.loss(torch.zeros(1, replica.window_length, dtype=torch.long))
+    assert seen == ["eager", own]
