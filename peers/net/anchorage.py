@@ -7,7 +7,6 @@ something else exchanges all of it with that peer. Nodes that remember runs tell
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from pydantic import Field
 
 from peers.errors import RemoteProtocolError
 from peers.net.asking import Asking
-from peers.net.doors import ASK_TIMEOUT, DoorNetwork, remember
+from peers.net.doors import ASK_TIMEOUT, DoorNetwork
 from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import RefusalError
 from peers.values.anchors import HEADS_BYTES, AnchorError, Anchors
@@ -38,16 +37,21 @@ class Anchorage:
     """The anchors of those runs whose manifests are known here."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, Anchors] = OrderedDict()
+        self._known: dict[str, Anchors] = {}
         self._asking = Asking()
         self.on_news: Callable[[str, bytes], None] = lambda run, packed: None
         """Told of all that is known of a run's anchors whenever there is more of it, so that it is kept."""
 
     def learn(self, manifest: SignedManifest) -> None:
-        """Take in which anchors a run has."""
-        remember(
-            self._known, manifest.run_id, self._known.get(manifest.run_id, Anchors(manifest.run_id, manifest.anchors))
-        )
+        """Take in which anchors a run has, and remember it until told to `forget`.
+
+        A limit of our own would let whoever announces many runs push out what the anchors of another have signed.
+        """
+        self._known.setdefault(manifest.run_id, Anchors(manifest.run_id, manifest.anchors))
+
+    def forget(self, run: str) -> None:
+        """Forget a run and what its anchors have signed."""
+        self._known.pop(run, None)
 
     def of(self, run: str) -> Anchors:
         """Return what is known of a run's anchors."""

@@ -58,15 +58,18 @@ class ManifestStore:
             except (OSError, ManifestError) as error:
                 logger.warning("skipped %s: %s", path, error)
 
-    def add(self, manifest: SignedManifest) -> None:
-        """Write its file, whole or not at all. Raises: RefusalError when there is no room; LocalNetworkError."""
+    def add(self, manifest: SignedManifest) -> list[str]:
+        """Write its file, whole or not at all. Return the runs that were forgotten for it.
+
+        Raises: RefusalError when there is no room; LocalNetworkError.
+        """
         path = self._directory / f"{manifest.run_id}{SUFFIX}"
         try:
-            if not path.exists():
-                self._make_room()
+            forgotten = [] if path.exists() else self._make_room()
             write_whole(path, [manifest.pack()], is_durable=True)
         except OSError as error:
             raise self._unusable(error) from error
+        return forgotten
 
     def keep_revocations(self, run_id: str, packed: bytes) -> None:
         """Remember the tickets of a run that its organiser has revoked."""
@@ -101,11 +104,12 @@ class ManifestStore:
         with suppress(OSError):
             os.utime(self._directory / f"{run_id}{SUFFIX}")
 
-    def _make_room(self) -> None:
-        """Forget runs that nobody has announced or trained in for long, if their place is needed.
+    def _make_room(self) -> list[str]:
+        """Forget runs that nobody has announced or trained in for long, if their place is needed, and return them.
 
         Raises: RefusalError when there are none, OSError.
         """
+        forgotten = []
         by_age = sorted((path.stat().st_mtime, path) for path in self._directory.glob(f"*{SUFFIX}"))
         for used, path in by_age[: len(by_age) - MANIFEST_LIMIT + 1]:
             if time.time() - used < QUIET_LIMIT:
@@ -113,7 +117,9 @@ class ManifestStore:
             path.unlink()
             for suffix in (REVOKED_SUFFIX, ANCHORS_SUFFIX):
                 path.with_suffix(suffix).unlink(missing_ok=True)
-            logger.info("forgot the run %s: nobody uses it", path.name.removesuffix(SUFFIX))
+            forgotten.append(path.name.removesuffix(SUFFIX))
+            logger.info("forgot the run %s: nobody uses it", forgotten[-1])
+        return forgotten
 
     def _unusable(self, error: OSError) -> LocalNetworkError:
         return LocalNetworkError(
@@ -157,7 +163,8 @@ async def run_bootstrap(
             except ManifestError as error:
                 raise RefusalError(error.message) from error
             try:
-                store.add(manifest)
+                for run in store.add(manifest):
+                    transport.forget(run)
             except LocalNetworkError as error:
                 logger.error("run %s is not kept: %s", manifest.run_id, error)
                 raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error

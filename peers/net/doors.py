@@ -74,6 +74,11 @@ class Doors:
             return
         remember(self._others, run, guests)
 
+    def forget(self, run: str) -> None:
+        """Forget who may join a run."""
+        for known in (self._ours, self._others, self._open):
+            known.pop(run, None)
+
     def of(self, run: str) -> GuestList | None:
         """Return who may take part in a run; None: everybody, as far as is known here."""
         return self._ours.get(run) or self._others.get(run)

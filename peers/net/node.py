@@ -225,6 +225,11 @@ class HivemindNode:
         self.doors.learn(manifest)
         self.anchorage.learn(manifest)
 
+    def forget(self, run_id: str) -> None:
+        """Forget a run that was learned."""
+        self.doors.forget(run_id)
+        self.anchorage.forget(run_id)
+
     @property
     def told(self) -> dict[str, Callable[[str, bytes], Coroutine[None, None, bytes]]]:
         """What answers those that ask for what organisers and anchors have signed, by the name of the call."""

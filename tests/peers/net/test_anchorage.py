@@ -64,6 +64,16 @@ def test_learning_a_run_again_forgets_nothing() -> None:
     assert made.of(RUN).heads == (head(3),)
 
 
+def test_whoever_announces_many_runs_pushes_nothing_out() -> None:
+    """Regression: after a thousand other runs nothing was known of what the anchors of this one had signed."""
+    made = anchorage(head(3))
+    for number in range(1100):
+        made.learn(SignedManifest.create(STRANGER, f"other-{number}", {}))
+    assert made.of(RUN).heads == (head(3),)
+    made.forget(RUN)
+    assert made.of(RUN).heads == ()
+
+
 def test_what_no_anchor_has_signed_is_dropped() -> None:
     false = packed(head(9, by=STRANGER))
     one, other = anchorage(), anchorage()

@@ -37,7 +37,7 @@ def test_runs_that_nobody_uses_make_room(tmp_path: Path, monkeypatch: pytest.Mon
         os.utime(tmp_path / f"{manifest.run_id}.manifest", (long_ago, long_ago))
     store.touch(FIRST.run_id)
     store.touch(THIRD.run_id)
-    store.add(THIRD)
+    assert store.add(THIRD) == [SECOND.run_id]
     assert kept(store) == {"first", "third"}
 
 
