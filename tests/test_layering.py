@@ -152,6 +152,22 @@ def test_rooms_import_only_from_those_above(room: str) -> None:
     assert not {module for module in importers(f"opendiloco.{room}") if any(is_in(module, other) for other in above)}
 
 
+FOUNDATIONS = {"errors", "evaluation_turns", "host_memory", "run", "shared_memory", "stages"}
+"""Modules of opendiloco outside the rooms that a room may import; the others stand on the rooms."""
+
+
+@pytest.mark.parametrize("room", ROOMS[: ROOMS.index("demo")])
+def test_rooms_import_nothing_that_stands_on_them(room: str) -> None:
+    outside = {path.stem for path in (ROOT / "opendiloco").glob("*.py")} - FOUNDATIONS - {"__init__"}
+    found = {
+        (imported, module)
+        for imported in outside
+        for module in importers(f"opendiloco.{imported}")
+        if is_in(module, f"opendiloco.{room}")
+    }
+    assert not found
+
+
 def test_nothing_imports_the_build_script() -> None:
     assert not importers("native")
 

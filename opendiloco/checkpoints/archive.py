@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from opendiloco import kernels
+from opendiloco.checkpoints.anchoring import Anchoring
 from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.checkpoints.run_folder import RunFolder
@@ -23,7 +24,6 @@ from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
-from peers.log.anchorer import Anchorer, AnchorFileError, CannotAnchorError
 from peers.log.folder import LogFolder
 from peers.log.header import Position
 from peers.log.lineage import RECENT_ENTRIES
@@ -44,19 +44,16 @@ from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
 from peers.transfer.storage import FolderStorage
-from peers.values.anchors import AnchoredHeads, Anchors
-from peers.values.clock import now
+from peers.values.anchors import Anchors
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
-from peers.values.signing import IdentityKeys
-from peers.values.wire import DIGEST_BYTES, WireError, pack
+from peers.values.wire import DIGEST_BYTES, WireError
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
 POLL = 5.0  # seconds between two looks for new runs
 SNAPSHOT_SHARE = 4  # of so many snapshots of the peers one is kept: each takes their links 8 bytes a parameter
-ANCHOR_PAUSE = 60.0  # seconds between two heads that are signed: all peers hear of each
 NO_STATE = bytes(DIGEST_BYTES)
 FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, SnapshotError, OSError)
 
@@ -78,10 +75,7 @@ class ArchivedRun:
         self.buffers: PayloadBuffers | None = None  # from then on
         self._snapshot: Snapshot | None = None
         self._peers: frozenset[str] = frozenset()
-        self._anchorer: Anchorer | None = None
-        self._anchor_at = 0.0
-        if identity.peer_id in run.manifest.anchors:
-            self._anchorer = self._anchorer_of(identity)
+        self._anchoring = Anchoring(run, identity, transport, self._folder)
         self._doubts = Doubts(run.settings.timing.partition_grace)
         self._load()
         last = self.log.header_at(self.log.next_index - 1)
@@ -89,15 +83,6 @@ class ArchivedRun:
             last = self._snapshot.last
         self.end = self.log.empty_log.at(last)
         """The log as it ends here: after the last entry, or after the snapshot if nothing has come since."""
-
-    def _anchorer_of(self, identity: Identity) -> Anchorer | None:
-        """What signs the log that is kept here, which goes on without it."""
-        run = self.run.run_id
-        try:
-            return Anchorer(run, identity.peer_id, IdentityKeys(identity), self._folder.path)
-        except AnchorFileError as error:
-            logger.error("run %s: no outer step is anchored: %s", run, error)
-            return None
 
     # What is here ---------------------------------------------------------------------------------------------
     def _load(self) -> None:
@@ -188,21 +173,7 @@ class ArchivedRun:
 
     async def anchor(self) -> None:
         """Sign the newest head that we have checked, if we are an anchor, and tell others."""
-        if self._anchorer is None or self.log.first or now() < self._anchor_at:
-            return
-        self._anchor_at = now() + ANCHOR_PAUSE
-        run = self.run.run_id
-        try:
-            known = self._anchors.up_to(self._identity.peer_id)  # who comes later does not say what we may sign
-            signed = await asyncio.to_thread(self._anchorer.sign, self.log, known)
-        except (CannotAnchorError, AnchorFileError) as error:
-            logger.warning("run %s: this anchor does not sign the log that is kept here: %s", run, error)
-            return
-        if signed is None:
-            self._anchor_at = 0.0  # at once when there is something
-            return
-        self._transport.anchorage.take(run, pack(AnchoredHeads(heads=(signed,))))
-        logger.info("run %s: outer step %d is anchored", run, signed.index)
+        await self._anchoring.sign(self.log, self._peers)
 
     # Keeping --------------------------------------------------------------------------------------------------
     async def follow(self) -> None:

@@ -68,7 +68,7 @@ def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()
         again = command_line("export", "--run", invite.run_id, options, "--out", "model")
         with reader(place.identity) as key:
             return asyncio.run(export_run(invite, folder, key, again, dtype, data))
-    from opendiloco.checkpoints.export import export_origin, find_origin
+    from opendiloco.kept_states import export_origin, find_origin
 
     origin = find_origin(place.source, place.at, place.manifest)
     if data:

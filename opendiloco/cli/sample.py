@@ -67,7 +67,7 @@ async def state_at(place: Place) -> AsyncIterator[tuple[Run, Past, LocalWorkload
             async with newest_state(place.invite(), key) as found:
                 yield found
     else:
-        from opendiloco.checkpoints.export import find_origin, state_of
+        from opendiloco.kept_states import find_origin, state_of
 
         async with state_of(find_origin(place.source, place.at, place.manifest)) as found:
             yield found

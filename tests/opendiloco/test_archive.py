@@ -26,7 +26,7 @@ from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
-from peers.streams.channel import RefusalError
+from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer.snapshots import Snapshot
 from peers.values.anchors import AnchoredHead, AnchoredHeads, Anchors
 from peers.values.identity import Identity
@@ -41,7 +41,7 @@ CODEC = BlockCodec(kernels.INT8, VALUES)
 
 
 class Network:
-    """Where heartbeats go; nobody else is there."""
+    """Where heartbeats go, and what a peer says of the run's anchors; nobody else is there."""
 
     addresses = ("/ip4/127.0.0.1/tcp/1",)
 
@@ -49,6 +49,13 @@ class Network:
         self.published: list[Heartbeat] = []
         self.anchorage = Anchorage()
         self.anchorage.learn(manifest)
+        self.told: bytes | None = b""
+        """None: it does not answer."""
+
+    async def call(self, peer: str, name: str, payload: bytes, timeout: float) -> bytes:
+        if self.told is None:
+            raise PeerUnreachableError(peer, "it is silent")
+        return self.told
 
     def anchors_of(self, run_id: str) -> Anchors:
         return self.anchorage.of(run_id)
@@ -195,7 +202,7 @@ def test_an_archive_that_is_an_anchor_signs_what_it_has_checked(
 ) -> None:
     """At most once a minute; and it says so in its heartbeats."""
     clock = 1000.0
-    monkeypatch.setattr("opendiloco.checkpoints.archive.now", lambda: clock)
+    monkeypatch.setattr("opendiloco.checkpoints.anchoring.now", lambda: clock)
     monkeypatch.setattr("peers.log.anchorer.prove", lambda *asked: CERTIFIED)
     monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, index: "a certificate")
     content = small_config.to_manifest_content() | {"anchors": [NODE.peer_id]}
@@ -209,6 +216,8 @@ def test_an_archive_that_is_an_anchor_signs_what_it_has_checked(
 
     assert signed() == []
     positions(kept, 2)
+    assert signed() == [], "no peer is there"
+    kept._peers = frozenset({"a"})
     assert signed() == [2]
     kept.log.append(*next_of(kept.log.log_after(2)))
     assert signed() == [2], "not yet"
@@ -217,6 +226,30 @@ def test_an_archive_that_is_an_anchor_signs_what_it_has_checked(
     asyncio.run(kept.publish())
     [heartbeat] = cast(Any, kept._transport).published
     assert heartbeat.anchors == anchors(run.run_id).digest
+
+
+def test_an_anchor_hears_what_it_has_signed_before_it_signs(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: with a disk that was set back it signed another log than before, and nobody believed it any more."""
+    clock = 1000.0
+    monkeypatch.setattr("opendiloco.checkpoints.anchoring.now", lambda: clock)
+    monkeypatch.setattr("peers.log.anchorer.prove", lambda *asked: CERTIFIED)
+    monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, index: "a certificate")
+    run = Run.sign(small_config, NODE)
+    kept = archive(run, tmp_path)
+    positions(kept, 2)
+    kept._peers = frozenset({"a"})
+    network = cast(Any, kept._transport)
+    network.told = None
+    asyncio.run(kept.anchor())
+    assert "nobody says what this anchor has signed before" in caplog.text
+    elsewhere = AnchoredHead.sign(run.run_id, 1, bytes(32), NODE.peer_id, IdentityKeys(NODE))
+    network.told = pack(AnchoredHeads(heads=(elsewhere,)))
+    clock += 61.0
+    asyncio.run(kept.anchor())
+    assert "this key has signed another outer step 1" in caplog.text
+    assert network.anchors_of(run.run_id).heads == (elsewhere,)
 
 
 def test_a_later_anchor_does_not_say_what_an_archive_may_sign(
@@ -228,6 +261,7 @@ def test_a_later_anchor_does_not_say_what_an_archive_may_sign(
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
     kept = archive(run, tmp_path)
     positions(kept, 2)
+    kept._peers = frozenset({"a"})
     kept.log.append(*next_of(kept.log.log_after(2)))
     anchorage = cast(Any, kept._transport).anchorage
     head = kept.log.heads_at([2])[2]
@@ -271,6 +305,7 @@ def test_what_too_few_have_signed_is_not_anchored(
     run = Run.sign(small_config, NODE)
     kept = archive(run, tmp_path)
     positions(kept, 2)
+    kept._peers = frozenset({"a"})
     asyncio.run(kept.anchor())
     assert cast(Any, kept._transport).anchors_of(run.run_id).heads == ()
     assert "this anchor does not sign the log that is kept here: entry 0 is not certified" in caplog.text

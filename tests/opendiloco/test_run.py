@@ -9,12 +9,12 @@ from typing import cast
 import pytest
 from click.testing import CliRunner
 
-from opendiloco.checkpoints.export import Origin
 from opendiloco.checkpoints.loading import Checkpoint
 from opendiloco.cli import main
 from opendiloco.cli.run import with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError
+from opendiloco.kept_states import Origin
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.run import Run, find_run
@@ -121,8 +121,8 @@ def test_export_evaluates_on_the_folder_that_it_is_given(
         seen.append(origin.run)
         return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
 
-    monkeypatch.setattr("opendiloco.checkpoints.export.find_origin", lambda *_: origin)
-    monkeypatch.setattr("opendiloco.checkpoints.export.export_origin", export_origin)
+    monkeypatch.setattr("opendiloco.kept_states.find_origin", lambda *_: origin)
+    monkeypatch.setattr("opendiloco.kept_states.export_origin", export_origin)
     (tmp_path / "texts").mkdir()
     for data in ([], ["--data", str(tmp_path / "texts")]):
         arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out"), *data]

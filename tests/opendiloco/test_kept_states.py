@@ -14,7 +14,6 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
-from opendiloco.checkpoints.export import find_origin
 from opendiloco.checkpoints.files import file_header, file_name
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.checkpoints.loading import metadata_of
@@ -22,6 +21,7 @@ from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.cli.group import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.kept_states import find_origin
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model
 from opendiloco.run import Run
@@ -158,7 +158,7 @@ def test_what_is_found_out_late_leaves_nothing(
     async def working(run: Run) -> AsyncIterator[LocalWorkload]:
         yield LocalWorkload(StateOnly(values or len(kept.recorded.states[0].state) // 8), run.config)
 
-    monkeypatch.setattr("opendiloco.checkpoints.export.working", working)
+    monkeypatch.setattr("opendiloco.kept_states.working", working)
     done = export("--from", kept.folder.path, "--at", 9, "--out", tmp_path / "model")
     assert (done.exit_code, said in done.output) == (9, True), done.output
     assert not (tmp_path / "model").exists()
