@@ -71,3 +71,9 @@ class DemoError(DilocoPeerError):
     """The demo did not show what it is there to show."""
 
     exit_code = 1
+
+
+class IslandError(DilocoPeerError):
+    """The machines of one volunteer do not fit together, or one of them is lost."""
+
+    exit_code = 15

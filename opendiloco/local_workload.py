@@ -30,6 +30,7 @@ from opendiloco.outer.statistics import OuterStatistics, measure
 from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
+from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
@@ -203,12 +204,12 @@ class LocalWorkload(TrainingWorkload):
         self.companion = InnerState(workers, config) if copies else None
 
     @classmethod
-    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> Self:
-        """With fresh workers and the run's initial state.
+    async def start(cls, config: RunConfig, options: WorkerOptions | None = None, nodes: Nodes | None = None) -> Self:
+        """With fresh workers, on this machine and other nodes, and the run's initial state.
 
         Raises: see `WorkerGroup.start` and `check_initial_weights`.
         """
-        workers = await WorkerGroup.start(config, options)
+        workers = await WorkerGroup.start(config, options, nodes)
         try:
             await asyncio.to_thread(check_initial_weights, workers.vectors.theta, config.model)
         except BaseException:
@@ -224,6 +225,10 @@ class LocalWorkload(TrainingWorkload):
             await asyncio.to_thread(self._put_base_into_local)
             with suppress(WorkersRestartedError):
                 return await self.workers.train(work, on_progress, from_local=True)
+
+    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+        await self.workers.weights.theta_is_sent()  # or a machine would get some of the old theta, some of the new
+        await super().apply(payload, index, keeps_work)
 
     async def evaluate(self) -> Evaluated:
         """Return the loss of theta on the run's held-out windows: as many as the manifest says, whoever asks. Not while

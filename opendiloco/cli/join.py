@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -34,7 +37,10 @@ from opendiloco.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from opendiloco.interrupts import Interrupts
+    from opendiloco.island.environment import Placement
     from opendiloco.volunteer import Volunteer
+    from opendiloco.workers.nodes import Nodes
     from opendiloco.workers.options import WorkerOptions
     from opendiloco.workers.trackers import Choice
 
@@ -152,7 +158,8 @@ def command(
     from opendiloco.checkpoints.run_folder import RunFolder
     from opendiloco.entrance import enter, read_ticket
     from opendiloco.identity_file import hold_identity
-    from opendiloco.interrupts import Interrupts, run_interruptible
+    from opendiloco.interrupts import run_interruptible
+    from opendiloco.island.environment import Placement
     from opendiloco.run import find_run
     from opendiloco.sole import listening
     from opendiloco.volunteer import connected, volunteering
@@ -164,6 +171,10 @@ def command(
     if console is None:
         log.start("info")
     invite = parse_run(run, initial_peers)
+    placement = Placement.read(os.environ)
+    if placement is not None and not placement.is_first:
+        run_interruptible(lambda interrupts: serve_as_node(placement, invite.run_id, interrupts))
+        return
     shown = None if ticket is None else read_ticket(ticket)
     record = None if journal is None else Journal.open(journal)
     if remote is not None:
@@ -176,9 +187,12 @@ def command(
         before = RunFolder.at(invite.run_id, key.peer_id, state)
         remembered = before.remembered_peers()
         links = relay_settings(data_port, relay_limit)
-        async with connected(
-            key, invite.addresses, listen, announce, links=links, remembered=remembered.addresses
-        ) as transport:
+        async with (
+            other_machines(placement, invite.run_id, interrupts) as nodes,
+            connected(
+                key, invite.addresses, listen, announce, links=links, remembered=remembered.addresses
+            ) as transport,
+        ):
             transport.cap(caps)
             found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(data)
             found = replace(found, goes_on_alone=on_partition == "continue")
@@ -190,7 +204,7 @@ def command(
             kept = folder if keep or keep_every else None
             async with (
                 listening(transport, found.run_id) as sole,
-                volunteering(found, key, transport, workers, kept, trackers) as volunteer,
+                volunteering(found, key, transport, workers, kept, trackers, nodes) as volunteer,
                 Checkpointer(plan) as checkpointer,
             ):
                 await sole
@@ -210,6 +224,36 @@ def command(
             run_interruptible(main)
         finally:  # ends with the process: Python 3.11 crashed when it took cycles of views of shared memory apart
             gc.freeze()
+
+
+@asynccontextmanager
+async def other_machines(placement: Placement | None, run_id: str, interrupts: Interrupts) -> AsyncIterator[Nodes]:
+    """The other machines of this volunteer, if torchrun has started any. Raises: IslandError."""
+    from opendiloco.island.first import gathered
+    from opendiloco.workers.nodes import Nodes
+
+    def leave() -> None:
+        if interrupts.count == 0:
+            interrupts(signal.SIGTERM)
+
+    if placement is None:
+        yield Nodes()
+        return
+    say(f"waiting for the other machines of this volunteer: {placement.size} in all", None)
+    async with gathered(placement, run_id, leave) as nodes:
+        yield nodes
+
+
+async def serve_as_node(placement: Placement, run_id: str, interrupts: Interrupts) -> None:
+    """Lend this machine to the volunteer whose peer process is on the first one. Raises: IslandError."""
+    from opendiloco.island.agent import NodeAgent, connect
+
+    say(f"waiting for the first machine of this volunteer, {placement.host}; this is node {placement.rank}", None)
+    agent = NodeAgent(await connect(placement, run_id))
+    say("this machine trains for the peer on the first one; Ctrl-C to leave with it", None)
+    interrupts.polite = agent.ask_to_leave
+    await agent.serve()
+    say("left the run", None)
 
 
 def start_console(log: LogOptions) -> Console:

@@ -256,6 +256,14 @@ WORKER_OPTIONS = (
         is_flag=True,
         help="Several GPUs: keep layers whole between passes; less traffic, 8 bytes more a parameter on each.",
     ),
+    click.option(
+        "--replicas",
+        type=click.IntRange(min=1),
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Share the model N times among the workers, each group once: as many as machines is HSDP.",
+    ),
 )
 
 

@@ -47,7 +47,7 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
     with trying(replica, team, trains) as taken:
         one = taken(1)
         team.wait_for_all()  # so that nobody sees what another takes to try
-        room = free_memory(team) - _taken_later(replica, team, trains) // team.size
+        room = free_memory(team) - _taken_later(replica, team, trains)
         room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # whole gradients, until they are summed
         if not team.smallest(room > 2 * one):
             return 1  # two are not even to be tried
@@ -57,13 +57,13 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
 
 
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
-    """Return the bytes that nobody has taken yet when workers have tried a window: moments, where there is training; in
-    main memory also what the peer process takes."""
-    moments = MOMENTS_BYTES * replica.layout.size * trains
+    """Return this worker's share of the bytes that nobody has taken yet when workers have tried a window: moments,
+    where there is training; in main memory also what the peer process takes."""
+    moments = MOMENTS_BYTES * replica.layout.size * trains // team.shards
     if team.device.type != "cpu":
         return moments
     host = HostMemory(replica.layout.size, replica.format)
-    return moments + (host.most if trains else host.evaluating) - host.shared
+    return moments + ((host.most if trains else host.evaluating) - host.shared) // len(team.here)
 
 
 @contextmanager
@@ -93,6 +93,6 @@ def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[C
 def free_memory(team: Team) -> int:
     """Bytes for this worker: of its GPU, or its share of what the machine has."""
     if team.device.type == "cpu":
-        return available_memory() // team.size
+        return available_memory() // len(team.here)
     unused = torch.cuda.memory_reserved(team.device) - torch.cuda.memory_allocated(team.device)
     return torch.cuda.mem_get_info(team.device)[0] + unused

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from opendiloco.inner.moments import Moments
+from opendiloco.inner.moments import STEPS_BYTES, Moments
 from opendiloco.inner.moments_file import FORMAT, UNSEALED, VALUE_BYTES, header_of, read_header
 from opendiloco.model.layout import Layout, Parameter
 from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import Vector
 from peers.values.workload import SnapshotError
+
+ByteRanges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> int:
@@ -26,8 +29,9 @@ def step_count(optimizer: torch.optim.Optimizer) -> int:
 
 def store_moments(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], shards: Shards, out: Moments
-) -> None:
-    """optimizer → out: this worker's part. A parameter that has never had a gradient has moments of zero."""
+) -> ByteRanges:
+    """optimizer → out: this worker's part. A parameter that has never had a gradient has moments of zero. Returns which
+    bytes these are."""
     out.steps[0] = step_count(optimizer)
     for moment, vector in out.vectors.items():
         moments = {name: optimizer.state.get(parameter, {}).get(moment) for name, parameter in parameters.items()}
@@ -35,6 +39,8 @@ def store_moments(
             name: torch.zeros_like(parameters[name]) if values is None else values for name, values in moments.items()
         }
         shards.store(present, vector)
+    starts = [STEPS_BYTES + number * vector.nbytes for number, vector in enumerate(out.vectors.values())]
+    return tuple(chain.from_iterable(map(shards.byte_ranges, starts)))
 
 
 @torch.no_grad()
@@ -72,9 +78,9 @@ def write_state(
     parameters: Mapping[str, torch.Tensor],
     shards: Shards,
     metadata: dict[str, str],
-) -> None:
+) -> ByteRanges:
     """Write an optimizer's state into a file: each worker its rows, the first all else. The file has its whole length
-    at once, and no digest yet.
+    at once, and no digest yet. Returns which bytes this worker has written, but for the first's header.
 
     Raises: SnapshotError when there is nothing to keep, or what a file cannot hold; OSError.
     """
@@ -91,8 +97,10 @@ def write_state(
     finally:
         os.close(descriptor)
     flat = _mapped(path, len(header), layout, "r+")
-    for way in _ways(layout, parameters, shards, reads=False):
+    ways = list(_ways(layout, parameters, shards, reads=False))
+    for way in ways:
         way.store(tensors, flat)
+    return tuple(chain.from_iterable(way.byte_ranges(len(header)) for way in ways))
 
 
 def read_state(

@@ -23,7 +23,14 @@ from opendiloco.inner.attention import attending_by
 from opendiloco.inner.inner_steps import InnerSteps, ReplicaTrained, StepTaken
 from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.inner.moments import Moments
-from opendiloco.inner.optimizer_state import load_moments, read_state, step_count, store_moments, write_state
+from opendiloco.inner.optimizer_state import (
+    ByteRanges,
+    load_moments,
+    read_state,
+    step_count,
+    store_moments,
+    write_state,
+)
 from opendiloco.inner.optimizers import build_inner_optimizer
 from opendiloco.inner.team import Team
 from opendiloco.kernels import FORMATS
@@ -70,7 +77,7 @@ class ModelReplica:
         self._samples = samples
         self._team = team or Team(torch.device("cpu"))
         self.reduces_once = reduces_once and isinstance(model, FSDPModule)
-        self._shards = Shards(self.layout, self._team.rank, self._team.size, staging_for(self._team.device))
+        self._shards = Shards(self.layout, self._team.shard, self._team.shards, staging_for(self._team.device))
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
         self._router_loss = router_loss_weight(model)
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`
@@ -88,14 +95,24 @@ class ModelReplica:
         self._shards.load(theta, self._parameters())
 
     def store(self, flat: Vector) -> None:
-        """This worker's part of the weights."""
-        self._shards.store(self._parameters(), flat)
+        """Store this worker's part of the weights, unless another replica does."""
+        if self._team.is_in_first_replica:
+            self._shards.store(self._parameters(), flat)
 
-    def store_moments(self, out: Moments) -> None:
-        """The inner optimizer's state, as of the last inner step. Raises: SnapshotError while it is worth little."""
+    def parts(self, start: int) -> ByteRanges:
+        """Return which bytes `store` writes of a vector that begins with byte `start`."""
+        return self._shards.byte_ranges(start) if self._team.is_in_first_replica else ()
+
+    def store_moments(self, out: Moments) -> ByteRanges:
+        """Store the inner optimizer's state as of the last inner step: this worker's part, as `store` does.
+
+        Raises: SnapshotError while it is worth little.
+        """
         if step_count(self._optimizer) == 0 or self._warmed_up != self._config.inner_optimizer.rewarmup_steps:
             raise SnapshotError("its inner optimizer has only just begun")
-        store_moments(self._optimizer, self._parameters(), self._shards, out)
+        if not self._team.is_in_first_replica:
+            return ()
+        return store_moments(self._optimizer, self._parameters(), self._shards, out)
 
     def load_moments(self, moments: Moments) -> None:
         """Go on with another replica's. There is no more re-warmup. Raises: SnapshotError when ours are as good."""
@@ -104,13 +121,16 @@ class ModelReplica:
         load_moments(self._optimizer, self._parameters(), self._shards, moments)
         self._warmed_up = self._config.inner_optimizer.rewarmup_steps
 
-    def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it.
+    def keep_moments(self, path: Path, run: str, index: int) -> ByteRanges:
+        """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it,
+        unless another replica does. Returns which bytes these are.
 
         Raises: SnapshotError when there is none, or torch has it in a form that no file holds; OSError.
         """
         said = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
-        write_state(path, self._optimizer, self._parameters(), self._shards, said)
+        if not self._team.is_in_first_replica:
+            return ()
+        return write_state(path, self._optimizer, self._parameters(), self._shards, said)
 
     def recall_moments(self, path: Path, run: str) -> None:
         """Go on with what such a file has. Raises: SnapshotError when it does not fit, and changes nothing; OSError."""
@@ -168,7 +188,8 @@ class ModelReplica:
         own_loss = self._add_gradient(batch)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         own_norm = torch.nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters])
-        loss, square, stop = self._team.sums([own_loss, own_norm.double().square(), stop_wanted()])
+        own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # others have the same
+        loss, square, stop = self._team.sums([own_loss, own_square, stop_wanted()])
         norm = math.sqrt(square)
         taken = StepTaken(loss, norm, stop > 0)
         if taken.is_finite:

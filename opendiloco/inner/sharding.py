@@ -1,4 +1,6 @@
-"""The model as a machine's workers share it: FSDP2 (arXiv 2304.11277), one group per transformer block and the rest.
+"""The model as a volunteer's workers share it: FSDP2 (arXiv 2304.11277), one group per transformer block and the rest.
+
+On a mesh of two dimensions, replicas and shards, each replica has the whole model, and gradients are summed over both.
 
 A worker builds the model without memory for its weights, and takes memory block by block, keeping its part only.
 """
@@ -56,7 +58,7 @@ def fill_untrained(model: Any, whole: Any, team: Team) -> None:
             values = torch.empty(tensor.shape, dtype=tensor.dtype, device=team.device)
         team.take_from_first(values)
         own = local_part(tensor)
-        own.copy_(values if own is tensor else values[shard_rows(len(values), team.rank, team.size)])
+        own.copy_(values if own is tensor else values[shard_rows(len(values), team.shard, team.shards)])
 
 
 def _untrained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,8 @@
-"""The workers of one machine, as each of them sees the others: who it is, and what they tell each other.
+"""The workers of one volunteer, as each of them sees the others: who it is, and what they tell each other.
 
-They meet at a store that the first of them serves on a socket of the peer process, bound to the loopback interface:
-nobody else's machine can reach it, and no port is chosen before it is taken.
+On one machine, they meet at a store that the first of them serves on a socket of the peer process, bound to the
+loopback interface: nobody else's machine can reach it, and no port is chosen before it is taken. On several machines,
+they meet at torchrun's store.
 """
 
 from __future__ import annotations
@@ -9,50 +10,112 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from opendiloco.errors import MachineError
 
 Value: TypeAlias = float | torch.Tensor
 """A number, or a tensor that holds one, on the worker's device."""
 LOOPBACK = "127.0.0.1"
+HYBRID = ("replicas", "shards")
 PATIENCE = timedelta(hours=2)
 """For which workers wait for each other: the first alone draws the initial weights, eleven minutes of 10 billion. NCCL
 would give up after ten. Workers that die are noticed otherwise."""
 
 
-class Team:
-    """Worker `rank` of `size`. A worker without a mesh is alone: it has the plain model, and no process group."""
+@dataclass(frozen=True)
+class MeetingPlace:
+    """Where workers meet: at the first worker's store, which it serves on the socket `listener` bound to `port`, or
+    with a `key` at a store that somebody else serves, where keys that begin with it are theirs alone."""
 
-    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None) -> None:
+    port: int = 0
+    host: str = LOOPBACK
+    key: str = ""
+    listener: int | None = None
+
+    def store(self, size: int) -> Store:
+        """Return the store that so many workers share. The listener is taken over."""
+        if self.key:
+            shared = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+            return PrefixStore(f"diloco-peer/workers/{self.key}", shared)
+        if self.listener is None:
+            return TCPStore(self.host, self.port, size)
+        return TCPStore(self.host, self.port, size, is_master=True, master_listen_fd=self.listener)
+
+
+class Team:
+    """Worker `rank` of `size`; those of its machine have the ranks `here`. A worker without a mesh is alone: it has the
+    plain model, and no process group.
+
+    They share the model `replicas` times: each of so many groups of workers with consecutive ranks has all of it, and
+    cuts it into as many `shards` as it has workers. This one has number `shard`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
+        mesh: DeviceMesh | None = None,
+        here: range | None = None,
+    ) -> None:
         self.device = device
         self.rank = rank
         self.size = size
         self.mesh = mesh
+        self.here = here or range(size)
+        self.shards = size if mesh is None else mesh.size(mesh.ndim - 1)
+        self.shard = rank % self.shards
 
     @classmethod
-    def meet(cls, device: torch.device, rank: int, size: int, port: int, listener: int | None) -> Team:
-        """Return when all have come. `listener` is worker 0's descriptor of the socket on `port`; it is taken over.
+    def meet(
+        cls,
+        device: torch.device,
+        rank: int,
+        size: int,
+        place: MeetingPlace,
+        here: range | None = None,
+        replicas: int = 1,
+    ) -> Team:
+        """Return when all have come.
 
         A worker that is the only one meets nobody, whatever its device: FSDP2 over one GPU would copy all parameters
         twice a micro-batch, and make shards of them on which torch cannot compute every optimizer.
+
+        Raises: MachineError when so many workers cannot be so many equal groups.
         """
+        if size % replicas:
+            raise MachineError(
+                f"--replicas {replicas} does not divide the {size} workers of this volunteer.",
+                "Choose a number that does, such as that of the machines.",
+            )
         if size == 1:
-            if listener is not None:
-                os.close(listener)
+            if place.listener is not None:
+                os.close(place.listener)
             return cls(device)
-        if listener is None:
-            store = TCPStore(LOOPBACK, port, size)
-        else:
-            store = TCPStore(LOOPBACK, port, size, is_master=True, master_listen_fd=listener)
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
+        store = place.store(size)
         dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size, device_id=device_id)
-        return cls(device, rank, size, init_device_mesh(device.type, (size,)))
+        shape, names = ((size,), ("shards",)) if replicas == 1 else ((replicas, size // replicas), HYBRID)
+        return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names), here)
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this is the first worker of its machine."""
+        return self.rank == self.here.start
+
+    @property
+    def is_in_first_replica(self) -> bool:
+        """Whether it is up to this worker to hand its shard out: the other replicas have the same."""
+        return self.rank < self.shards
 
     def piece(self, count: int) -> slice:
         """This worker's share of `count` things in a row: consecutive, and as even as possible."""

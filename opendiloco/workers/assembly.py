@@ -26,8 +26,9 @@ def assemble_model(
 ) -> Any:
     """The worker's model on its device. What theta has of it is to be loaded from there, if it is sharded.
 
-    With a `memory_descriptor`, the first worker puts the initial theta into that shared memory. It alone builds a whole
-    model; the others do, too, if the model has tensors that only its constructor can fill.
+    With a `memory_descriptor`, the first worker of each machine takes that shared memory, and the first of all puts the
+    initial theta into it. It alone builds a whole model; the others do, too, if the model has tensors that only its
+    constructor can fill.
 
     Raises: MachineError when the machine or device has too little memory; see `build_model`.
     """
@@ -36,7 +37,7 @@ def assemble_model(
     memory = memory_of(skeleton, team, config.training, options.whole_layers)
     if team.device.type == "cuda":
         _check_device(memory, team, options.trains)
-    if memory_descriptor is not None and team.rank == 0:
+    if memory_descriptor is not None and team.is_first_here:
         _check_memory(memory, team, options.trains, FORMATS[config.codec.kind])
         reserve(memory_descriptor, layout_of(skeleton).size)
     at_stage("building the model")
@@ -96,17 +97,19 @@ def _compile_blocks(model: Any) -> None:
 def _check_memory(memory: WorkerMemory, team: Team, trains: bool, format: Format) -> None:
     """What activations take cannot be known, and comes on top. Raises: MachineError."""
     host = HostMemory(memory.trained, format)
-    starting = host.shared + memory.evaluating  # worker 0's whole model
-    needed = host.most if trains else host.evaluating
+    starting = needed = host.shared
+    if team.rank == 0:
+        starting += memory.evaluating  # its whole model
+        needed = host.most if trains else host.evaluating
     if team.device.type == "cpu":
-        starting += memory.evaluating if team.mesh else 0
-        needed += memory.training if trains else memory.evaluating
+        starting += memory.evaluating * len(team.here) // team.shards if team.mesh else 0
+        needed += (memory.training if trains else memory.evaluating) * len(team.here) // team.shards
     check_available("Training this model" if trains else "Evaluating this model", max(starting, needed))
 
 
 def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> None:
     """Raises: MachineError."""
-    needed = (memory.training if trains else memory.evaluating) // team.size
+    needed = (memory.training if trains else memory.evaluating) // team.shards
     free = torch.cuda.mem_get_info(team.device)[0]
     if needed > free:
         raise MachineError(
@@ -118,4 +121,4 @@ def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> None:
 def memory_of(skeleton: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> WorkerMemory:
     """Return what a model takes, from its skeleton, where these workers train it."""
     device, is_shared = team.device.type, team.mesh is not None
-    return worker_memory(skeleton, training, device, team.size, is_shared=is_shared, whole_layers=whole_layers)
+    return worker_memory(skeleton, training, device, team.shards, is_shared=is_shared, whole_layers=whole_layers)

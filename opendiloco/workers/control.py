@@ -37,7 +37,9 @@ class CountDevices(ControlMessage):
 class Configure(ControlMessage):
     """Build model, data and optimizer as worker `rank` of `workers`. Answered by `Configured` when all have.
 
-    They meet on `port`. With `fresh`, the first puts the initial weights into shared memory; else they are left there.
+    On its machine are `here` workers (0: all), the first of them of rank `first_here`. They meet at the store on `port`
+    of `host`: that of the first worker, or with a `key` torchrun's, of which no other key is theirs. With `fresh`, the
+    first puts the initial weights into shared memory; else they are left there.
     """
 
     kind: Literal["configure"] = "configure"
@@ -48,6 +50,10 @@ class Configure(ControlMessage):
     workers: int
     port: int
     fresh: bool
+    first_here: int = 0
+    here: int = 0
+    host: str = "127.0.0.1"
+    key: str = ""
 
 
 class RunInnerLoop(ControlMessage):
@@ -153,7 +159,8 @@ class Configured(ControlMessage):
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
     windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads, and
-    `bytes_per_token` how much text a token of theirs stands for.
+    `bytes_per_token` how much text a token of theirs stands for. `parts` are the ranges of bytes that it writes when it
+    stores its weights in `local`.
     """
 
     kind: Literal["configured"] = "configured"
@@ -165,6 +172,7 @@ class Configured(ControlMessage):
     micro_batch: int
     held_out_digest: str
     bytes_per_token: float
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 class InnerStepDone(ControlMessage):
@@ -223,10 +231,12 @@ class Exported(ControlMessage):
 
 
 class MomentsMoved(ControlMessage):
-    """The moments are there, or `problem` says why not. Training goes on in any case."""
+    """The moments are there, or `problem` says why not. Training goes on in any case. `parts` are the ranges of bytes
+    that the worker has written of their memory, or of their file."""
 
     kind: Literal["moments_moved"] = "moments_moved"
     problem: str | None = None
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 class Failed(ControlMessage):

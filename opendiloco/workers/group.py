@@ -1,4 +1,4 @@
-"""A machine's workers, as the peer process commands them: all do the same at the same time, or end together.
+"""A volunteer's workers, as the peer process commands them: all do the same at the same time, or end together.
 
 Workers that share a model wait for each other in every collective, so the death or failure of one would leave the
 others waiting for good.
@@ -9,24 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError, WorkerError
+from opendiloco.errors import DeviceMemoryError, IslandError
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.workers.control import (
-    Configure,
     Configured,
     ControlMessage,
-    CountDevices,
-    DevicesCounted,
     EndInnerLoop,
     Evaluate,
     Evaluated,
@@ -38,20 +34,16 @@ from opendiloco.workers.control import (
     InnerStepDone,
     RunInnerLoop,
 )
+from opendiloco.workers.crew import Crew
+from opendiloco.workers.handle import Answer, UnexpectedWorkerError, WorkerHandle
 from opendiloco.workers.moments import WorkersMoments
-from opendiloco.workers.options import (
-    TEMPERATURE,
-    WorkerOptions,
-    choose_devices,
-    choose_threads,
-    needs_gpu_count,
-    usable_cores,
-)
-from opendiloco.workers.process import Answer, Inherited, UnexpectedWorkerError, WorkerProcess
+from opendiloco.workers.nodes import Nodes
+from opendiloco.workers.options import TEMPERATURE, WorkerOptions
+from opendiloco.workers.process import Inherited
 from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.restarts import LOST, Restarts
-from opendiloco.workers.start_up import StartUp
 from opendiloco.workers.telemetry import Telemetry
+from opendiloco.workers.weights import SpreadWeights
 from peers.errors import DilocoPeerError
 from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
 
@@ -74,12 +66,14 @@ class WorkerGroup:
     telemetry: Telemetry
     held_out_digest: str
     bytes_per_token: float
+    weights = SpreadWeights(Nodes())
 
-    def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
+    def __init__(self, config: RunConfig, options: WorkerOptions, nodes: Nodes) -> None:
+        self.weights = SpreadWeights(nodes)
+        self._nodes = nodes
         self._config = config
         self._options = options
         self._memory_descriptor = create_memory_file()
-        self._workers: list[WorkerProcess] = []
         self._watching: asyncio.Task[None] | None = None
         self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         self._requests = RequestQueue()
@@ -93,14 +87,18 @@ class WorkerGroup:
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
         self._restarts = Restarts(options.restarts)
         self._is_closing = False
+        self._crew = self._new_crew()
 
     @classmethod
-    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> WorkerGroup:
-        """Start workers and have them build model and data: seconds, mostly imports.
+    async def start(
+        cls, config: RunConfig, options: WorkerOptions | None = None, nodes: Nodes | None = None
+    ) -> WorkerGroup:
+        """Start workers, also on other machines of this volunteer, and have them build model and data: seconds, mostly
+        imports.
 
-        Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
+        Raises: MachineError, DataError, ManifestError, IslandError, or WorkerError when one dies meanwhile.
         """
-        group = cls(config, options or WorkerOptions())
+        group = cls(config, options or WorkerOptions(), nodes or Nodes())
         try:
             configured = await group._start_workers(fresh=True)
         except BaseException:
@@ -201,40 +199,29 @@ class WorkerGroup:
             self._memory_descriptor = -1
 
     # Starting and ending ---------------------------------------------------------------------------------------------
+    @property
+    def _workers(self) -> list[WorkerHandle]:
+        return self._crew.workers
+
+    def _new_crew(self) -> Crew:
+        shared = Inherited(self._memory_descriptor, self._moments.descriptor)
+        return Crew(shared, self._nodes, lambda: not self._is_closing)
+
     async def _start_workers(self, fresh: bool) -> Configured:
-        cores, shared = usable_cores(), Inherited(self._memory_descriptor, self._moments.descriptor)
-        threads = choose_threads(self._options, ["cpu"] * self._options.cpu_workers, cores)  # at most
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            self._workers = [await WorkerProcess.start(shared._replace(listener=listener.fileno()), threads)]
-        self._workers[0].on_stage = StartUp().heard  # the others do the same
-        if self._is_closing:
-            raise WorkerError("no workers are wanted any more.")
-        devices = choose_devices(self._options, await self._count_gpus())
-        threads = choose_threads(self._options, devices, cores)
-        for _ in devices[1:]:
-            self._workers.append(await WorkerProcess.start(shared, threads))
-        if len(devices) > 1:
-            for rank, worker in enumerate(self._workers):
-                worker.name = f"worker {rank} of {len(devices)}"
+        self._crew = self._new_crew()
+        await self._crew.start(self._options)
         self._watching = asyncio.create_task(self._watch(self._workers))
-        self.device = devices[0] if len(devices) == 1 else f"{len(devices)} x {devices[0].partition(':')[0]}"
-        commands = [
-            Configure(
-                manifest_content=self._config.to_manifest_content(),
-                options=replace(self._options, threads=threads),
-                device=device,
-                rank=rank,
-                workers=len(devices),
-                port=port,
-                fresh=fresh,
-            )
-            for rank, device in enumerate(devices)
-        ]
-        configured = await self._exchange(commands, Configured)
-        self._micro_batch = configured.micro_batch
+        self.device = self._crew.device
+        commands = self._crew.commands(self._config, self._options, fresh)
+        answers = await self._exchange(commands, Configured)
+        self.weights.written_by(zip(self._workers, [answer.parts for answer in answers], strict=True))
+        self._micro_batch = answers[0].micro_batch
+        self._tell_micro_batch()
+        return answers[0]
+
+    def _tell_micro_batch(self) -> None:
         training = self._config.training
-        piece = -(-training.batch_size // len(devices))
+        piece = -(-training.batch_size // len(self._workers))
         if self._options.micro_batch is None and self._options.trains and self._micro_batch < piece:
             wish = (
                 "as the run recommends at most" if self._micro_batch == training.micro_batch else "for want of memory"
@@ -243,12 +230,6 @@ class WorkerGroup:
                 "each worker puts %d of its %d windows through the model at once, %s; --micro-batch says otherwise",
                 *(self._micro_batch, piece, wish),
             )
-        return configured
-
-    async def _count_gpus(self) -> int:
-        if not needs_gpu_count(self._options):
-            return 0
-        return (await self._exchange([CountDevices()], DevicesCounted)).gpus
 
     async def _restart(self) -> None:
         await self._end_workers()
@@ -265,7 +246,7 @@ class WorkerGroup:
         else:
             logger.info("the inner optimizer goes on with what %s has", path)
 
-    async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
+    async def _watch(self, workers: Sequence[WorkerHandle]) -> None:
         deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
         try:
             done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
@@ -279,7 +260,7 @@ class WorkerGroup:
         """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
         self._lost = self._lost or error
         self._kill()
-        if not self._restarts.left:
+        if not self._restarts.left or isinstance(error, IslandError):
             self._die(error)
 
     def _die(self, error: DilocoPeerError) -> None:
@@ -323,7 +304,10 @@ class WorkerGroup:
         if self._lost is not None:
             await self._replace_after(self._lost)
         try:
-            answered = await self._exchange([command] * (workers or len(self._workers)), answer, on_progress)
+            await self.weights.bring(command, self.vectors)
+            [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_progress)
+            if isinstance(answered, InnerLoopDone):
+                await self.weights.take(self.vectors)
         except (DeviceMemoryError, *LOST) as error:
             await self._replace_after(error)
             raise WorkersRestartedError from error
@@ -361,8 +345,8 @@ class WorkerGroup:
         commands: Sequence[ControlMessage],
         answer: type[Answer],
         on_progress: Callable[[InnerStepDone], None] | None = None,
-    ) -> Answer:
-        """Give each of the first workers its command; the first one's answer, when all have answered.
+    ) -> list[Answer]:
+        """Give each of the first workers its command; return their answers.
 
         Raises: what most probably was the cause, when one fails.
         """
@@ -376,7 +360,7 @@ class WorkerGroup:
         errors = [error for task in exchanges if task.done() and (error := task.exception())]
         if errors:
             raise self._lost or min(errors, key=_is_unexpected)
-        return exchanges[0].result()
+        return [exchange.result() for exchange in exchanges]
 
 
 def _is_unexpected(error: BaseException) -> bool:

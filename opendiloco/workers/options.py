@@ -24,7 +24,8 @@ class WorkerOptions:
     how many windows go through the model at once (None: as many as fit, up to what the run recommends).
     `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
     where the run says fp32. With `whole_layers`, workers that share a model keep its layers whole from the forward to
-    the backward pass, and their gradients until a batch's last window.
+    the backward pass, and their gradients until a batch's last window. They share it `replicas` times, each of so many
+    equal groups once.
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
     only evaluates, generates and exports.
     """
@@ -38,6 +39,7 @@ class WorkerOptions:
     compile: bool | None = None
     tf32: bool = False
     whole_layers: bool = False
+    replicas: int = 1
     restarts: int = 0
     trains: bool = True
 

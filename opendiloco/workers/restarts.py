@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from opendiloco.errors import DeviceMemoryError
-from opendiloco.workers.process import UnexpectedWorkerError, WorkerDeathError
+from opendiloco.workers.handle import UnexpectedWorkerError, WorkerDeathError
 from peers.errors import DilocoPeerError
 
 logger = logging.getLogger(__name__)

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
     from opendiloco.inner.inner_steps import InnerStep
+    from opendiloco.inner.moments import Moments
     from opendiloco.inner.replica import ModelReplica
 
 
@@ -127,19 +128,21 @@ class Worker:
         self._config = RunConfig.from_manifest_content(command.manifest_content)
         device = choose_device(command.device)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
-        cache = TokenCache(few=few_tokens(self._config.tokenizer, command.workers))
-        ahead = Ahead(self._config).tokenize if command.rank == 0 and command.options.trains else None
+        cache = TokenCache(few=few_tokens(self._config.tokenizer, command.here or command.workers))
+        ahead = Ahead(self._config).tokenize if command.rank == command.first_here and command.options.trains else None
         self._data: TrainingData = load_data(self._config, self._tokenizer, cache, ahead)
 
         at_stage("importing transformers")
         with nothing_collected():
             from opendiloco.inner.attention import document_attention
             from opendiloco.inner.replica import ModelReplica
-            from opendiloco.inner.team import Team
+            from opendiloco.inner.team import MeetingPlace, Team
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.workers.assembly import assemble_model
 
-        self._team = Team.meet(device, command.rank, command.workers, command.port, descriptors.listener)
+        place = MeetingPlace(command.port, command.host, command.key, descriptors.listener)
+        here = range(command.first_here, command.first_here + (command.here or command.workers))
+        self._team = Team.meet(device, command.rank, command.workers, place, here, command.options.replicas)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
         whole_layers = command.options.whole_layers
@@ -164,6 +167,7 @@ class Worker:
             micro_batch=self._replica.micro_batch,
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
+            parts=self._replica.parts(self._vectors.local_part[0]),
         )
 
     def _choose_micro_batch(self) -> int:
@@ -243,21 +247,25 @@ class Worker:
                 self._channel.send(self.carry_out(self._channel.commands.get_nowait()))
 
     def _move_moments(self, command: MoveMoments) -> MomentsMoved:
-        from opendiloco.inner.moments import Moments
-
         try:
             match command:
                 case KeepMoments():
-                    self._replica.keep_moments(Path(command.path), command.run, command.index)
+                    parts = self._replica.keep_moments(Path(command.path), command.run, command.index)
+                    return MomentsMoved(parts=parts)
                 case RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
                 case StoreMoments():
-                    self._replica.store_moments(Moments(memoryview(mmap.mmap(self._moments_descriptor, 0))))
+                    return MomentsMoved(parts=self._replica.store_moments(self._moments()))
                 case LoadMoments():
-                    self._replica.load_moments(Moments(memoryview(mmap.mmap(self._moments_descriptor, 0))))
+                    self._replica.load_moments(self._moments())
         except Exception as error:  # whatever it is, training need not end of it
             return MomentsMoved(problem=str(error))
         return MomentsMoved()
+
+    def _moments(self) -> Moments:
+        from opendiloco.inner.moments import Moments
+
+        return Moments(memoryview(mmap.mmap(self._moments_descriptor, 0)))
 
     def _evaluate(self, command: Evaluate) -> Evaluated:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""

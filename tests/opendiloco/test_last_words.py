@@ -11,8 +11,9 @@ import pytest
 
 from opendiloco.workers import process
 from opendiloco.workers.control import CountDevices, DevicesCounted
+from opendiloco.workers.handle import WorkerDeathError
 from opendiloco.workers.last_words import LINE_LENGTH, LINES_KEPT, LastWords
-from opendiloco.workers.process import Inherited, WorkerDeathError, WorkerProcess
+from opendiloco.workers.process import Inherited, WorkerProcess
 
 SECONDS = 120.0
 RAISES = """

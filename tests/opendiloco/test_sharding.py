@@ -26,7 +26,7 @@ from opendiloco.errors import MachineError
 from opendiloco.inner.micro_batch import trying
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
-from opendiloco.inner.team import Team
+from opendiloco.inner.team import MeetingPlace, Team
 from opendiloco.model import build
 from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
 from opendiloco.model.shards import Shards, local_part, shard_rows
@@ -165,7 +165,7 @@ def test_a_worker_that_is_alone_has_the_plain_model_on_its_device(
 ) -> None:
     """As one GPU has it, played by a device that computes nothing; so it can train with every optimizer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        team = Team.meet(torch.device("meta"), 0, 1, listener.getsockname()[1], os.dup(listener.fileno()))
+        team = Team.meet(torch.device("meta"), 0, 1, MeetingPlace(listener=os.dup(listener.fileno())))
     assert team.mesh is None
     assert not dist.is_initialized()
     adafactor = {"kind": "adafactor", "learning_rate": 0.01}
@@ -176,7 +176,7 @@ def test_a_worker_that_is_alone_has_the_plain_model_on_its_device(
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
     replica = ModelReplica(config, model, load_data(config, ByteTokenizer()).samples, team)
     assert replica.layout.size == initial_theta(config).size
-    loss, local = trained(config, Team.meet(CPU, 0, 1, 0, None))
+    loss, local = trained(config, Team.meet(CPU, 0, 1, MeetingPlace()))
     assert math.isfinite(loss)
     assert np.abs(local - initial_theta(config)).max() > 1e-3
 

@@ -1,4 +1,4 @@
-"""Real workers that share a model: two groups, started once, since each worker takes seconds to import torch."""
+"""Real workers that share a model: three groups, started once, since each worker takes seconds to import torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig
@@ -35,7 +36,7 @@ from peers.values.workload import InnerLoop, Progress
 from tests.child_processes import child_processes
 
 pytestmark = pytest.mark.swarm
-START_SECONDS = 300.0  # five imports of torch and transformers, on a machine that is doing much else
+START_SECONDS = 300.0  # four imports of torch and transformers, on a machine that is doing much else
 PROMPT_SECONDS = 120.0  # for what takes milliseconds
 LEASE = (SampleRange(3, 20), SampleRange(30, 54))  # 41 samples: the last batch has one, so that most workers have none
 ENDLESS = (SampleRange(0, 10**6),)
@@ -43,6 +44,7 @@ FACTS = RunFacts(run_id="small-1", manifest_digest="00" * 32, outer_steps=3, tok
 OPTIONS = {
     2: WorkerOptions(device="cpu", cpu_workers=2, micro_batch=2, whole_layers=True),
     3: WorkerOptions(device="cpu", cpu_workers=3, micro_batch=1, activation_checkpointing=True),
+    4: WorkerOptions(device="cpu", cpu_workers=4, replicas=2),
 }
 
 
@@ -153,6 +155,29 @@ def test_workers_together_evaluate_and_the_first_has_the_whole_model_when_it_mus
     assert all(np.array_equal(exported[place.name].ravel(), alone.theta[place.slice]) for place in layout)
 
 
+def test_moments_are_the_same_however_the_model_is_shared(groups: Groups, tmp_path: Path) -> None:
+    """Each value is kept once, though two replicas have it; and what one group has kept, another goes on with."""
+
+    async def story() -> None:
+        sharded, hybrid = groups.members[3], groups.members[4]
+        for group, name in ((sharded, "sharded"), (hybrid, "hybrid")):
+            await group.train(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
+            await group.keep_moments(tmp_path / name, "run", 1)
+        await sharded.recall_moments(tmp_path / "hybrid", "run")
+        await sharded.keep_moments(tmp_path / "again", "run", 1)
+        await hybrid.train(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
+        await hybrid.recall_moments(tmp_path / "again", "run")
+        await hybrid.keep_moments(tmp_path / "at last", "run", 1)
+
+    groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
+    kept = {path.name: load_file(path) for path in tmp_path.iterdir()}
+    assert all(np.isfinite(tensor).all() for tensor in kept["hybrid"].values())
+    for name, tensor in kept["hybrid"].items():
+        assert np.array_equal(tensor, kept["again"][name])
+        assert np.array_equal(tensor, kept["at last"][name])
+        assert tensor.shape == kept["sharded"][name].shape
+
+
 def test_when_one_worker_is_told_to_stop_all_stop_after_the_same_inner_step(groups: Groups, workers: int) -> None:
     async def story() -> None:
         group, seen = groups.members[workers], list[Progress]()
@@ -209,8 +234,8 @@ def test_peers_with_different_numbers_of_workers_have_the_same_bits(groups: Grou
             assert len(digests) == 1
         for peer in peers:
             await peer.train(InnerLoop(2, (), 4, 0), lambda progress: None)
-        first, second = (peer.workers.vectors.local.view(np.uint32) for peer in peers)
-        assert np.array_equal(first, second)
+        first, *others = (peer.workers.vectors.local.view(np.uint32) for peer in peers)
+        assert all(np.array_equal(first, other) for other in others)
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
 

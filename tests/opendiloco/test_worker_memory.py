@@ -25,8 +25,9 @@ from opendiloco.workers.control import (
     RunInnerLoop,
 )
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
+from opendiloco.workers.handle import WorkerDeathError
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.process import Inherited, WorkerDeathError, WorkerProcess
+from opendiloco.workers.process import Inherited, WorkerProcess
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress
 from tests.opendiloco.trainings import training_done
@@ -112,7 +113,7 @@ class Played(WorkerProcess):
 
 @pytest.fixture(autouse=True)
 def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("opendiloco.workers.group.WorkerProcess", Played)
+    monkeypatch.setattr("opendiloco.workers.crew.WorkerProcess", Played)
     monkeypatch.setattr("opendiloco.workers.group.EXPLANATION_SECONDS", 0.01)
     yield
     Played.all.clear()

@@ -224,6 +224,14 @@ class Command:
         """Process ids of the direct children by name: `p2pd`, `python3…`."""
         return {name: process for process, name in child_processes(self.pid).items()}
 
+    def said(self, pattern: str) -> list[str]:
+        """Return the lines in which a pattern is found, of what it has printed so far."""
+        return [line for line in self._all() if re.search(pattern, line)]
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def _all(self) -> list[str]:
         return self._said["out"] + self._said["err"]
 

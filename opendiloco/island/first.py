@@ -1,0 +1,129 @@
+"""The first machine's side: it waits for the other machines of its volunteer, and sees that they fit."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from opendiloco.errors import IslandError
+from opendiloco.island.environment import Placement
+from opendiloco.island.frames import Frame, Hello, Kind, Reason, parse, read_frame, write_frame
+from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, key_of, proof, versions
+from opendiloco.island.remote import RemoteNode
+from opendiloco.island.store import PATIENCE, store_client
+from opendiloco.workers.nodes import Nodes
+from peers.errors import DilocoPeerError
+
+logger = logging.getLogger(__name__)
+
+
+class _Gathering:
+    """Who has come so far."""
+
+    def __init__(self, placement: Placement, run: str, secret: bytes) -> None:
+        self.nodes: dict[int, RemoteNode] = {}
+        self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._placement = placement
+        self._run = run
+        self._secret = secret
+
+    async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a machine in, if it is one of ours; what is wrong with one of ours ends the gathering."""
+        challenge = os.urandom(SECRET_BYTES)
+        write_frame(writer, Frame(Kind.CHALLENGE, 0, 0, challenge))
+        try:
+            async with asyncio.timeout(GREETING_SECONDS):
+                hello = parse(Hello, (await read_frame(reader, Kind.HELLO)).body)
+        except (IslandError, TimeoutError) as error:
+            logger.debug("somebody who is no machine of this volunteer has come: %s", error)
+            writer.close()
+            return
+        if not hmac.compare_digest(hello.proof.encode(), proof(self._secret, challenge).encode()):
+            logger.warning("somebody who does not know torchrun's store wanted to be a machine of this volunteer")
+            writer.close()
+            return
+        problem = self._problem(hello)
+        if problem is not None:
+            reason = Reason(message=problem.message, remedy=problem.remedy)
+            write_frame(writer, Frame(Kind.REFUSED, 0, 0, reason.packed()))
+            writer.close()
+            if not self.complete.done():
+                self.complete.set_exception(problem)
+            return
+        write_frame(writer, Frame(Kind.WELCOME))
+        self.nodes[hello.rank] = RemoteNode(hello, reader, writer)
+        logger.info("%d of %d machines are here", 1 + len(self.nodes), self._placement.size)
+        if len(self.nodes) == self._placement.size - 1 and not self.complete.done():
+            self.complete.set_result(None)
+
+    def _problem(self, hello: Hello) -> IslandError | None:
+        """Return why a machine does not fit."""
+        if hello.run != self._run:
+            return IslandError(
+                f"node {hello.rank} wants to join the run {hello.run}, node 0 the run {self._run}.",
+                "Give the same --run on all machines.",
+            )
+        for name, own in versions().items():
+            if hello.versions.get(name) != own:
+                return IslandError(
+                    f"node {hello.rank} has {name} {hello.versions.get(name)}, node 0 has {own}.",
+                    "Install the same versions on all machines: pip install -c constraints.txt diloco-peer.",
+                )
+        if hello.rank >= self._placement.size or hello.rank in self.nodes:
+            return IslandError(f"RANK = {hello.rank} has come twice, or is too large.", "Start torchrun again.")
+        return None
+
+
+@asynccontextmanager
+async def gathered(placement: Placement, run: str, on_leave: Callable[[], None]) -> AsyncIterator[Nodes]:
+    """Wait for all machines of this volunteer; when the context ends, they do, too.
+
+    `on_leave` is called when somebody on another machine asks the volunteer to leave.
+
+    Raises: IslandError when they do not come, or one does not fit.
+    """
+    secret = os.urandom(SECRET_BYTES)
+    gathering = _Gathering(placement, run, secret)
+    server = await asyncio.start_server(gathering.greet, _interface(placement.host), 0)
+    failure: Reason | None = None
+    try:
+        async with store_client(placement.host, placement.port) as store:
+            where = {"port": server.sockets[0].getsockname()[1], "secret": secret.hex()}
+            await store.set(key_of(placement.job), json.dumps(where))
+        try:
+            await asyncio.wait_for(gathering.complete, PATIENCE.total_seconds())
+        except TimeoutError:
+            missing = sorted(set(range(1, placement.size)) - gathering.nodes.keys())
+            raise IslandError(
+                f"{len(missing)} of {placement.size} machines have not come: node {missing[0]} first.",
+                "See what torchrun says there; its first machine must be reachable on any port.",
+            ) from None
+        nodes = [gathering.nodes[rank] for rank in sorted(gathering.nodes)]
+        for node in nodes:
+            node.on_leave = on_leave
+        yield Nodes(nodes, placement.host, placement.port)
+    except DilocoPeerError as error:
+        failure = Reason(message=f"node 0 has ended: {error.message}", remedy=error.remedy)
+        raise
+    finally:
+        server.close()
+        await asyncio.gather(*(node.close(failure) for node in gathering.nodes.values()))
+        with suppress(asyncio.InvalidStateError):
+            gathering.complete.cancel()
+
+
+def _interface(host: str) -> str | None:
+    """Return where to listen: on the loopback interface if torchrun's store is there; else everywhere, since a name may
+    stand for one address here and for another one elsewhere."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:
+        return None

@@ -1,0 +1,32 @@
+"""How machines of one volunteer know each other: by a secret in torchrun's store, and by what they must have alike."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from blake3 import blake3
+
+SECRET_BYTES = 32
+GREETING_SECONDS = 60.0
+MUST_AGREE = ("diloco-peer", "torch", "transformers")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what all machines must have alike."""
+    found = {}
+    for name in MUST_AGREE:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def key_of(job: str) -> str:
+    """Return under which key of torchrun's store the first machine says where it listens."""
+    return f"diloco-peer/first-machine/{job}"
+
+
+def proof(secret: bytes, challenge: bytes) -> str:
+    """Return what shows that a machine knows the secret."""
+    return str(blake3(challenge, key=secret).hexdigest())

@@ -1,0 +1,143 @@
+"""The peer process's handle on one worker, wherever it runs. Knows no torch; speaks the control protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
+from opendiloco.workers.control import (
+    AtStage,
+    ControlMessage,
+    Failed,
+    InnerStepDone,
+    MomentsMoved,
+    MoveMoments,
+    Reply,
+    parse_reply,
+)
+from peers.errors import DilocoPeerError, ManifestError
+from peers.values.workload import SnapshotError
+
+if TYPE_CHECKING:
+    from opendiloco.workers.nodes import Node
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", bound=ControlMessage)
+
+EXPECTED_ERRORS: dict[str, type[DilocoPeerError]] = {
+    error.__name__: error for error in (DataError, DeviceMemoryError, MachineError, ManifestError, WorkerError)
+}
+
+
+class UnexpectedWorkerError(WorkerError):
+    """The worker failed in a way that none of ours describes."""
+
+
+class WorkerDeathError(WorkerError):
+    """The worker's process has ended."""
+
+
+class WorkerHandle(ABC):
+    """A running worker: takes one request at a time, and moves of moments beside it."""
+
+    node: Node | None = None
+    """The machine that it is on, unless that is this one."""
+
+    def __init__(self) -> None:
+        self.name = "the worker"
+        self.on_stage: Callable[[str, float | None], None] = lambda stage, share: None
+        self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
+        self._moments_replies: asyncio.Queue[MomentsMoved | None] = asyncio.Queue()
+        self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
+
+    @abstractmethod
+    def write(self, message: ControlMessage) -> None:
+        """What is written to a dead worker is lost without an error; its death is what the caller then waits for."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker at once, without waiting for its end."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the worker. Leaves no process behind."""
+
+    async def exchange(
+        self, command: ControlMessage, answer: type[Answer], on_progress: Callable[[InnerStepDone], None]
+    ) -> Answer:
+        """Send a command and wait for its answer. Must not be cancelled, or the next command gets this one's answer.
+
+        Raises: the worker's error as one of ours; WorkerError when it dies.
+        """
+        self.write(command)
+        while True:
+            reply = await self._next_reply()
+            if isinstance(reply, InnerStepDone):
+                on_progress(reply)
+            elif isinstance(reply, Failed):
+                raise _rebuild(reply)
+            elif isinstance(reply, answer):
+                return reply
+            else:
+                raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
+
+    async def move_moments(self, command: MoveMoments) -> MomentsMoved:
+        """Return which bytes the worker has written. Also while it answers another command. One at a time.
+
+        Raises: SnapshotError when they cannot be moved; WorkerError when it dies.
+        """
+        self.write(command)
+        reply = await self._moments_replies.get()
+        if reply is None:
+            self._moments_replies.put_nowait(None)
+            raise self._death.result()
+        if reply.problem is not None:
+            raise SnapshotError(reply.problem)
+        return reply
+
+    async def wait_for_death(self) -> DilocoPeerError:
+        """Returns what to raise once the worker is dead."""
+        return await asyncio.shield(self._death)
+
+    def hear(self, line: bytes) -> None:
+        """Take a line of the worker's. Raises: pydantic.ValidationError when it is none of the protocol's."""
+        reply = parse_reply(line)
+        if isinstance(reply, AtStage):
+            self.on_stage(reply.stage, reply.share)
+        elif isinstance(reply, MomentsMoved):
+            self._moments_replies.put_nowait(reply)
+        else:
+            self._replies.put_nowait(reply)
+
+    def end(self, death: DilocoPeerError) -> None:
+        """The worker is dead: `death` is what everybody gets who waits for it."""
+        if not self._death.done():
+            self._death.set_result(death)
+            self._replies.put_nowait(None)
+            self._moments_replies.put_nowait(None)
+
+    async def _next_reply(self) -> Reply:
+        reply = await self._replies.get()
+        if reply is None:
+            self._replies.put_nowait(None)
+            raise self._death.result()
+        return reply
+
+
+def _rebuild(failure: Failed) -> DilocoPeerError:
+    """The worker's error as one of ours; unexpected ones as a WorkerError, with the worker's traceback as a note."""
+    expected = EXPECTED_ERRORS.get(failure.error)
+    error: DilocoPeerError
+    if expected is not None:
+        error = expected(failure.message, failure.remedy)
+    else:
+        logger.error("in the worker:\n%s", failure.traceback.rstrip())
+        said = f"the worker failed: {failure.error}: {failure.message}."
+        error = UnexpectedWorkerError(said, "This may be a bug; report it.")
+    error.add_note(f"In the worker:\n{failure.traceback}")
+    return error

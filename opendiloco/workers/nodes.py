@@ -1,0 +1,57 @@
+"""The other machines of a volunteer, as far as commanding their workers needs to know them.
+
+What workers share with the peer process lies in memory files. Each machine has its own; a node keeps its copy of them,
+and the peer process moves bytes from the one to the other: an offset means the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol, TypeAlias
+
+from opendiloco.workers.handle import WorkerHandle
+
+LOOPBACK = "127.0.0.1"
+Parts: TypeAlias = Sequence[tuple[int, int]]
+"""Ranges of a memory file's bytes, each from its first byte up to where it ends."""
+
+
+class Region(IntEnum):
+    """A memory file: theta and local one after the other (see `SharedVectors`), or the inner optimizer's moments."""
+
+    VECTORS = 0
+    MOMENTS = 1
+
+
+class Node(Protocol):
+    """Another machine of this volunteer. All methods raise IslandError once it is lost."""
+
+    name: str
+    cores: int
+
+    async def start_worker(self, threads: int) -> WorkerHandle:
+        """Start a worker there that shares the node's memory files."""
+
+    async def resize(self, region: Region, size: int) -> None:
+        """Have a memory file there so many bytes. None: give its memory back."""
+
+    async def send(self, region: Region, data: memoryview, part: tuple[int, int], keeps: bool = False) -> None:
+        """Copy a part of our memory file there. With `keeps`, nobody there changes it, so that bytes which are there
+        already need not go again."""
+
+    async def sent(self) -> None:
+        """Return once nothing is on its way there."""
+
+    async def fetch(self, region: Region, data: memoryview, parts: Parts) -> None:
+        """Copy parts of the node's memory file into ours."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """All of them; and the store at which the workers of all machines meet, which is torchrun's."""
+
+    others: Sequence[Node] = ()
+    host: str = LOOPBACK
+    port: int = 0

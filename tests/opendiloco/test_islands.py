@@ -1,0 +1,371 @@
+"""Machines of one volunteer: what torchrun tells them, what they say to each other, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opendiloco.errors import IslandError
+from opendiloco.island import agent as agent_module
+from opendiloco.island import first as first_module
+from opendiloco.island.agent import NodeAgent, connect
+from opendiloco.island.environment import Placement
+from opendiloco.island.first import gathered
+from opendiloco.island.frames import HEADER, LIMITS, PIECE, Frame, Hello, Kind, Wanted, parse, read_frame, write_frame
+from opendiloco.island.greeting import proof
+from opendiloco.island.greeting import versions as own_versions
+from opendiloco.island.remote import RemoteNode
+from opendiloco.workers.control import CountDevices, DevicesCounted
+from opendiloco.workers.handle import WorkerDeathError
+from opendiloco.workers.nodes import Nodes, Region
+from opendiloco.workers.process import Inherited
+
+SECONDS = 120.0
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def test_without_torchrun_a_machine_is_alone() -> None:
+    assert Placement.read({"HOME": "/root"}) is None
+    assert Placement.read(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}) is None
+
+
+def test_torchrun_says_which_machine_this_is() -> None:
+    placement = Placement.read(TORCHRUN)
+    assert placement == Placement(1, 2, "127.0.0.1", 29500, "job")
+    assert not placement.is_first
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "remedy"),
+    [
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set", "torchrun --nnodes"),
+        ({"RANK": "2"}, "RANK = '2'", "torchrun --nnodes"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE = '-1'", "torchrun --nnodes"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT = '70000'", "torchrun --nnodes"),
+        ({"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE = 4", "--nproc-per-node 1"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, "TORCHELASTIC_USE_AGENT_STORE", "TORCH_DISABLE_SHARE"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_value_and_a_remedy(
+    changes: dict[str, str], field: str, remedy: str
+) -> None:
+    with pytest.raises(IslandError, match=field) as caught:
+        Placement.read(TORCHRUN | changes)
+    assert remedy in caught.value.remedy
+    assert caught.value.exit_code == 15
+
+
+def reader_of(data: bytes) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    return reader
+
+
+class Sent:
+    """A writer that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_frame_comes_back_as_it_was_sent(kind: Kind) -> None:
+    frame = Frame(kind, 7, 1 << 40, b"x" * min(LIMITS[kind], 100))
+    sent: Any = Sent()
+    write_frame(sent, frame)
+    assert asyncio.run(read(bytes(sent.data), kind)) == frame
+
+
+async def read(data: bytes, *kinds: Kind) -> Frame:
+    return await read_frame(reader_of(data), *kinds)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_what_is_too_long_is_not_even_read(kind: Kind) -> None:
+    with pytest.raises(IslandError, match=f"kind {kind.value} and {LIMITS[kind] + 1} bytes"):
+        asyncio.run(read(HEADER.pack(kind, 0, 0, LIMITS[kind] + 1), kind))
+
+
+def test_a_frame_that_nobody_waits_for_is_refused() -> None:
+    with pytest.raises(IslandError, match="kind 12 and 0 bytes"):
+        asyncio.run(read(HEADER.pack(Kind.LEAVE, 0, 0, 0), Kind.HELLO))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_an_error_of_ours(data: bytes) -> None:
+    for attempt in (data, struct.pack(">BIQI", Kind.HELLO, 0, 0, len(data)) + data):
+        try:
+            frame = asyncio.run(read(attempt, *Kind))
+            parse(Hello, frame.body)
+            parse(Wanted, frame.body)
+        except IslandError:
+            pass
+
+
+class Store:
+    """torchrun's store, played."""
+
+    values: dict[str, str]
+
+    async def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    async def get(self, key: str) -> str:
+        while key not in self.values:
+            await asyncio.sleep(0)
+        return self.values[key]
+
+
+@pytest.fixture(autouse=True)
+def _store(monkeypatch: pytest.MonkeyPatch) -> None:
+    Store.values = {}
+
+    @asynccontextmanager
+    async def store_client(host: str, port: int) -> AsyncIterator[Store]:
+        yield Store()
+
+    for module in (agent_module, first_module):
+        monkeypatch.setattr(module, "store_client", store_client)
+
+
+FIRST, SECOND = Placement(0, 2, "127.0.0.1", 29500, "job"), Placement(1, 2, "127.0.0.1", 29500, "job")
+
+
+def left() -> None:
+    pass
+
+
+async def gather(use: Callable[[Nodes], Any], on_leave: Callable[[], None] = left) -> None:
+    async with gathered(FIRST, "run-1", on_leave) as nodes:
+        await use(nodes)
+
+
+async def both(use: Callable[[Nodes], Any], on_leave: Callable[[], None] = left) -> None:
+    """Have the first machine use the second one, which then ends by itself."""
+
+    async def second() -> None:
+        agent = NodeAgent(await connect(SECOND, "run-1"))
+        await agent.serve()
+
+    async with asyncio.timeout(SECONDS):
+        await asyncio.gather(gather(use, on_leave), second())
+
+
+def test_bytes_go_to_the_other_machine_once_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * PIECE + 12
+    data = memoryview(bytearray(os.urandom(size)))
+
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        assert isinstance(node, RemoteNode)
+        written, write = list[Frame](), node.write
+
+        def note(frame: Frame) -> None:
+            written.append(frame)
+            write(frame)
+
+        monkeypatch.setattr(node, "write", note)
+        await node.resize(Region.MOMENTS, size)
+        await node.send(Region.MOMENTS, data, (0, size), keeps=True)
+        assert [frame.offset for frame in written if frame.kind is Kind.PUT] == [0, PIECE, 2 * PIECE]
+        written.clear()
+        before = bytes(data)
+        data[PIECE] ^= 1
+        await node.send(Region.MOMENTS, data, (0, size), keeps=True)
+        assert [frame.offset for frame in written] == [PIECE]
+        back = memoryview(bytearray(size))
+        await node.fetch(Region.MOMENTS, back, [(3, 7), (PIECE - 1, size)])
+        assert bytes(back[3:7]) == before[3:7]
+        assert bytes(back[PIECE - 1 :]) == bytes(data[PIECE - 1 :])
+        assert not any(back[7 : PIECE - 1])
+        await node.sent()
+
+    asyncio.run(both(use))
+
+
+def test_a_worker_there_answers_and_its_death_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that says how many GPUs it has, and then dies."""
+    script = (
+        "import os, socket, sys; s = socket.socket(fileno={}); s.recv(100);"
+        's.sendall(b\'{{"kind": "devices_counted", "gpus": 3}}\\n\'); s.recv(100); print(\'no more\'); os._exit(7)'
+    )
+
+    async def spawn(control: int, descriptors: Inherited, threads: int) -> asyncio.subprocess.Process:
+        import sys
+
+        pipe: dict[str, Any] = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
+        code = script.format(control)
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", code, pass_fds=[control], **pipe)
+
+    monkeypatch.setattr("opendiloco.workers.process._spawn", spawn)
+
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        worker = await node.start_worker(1)
+        worker.name = "worker 1 of 2"
+        assert (await worker.exchange(CountDevices(), DevicesCounted, lambda progress: None)).gpus == 3
+        with pytest.raises(WorkerDeathError, match=r"worker 1 of 2, on node 1: .* exit status 7.* no more"):
+            await worker.exchange(CountDevices(), DevicesCounted, lambda progress: None)
+        await worker.close()
+        other = await node.start_worker(1)
+        await other.close()
+
+    asyncio.run(both(use))
+
+
+def test_somebody_there_can_ask_to_leave() -> None:
+    async def story() -> None:
+        asked = asyncio.Event()
+
+        async def second() -> None:
+            agent = NodeAgent(await connect(SECOND, "run-1"))
+            agent.ask_to_leave()
+            await agent.serve()
+
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(gather(lambda nodes: asked.wait(), asked.set), second())
+
+    asyncio.run(story())
+
+
+def test_a_machine_that_is_lost_is_named_to_all_that_wait_for_it() -> None:
+    async def story() -> None:
+        async def use(nodes: Nodes) -> None:
+            [node] = nodes.others
+            worker = await node.start_worker(1)
+            await asyncio.gather(gone(worker.wait_for_death()), gone(node.fetch(Region.VECTORS, data, [(0, 8)])))
+            with pytest.raises(IslandError, match="node 1 of this volunteer is lost"):
+                await node.start_worker(1)
+
+        async def gone(waiting: Any) -> None:
+            try:
+                error = await waiting
+            except IslandError as raised:
+                error = raised
+            assert "node 1 of this volunteer is lost" in str(error)
+
+        data = memoryview(bytearray(8))
+
+        async def second() -> None:
+            reader, writer = await connect(SECOND, "run-1")
+            assert (await read_frame(reader, Kind.START)).number == 0
+            assert (await read_frame(reader, Kind.GET)).number == Region.VECTORS
+            writer.close()
+
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(gather(use), second())
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("run", "versions", "said"),
+    [
+        ("run-2", {}, "node 1 wants to join the run run-2, node 0 the run run-1"),
+        ("run-1", {"torch": "1.0"}, "node 1 has torch 1.0, node 0 has "),
+    ],
+)
+def test_machines_that_differ_hear_both_why(
+    run: str, versions: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "versions", lambda: own_versions() | versions)
+
+    async def story() -> tuple[object, object]:
+        async with asyncio.timeout(SECONDS):
+            machines = gather(lambda nodes: asyncio.sleep(0)), connect(SECOND, run)
+            return await asyncio.gather(*machines, return_exceptions=True)
+
+    for error in asyncio.run(story()):
+        assert isinstance(error, IslandError)
+        assert said in error.message
+        assert error.remedy
+
+
+def test_who_does_not_know_the_secret_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps nobody out: the store may still say what an earlier start wrote."""
+    wrong = iter([True])
+    monkeypatch.setattr(agent_module, "proof", lambda *known: "no" if next(wrong, False) else proof(*known))
+
+    async def use(nodes: Nodes) -> None:
+        assert len(nodes.others) == 1
+
+    asyncio.run(both(use))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(Kind.PUT, 0, 0, b"beyond"),
+        Frame(Kind.PUT, 9, 0, b""),
+        Frame(Kind.GET, 0, 0, Wanted(parts=((0, 1),)).packed()),
+        Frame(Kind.LINE, 0, 0, b"{}"),
+        Frame(Kind.GET, 0, 0, b"{}"),
+        Frame(Kind.DIED, 0, 0, b"{}"),
+    ],
+)
+def test_a_node_does_nothing_that_cannot_be_meant(frame: Frame) -> None:
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        assert isinstance(node, RemoteNode)
+        node.write(frame)
+        worker = await node.start_worker(1)
+        assert isinstance(await worker.wait_for_death(), IslandError)
+
+    async def story() -> None:
+        agent_ended = asyncio.Event()
+
+        async def second() -> None:
+            agent = NodeAgent(await connect(SECOND, "run-1"))
+            with pytest.raises(IslandError):
+                await agent.serve()
+            agent_ended.set()
+
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(gather(use), second())
+
+    asyncio.run(story())
+
+
+def test_what_a_node_sends_unasked_costs_it_its_place() -> None:
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        worker = await node.start_worker(1)
+        assert "bytes that nobody wants" in str(await worker.wait_for_death())
+
+    async def second() -> None:
+        reader, writer = await connect(SECOND, "run-1")
+        write_frame(writer, Frame(Kind.PUT, 0, 0, b"gift"))
+        await read_frame(reader, Kind.START)
+        await read_frame(reader, Kind.BYE)
+        writer.close()
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(gather(use), second())
+
+    asyncio.run(story())
