@@ -4,7 +4,6 @@ workers, and passes on what they and the peer process say to each other. It ends
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
@@ -13,7 +12,19 @@ from pydantic import ValidationError
 
 from opendiloco.errors import IslandError
 from opendiloco.island.environment import Placement
-from opendiloco.island.frames import REMEDY, Frame, Hello, Kind, Reason, Wanted, parse, read_frame, write_frame
+from opendiloco.island.frames import (
+    BUFFER,
+    REMEDY,
+    Frame,
+    Hello,
+    Kind,
+    Place,
+    Reason,
+    Wanted,
+    parse,
+    read_frame,
+    write_frame,
+)
 from opendiloco.island.greeting import GREETING_SECONDS, key_of, proof, versions
 from opendiloco.island.remote import notice_loss, pieces
 from opendiloco.island.store import PATIENCE, StoreClient, store_client
@@ -55,13 +66,13 @@ class _StaleError(Exception):
 
 
 async def _try_once(placement: Placement, run: str, store: StoreClient) -> Connection:
-    said = json.loads(await store.get(key_of(placement.job)))
+    place = parse(Place, (await store.get(key_of(placement.job))).encode())
     async with asyncio.timeout(GREETING_SECONDS):
-        reader, writer = await asyncio.open_connection(placement.host, int(said["port"]))
+        reader, writer = await asyncio.open_connection(placement.host, place.port, limit=BUFFER)
         try:
             challenge = bytes((await read_frame(reader, Kind.CHALLENGE)).body)
             hello = Hello(
-                proof=proof(bytes.fromhex(said["secret"]), challenge),
+                proof=proof(bytes.fromhex(place.secret), challenge),
                 rank=placement.rank,
                 run=run,
                 versions=versions(),
@@ -69,9 +80,12 @@ async def _try_once(placement: Placement, run: str, store: StoreClient) -> Conne
             )
             write_frame(writer, Frame(Kind.HELLO, 0, 0, hello.packed()))
             answer = await read_frame(reader, Kind.WELCOME, Kind.REFUSED)
-        except BaseException as error:
+        except IslandError as error:
             writer.close()
-            raise _StaleError(str(error)) if isinstance(error, IslandError) else error from error
+            raise _StaleError(str(error)) from error
+        except BaseException:
+            writer.close()
+            raise
     if answer.kind is Kind.REFUSED:
         writer.close()
         raise IslandError(*parse(Reason, answer.body).said)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 
 from opendiloco.errors import IslandError
 from opendiloco.island.environment import Placement
-from opendiloco.island.frames import Frame, Hello, Kind, Reason, parse, read_frame, write_frame
+from opendiloco.island.frames import BUFFER, Frame, Hello, Kind, Place, Reason, parse, read_frame, write_frame
 from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, key_of, proof, versions
 from opendiloco.island.remote import RemoteNode
 from opendiloco.island.store import PATIENCE, store_client
@@ -90,12 +89,12 @@ async def gathered(placement: Placement, run: str, on_leave: Callable[[], None])
     """
     secret = os.urandom(SECRET_BYTES)
     gathering = _Gathering(placement, run, secret)
-    server = await asyncio.start_server(gathering.greet, _interface(placement.host), 0)
+    server = await asyncio.start_server(gathering.greet, _interface(placement.host), 0, limit=BUFFER)
     failure: Reason | None = None
     try:
         async with store_client(placement.host, placement.port) as store:
-            where = {"port": server.sockets[0].getsockname()[1], "secret": secret.hex()}
-            await store.set(key_of(placement.job), json.dumps(where))
+            place = Place(port=server.sockets[0].getsockname()[1], secret=secret.hex())
+            await store.set(key_of(placement.job), place.packed().decode())
         try:
             await asyncio.wait_for(gathering.complete, PATIENCE.total_seconds())
         except TimeoutError:

@@ -20,6 +20,8 @@ from peers.values.wire import printable
 HEADER = Struct(">BIQI")
 PIECE = 1 << 22
 """Bytes of a memory file in one frame."""
+BUFFER = 2 * PIECE
+"""Bytes that are read ahead of whoever waits for them."""
 WORDS_LIMIT = 1 << 16
 PARTS_LIMIT = 1 << 24
 REMEDY = "Check the network between the machines; torchrun --max-restarts N starts all of them again."
@@ -92,6 +94,13 @@ class Hello(Body):
     run: Word
     versions: dict[Word, Word]
     cores: Annotated[int, Field(ge=1, le=1 << 16)]
+
+
+class Place(Body):
+    """What torchrun's store says of the first machine: where it listens, and what shows that somebody has read it."""
+
+    port: Annotated[int, Field(ge=1, le=65535)]
+    secret: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Reason(Body):
