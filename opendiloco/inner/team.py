@@ -26,8 +26,8 @@ Value: TypeAlias = float | torch.Tensor
 LOOPBACK = "127.0.0.1"
 HYBRID = ("replicas", "shards")
 PATIENCE = timedelta(hours=2)
-"""For which workers wait for each other: the first alone draws the initial weights, eleven minutes of 10 billion. NCCL
-would give up after ten. Workers that die are noticed otherwise."""
+"""For which workers wait for each other: the first alone downloads weights, or draws and writes those of a large model.
+NCCL would give up after ten minutes. Workers that die are noticed otherwise."""
 
 
 @dataclass(frozen=True)

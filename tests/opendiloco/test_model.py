@@ -16,21 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.model.build import (
-    PortableNormal,
-    build_model,
-    build_skeleton,
-    layout_of,
-    trainable,
-)
+from opendiloco.model.build import build_model, build_skeleton, layout_of, trainable
+from opendiloco.model.portable_normal import BLOCK, PortableNormal, draw
 from opendiloco.model.shards import Shards
 from peers.errors import ManifestError
 
 
 def digest_of_a_draw() -> str:
     """Of a model as transformers itself initialises it, and of a draw."""
-    torch.manual_seed(1)
-    with PortableNormal():
+    with PortableNormal(1):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model("gpt2", n_embd=64, n_head=4, n_layer=1, vocab_size=99)
         )
@@ -47,18 +41,55 @@ def test_initial_weights_are_normal_and_the_same_for_the_same_seed(small_config:
 
 
 def test_the_portable_normal_has_the_moments_of_a_normal() -> None:
-    with PortableNormal():
-        torch.manual_seed(0)
+    with PortableNormal(0):
         values = torch.empty(200_000).normal_(3.0, 2.0)
     assert values.mean().item() == pytest.approx(3.0, abs=0.02)
     assert values.std().item() == pytest.approx(2.0, rel=0.01)
     assert ((values - 3).abs() < 2).float().mean().item() == pytest.approx(0.683, abs=0.01)
 
 
+GOLDEN = {
+    (0, 0): [0.7498626708984375, -1.50152587890625],
+    (3, 1): [0.8978118896484375, -1.196044921875],
+}
+"""The first values of a seed and a call, by `reference`."""
+
+
+def reference(seed: int, call: int, count: int) -> list[float]:
+    """Return the first block's values as the definition has them, in exact arithmetic."""
+    words = np.random.Philox(key=[seed, call], counter=[0, 0, 0, 0]).random_raw(3 * count).tolist()
+    draws = [word >> shift & 0xFFFF for word in words for shift in (0, 16, 32, 48)]
+    sums = [sum(draws[value::count]) for value in range(count)]
+    return [(total - 12 * 65535 / 2) / 65536 for total in sums]
+
+
+@pytest.mark.parametrize("seed_and_call", GOLDEN)
+def test_the_portable_normal_is_as_it_is_defined(seed_and_call: tuple[int, int]) -> None:
+    values = np.empty(1000, np.float32)
+    draw(*seed_and_call, values)
+    assert values.tolist() == reference(*seed_and_call, 1000)
+    assert values[:2].tolist() == GOLDEN[seed_and_call]
+
+
+def test_the_portable_normal_does_not_depend_on_who_draws_it() -> None:
+    """However many threads draw, in whatever order; and no two blocks, calls or seeds have the same values."""
+    alone, together = np.empty((2, 3 * BLOCK + 5), np.float32)
+    draw(7, 0, alone, threads=1)
+    draw(7, 0, together, threads=5)
+    assert np.array_equal(alone.view(np.uint32), together.view(np.uint32))
+    others = np.empty((2, BLOCK), np.float32)
+    draw(7, 1, others[0])
+    draw(8, 0, others[1])
+    parts = [*alone[: 3 * BLOCK].reshape(3, BLOCK), *others]
+    correlations = np.corrcoef(parts)
+    assert np.abs(correlations - np.eye(len(parts))).max() < 0.01
+    assert len({part[:100].tobytes() for part in parts}) == len(parts)
+
+
 def test_the_portable_normal_does_not_depend_on_the_processors_vector_instructions() -> None:
     source = inspect.getsource(digest_of_a_draw)
     imports = (
-        "import hashlib, torch; from opendiloco.model.build import PortableNormal\n"
+        "import hashlib, torch; from opendiloco.model.portable_normal import PortableNormal\n"
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
     )
     without_vectors = subprocess.run(

@@ -27,7 +27,7 @@ from opendiloco.inner.micro_batch import trying
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
 from opendiloco.inner.team import MeetingPlace, Team
-from opendiloco.model import build
+from opendiloco.model import portable_normal
 from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
 from opendiloco.model.shards import Shards, local_part, shard_rows
 from opendiloco.shared_memory import SharedVectors, create_memory_file
@@ -225,13 +225,13 @@ def test_workers_that_start_again_draw_no_weights_that_theta_has(
     small_config: RunConfig, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part that is frozen is in no theta, so that it has to be drawn again."""
-    drawn, draw = list[int](), build._portable_normal
+    drawn, fill = list[int](), portable_normal._fill
 
-    def note(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    def note(seed: int, call: int, tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         drawn.extend([tensor.numel()] * (tensor.device == CPU))
-        return draw(tensor, *arguments, **options)
+        return fill(seed, call, tensor, *arguments, **options)
 
-    monkeypatch.setattr(build, "_portable_normal", note)
+    monkeypatch.setattr(portable_normal, "_fill", note)
     if frozen:
         monkeypatch.setattr(assembly, "is_all_trained", lambda model: False)
     first, again = create_memory_file(), assemble_model(small_config, ByteTokenizer(), Team(CPU), WorkerOptions(), None)

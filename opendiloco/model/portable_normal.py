@@ -1,0 +1,94 @@
+"""Normal values that are the same bits on every machine, drawn by as many threads as there are cores.
+
+torch's `normal_` is not the same everywhere: its vectorised path, taken on CPUs with AVX2, rounds differently, as do
+the logarithms and cosines of C libraries. Here a value is the sum of 12 uniform draws, less 6 (Irwin-Hall). The draws
+are integers of 16 bits from Philox (Salmon et al., SC 2011), whose stream numpy keeps as it is. Their sums are exact,
+and what follows are elementwise fp32 operations, in which IEEE 754 leaves nothing open. Philox counts: each block of
+values has a counter of its own, so that it does not matter who draws it, or when.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opendiloco.shared_memory import Vector
+from opendiloco.stages import at_stage
+
+BLOCK = 1 << 20
+"""Values that one thread draws at once."""
+DRAWS = 12
+HIGHEST = (1 << 16) - 1
+DRAWS_A_WORD = 4
+"""Draws in a word of Philox."""
+
+
+class PortableNormal(TorchDispatchMode):
+    """Within it, `normal_` gives such values: those of a seed, and of how many calls there were before."""
+
+    def __init__(self, seed: int, total: int | None = None) -> None:
+        """Of `total` values to be drawn, if that is known, it tells how many have been."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self._total = total
+        self._calls = self._drawn = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten.normal_.default:
+            return func(*args, **(kwargs or {}))
+        self._drawn += args[0].numel()
+        result = _fill(self._seed, self._calls, *args, **(kwargs or {}))
+        self._calls += 1
+        if self._total:
+            at_stage("drawing the initial weights", min(self._drawn / self._total, 1.0))
+        return result
+
+
+class Undrawn(TorchDispatchMode):
+    """Within it, `normal_` gives zeros."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.normal_.default:
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))
+
+
+def draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
+    """Fill a vector with the values of one call, of mean 0 and standard deviation 1. They do not depend on `threads`
+    (None: one for each core)."""
+    blocks = range(-(-out.size // BLOCK))
+    with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
+        for done in [pool.submit(_draw_block, seed, call, block, out) for block in blocks]:
+            done.result()
+
+
+def _draw_block(seed: int, call: int, block: int, out: Vector) -> None:
+    values = out[block * BLOCK : (block + 1) * BLOCK]
+    key, counter = np.array([seed, call], np.uint64), np.array([0, block, 0, 0], np.uint64)
+    words = np.random.Philox(key=key, counter=counter).random_raw(values.size * DRAWS // DRAWS_A_WORD)
+    draws = words.astype("<u8", copy=False).view("<u2").reshape(DRAWS, values.size)
+    total = draws[0].astype(np.int32)
+    for row in draws[1:]:
+        total += row
+    total -= DRAWS * HIGHEST // 2
+    np.multiply(total, np.float32(1 / (HIGHEST + 1)), out=values, casting="unsafe", dtype=np.float32)
+
+
+def _fill(
+    seed: int, call: int, tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
+) -> torch.Tensor:
+    """What `normal_` does; a generator of the caller's is passed over."""
+    if tensor.is_meta:
+        return tensor
+    values = torch.empty(tensor.numel(), dtype=torch.float32)
+    draw(seed, call, values.numpy())
+    return tensor.copy_(values.mul_(std).add_(mean).view(tensor.shape))
