@@ -118,35 +118,47 @@ def test_they_train_as_workers_of_one_machine_do(site: Site, runs: Runs) -> None
     assert digests[0] == digests[1]
 
 
-def kill_second(machines: Island) -> None:
-    """Kill the process that torchrun has started on the second machine."""
-    [process] = child_processes(machines.second.pid)
-    os.kill(process, signal.SIGKILL)
+def process_of(agent: Command) -> int:
+    """Return the process that torchrun has started on a machine."""
+    [process] = child_processes(agent.pid)
+    return process
 
 
 def test_a_machine_that_is_killed_ends_its_volunteer_in_one_clear_line(site: Site, runs: Runs) -> None:
     with island(site, *runs.endless.join_arguments("island", "--replicas", "2")) as machines:
         machines.first.line("outer step", "it does not train")
-        kill_second(machines)
+        os.kill(process_of(machines.second), signal.SIGKILL)
         machines.first.line("^error: node 1 of this volunteer is lost.*torchrun --max-restarts", "it is not said")
         machines.first.line("exitcode *: 15", "torchrun does not hear of it")
         machines.second.signal(signal.SIGKILL)
         assert machines.first.finish().code != 0
 
 
-def test_torchrun_starts_all_machines_again_and_they_go_on_where_they_were(site: Site, runs: Runs) -> None:
-    """With the state and the moments that the first machine keeps, of which some were on the second one."""
+def test_what_is_killed_on_the_second_machine_is_started_again(site: Site, runs: Runs) -> None:
+    """A worker by the peer process; the machine's own process by torchrun, with all others. Both go on with the state
+    and the moments that the first machine keeps, of which some were on the second one."""
     with island(site, *runs.endless.join_arguments("island"), restarts=3) as machines:
         machines.first.line("moments of outer step .* are saved", "moments are not kept")
-        kill_second(machines)
+        [worker] = child_processes(process_of(machines.second))
+        os.kill(worker, signal.SIGKILL)
+        killed = "worker 1 of 2, on node 1: the worker was killed by SIGKILL.* The workers start again"
+        machines.first.line(killed, "it is not said that a worker is killed")
+        machines.first.line("the inner optimizer goes on with what .* has", "the new workers have no moments")
+        go_on(machines, "the new workers do not train")
+        os.kill(process_of(machines.second), signal.SIGKILL)
         on_either(machines, "this machine goes on after outer step", "it begins anew")
-        on_either(machines, "the inner optimizer goes on with", "it has lost its moments")
-        before = len(said_by(machines, "outer step .* applied"))
-        eventually(lambda: len(said_by(machines, "outer step .* applied")) > before, "it does not train again")
+        on_either(machines, "the inner optimizer goes on with .*safetensors$", "it has lost its moments")
+        go_on(machines, "the machines that were started again do not train")
         for agent in machines:
             agent.signal(signal.SIGTERM)
         for agent in machines:
             agent.finish()
+
+
+def go_on(machines: Island, why: str) -> None:
+    """Wait for another outer step."""
+    before = len(said_by(machines, "outer step .* applied"))
+    eventually(lambda: len(said_by(machines, "outer step .* applied")) > before, why)
 
 
 def on_either(machines: Island, pattern: str, why: str) -> None:
