@@ -10,9 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opendiloco.cli import main
+from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import IslandError
 from opendiloco.island import agent as agent_module
 from opendiloco.island import first as first_module
@@ -23,10 +26,13 @@ from opendiloco.island.frames import HEADER, LIMITS, PIECE, Frame, Hello, Kind, 
 from opendiloco.island.greeting import proof
 from opendiloco.island.greeting import versions as own_versions
 from opendiloco.island.remote import RemoteNode
+from opendiloco.run import Run
 from opendiloco.workers.control import CountDevices, DevicesCounted
 from opendiloco.workers.handle import WorkerDeathError
 from opendiloco.workers.nodes import Nodes, Region
 from opendiloco.workers.process import Inherited
+from peers.values.identity import Identity
+from peers.values.manifest import Invite
 
 SECONDS = 120.0
 TORCHRUN = {
@@ -71,6 +77,16 @@ def test_what_does_not_fit_is_named_with_its_value_and_a_remedy(
         Placement.read(TORCHRUN | changes)
     assert remedy in caught.value.remedy
     assert caught.value.exit_code == 15
+
+
+def test_join_says_so_in_one_line_before_it_does_anything(small_config: RunConfig) -> None:
+    key = Identity.generate()
+    invite = Invite(Run.sign(small_config, key).run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{key.peer_id}",))
+    environment = TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}
+    done = CliRunner(env=environment).invoke(main, ["join", "--run", str(invite)])
+    assert done.exit_code == 15
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith("error: LOCAL_WORLD_SIZE = 4: torchrun has started 4 processes on this machine.")
 
 
 def reader_of(data: bytes) -> asyncio.StreamReader:
