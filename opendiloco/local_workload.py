@@ -220,7 +220,7 @@ class LocalWorkload(TrainingWorkload):
     async def _inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         """Train again from the same base, for as long as new workers take the place of lost ones."""
         with suppress(WorkersRestartedError):
-            return await self.workers.train(work, on_progress)
+            return await super()._inner_loop(work, on_progress)
         while True:
             await asyncio.to_thread(self._put_base_into_local)
             with suppress(WorkersRestartedError):
