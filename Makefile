@@ -9,11 +9,7 @@ DOCKERFILES = $(wildcard docker/*Dockerfile*)
 # make demo PEERS=4 MINUTES=5 RUN=run.toml, and whatever else in DEMO_ARGS
 DEMO_FLAGS = $(if $(PEERS),--peers $(PEERS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RUN),--run $(RUN)) $(DEMO_ARGS)
 
-# Swarms of real processes mostly wait, so that two at a time fit on a machine with two cores.
-ALL_TESTS = $(BIN)/python -m pytest -m "not swarm" --numprocesses auto --maxprocesses 4 --dist worksteal \
-    && $(BIN)/python -m pytest -m swarm --numprocesses 2 --dist loadfile
-
-.PHONY: help venv demo test neon lint clean
+.PHONY: help venv demo test kernels unit swarm lives neon lint clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -24,9 +20,26 @@ venv: $(READY) ## the virtual environment, with the pinned versions of constrain
 demo: $(READY) ## a swarm that trains on this machine (PEERS=3 MINUTES=3 RUN=run.toml)
 	$(BIN)/diloco-peer demo $(DEMO_FLAGS)
 
-test: $(READY) ## all tests: C, then Python (or, with TEST_ARGS, what pytest makes of these)
+ifdef TEST_ARGS
+test: $(READY)
+	$(BIN)/python -m pytest $(TEST_ARGS)
+else
+test: kernels unit swarm ## all tests: these three (or, with TEST_ARGS, what pytest makes of them)
+endif
+
+kernels: ## the C tests
 	$(MAKE) --no-print-directory -C native check
-	$(if $(TEST_ARGS),$(BIN)/python -m pytest $(TEST_ARGS),$(ALL_TESTS))
+
+unit: $(READY) ## the Python tests without swarms of real processes; they use all cores
+	$(BIN)/python -m pytest -m "not swarm" --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# They mostly wait, so that twice as many as a small machine's cores fit on it.
+swarm: $(READY) ## the tests of real processes
+	$(BIN)/python -m pytest -m swarm --numprocesses 4 --dist loadfile
+
+# Nothing in a life waits for a clock, so that lives may have what time others leave.
+lives: $(READY) ## 2,000 random lives of simulated swarms; a few others are among the tests, too
+	nice -n 19 $(BIN)/python -m peers.simulator.schedules --first 10000 --seeds 2000
 
 neon: ## the C tests for 64-bit ARM, emulated (needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user)
 	$(MAKE) --no-print-directory -C native check-neon
