@@ -35,7 +35,7 @@ unit: $(READY) ## the Python tests without swarms of real processes; they use al
 
 # They mostly wait, so that twice as many as a small machine's cores fit on it.
 swarm: $(READY) ## the tests of real processes
-	$(BIN)/python -m pytest -m swarm --numprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m swarm --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Nothing in a life waits for a clock, so that lives may have what time others leave.
 lives: $(READY) ## 2,000 random lives of simulated swarms; a few others are among the tests, too

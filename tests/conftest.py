@@ -31,6 +31,34 @@ settings.register_profile("diloco-peer", deadline=None, derandomize=True, databa
 settings.load_profile("diloco-peer")
 
 
+LONGEST = (
+    "test_nat.py",
+    "test_wrong_input.py",
+    "test_swarm_benchmarks.py",
+    "test_leaving.py",
+    "test_islands.py",
+    "test_liars.py",
+    "test_outliving.py",
+    "test_demo.py",
+    "test_faults.py",
+    "test_by_hand.py",
+    "test_anchors.py",
+    "test_reference.py",
+    "test_copied_key.py",
+    "test_without_bootstrap.py",
+    "test_moments_file.py",
+    "test_hivemind_transport.py",
+    "test_worker_group.py",
+    "test_driver.py",
+    "test_joining.py",
+)
+"""Files of tests of real processes that take long, longest first: nobody is to begin with one when all others end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported and collected here stays to the end. To search it for garbage takes half a second, whenever a

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.swarm
 def test_it_runs_and_reports_both() -> None:
     script, run = str(EXAMPLES / "alone_or_together.py"), str(EXAMPLES / "tiny.toml")
     command = [sys.executable, script, run, "--outer-steps", "1"]

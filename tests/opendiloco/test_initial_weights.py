@@ -63,11 +63,12 @@ def test_weights_from_elsewhere_need_a_digest() -> None:
         check_initial_weights(theta, ModelSection(path="hub/model"))
 
 
+@pytest.mark.swarm
 def test_a_volunteer_whose_weights_differ_does_not_train(small_content: dict[str, Any], tmp_path: Path) -> None:
     content = pretrained(small_content, tmp_path)
     content["model"]["digest"] = OTHER
     with pytest.raises(MachineError, match=f"weights of digest {OTHER}; those of .* have [0-9a-f]{{64}} here"):
-        asyncio.run(asyncio.wait_for(LocalWorkload.start(RunConfig.from_manifest_content(content), CPU), 100))
+        asyncio.run(asyncio.wait_for(LocalWorkload.start(RunConfig.from_manifest_content(content), CPU), 300))
 
 
 @pytest.mark.parametrize("digest", ["ab", "AB" * 32, "xy" * 32])

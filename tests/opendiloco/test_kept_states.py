@@ -70,6 +70,7 @@ def export(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["export", *map(str, arguments)])
 
 
+@pytest.mark.swarm
 def test_a_sample_of_a_checkpoint(kept: Kept) -> None:
     """The prompt comes first, and nothing but text is on the standard output."""
     arguments = ["--from", str(kept.folder.path), "--tokens", "5", "--samples", "2", "--temperature", "2", "peers "]
@@ -86,6 +87,7 @@ def values_of(folder: Path) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.swarm
 def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp_path: Path) -> None:
     out, there = tmp_path / "model", f"file://{tmp_path}/there"
     before = {path: path.stat().st_mtime_ns for path in kept.folder.path.rglob("*")}

@@ -28,6 +28,7 @@ from peers.values.workload import InnerLoop, Progress, SnapshotError
 from tests.child_processes import child_processes
 from tests.opendiloco.trainings import NotingTracker
 
+pytestmark = pytest.mark.swarm
 PROMPT_SECONDS = 120.0  # for what takes milliseconds, on a machine that is doing much else
 CPU = WorkerOptions(device="cpu")
 ENDLESS = (SampleRange(0, 10**6),)
@@ -74,7 +75,7 @@ def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: Run
         await worker.close()
         await worker.close()
 
-    asyncio.run(asyncio.wait_for(story(), 90))  # starting a worker imports torch and transformers
+    asyncio.run(asyncio.wait_for(story(), 300))  # starting a worker imports torch and transformers
 
 
 async def stops_within_a_step_when_cancelled(worker: WorkerGroup) -> None:
@@ -213,7 +214,7 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
         finally:
             await worker.close()
 
-    asyncio.run(asyncio.wait_for(story(), 90))
+    asyncio.run(asyncio.wait_for(story(), 300))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_workers_that_cannot_be_configured_leave_no_process(
     config = RunConfig.from_manifest_content(small_content | {"data": {"source": source}})
     before = child_processes()
     with pytest.raises(error):
-        asyncio.run(asyncio.wait_for(WorkerGroup.start(config, options), 90))
+        asyncio.run(asyncio.wait_for(WorkerGroup.start(config, options), 300))
     assert child_processes() == before
 
 
