@@ -25,6 +25,7 @@ from peers.protocol.messages import (
 )
 from peers.protocol.rounds import Round
 from peers.simulator.liars import Lie, Means, Said, invented
+from peers.values.wire import LONGEST_WAIT
 
 
 class NeverBegins(Lie):
@@ -41,6 +42,37 @@ class NeverCommits(Lie):
     def says(self, to: str, message: Message) -> Said:
         if not isinstance(message, Commit | Complete):
             yield to, message
+
+
+class TakesLongest(NeverCommits):
+    """It says that its attempts take the longest time that a message can name, and ends none."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin | Adopt):
+            message = message.model_copy(update={"seconds": LONGEST_WAIT})
+        if not isinstance(message, Abort):
+            yield from super().says(to, message)
+
+
+class BeginsAgain(TakesLongest):
+    """And before the time is up it goes on with the round in another attempt, again and again."""
+
+    def __init__(self, liar: Means, draw: random.Random) -> None:
+        super().__init__(liar, draw)
+        self._begun: Begin | None = None
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin):
+            self._begun = message
+        yield from super().says(to, message)
+
+    def volunteers(self) -> Said:
+        if self._begun is None or self.draw.random() > 0.02:
+            return
+        attempt = self._begun.attempt
+        later = attempt.model_copy(update={"number": attempt.number + 1})
+        self._begun = self._begun.model_copy(update={"attempt": later, "seconds": LONGEST_WAIT})
+        yield from ((peer, self._begun) for peer in self.liar.others)
 
 
 class CommitsToSome(Lie):
@@ -186,6 +218,8 @@ class TwoEntries(Lie):
 LEADERS_LIES: dict[str, type[Lie]] = {
     "never begins": NeverBegins,
     "never commits": NeverCommits,
+    "takes longest": TakesLongest,
+    "begins again": BeginsAgain,
     "commits to some": CommitsToSome,
     "refuses all": RefusesAll,
     "excludes all": ExcludesAll,

@@ -100,6 +100,17 @@ def test_who_joins_or_is_not_reached_has_nothing_to_give_and_who_failed_us_comes
     assert presence.distrusted == frozenset()
 
 
+def test_who_says_in_vain_that_it_is_further_does_not_lead_those_who_are_not() -> None:
+    """Regression: whoever had founded a run by itself led all who waited, and did not believe it."""
+    presence = seeing(AHEAD, names="a")
+    presence.membership.observe([beat("c", LOG)], 0.0)
+    assert presence.elect(LOG, "b") == "a", "it may have what followed"
+    presence.pass_over("a")
+    presence.pass_over("a")
+    assert presence.elect(LOG, "b") == "b"
+    assert presence.elect(AHEAD, "b") == "a", "where it is, it may lead"
+
+
 def test_who_gave_nothing_may_lead() -> None:
     presence = seeing()
     presence.gave_nothing("a")
