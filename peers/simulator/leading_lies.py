@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from peers.log.certificate import certify, weigh
 from peers.log.header import Header, Member
 from peers.log.state import LogError
+from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import (
     Abort,
     Adopt,
@@ -82,6 +83,16 @@ class CommitsToSome(Lie):
         is_told = self.liar.others.index(to) % 2 == 0 if to in self.liar.others else True
         if not isinstance(message, Commit | Complete) or is_told:
             yield to, message
+
+
+class LeavesOut(Lie):
+    """Its rounds lack one of those who are ready, always the same, if the others are enough without it."""
+
+    def notices(self, event: Event) -> Event:
+        """It hears nothing of that one's Ready."""
+        if not isinstance(event, Received) or not isinstance(event.message, Ready):
+            return event
+        return Tick() if event.sender == max(self.liar.others, default="") else event
 
 
 class RefusesAll(Lie):
@@ -221,6 +232,7 @@ LEADERS_LIES: dict[str, type[Lie]] = {
     "takes longest": TakesLongest,
     "begins again": BeginsAgain,
     "commits to some": CommitsToSome,
+    "leaves out": LeavesOut,
     "refuses all": RefusesAll,
     "excludes all": ExcludesAll,
     "aborts all": AbortsAll,
