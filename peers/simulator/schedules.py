@@ -111,7 +111,6 @@ def _draw_malice(draw: random.Random, seed: int, peers: int, fragments: int, kin
         kind, victim = draw.choice(HARD + SOFT), draw.choice(victims)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
     timing = draw.choice((*TIMINGS, IMPATIENT))
-    faults = replace(faults, slow=draw.choice([(), (), (draw.choice(honest),)]))
     return Life(seed, peers, faults, tuple(blows), timing, fragments, deceits, draw.choice((1.0, 1.0, FAST)))
 
 

@@ -51,7 +51,6 @@ def test_lives_with_liars_are_drawn_from_all_there_is() -> None:
     assert {blow.kind for life in lives for blow in life.blows} == {"kill", "leave", "cut off", "deafen", "stop"}
     assert {life.timing for life in lives} == {*TIMINGS, IMPATIENT}
     assert {life.pace for life in lives} == {1.0, FAST}
-    assert {bool(life.faults.slow) for life in lives} == {True, False}
     assert {liar.entries == 0 for life in lives for liar in life.liars} == {True, False}, "at the founding, and later"
     for life in lives:
         liars, victims = {liar.peer for liar in life.liars}, {blow.peer for blow in life.blows}
