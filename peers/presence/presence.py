@@ -161,9 +161,10 @@ class Presence:
     def are_more_there(self, branch: Branch, log: LogState, lineage: Lineage) -> bool | None:
         """Whether more live peers are on a branch than with us; None: as many."""
         beats = self.live().values()
-        there = sum(branch.heads.get(beat.index) == beat.head for beat in beats if beat.index)
-        here = 1 + sum(not lineage.lacks(beat.index, beat.head) for beat in beats if beat.index <= log.position.index)
-        return None if there == here else there > here
+        there = {beat.peer for beat in beats if beat.index and branch.heads.get(beat.index) == beat.head}
+        others = [beat for beat in beats if beat.index <= log.position.index and beat.peer not in there]
+        here = 1 + sum(not lineage.lacks(beat.index, beat.head) for beat in others)
+        return None if len(there) == here else len(there) > here
 
     # Who is further on ----------------------------------------------------------------------------------------
     def donors(self) -> set[str]:
@@ -208,6 +209,9 @@ class Presence:
         self, log: LogState, lineage: Lineage, besides: frozenset[str], is_astray: bool
     ) -> tuple[str, ...]:
         index, distrusted = log.position.index, self.distrusted
+        givers = [beat for beat in self.live().values() if beat.state in DONATING]
+        # Whoever went on alone, and has come far, remembers no more where it parted from the others.
+        is_lost = is_astray or all(lineage.head_at(beat.index) != beat.head for beat in givers)
         claims = {
             peer: (
                 peer not in distrusted,
@@ -220,7 +224,7 @@ class Presence:
             if (
                 beat.index > index
                 or lineage.lacks(beat.index, beat.head)
-                or (is_astray and lineage.head_at(beat.index) != beat.head)
+                or (is_lost and lineage.head_at(beat.index) != beat.head)
             )
             and beat.lineage_tokens > 0
             and beat.state in DONATING
