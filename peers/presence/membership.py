@@ -163,6 +163,14 @@ class Membership:
             self._live_until = oldest + self._expiry
         return self._live
 
+    def spoke_within(self, seconds: float, now: float) -> list[Heartbeat]:
+        """Return the latest heartbeats of those that have not left, and were heard of so short a while ago.
+
+        Links fail for a moment: who does not answer just now is there all the same.
+        """
+        seen = [sighting for sighting in self._seen.values() if not sighting.has_left]
+        return [sighting.heartbeat for sighting in seen if now - sighting.advanced_at <= seconds]
+
     def is_live(self, peer: str, now: float) -> bool:
         sighting = self._seen.get(peer)
         if sighting is None or not sighting.reachable or sighting.has_left:

@@ -9,6 +9,7 @@ from peers.log.branch import Branch
 from peers.log.header import MEMBER_LIMIT
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
+from peers.presence.distrust import Distrust
 from peers.presence.election import broken_pairs, elect, most_named, quorum
 from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.membership import DONATING, Membership, Roll
@@ -27,7 +28,7 @@ class Presence:
     def __init__(self, me: str, expiry: float, distrust: float, bar: float, now: float) -> None:
         """Args:
         expiry: seconds without a word after which a peer is dead to us.
-        distrust: seconds for which a peer that failed us as leader or donor is not asked again.
+        distrust: seconds for which a peer that failed us as leader or donor is not asked again, the first time.
         bar: seconds for which a leader leaves out who held up an attempt, the first time.
         """
         self.now = self._started_at = now
@@ -40,7 +41,7 @@ class Presence:
         """Whom we would take for the leader by ourselves, where we last looked."""
         self._me = me
         self._distrust = distrust
-        self._distrusted_until: dict[str, float] = {}
+        self._distrusted = Distrust(distrust)
         self._gave_nothing_until: dict[str, float] = {}
         self._refused_until: dict[str, float] = {}
         self._expiry = expiry
@@ -91,7 +92,7 @@ class Presence:
     @property
     def distrusted(self) -> frozenset[str]:
         """Peers that failed us as leader a short while ago."""
-        return frozenset(self._still(self._distrusted_until))
+        return self._distrusted.of(self.now)
 
     @property
     def unhelpful(self) -> frozenset[str]:
@@ -102,9 +103,13 @@ class Presence:
     def _givers_of_nothing(self) -> frozenset[str]:
         return frozenset(self._still(self._gave_nothing_until))
 
-    def distrust(self, peer: str) -> None:
-        """Take another one for the leader for a while."""
-        self._distrusted_until = self._still(self._distrusted_until) | {peer: self.now + self._distrust}
+    def distrust(self, peer: str, cost: float = 0.0) -> None:
+        """Take another one for the leader for a while, longer each time. `cost`: the seconds that this one took us."""
+        self._distrusted.failed(peer, self.now, cost)
+
+    def trust_all(self) -> None:
+        """Take anybody for the leader again: we led ourselves, for want of others, and came to nothing either."""
+        self._distrusted.lift()
 
     def gave_nothing(self, peer: str) -> None:
         """Ask others for their state for a while. It may lead all the same."""
@@ -112,7 +117,7 @@ class Presence:
 
     def ask_again(self, peer: str) -> None:
         """Have nothing against a peer any more: to have nobody to ask is worse."""
-        self._distrusted_until.pop(peer, None)
+        self._distrusted.lift(peer)
         self._gave_nothing_until.pop(peer, None)
 
     def _still(self, untils: Mapping[str, float]) -> dict[str, float]:
@@ -156,9 +161,10 @@ class Presence:
     def are_more_there(self, branch: Branch, log: LogState, lineage: Lineage) -> bool | None:
         """Whether more live peers are on a branch than with us; None: as many."""
         beats = self.live().values()
-        there = sum(branch.heads.get(beat.index) == beat.head for beat in beats if beat.index)
-        here = 1 + sum(not lineage.lacks(beat.index, beat.head) for beat in beats if beat.index <= log.position.index)
-        return None if there == here else there > here
+        there = {beat.peer for beat in beats if beat.index and branch.heads.get(beat.index) == beat.head}
+        others = [beat for beat in beats if beat.index <= log.position.index and beat.peer not in there]
+        here = 1 + sum(not lineage.lacks(beat.index, beat.head) for beat in others)
+        return None if len(there) == here else len(there) > here
 
     # Who is further on ----------------------------------------------------------------------------------------
     def donors(self) -> set[str]:
@@ -203,6 +209,9 @@ class Presence:
         self, log: LogState, lineage: Lineage, besides: frozenset[str], is_astray: bool
     ) -> tuple[str, ...]:
         index, distrusted = log.position.index, self.distrusted
+        givers = [beat for beat in self.live().values() if beat.state in DONATING]
+        # Whoever went on alone, and has come far, remembers no more where it parted from the others.
+        is_lost = is_astray or all(lineage.head_at(beat.index) != beat.head for beat in givers)
         claims = {
             peer: (
                 peer not in distrusted,
@@ -215,7 +224,7 @@ class Presence:
             if (
                 beat.index > index
                 or lineage.lacks(beat.index, beat.head)
-                or (is_astray and lineage.head_at(beat.index) != beat.head)
+                or (is_lost and lineage.head_at(beat.index) != beat.head)
             )
             and beat.lineage_tokens > 0
             and beat.state in DONATING
@@ -242,7 +251,7 @@ class Presence:
         Args:
             at_work: peers that work on the entry, whatever heartbeats say: perhaps ourselves, and whoever gave us work.
         """
-        asked = (self.live(), log, frozenset(at_work), self.distrusted, self.unreached)
+        asked = (self.live(), log, frozenset(at_work), self.distrusted, self.unreached, self.vain)
         if not _is_same(asked, self._elected[0]):
             vote = self._choose(log, at_work)
             votes = {self._me: (vote or "")[-TAIL:]} if self._me in at_work else {}
@@ -266,7 +275,7 @@ class Presence:
         live, index, distrusted = self.live(), log.position.index, self.distrusted
         able = {beat.peer for beat in live.at_work if beat.index + 1 >= index}
         able |= {peer for peer in at_work if peer == self._me or peer in live}
-        able -= distrusted
+        able -= distrusted | {peer for peer in self.vain & live.keys() if live[peer].index > index}  # not from there
         joining = () if able else (beat.peer for beat in live.trainers if beat.index == index)
         return elect(log.by_standing, able, {*joining, self._me} - distrusted, self._broken_pairs(live))
 

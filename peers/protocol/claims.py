@@ -25,6 +25,9 @@ from peers.protocol.rounds import Attempt, Disclaimer, Held, Holder, Stance
 LEAST_HOLDERS = 16
 """That are named, if there are so many: the others fetch the payload from them."""
 
+AT_ONCE = 16
+"""Entries that a leader looks at together; honest peers hold two or three different ones at a place."""
+
 
 @dataclass(frozen=True)
 class Founding:
@@ -143,48 +146,74 @@ def is_signed(certifier: Certifier, header: Header, holder: Holder, incarnation:
 
 
 class Claims:
-    """What those who are ready say that they hold, as their leader knows."""
+    """What those who are ready say that they hold, as their leader knows.
+
+    Whoever signs another entry of its own making each time makes the leader look at few of them: a signature is checked
+    first, a verdict is kept for as long as somebody holds the entry, and what most hold is looked at before the rest.
+    """
 
     def __init__(self, log: LogState, certifier: Certifier) -> None:
         self._log = log
         self._certifier = certifier
-        self._checked: dict[str, tuple[Held, int, bool]] = {}
+        self._signed: dict[str, tuple[Held, int, bool]] = {}
+        self._follows: dict[bytes, bool | None] = {}
+        """By digest; None: not looked at yet."""
 
     def proven(self, ready: Mapping[str, Ready]) -> dict[Header, list[Holder]]:
         """Return the entries that follow from the log, and who shows its own signature of them."""
-        proven: dict[Header, list[Holder]] = {}
-        for peer in sorted(ready):
-            held = ready[peer].held
-            if held is not None and self._is_proven(peer, held, ready[peer].incarnation):
+        claims = {peer: (said.held, said.incarnation) for peer, said in sorted(ready.items()) if said.held}
+        self._signed = {peer: self._look(peer, *claim) for peer, claim in claims.items()}
+        holders: dict[Header, list[Holder]] = {}
+        for peer, (held, _, is_signed) in self._signed.items():
+            if is_signed:
                 holder = Holder(peer=peer, attempt=held.attempt, signature=held.signature)
-                proven.setdefault(held.header, []).append(holder)
-        return proven
+                holders.setdefault(held.header, []).append(holder)
+        self._find_followers({header: len(many) for header, many in holders.items()})
+        return {header: many for header, many in holders.items() if self._follows.get(header.digest)}
 
-    def _is_proven(self, peer: str, held: Held, incarnation: int) -> bool:
-        """Whether it shows its signature of an entry that follows, and is not a member that has started again: to what
-        may be committed that one's signature adds nothing, and members would take it for a false one."""
-        known = self._checked.get(peer)
-        if known is None or known[:2] != (held, incarnation):
-            holder = Holder(peer=peer, attempt=held.attempt, signature=held.signature)
-            is_good = (
-                follows(self._log, held.header)
-                and dict(electorate(self._log, held.header)).get(peer, incarnation) == incarnation
-                and is_signed(self._certifier, held.header, holder, incarnation)
-            )
-            known = self._checked[peer] = held, incarnation, is_good
-        return known[2]
+    def _look(self, peer: str, held: Held, incarnation: int) -> tuple[Held, int, bool]:
+        """Whether it shows its signature of an entry, and is not a member that has started again: to what may be
+        committed that one's signature adds nothing, and members would take it for a false one."""
+        known = self._signed.get(peer)
+        if known is not None and known[:2] == (held, incarnation):
+            return known
+        holder = Holder(peer=peer, attempt=held.attempt, signature=held.signature)
+        is_good = (
+            is_signed(self._certifier, held.header, holder, incarnation)
+            and dict(electorate(self._log, held.header)).get(peer, incarnation) == incarnation
+        )
+        return held, incarnation, is_good
+
+    def _find_followers(self, counts: Mapping[Header, int]) -> None:
+        """See which of these entries follow from the log, a few more each time: first those that most hold, and of
+        equal ones those that have waited for longest. Given is how many hold each."""
+        headers = {header.digest: header for header in counts}
+        known = {digest: verdict for digest, verdict in self._follows.items() if digest in headers}
+        self._follows = known | {digest: None for digest in headers if digest not in known}
+        unseen = [headers[digest] for digest, verdict in self._follows.items() if verdict is None]
+        for header in sorted(unseen, key=lambda header: counts[header], reverse=True)[:AT_ONCE]:
+            self._follows[header.digest] = follows(self._log, header)
 
     def weightiest(
         self, ready: Mapping[str, Ready], coming: Mapping[str, int], departed: Collection[str], founding: Founding
     ) -> Claim | None:
         """Return which entry must be handed on, if `coming` are those who are not ready and may be yet."""
         present = {peer: said.incarnation for peer, said in ready.items()} | dict(coming)
+        least = self._fewest_holders(present, departed)
         claims = [
             Claim(header, self._as_many_as_needed(header, holders), since)
             for header, holders in self.proven(ready).items()
-            if (since := committed_since(self._log, header, holders, present, departed, founding)) is not None
+            if len(holders) >= least
+            and (since := committed_since(self._log, header, holders, present, departed, founding)) is not None
         ]
         return max(claims, key=lambda claim: claim.since.weight, default=None)
+
+    def _fewest_holders(self, present: Mapping[str, int], departed: Collection[str]) -> int:
+        """Return how many must hold an entry, at least, that may have been committed: else half of the voters are
+        against it. Of a founding each entry has voters of its own."""
+        voters = [peer for peer in self._log.voters if peer not in departed]
+        here = sum(present.get(peer) == self._log.incarnations[peer] for peer in voters)
+        return max(0, here - (len(voters) - 1) // 2)
 
     def _as_many_as_needed(self, header: Header, holders: Sequence[Holder]) -> tuple[Holder, ...]:
         """Return the holders that show it best: more signatures than of half of the voters convince nobody more."""
@@ -259,13 +288,14 @@ class Takeover:
 
     def _present(self, leader: str) -> dict[str, int]:
         """Return whom we see at work, and could say to the leader that it does not hold the entry: here, or on its way
-        to here, since heartbeats come late."""
+        to here, since heartbeats come late; or further on, since whoever is will show what was made here."""
         live, position = self._presence.live(), self._log.position
         away = self._presence.unreached
         present = {self._desk.me: self._desk.memory.incarnation}
         for beat in live.at_work:
+            is_further = beat.index > position.index and beat.peer not in self._presence.vain
             is_here = beat.head == position.head or beat.index < position.index
-            if is_here and beat.peer not in away and not self._says_nothing_to(leader, beat.peer):
+            if (is_here or is_further) and beat.peer not in away and not self._says_nothing_to(leader, beat.peer):
                 present[beat.peer] = beat.incarnation
         return present
 

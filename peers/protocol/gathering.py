@@ -318,15 +318,16 @@ class Gathering:
         return self._claims.weightiest(self._ready, coming or {}, self.departed, founding)
 
     def _may_be_disclaimed(self, claim: Claim, now: float, live: Mapping[str, Heartbeat]) -> bool:
-        """Whether to wait for others that are at work here: they may say that they do not hold it."""
+        """Whether to wait for others: those that are at work here may say that they do not hold it, and those that are
+        further on will show what was made here, unless they have said so in vain."""
         assert self._first_ready_at is not None
         if now - self._first_ready_at >= self._schedule.hopeless:
             return False
         absent = self._ready.keys() | self._barred.keys() | set(self.unreached)
         here = [peer for peer in self._log.voters if peer in live and peer not in absent]
         index = self._log.position.index
+        here = [peer for peer in here if live[peer].index <= index or peer not in self.vain]
         coming = {peer: live[peer].incarnation for peer in here if self._is_here(live[peer])}
-        coming = {peer: start for peer, start in coming.items() if live[peer].index <= index}
         later = self._claim(coming)
         return later is None or later.header != claim.header
 

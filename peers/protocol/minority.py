@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from peers.log.certificate import Proof
 from peers.log.header import Header
 from peers.log.state import LogState
+from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.messages import Commit
@@ -48,10 +49,14 @@ def may_make(
 
 def may_found(desk: Desk, presence: Presence, founders: int) -> bool:
     """Whether to believe that a run was founded by so many. Whoever founds one certifies that itself; so fewer than the
-    manifest's minimum are believed only where too few others are there to do it together."""
-    least = desk.settings.minimum_peers
-    waiting = 1 + sum(not beat.index for beat in presence.live().trainers)
-    return founders >= least or waiting < least
+    manifest's minimum are believed only where for the partition grace too few others were there to do it together; and
+    by nobody who has just started, and can't have heard of them yet."""
+    least, timing = desk.settings.minimum_peers, desk.settings.timing
+    if founders >= least:
+        return True
+    others = presence.membership.spoke_within(timing.partition_grace, desk.now)
+    waiting = 1 + sum(not beat.index and beat.state is not PeerState.ARCHIVING for beat in others)
+    return waiting < least and desk.now - desk.started_at >= timing.heartbeat_expiry
 
 
 def may_follow(desk: Desk, presence: Presence, log: LogState, sender: str, header: Header, proof: Proof | None) -> bool:

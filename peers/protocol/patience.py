@@ -28,6 +28,8 @@ class Patience:
         self._since = self._gathered_at = desk.now
         self._given_up: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
+        self._led_since: dict[str, float] = {}  # when each had us begin its first attempt, since it was trusted last
+        self._spent = set[str]()  # those of them that we have given up
         self._is_given_up = False
         self._declined: Attempt | None = None
         self._declined_at = desk.now
@@ -38,17 +40,31 @@ class Patience:
         self._is_given_up = False
         self._declined = None
 
-    def join(self) -> None:
-        """We take part in an attempt of the leader."""
+    def join(self, leader: str, seconds: float) -> float:
+        """We take part in an attempt of the leader, which it ends after so many seconds. Returns when to give it up.
+
+        All its attempts here together get no more time than the longest one: else it could begin one after another, and
+        those who have given it up would begin with it anew. Whoever leads next goes on with the same round.
+        """
         self._declined = None
+        now, schedule = self._desk.now, self._desk.schedule
+        if leader in self._spent and leader not in self._presence.distrusted:
+            self._spent.discard(leader)
+            self._led_since.pop(leader, None)
+        first = self._led_since.setdefault(leader, now)
+        return min(now + schedule.given_up(seconds), first + schedule.given_up(schedule.longest_attempt))
 
     def give_up(self, leader: str | None) -> None:
         """We are for another one from now on, though most may not be, yet; we never give up on ourselves."""
         if leader is None or leader == self._desk.me:
+            self._led_since.pop(self._desk.me, None)
+            self._presence.trust_all()
             return self.begin()
+        self._spent.add(leader)
+        began = self._led_since.get(leader, self._since)
         self._given_up[leader] += not self._is_given_up
         self._is_given_up = True
-        self._presence.distrust(leader)
+        self._presence.distrust(leader, self._desk.now - min(began, self._since))
 
     def attempt_ended(self, leader: str, is_mute: bool) -> None:
         """The leader has ended an attempt. One that does so again and again may never come to an entry: what it lacks

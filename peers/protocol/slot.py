@@ -235,13 +235,12 @@ class Slot(Part):
             self._desk.emit(FetchPayload(header, donors))
 
     def _enter_attempt(self, attempt: Attempt, seconds: float) -> None:
-        self._patience.join()
+        self._attempt_ends = self._patience.join(attempt.leader, seconds)
         self.attempt = attempt
         self.adopting = None
         self._open_to = ()
         self.acceptor.last_attempt = attempt.number
         self._began_at = self._desk.now
-        self._attempt_ends = self._began_at + self._desk.schedule.given_up(seconds)
         if self.state is READY:
             self._enter_fresh(AVERAGING)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from peers.log.certificate import certify, weigh
 from peers.log.header import Header, Member
 from peers.log.state import LogError
+from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import (
     Abort,
     Adopt,
@@ -25,6 +26,7 @@ from peers.protocol.messages import (
 )
 from peers.protocol.rounds import Round
 from peers.simulator.liars import Lie, Means, Said, invented
+from peers.values.wire import LONGEST_WAIT
 
 
 class NeverBegins(Lie):
@@ -43,6 +45,37 @@ class NeverCommits(Lie):
             yield to, message
 
 
+class TakesLongest(NeverCommits):
+    """It says that its attempts take the longest time that a message can name, and ends none."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin | Adopt):
+            message = message.model_copy(update={"seconds": LONGEST_WAIT})
+        if not isinstance(message, Abort):
+            yield from super().says(to, message)
+
+
+class BeginsAgain(TakesLongest):
+    """And before the time is up it goes on with the round in another attempt, again and again."""
+
+    def __init__(self, liar: Means, draw: random.Random) -> None:
+        super().__init__(liar, draw)
+        self._begun: Begin | None = None
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin):
+            self._begun = message
+        yield from super().says(to, message)
+
+    def volunteers(self) -> Said:
+        if self._begun is None or self.draw.random() > 0.02:
+            return
+        attempt = self._begun.attempt
+        later = attempt.model_copy(update={"number": attempt.number + 1})
+        self._begun = self._begun.model_copy(update={"attempt": later, "seconds": LONGEST_WAIT})
+        yield from ((peer, self._begun) for peer in self.liar.others)
+
+
 class CommitsToSome(Lie):
     """Every other member never hears of what it commits."""
 
@@ -50,6 +83,16 @@ class CommitsToSome(Lie):
         is_told = self.liar.others.index(to) % 2 == 0 if to in self.liar.others else True
         if not isinstance(message, Commit | Complete) or is_told:
             yield to, message
+
+
+class LeavesOut(Lie):
+    """Its rounds lack one of those who are ready, always the same, if the others are enough without it."""
+
+    def notices(self, event: Event) -> Event:
+        """It hears nothing of that one's Ready."""
+        if not isinstance(event, Received) or not isinstance(event.message, Ready):
+            return event
+        return Tick() if event.sender == max(self.liar.others, default="") else event
 
 
 class RefusesAll(Lie):
@@ -186,7 +229,10 @@ class TwoEntries(Lie):
 LEADERS_LIES: dict[str, type[Lie]] = {
     "never begins": NeverBegins,
     "never commits": NeverCommits,
+    "takes longest": TakesLongest,
+    "begins again": BeginsAgain,
     "commits to some": CommitsToSome,
+    "leaves out": LeavesOut,
     "refuses all": RefusesAll,
     "excludes all": ExcludesAll,
     "aborts all": AbortsAll,

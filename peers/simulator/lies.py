@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peers.log.certificate import Departure
-from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
+from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import Event, ReducedArrived, Tick
 from peers.protocol.messages import Accuse, Begin, Complete, LeaseRequest, Leaving, Message, Ready, Unread
@@ -32,6 +32,25 @@ class InventedLog(Lie):
         }
         chosen = dict(self.draw.sample(sorted(claims.items()), self.draw.randint(1, len(claims))))
         return heartbeat.model_copy(update=chosen)
+
+
+class LeapsAhead(Lie):
+    """Its heartbeats are one entry further on than it is, so that nobody there counts it, or a few."""
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        ahead = heartbeat.index + self.draw.choice((1, 1, 3))
+        return heartbeat.model_copy(update={"index": ahead, "head": invented(("head", ahead))})
+
+
+class SeemsReady(Lie):
+    """It says that it is ready in heartbeats alone."""
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        return heartbeat.model_copy(update={"state": PeerState.READY})
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Ready | Complete):
+            yield to, message
 
 
 class FalseState(Lie):
@@ -229,6 +248,8 @@ class ManyReadys(Lie):
 
 MEMBERS_LIES: dict[str, type[Lie]] = {
     "invented log": InventedLog,
+    "leaps ahead": LeapsAhead,
+    "seems ready": SeemsReady,
     "false state": FalseState,
     "false snapshot": FalseSnapshot,
     "false rate": FalseRate,

@@ -16,10 +16,8 @@ from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm
 
 KINDS: dict[str, type[Lie]] = MEMBERS_LIES | LEADERS_LIES | MIXED_LIES
-BREAK: dict[str, str] = {}
-"""Kinds of lies that break a swarm today, and why: none."""
-LATER = {"refuses all": "a liar that founds a run alone leads those who wait, though they do not believe its founding"}
-"""Kinds that are withstood only once there is a roster, and why."""
+BREAK = {"leaves out": "nobody else sees why a leader leaves somebody out who is ready: it may have held rounds up"}
+"""Kinds of lies that break a swarm today, and why."""
 WITHSTOOD = tuple(kind for kind in KINDS if kind not in BREAK)
 ENTRIES = 2
 """How many entries the honest must make in their time, and each of them must count in one."""
@@ -47,7 +45,7 @@ def draw_deceits(draw: random.Random, names: list[str], kinds: tuple[str, ...]) 
     deceits = []
     for liar in sorted(liars):
         chosen = ours if draw.random() < 0.7 else (draw.choice(kinds),)
-        is_founder = at_once and draw.random() < 0.5 and LATER.keys().isdisjoint(chosen)
+        is_founder = at_once and draw.random() < 0.5
         first = 0 if is_founder else draw.randint(1, 3)
         deceits.append(Deceit(liar, chosen, first, draw.choice((float("inf"), draw.uniform(60.0, 600.0)))))
     return tuple(deceits)

@@ -26,6 +26,8 @@ INNER_STEPS = 5
 EVENLY = 0.1
 """With liars nobody is late by chance: who misses an entry is not in its roster, where the honest must be most."""
 LONGEST_TRAINING = (1 + EVENLY) * INNER_STEPS / min(SPEEDS)  # seconds
+FAST = 10.0
+"""Times the usual speed: entries come faster than heartbeats."""
 IMPATIENT = Timing(grace=5.0, round_timeout=60.0, partition_grace=20.0)
 """A minority goes on alone before others would give up on a leader."""
 BATCH = 25  # seeds that one process takes at once
@@ -52,10 +54,13 @@ class Life:
     timing: Timing = TIMINGS[0]
     fragments: int = 1
     liars: tuple[Deceit, ...] = ()
+    pace: float = 1.0
+    """How much faster than usual all train."""
 
     def __str__(self) -> str:
         blows = "".join(f"\n  {what}" for what in (*self.blows, *self.liars))
-        return f"seed {self.seed}, {self.peers} peers, {self.faults}, {self.timing}, {self.fragments} fragments{blows}"
+        what = f"{self.peers} peers, {self.faults}, {self.timing}, {self.fragments} fragments, pace {self.pace:g}"
+        return f"seed {self.seed}, {what}{blows}"
 
 
 def draw_life(seed: int, fragments: int = 1, kinds: tuple[str, ...] = ()) -> Life:
@@ -105,7 +110,8 @@ def _draw_malice(draw: random.Random, seed: int, peers: int, fragments: int, kin
     for _ in range(draw.randint(0, 2) if victims else 0):
         kind, victim = draw.choice(HARD + SOFT), draw.choice(victims)
         blows.append(Blow(kind, victim, draw.randint(1, 150), draw.uniform(0.1, 25.0)))
-    return Life(seed, peers, faults, tuple(blows), draw.choice((*TIMINGS, IMPATIENT)), fragments, deceits)
+    timing = draw.choice((*TIMINGS, IMPATIENT))
+    return Life(seed, peers, faults, tuple(blows), timing, fragments, deceits, draw.choice((1.0, 1.0, FAST)))
 
 
 def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str], ...]:
@@ -121,7 +127,8 @@ def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
     """
     manifest, founders = digest_of(b"manifest"), life.peers - sum(not liar.entries for liar in life.liars)
     settings = RunSettings("simulated", manifest, INNER_STEPS, 10, 10, founders, life.timing, fragments=life.fragments)
-    swarm = Swarm(life.seed, settings, life.faults, one_child=not life.liars, speeds=SPEEDS)
+    speeds = tuple(life.pace * speed for speed in SPEEDS)
+    swarm = Swarm(life.seed, settings, life.faults, one_child=not life.liars, speeds=speeds)
     if life.liars:
         swarm.unevenness = EVENLY
         plant(swarm, life.liars)

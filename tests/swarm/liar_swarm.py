@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.processes import Event
 from peers.values.identity import Identity
+from tests.swarm.fault_peer import TRAINING_SECONDS
 from tests.swarm.fault_swarm import Entry, Swarm, Volunteer, divergences
 from tests.swarm.liar_peer import PEERS, VALUES
 from tests.swarm.networks import Place
@@ -40,16 +41,17 @@ class Suspect(Volunteer):
 class LiarSwarm(Swarm):
     """The volunteer with the smallest id, which leads at first, may lie."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, training: float = TRAINING_SECONDS) -> None:
         super().__init__(None, folder)
         keys = sorted((Identity.generate() for _ in range(PEERS)), key=lambda key: key.peer_id)
         logs = [folder / f"{name}.log" for name in ("liar", *range(1, PEERS))]
         for key, log in zip(keys, logs, strict=True):
             key.save(log.with_suffix(".pem"))
-        place, program = Place(), (PROGRAM, "--honest")
-        self.liar = Suspect(place, None, logs[0], self._news, (PROGRAM,))
-        self.honest = [Volunteer(place, None, log, self._news, program) for log in logs[1:]]
+        place, program = Place(), (PROGRAM, "--training", str(training))
+        self.liar = Suspect(place, None, logs[0], self._news, program)
+        self.honest = [Volunteer(place, None, log, self._news, (*program, "--honest")) for log in logs[1:]]
         self.volunteers = [self.liar, *self.honest]
+        self._logs = logs[1:]
         self._replayed = VectorWorkload(VALUES)
         self._states = list[str]()
         """After each entry, as the payloads lead to it."""
@@ -118,13 +120,13 @@ class LiarSwarm(Swarm):
         )
         await self.check()
 
-    async def leave_out_the_liar(self) -> None:
-        """Wait until the honest make entries without it."""
-        since = self.index + 1
-        await self.until(
-            lambda: sum(self.liar.id not in entry.members for entry in self.entries(since)) >= ENTRIES,
-            "entries without the liar",
-        )
+    async def find_out(self, says: str) -> None:
+        """Wait until somebody honest says so in its log."""
+
+        def is_said() -> bool:
+            return any(says in log.read_text(errors="replace") for log in self._logs)
+
+        await self.until(is_said, f"somebody who says that the liar {says}")
 
     async def check(self) -> None:
         """Replay all that was applied since the last look."""

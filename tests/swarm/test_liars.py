@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
@@ -18,7 +19,8 @@ from tests.swarm.real_lies import LIES
 pytestmark = pytest.mark.swarm
 Story: TypeAlias = Callable[[LiarSwarm], Coroutine[None, None, None]]
 Tell: TypeAlias = Callable[[Story], None]
-TURNS = 4  # at joining: donors are asked by chance, and not before they are reached
+TURNS = 4  # donors are asked by chance, and not before they are reached; and what is under way goes on
+LONG = 4.0  # seconds: longer than the peers need to ask each other for chunks, on a busy machine, too
 LEADERS = ("a corrupt leader", "a leader that hands on its own")
 TO_JOINERS = ("a false snapshot",)
 FLIPPED = "a flipped bit"
@@ -86,3 +88,29 @@ def test_a_bit_that_flipped_is_put_right(tell: Tell) -> None:
         await swarm.be_honest()
 
     tell(story)
+
+
+def test_whoever_averages_wrongly_is_found_out_and_averages_no_more(tmp_path: Path) -> None:
+    """Whoever finds it out exchanges nothing with the liar any more. So not all reach it, and it reduces nothing in
+    later rounds, though the others have not found it out themselves.
+
+    In a swarm of its own, in which trainings last: whoever has trained again shows no more what it contributed.
+    """
+
+    async def story() -> None:
+        swarm = LiarSwarm(tmp_path, training=LONG)
+        try:
+            await swarm.start()
+            await swarm.led_by_others()
+            await swarm.lie(WRONG)
+            await swarm.find_out("has averaged chunk")
+            for _ in range(TURNS):
+                swarm.liar.lie(WRONG)
+                await swarm.thrive(WRONG)
+                if not swarm.liar.has_lied:
+                    break
+            assert not swarm.liar.has_lied
+        finally:
+            await swarm.end()
+
+    asyncio.run(story())

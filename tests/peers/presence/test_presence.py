@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from peers.log.branch import Branch
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.presence import LINKS_PATIENCE, Presence
+from peers.values.leases import SampleRange
 from peers.values.reach import Reach
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, PAYLOAD, beat, first_log, member
@@ -41,6 +43,22 @@ def test_who_says_that_it_is_where_our_log_does_not_lead_is_looked_at_though_it_
         presence = seeing(theirs, names="a")
         assert claimant(presence, ours) == "a"
         assert not presence.is_behind(ours, Lineage(ours)), "it says nothing that is to be waited for"
+
+
+def test_who_went_on_alone_and_is_far_ahead_looks_at_the_others_all_the_same() -> None:
+    """Regression: it remembered no more what it had made where they are, and took that for its own; and counted them on
+    both sides."""
+    ours = LOG
+    for _ in range(2):
+        samples = ours.leases.get("b", (SampleRange(0, 20),))
+        ours = ours.append(ours.next_header([member("b", samples[0].start, samples[0].stop)], b"\1" * 32))
+    assert not Lineage(ours).lacks(1, AHEAD.position.head), "it does not know"
+    presence = seeing(AHEAD)
+    assert claimant(presence, ours) == "c"
+    theirs = Branch(LOG, AHEAD, heads={1: AHEAD.position.head})
+    assert presence.are_more_there(theirs, ours, Lineage(ours)) is True
+    presence.membership.observe([beat("a", ours, sequence=2)], 0.0)
+    assert claimant(presence, ours) is None, "somebody is where we are"
 
 
 def test_who_has_said_in_vain_that_it_is_further_comes_last_for_longer_and_longer() -> None:
@@ -98,6 +116,17 @@ def test_who_joins_or_is_not_reached_has_nothing_to_give_and_who_failed_us_comes
     presence.distrust("c")
     presence.ask_again("c")
     assert presence.distrusted == frozenset()
+
+
+def test_who_says_in_vain_that_it_is_further_does_not_lead_those_who_are_not() -> None:
+    """Regression: whoever had founded a run by itself led all who waited, and did not believe it."""
+    presence = seeing(AHEAD, names="a")
+    presence.membership.observe([beat("c", LOG)], 0.0)
+    assert presence.elect(LOG, "b") == "a", "it may have what followed"
+    presence.pass_over("a")
+    presence.pass_over("a")
+    assert presence.elect(LOG, "b") == "b"
+    assert presence.elect(AHEAD, "b") == "a", "where it is, it may lead"
 
 
 def test_who_gave_nothing_may_lead() -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from peers.log.header import Header
+from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
-from peers.protocol.claims import Founding, committed_since
+from peers.presence.presence import VAIN
+from peers.protocol.certifier import Certifier
+from peers.protocol.claims import AT_ONCE, Claims, Founding, committed_since
 from peers.protocol.effects import Dropped
 from peers.protocol.events import HeartbeatsSeen, ReachSeen
-from peers.protocol.messages import Abort, Adopt
+from peers.protocol.messages import Abort, Adopt, Ready
 from peers.protocol.rounds import Disclaimer, Holder, Stance
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.reach import Reach
+from peers.values.wire import digest_of
 from tests.peers.builders import (
     LOG,
     PAYLOAD,
@@ -22,8 +27,10 @@ from tests.peers.builders import (
     beat,
     first_log,
     holders_of,
+    holding,
     member,
     of,
+    ready,
 )
 
 VOTERS = "abcde"
@@ -104,6 +111,81 @@ def test_founders_of_whom_nobody_has_heard_do_not_count() -> None:
     assert committed_since(LOG, header, held, here, founding=Founding(3, met="abcuv")) is not None, "they are gone"
 
 
+# What the leader knows -----------------------------------------------------------------------------------------
+class Counting(SimulatedKeys):
+    """Counts the signatures that are checked."""
+
+    checked = 0
+
+    def verify(self, peer: str, text: bytes, signature: bytes) -> bool:
+        self.checked += 1
+        return super().verify(peer, text, signature)
+
+
+def made_up(number: int) -> Header:
+    return FIVE.next_header([FIVE.expected("a")], digest_of(str(number).encode()))
+
+
+def says(peer: str, header: Header, number: int = 1) -> Ready:
+    return ready(FIVE, peer, held=holding(header, attempt(FIVE, number), peer))
+
+
+def claims_of(keys: Counting) -> Claims:
+    return Claims(FIVE, Certifier(keys, FIVE, dict))
+
+
+def test_what_has_been_checked_is_not_checked_again() -> None:
+    keys = Counting("a")
+    claims, said = claims_of(keys), {peer: says(peer, HEADER) for peer in "bc"}
+    for _ in range(3):
+        assert list(claims.proven(said)) == [HEADER]
+    assert keys.checked == 2
+    claims.proven(said | {"c": says("c", HEADER, 2)})
+    assert keys.checked == 3
+
+
+def test_whoever_makes_up_many_entries_has_few_looked_at_and_hides_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What most hold comes first; and nothing is remembered that nobody holds any more."""
+    looked: list[Header] = []
+
+    def look(log: LogState, header: Header) -> bool:
+        looked.append(header)
+        return True
+
+    monkeypatch.setattr("peers.protocol.claims.follows", look)
+    claims, crowd = claims_of(Counting("a")), [f"peer{number:02}" for number in range(3 * AT_ONCE)]
+    for turn in range(3):
+        said = {peer: says(peer, made_up(100 * turn + number)) for number, peer in enumerate(crowd)}
+        proven = claims.proven(said | {peer: says(peer, HEADER) for peer in "yz"})
+        assert [holder.peer for holder in proven[HEADER]] == ["y", "z"]
+        assert len(looked) <= AT_ONCE * (turn + 1)
+        assert len(claims._follows) == len(crowd) + 1
+    assert looked.count(HEADER) == 1
+    said = {peer: says(peer, made_up(1000 + number)) for number, peer in enumerate(crowd)}
+    claims.proven(said | {"z": says("z", made_up(7))})
+    for turn in range(1, 3):
+        said = {peer: says(peer, made_up(2000 * turn + number)) for number, peer in enumerate(crowd)}
+        proven = claims.proven(said | {"z": says("z", made_up(7))})
+    assert made_up(7) in proven, "whatever stays comes before what is new, though one alone holds it"
+
+
+def test_an_entry_that_too_many_are_against_is_not_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = claims_of(Counting("a"))
+    said = {peer: says(peer, made_up(number)) for number, peer in enumerate("ab")} | {
+        peer: ready(FIVE, peer) for peer in "cde"
+    }
+    monkeypatch.setattr("peers.protocol.claims.committed_since", None)
+    assert claims.weightiest(said, {}, (), Founding()) is None
+
+
+@pytest.mark.parametrize(("holding_it", "here"), [("a", "bc"), ("ab", "cd"), ("abc", "de")])
+def test_an_entry_that_may_have_been_committed_is_weighed(holding_it: str, here: str) -> None:
+    said = {peer: says(peer, HEADER) for peer in holding_it} | {peer: ready(FIVE, peer) for peer in here}
+    claim = claims_of(Counting("a")).weightiest(said, {}, (), Founding())
+    assert claim is not None
+    assert [holder.peer for holder in claim.holders] == list(holding_it)
+
+
 # A member ------------------------------------------------------------------------------------------------------
 def at_second() -> Rig:
     """b has applied the first entry, and trains."""
@@ -151,6 +233,18 @@ def test_who_is_on_its_way_to_here_may_hold_nothing() -> None:
     rig = at_second().trained()
     rig.do(HeartbeatsSeen((beat("a", rig.peer.log, PeerState.READY, 100), beat("c", LOG, PeerState.AVERAGING, 100))))
     assert not takes(rig, rig.adopt(1, rig.held(0), "a"))
+
+
+def test_who_is_further_on_may_have_made_another_entry_here() -> None:
+    """Regression: liars could have a laggard sign what they made up, while all others were further on. Whoever says so
+    in vain, again and again, keeps nobody from anything."""
+    rig = at_second().trained()
+    ahead = beat("c", rig.peer.log, PeerState.TRAINING, 100).model_copy(update={"index": 9, "head": bytes(32)})
+    rig.do(HeartbeatsSeen((ahead,)))
+    assert not takes(rig, rig.adopt(1, rig.held(0), "a"))
+    for _ in range(VAIN):
+        rig.peer.presence.pass_over("c")
+    assert takes(rig, rig.adopt(1, rig.held(0), "a"))
 
 
 def test_who_is_cut_off_from_us_may_hold_anything() -> None:

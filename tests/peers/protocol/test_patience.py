@@ -55,7 +55,7 @@ def test_a_leader_that_hands_on_what_is_declined_in_attempt_after_attempt_is_lef
     desk.now = desk.schedule.death + 1
     one.decline(attempt(log, 2))
     assert one.is_over("a")
-    one.join()
+    one.join("a", 1.0)
     assert not one.is_over("a"), "it has seen more, and begins an attempt that we take part in"
 
 
@@ -63,4 +63,29 @@ def test_nobody_gives_up_on_itself() -> None:
     one, presence = patience()
     for _ in range(2 * ATTEMPTS):
         one.attempt_ended("b", is_mute=False)
+    assert not presence.distrusted
+
+
+def test_all_attempts_of_a_leader_together_get_the_time_of_the_longest() -> None:
+    """Regression: a leader that began one attempt after another, and ended none, led for ever."""
+    one, presence = patience()
+    desk, schedule = one._desk, one._desk.schedule
+    longest = schedule.given_up(schedule.longest_attempt)
+    assert one.join("a", 1.0) == schedule.given_up(1.0)
+    assert one.join("a", 10 * longest) == longest, "whatever it says"
+    desk.now = presence.now = longest - 1
+    assert one.join("a", 100.0) == longest
+    one.give_up("a")
+    assert one.join("a", 100.0) == longest, "whoever has given it up may be drawn in by it, but not for long"
+    presence.now += longest
+    desk.now = presence.now
+    assert "a" not in presence.distrusted
+    assert one.join("a", 1.0) == desk.now + schedule.given_up(1.0), "later it has another chance"
+
+
+def test_whoever_comes_to_nothing_as_its_own_leader_trusts_others_again() -> None:
+    """Else all would distrust each other for longer and longer, where only the network was to blame."""
+    one, presence = patience()
+    one.give_up("a")
+    one.give_up("b")
     assert not presence.distrusted

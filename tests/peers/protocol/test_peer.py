@@ -159,6 +159,13 @@ def leading_first() -> Rig:
     return rig
 
 
+def waiting() -> Rig:
+    """It has started long enough ago to have heard of all who wait, too."""
+    rig = Rig()
+    rig.now = SETTINGS.timing.heartbeat_expiry
+    return rig
+
+
 def ahead_by(rig: Rig, entries: int, payload: bytes = OTHER) -> LogState:
     log = rig.peer.log
     for _ in range(entries):
@@ -170,7 +177,7 @@ def ahead_by(rig: Rig, entries: int, payload: bytes = OTHER) -> LogState:
 
 
 IN_STATE: dict[State, Callable[[], Rig]] = {
-    State.JOINING: Rig,
+    State.JOINING: waiting,
     State.TRAINING: at_second,
     State.READY: lambda: at_second().trained(),
     State.AVERAGING: lambda: at_second().trained().averaging(),
