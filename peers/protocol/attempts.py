@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from peers.log.header import NO_PAYLOAD
 from peers.presence.election import culprits
+from peers.protocol.effects import Effect, Send
 from peers.protocol.messages import Adopt, Begin
 from peers.protocol.rounds import Round
 
@@ -16,17 +17,14 @@ def reducers(round: Round) -> set[str]:
     return {share.member.peer for share in round.shares if share.chunks} & set(round.remaining)
 
 
-def told(running: Begin | Adopt, members: Sequence[str]) -> Sequence[tuple[str, Begin | Adopt]]:
-    """Return what is said to which member: what others have committed to only to those who reduce.
-
-    In large rounds these are few, and it is long.
-    """
+def told(running: Begin | Adopt, members: Sequence[str]) -> list[Effect]:
+    """Tell these members of an attempt, and only those who reduce what others have committed to: that is long."""
     if isinstance(running, Adopt):
-        return [(peer, running) for peer in members]
+        return [Send(peer, running) for peer in members]
     able = reducers(running.round)
     others = [peer for peer in members if peer not in able]
     short = running.model_copy(update={"commitments": ()}) if others else running
-    return [(peer, running) for peer in members if peer in able] + [(peer, short) for peer in others]
+    return [Send(peer, running) for peer in members if peer in able] + [Send(peer, short) for peer in others]
 
 
 def held_up_by(

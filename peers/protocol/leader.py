@@ -74,7 +74,7 @@ class Leader(Gathering):
         if sender not in self._members:
             return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
         if ready.last_attempt < self._running.attempt.number:
-            return [Send(sender, self._running)]  # it has not heard of the attempt yet
+            return told(self._running, [sender])  # it has not heard of the attempt yet
         reason = f"{sender} has left the attempt"
         self._left[sender] += 1
         if self._left[sender] > LEAVES and (effects := self._lose([sender], reason, now)):
@@ -201,7 +201,7 @@ class Leader(Gathering):
         self._differing_since = None
         self._complete, self._waiting = {}, {}
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
-        return [note, *(Send(peer, said) for peer, said in told(running, members))]
+        return [note, *told(running, members)]
 
     def _next_attempt(self) -> Attempt:
         self._last_number += 1
@@ -392,7 +392,7 @@ class Leader(Gathering):
     def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
         """The sender speaks of another attempt than the one that runs."""
         if self._running and sender in self._members:
-            return [Send(sender, self._running)]
+            return told(self._running, [sender])
         return self._ends(attempt, [sender], "this attempt is over")
 
     def _is_running(self, attempt: Attempt) -> bool:
