@@ -19,12 +19,10 @@ def reducers(round: Round) -> set[str]:
 
 def told(running: Begin | Adopt, members: Sequence[str]) -> list[Effect]:
     """Tell these members of an attempt, and only those who reduce what others have committed to: that is long."""
-    if isinstance(running, Adopt):
-        return [Send(peer, running) for peer in members]
-    able = reducers(running.round)
+    able = set(members) if isinstance(running, Adopt) else reducers(running.round)
     others = [peer for peer in members if peer not in able]
     short = running.model_copy(update={"commitments": ()}) if others else running
-    return [Send(peer, running) for peer in members if peer in able] + [Send(peer, short) for peer in others]
+    return [*(Send(peer, running) for peer in members if peer in able), *(Send(peer, short) for peer in others)]
 
 
 def held_up_by(

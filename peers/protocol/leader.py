@@ -20,7 +20,7 @@ from peers.presence.standing import Standing
 from peers.protocol.attempts import held_up_by, reducers, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier
 from peers.protocol.claims import Claim, disclaimers
-from peers.protocol.commitment import Commitment
+from peers.protocol.commitment import Contribution
 from peers.protocol.disputes import Disputes
 from peers.protocol.effects import Effect, Note, Send
 from peers.protocol.gathering import Gathering
@@ -127,7 +127,7 @@ class Leader(Gathering):
             return self._skip(now)
         round = self._new_round(name)
         committed = (self._ready[member.peer].commitment for member in round.contributors)
-        return self._exchange(round, tuple(one for one in committed if one), "begins", now)
+        return self._exchange(round, tuple(one.contribution for one in committed if one), "begins", now)
 
     def _skip(self, now: float) -> list[Effect]:
         """Nobody has trained the fragment in this cycle: its entry says so, and there is nothing to exchange."""
@@ -161,7 +161,7 @@ class Leader(Gathering):
         pairs = self._standing.pairs(round.remaining)
         return not any(pairs.broken_with(peer) for peer in reducers(round))
 
-    def _exchange(self, round: Round, commitments: tuple[Commitment, ...], what: str, now: float) -> list[Effect]:
+    def _exchange(self, round: Round, commitments: tuple[Contribution, ...], what: str, now: float) -> list[Effect]:
         """Run an attempt in which the members that remain exchange blocks.
 
         All who go on with another leader's round know the `commitments` already.

@@ -15,7 +15,6 @@ from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.certifier import Certifier, passed_on
 from peers.protocol.claims import Takeover, follows
-from peers.protocol.contributions import Contributions
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.effects import Dropped, FetchPayload, Note, Send
 from peers.protocol.events import (
@@ -197,7 +196,7 @@ class Slot(Part):
                 self._hold_round(self.exchange)
         else:
             self._presence.reachability.round_begins(self.log.fragment)
-            contributions = Contributions.of(begin, self._desk.settings.clip)
+            contributions = self._offer.contributions(begin)
             self.exchange = Exchange(self._desk.me, begin.attempt, begin.round, contributions, self._desk.keys)
             self._desk.emit(*self.exchange.open())
 

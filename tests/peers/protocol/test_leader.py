@@ -817,7 +817,7 @@ def test_those_who_reduce_are_told_what_all_have_committed_to() -> None:
     lead = Lead()
     lead.ready("ab")
     begins = dict(sends(lead.ready("c", tokens=0, samples=()) + lead.tick(), Begin))
-    assert begins["a"].commitments == tuple(commitment(peer, 0, LOG.position) for peer in "ab")
+    assert begins["a"].commitments == tuple(commitment(peer, 0, LOG.position).contribution for peer in "ab")
     assert begins["c"] == begins["a"].model_copy(update={"commitments": ()}), "it averages nothing"
     again = dict(sends(lead.ready("a") + lead.ready("c", tokens=0, samples=()), Begin))
     assert again == {peer: begins[peer] for peer in "ac"}, "whoever has not heard of it is told no more, either"
