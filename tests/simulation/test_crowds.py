@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from peers.protocol.effects import Send
-from peers.protocol.messages import Begin
+from peers.protocol.messages import Begin, Commit, Message
 from peers.simulator import crowds
 from peers.simulator.crowds import LARGEST, Bar, bars
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.tape import play, replayed
+from peers.values.wire import pack
 
 PEERS = 6
 
@@ -61,3 +65,57 @@ def test_a_tape_leads_a_peer_where_it_was() -> None:
     assert begun == crowd.peers.keys() - {crowd.leader}
     (seconds,) = play(tape, [part])
     assert seconds > 0
+
+
+SMALL, LARGE = 20, 60
+"""Both more than tell each other all (`OPEN_LIMIT`); and as many reduce in both, where there are few chunks."""
+
+
+@dataclass
+class Cost:
+    """What one round takes: bytes, messages, and signatures checked by its leader and by a member that reduces."""
+
+    by_leader: int
+    by_all: int
+    messages: int
+    certificate: int
+    checked_by_leader: int
+    checked_by_member: int
+
+
+def cost_of(peers: int, monkeypatch: pytest.MonkeyPatch) -> Cost:
+    checked, certificates, verify = Counter[str](), list[int](), SimulatedKeys.verify
+
+    def counting(keys: SimulatedKeys, peer: str, data: bytes, signature: bytes) -> bool:
+        checked[keys._name] += 1
+        return verify(keys, peer, data, signature)
+
+    def on_message(sender: str, to: str, message: Message) -> Message:
+        if isinstance(message, Commit) and message.certificate:
+            certificates.append(len(pack(message.certificate)))
+        return message
+
+    monkeypatch.setattr(crowds, "BLOCKS", 4)
+    crowd = crowds.gather(peers)
+    leader, member = crowd.leader, list(crowd.peers)[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedKeys, "verify", counting)
+        crowd.on_message = on_message
+        messages = crowd.messages.copy()
+        crowds.calm(crowd)
+    sent = (crowd.messages - messages).total()
+    by_all = sum(crowd.bytes_by.values())
+    return Cost(crowd.bytes_by[leader], by_all, sent, max(certificates), checked[leader], checked[member])
+
+
+def test_a_round_grows_with_the_number_of_peers_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for certificates, which every peer needs: they have the signatures of more than half."""
+    small, large = cost_of(SMALL, monkeypatch), cost_of(LARGE, monkeypatch)
+    growth = 1.5 * LARGE / SMALL  # with the square it would be twice as much as that
+    assert large.by_leader < growth * small.by_leader
+    assert large.messages < growth * small.messages
+    assert large.certificate < growth * small.certificate
+    besides = [one.by_all - peers * one.certificate for one, peers in ((small, SMALL), (large, LARGE))]
+    assert besides[1] < growth * besides[0]
+    assert large.checked_by_leader < growth * small.checked_by_leader
+    assert large.checked_by_member < growth * small.checked_by_member
