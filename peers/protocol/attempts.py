@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from peers.log.header import NO_PAYLOAD
 from peers.presence.election import culprits
 from peers.protocol.effects import Effect, Send
-from peers.protocol.messages import Adopt, Begin
+from peers.protocol.messages import Adopt, Begin, Ready
 from peers.protocol.rounds import Round
 
 
@@ -17,12 +17,21 @@ def reducers(round: Round) -> set[str]:
     return {share.member.peer for share in round.shares if share.chunks} & set(round.remaining)
 
 
-def told(running: Begin | Adopt, members: Sequence[str]) -> list[Effect]:
-    """Tell these members of an attempt, and only those who reduce what others have committed to: that is long."""
-    able = set(members) if isinstance(running, Adopt) else reducers(running.round)
-    others = [peer for peer in members if peer not in able]
-    short = running.model_copy(update={"commitments": ()}) if others else running
-    return [*(Send(peer, running) for peer in members if peer in able), *(Send(peer, short) for peer in others)]
+def told(running: Begin | Adopt, members: Sequence[str], ready: Mapping[str, Ready]) -> list[Effect]:
+    """Tell these members of an attempt, and only those who need it what is long: who reduces, what others have
+    committed to; who does not hold an entry that is handed on, as it was `ready`, the signatures of those who do."""
+    if isinstance(running, Adopt):
+        lacking = {peer for peer in members if peer not in ready or not _holds(ready[peer], running)}
+    else:
+        lacking = reducers(running.round)
+    others = [peer for peer in members if peer not in lacking]
+    left_out = "holders" if isinstance(running, Adopt) else "commitments"
+    short = running.model_copy(update={left_out: ()}) if others else running
+    return [*(Send(peer, running) for peer in members if peer in lacking), *(Send(peer, short) for peer in others)]
+
+
+def _holds(ready: Ready, adopt: Adopt) -> bool:
+    return ready.held is not None and ready.held.header == adopt.header
 
 
 def held_up_by(

@@ -389,9 +389,8 @@ class Slot(Part):
         if proof is None:
             self._desk.emit(Dropped(sender, "commit", "a signature in its certificate is false"))
         elif proof.is_certified or may_make(self._desk, self._presence, self.log, said_in, sender, commit, proof):
-            self._desk.emit(
-                *passed_on(commit, self._desk.me, self.attempt, self.exchange.round if self.exchange else None)
-            )
+            round = self.exchange.round if self.exchange and not self.adopting else None
+            self._desk.emit(*passed_on(commit, self._desk.me, self.attempt, round))
             self._make(commit.header, certificate)
 
     def _make(self, header: Header, certificate: Certificate) -> None:

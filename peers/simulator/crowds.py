@@ -164,10 +164,11 @@ def death_amid_the_exchange(crowd: Crowd) -> Scene:
 def death_at_its_commit(crowd: Crowd) -> Scene:
     """The leader dies before anybody hears of its commit, when all others hold the entry."""
     leader, successor = crowd.living[0].peer.log.roster[:2]
+    index = crowd.longest
 
     def on_message(sender: str, to: str, message: Message) -> Message | None:
-        if sender != leader or not isinstance(message, Commit):
-            return message
+        if sender != leader or not isinstance(message, Commit) or message.header.index != index:
+            return message  # it may still tell somebody of the entry before
         crowd.at(0.0, lambda: crowd.kill(leader))
         return None
 

@@ -1044,6 +1044,17 @@ def test_the_latest_entry_held_is_handed_on() -> None:
     assert sends(lead.all_complete("ab", adopt), Commit)[0][1].header == held(2, PAYLOAD).header
 
 
+def test_whoever_holds_what_is_handed_on_is_shown_nobodys_signatures() -> None:
+    """In a large swarm they are long, and as a rule everybody holds it."""
+    lead, adopt = handing_on("bc")
+    assert [holder.peer for holder in adopt.holders] == ["b", "c"], "to a, who lacks it"
+    short = adopt.model_copy(update={"holders": ()})
+    assert sends(lead.ready("a", last_attempt=1), Adopt) == [("a", adopt)]
+    again = lead.leader.on_ready("b", ready(LOG, "b", last_attempt=1, held=held(1, PAYLOAD, "a", "b")), lead.now)
+    assert sends(again, Adopt) == [("b", short)]
+    assert sends(lead.ready("b", last_attempt=1), Adopt) == [("b", adopt)], "it has started again, and forgotten"
+
+
 def test_an_entry_that_may_be_committed_goes_before_a_round_that_could_go_on() -> None:
     lead = Lead()
     lead.ready("a", last_attempt=1, round=EARLIER)
