@@ -119,8 +119,7 @@ class Outgoing:
         return read(send.round_name, send.chunk)
 
     def _header(self, send: SendChunk) -> ChunkHeader:
-        proof = None if send.reduced else self._buffers.proof(send.chunk)
-        return ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent, proof=proof, origin=send.origin)
+        return ChunkHeader.of(send, self._buffers)
 
     def _answered(self, send: SendChunk, is_taken: bool) -> None:
         if is_taken:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from peers.log.header import NO_PAYLOAD
 from peers.presence.election import culprits
-from peers.protocol.messages import Adopt, Begin
+from peers.protocol.effects import Effect, Send
+from peers.protocol.messages import Adopt, Begin, Ready
 from peers.protocol.rounds import Round
 
 
@@ -16,17 +17,21 @@ def reducers(round: Round) -> set[str]:
     return {share.member.peer for share in round.shares if share.chunks} & set(round.remaining)
 
 
-def told(running: Begin | Adopt, members: Sequence[str]) -> Sequence[tuple[str, Begin | Adopt]]:
-    """Return what is said to which member: what others have committed to only to those who reduce.
-
-    In large rounds these are few, and it is long.
-    """
+def told(running: Begin | Adopt, members: Sequence[str], ready: Mapping[str, Ready]) -> list[Effect]:
+    """Tell these members of an attempt, and only those who need it what is long: who reduces, what others have
+    committed to; who does not hold an entry that is handed on, as it was `ready`, the signatures of those who do."""
     if isinstance(running, Adopt):
-        return [(peer, running) for peer in members]
-    able = reducers(running.round)
-    others = [peer for peer in members if peer not in able]
-    short = running.model_copy(update={"commitments": ()}) if others else running
-    return [(peer, running) for peer in members if peer in able] + [(peer, short) for peer in others]
+        lacking = {peer for peer in members if peer not in ready or not _holds(ready[peer], running)}
+    else:
+        lacking = reducers(running.round)
+    others = [peer for peer in members if peer not in lacking]
+    left_out = "holders" if isinstance(running, Adopt) else "commitments"
+    short = running.model_copy(update={left_out: ()}) if others else running
+    return [*(Send(peer, running) for peer in members if peer in lacking), *(Send(peer, short) for peer in others)]
+
+
+def _holds(ready: Ready, adopt: Adopt) -> bool:
+    return ready.held is not None and ready.held.header == adopt.header
 
 
 def held_up_by(

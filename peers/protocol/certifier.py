@@ -62,11 +62,17 @@ class Certifier:
             return None
 
 
+def passers(round: Round | None, header: Header) -> Sequence[str]:
+    """Return those among whom a commit is passed on: who is in the attempt's round; of an entry that is handed on, its
+    own members, as all know them."""
+    return round.remaining if round else header.peers
+
+
 def passed_on(commit: Commit, me: str, attempt: Attempt | None, round: Round | None) -> list[Send]:
     """Return whom a member of a large attempt tells of its commit."""
-    if attempt is None or round is None:
+    if attempt is None:
         return []
-    return [Send(peer, commit) for peer in told_by(me, attempt.leader, round.remaining)]
+    return [Send(peer, commit) for peer in told_by(me, attempt.leader, passers(round, commit.header))]
 
 
 def told_by(me: str, leader: str, members: Sequence[str]) -> tuple[str, ...]:

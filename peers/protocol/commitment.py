@@ -40,16 +40,29 @@ class Pledge(Value):
         return COMMITMENT_CONTEXT + pack(self)
 
 
-class Commitment(Value):
-    """The root over a contribution's chunks and their squared norms, and its owner's signature of it."""
+class Contribution(Value):
+    """The root over a contribution's chunks and their squared norms."""
 
     digest: Digest
     squares: Squares
-    signature: Signature
 
     @property
     def root(self) -> Sum:
         return Sum(self.digest, self.squares)
+
+    def signed(self, signature: bytes) -> Commitment:
+        """Return it with its owner's signature, if it is one."""
+        return Commitment(digest=self.digest, squares=self.squares, signature=signature)
+
+
+class Commitment(Contribution):
+    """A contribution, and its owner's signature of it."""
+
+    signature: Signature
+
+    @property
+    def contribution(self) -> Contribution:
+        return Contribution(digest=self.digest, squares=self.squares)
 
     def is_of(self, peer: str, incarnation: int, position: Position, verify: Verify) -> bool:
         """Return whether the peer has signed it for the entry at this position."""

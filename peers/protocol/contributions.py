@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from peers.protocol.clipping import clipped
-from peers.protocol.commitment import ChunkProof, Commitment, leads_to
+from peers.protocol.commitment import ChunkProof, Contribution, leads_to
 from peers.protocol.messages import Begin
 
 ROUNDING = 2.0
@@ -19,23 +19,25 @@ class Contributions:
     """As a round's first Begin has them, by member; and the factors of those that are `clipped`."""
 
     chunks: int = 0
-    commitments: Mapping[str, Commitment] = field(default_factory=dict)
+    commitments: Mapping[str, Contribution] = field(default_factory=dict)
     clipped: Mapping[str, float] = field(default_factory=dict)
     longest: float = math.inf
     """The squared norm that the averages of one reducer may have: a mean is no longer than what it is made of."""
+    signature: bytes | None = None
+    """Our own, of what we contribute: our chunks show it."""
 
     @classmethod
-    def of(cls, begin: Begin, clip: float) -> Contributions:
+    def of(cls, begin: Begin, clip: float, signature: bytes | None = None) -> Contributions:
         """Return what follows from the commitments. A member that reduces nothing is told none, and needs none."""
         members = begin.round.contributors
         if len(begin.commitments) != len(members):
-            return cls()
+            return cls(signature=signature)
         said = {member.peer: commitment for member, commitment in zip(members, begin.commitments, strict=True)}
         tokens = {member.peer: member.tokens for member in members}
         squares = {peer: commitment.squares for peer, commitment in said.items()}
         factors = clipped(tokens, squares, clip)
         counted = (squares[peer] * factors.get(peer, 1.0) ** 2 for peer in squares)
-        return cls(begin.round.chunks, said, factors, ROUNDING**2 * max(counted, default=0.0))
+        return cls(begin.round.chunks, said, factors, ROUNDING**2 * max(counted, default=0.0), signature)
 
     def has(self, sender: str, chunk: int, digest: bytes, proof: ChunkProof) -> bool:
         """Return whether a chunk with this digest is what the sender committed to."""

@@ -37,8 +37,8 @@ class OpenRound:
 
 @dataclass(frozen=True)
 class SendChunk:
-    """A chunk to a peer: as it was averaged (`reduced`), with the names of those whose blocks are `absent`, or our own
-    blocks of it. Ends in ChunkSent or ChunksUnsent."""
+    """A chunk to a peer: as it was averaged (`reduced`), with the names of those whose blocks are `absent`; or our own
+    blocks of it, with our `signature` of all that we contribute. Ends in ChunkSent or ChunksUnsent."""
 
     round_name: Attempt
     to: str
@@ -46,6 +46,7 @@ class SendChunk:
     reduced: bool
     absent: tuple[str, ...] = ()
     origin: Origin | None = field(default=None, compare=False)
+    signature: bytes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from peers.protocol.averages import Averages
 from peers.protocol.chunk_sets import chunk_set, chunks_in
+from peers.protocol.commitment import Commitment
 from peers.protocol.contributions import UNKNOWN, Contributions
 from peers.protocol.effects import AssemblePayload, Effect, OpenRound, ReduceChunk, Send, SendChunk
 from peers.protocol.events import (
@@ -46,6 +47,7 @@ class Exchange:
     def __init__(
         self, me: str, attempt: Attempt, round: Round, contributions: Contributions = UNKNOWN, keys: Keys | None = None
     ) -> None:
+        """Without `keys` nothing is signed, nor checked."""
         self.averages = Averages(me, round.name, keys)
         self.contributions = contributions
         self.disputed: set[str] = set()
@@ -56,6 +58,8 @@ class Exchange:
         self.payload: bytes | None = None
         self.moved = 0  # chunks that have come and gone
         self._me = me
+        self._keys = keys
+        self._committed: dict[str, Commitment] = {}
         self._tokens = {member.peer: member.tokens for member in round.roster if member.tokens}  # of who contributes
         reducing = [share for share in round.shares if share.chunks]
         self._line = tuple(share.member.peer for share in reducing)  # in which lost chunks are passed on
@@ -233,6 +237,19 @@ class Exchange:
         asked, _ = self._wanted.get(sender, (set(), set()))
         return self._reducer_of.get(chunk) == sender or chunk in asked
 
+    def commitment(self, sender: str, signature: bytes | None) -> Commitment | None:
+        """Return what a member contributes, with this signature, unless that is not its own."""
+        said = self.contributions.commitments.get(sender)
+        if said is None or signature is None:
+            return None
+        if sender not in self._committed:
+            start = next(member.incarnation for member in self.round.roster if member.peer == sender)
+            commitment, keys = said.signed(signature), self._keys
+            if keys is not None and not commitment.is_of(sender, start, self.name.position, keys.verify):
+                return None
+            self._committed[sender] = commitment
+        return self._committed[sender]
+
     def is_vouched_for(self, chunk: int, digest: bytes, absent: tuple[str, ...], origin: Origin | None) -> bool:
         """Whether one who was to average the chunk has signed this: its reducer, or one before that is lost."""
         owner = next((peer for peer, part in self._parts.items() if chunk in part), None)
@@ -358,5 +375,6 @@ class Exchange:
                     self._in_flight.add((peer, reduced, chunk))
                     absent = self._here[chunk] if reduced else ()
                     origin = self.averages.origin(chunk) if reduced else None
-                    effects.append(SendChunk(self.name, peer, chunk, reduced, absent, origin))
+                    signature = None if reduced else self.contributions.signature
+                    effects.append(SendChunk(self.name, peer, chunk, reduced, absent, origin, signature))
         return effects

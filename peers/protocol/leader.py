@@ -18,9 +18,9 @@ from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
 from peers.protocol.attempts import held_up_by, reducers, told
-from peers.protocol.certifier import OPEN_LIMIT, Certifier
+from peers.protocol.certifier import OPEN_LIMIT, Certifier, passers
 from peers.protocol.claims import Claim, disclaimers
-from peers.protocol.commitment import Commitment
+from peers.protocol.commitment import Contribution
 from peers.protocol.disputes import Disputes
 from peers.protocol.effects import Effect, Note, Send
 from peers.protocol.gathering import Gathering
@@ -74,7 +74,7 @@ class Leader(Gathering):
         if sender not in self._members:
             return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
         if ready.last_attempt < self._running.attempt.number:
-            return [Send(sender, self._running)]  # it has not heard of the attempt yet
+            return told(self._running, [sender], {sender: ready})  # it has not heard of the attempt yet
         reason = f"{sender} has left the attempt"
         self._left[sender] += 1
         if self._left[sender] > LEAVES and (effects := self._lose([sender], reason, now)):
@@ -127,7 +127,7 @@ class Leader(Gathering):
             return self._skip(now)
         round = self._new_round(name)
         committed = (self._ready[member.peer].commitment for member in round.contributors)
-        return self._exchange(round, tuple(one for one in committed if one), "begins", now)
+        return self._exchange(round, tuple(one.contribution for one in committed if one), "begins", now)
 
     def _skip(self, now: float) -> list[Effect]:
         """Nobody has trained the fragment in this cycle: its entry says so, and there is nothing to exchange."""
@@ -161,7 +161,7 @@ class Leader(Gathering):
         pairs = self._standing.pairs(round.remaining)
         return not any(pairs.broken_with(peer) for peer in reducers(round))
 
-    def _exchange(self, round: Round, commitments: tuple[Commitment, ...], what: str, now: float) -> list[Effect]:
+    def _exchange(self, round: Round, commitments: tuple[Contribution, ...], what: str, now: float) -> list[Effect]:
         """Run an attempt in which the members that remain exchange blocks.
 
         All who go on with another leader's round know the `commitments` already.
@@ -201,7 +201,7 @@ class Leader(Gathering):
         self._differing_since = None
         self._complete, self._waiting = {}, {}
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
-        return [note, *(Send(peer, said) for peer, said in told(running, members))]
+        return [note, *told(running, members, self._ready)]
 
     def _next_attempt(self) -> Attempt:
         self._last_number += 1
@@ -386,13 +386,14 @@ class Leader(Gathering):
             return self._leave_behind(unsigned, "did not sign what they say", now)
         commit = Commit(header=header, certificate=self._certifier.certify(header, name, signed))
         self._standing.entry_made(self._members)
-        passed_on = isinstance(running, Begin) and len(self._members) > OPEN_LIMIT and self._me in self._members
+        round = running.round if isinstance(running, Begin) else None
+        passed_on = len(passers(round, header)) > OPEN_LIMIT and self._me in self._members
         return [Send(peer, commit) for peer in ((self._me,) if passed_on else self._members)]
 
     def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
         """The sender speaks of another attempt than the one that runs."""
         if self._running and sender in self._members:
-            return [Send(sender, self._running)]
+            return told(self._running, [sender], self._ready)
         return self._ends(attempt, [sender], "this attempt is over")
 
     def _is_running(self, attempt: Attempt) -> bool:

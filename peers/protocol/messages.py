@@ -14,7 +14,7 @@ from peers.log.certificate import Certificate
 from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
-from peers.protocol.commitment import Commitment, Evidence
+from peers.protocol.commitment import Commitment, Contribution, Evidence
 from peers.protocol.rounds import Attempt, Disclaimer, Held, Holder, Round
 from peers.protocol.signed_averages import Averaged, Marks
 from peers.values.leases import PIECE_LIMIT
@@ -89,8 +89,9 @@ class Begin(Value):
 
     The leader ends the attempt after `seconds`. If it is `open`, all members tell each other that they are complete,
     and whoever has heard the same of all knows that the entry is committed. A minority's attempt never is. Those who
-    reduce are told what all who contribute have committed to, in roster order; nobody else needs to know. To a member
-    that holds an entry `disclaimers` show that too many others have not signed that.
+    reduce are told what all who contribute have committed to, in roster order; nobody else needs to know, and each
+    shows its signature with its chunks. To a member that holds an entry `disclaimers` show that too many others have
+    not signed that.
     """
 
     kind: ClassVar[Literal["begin"]] = "begin"
@@ -98,7 +99,7 @@ class Begin(Value):
     round: Round
     seconds: Seconds
     open: Annotated[bool, Field(strict=True)]
-    commitments: Annotated[tuple[Commitment, ...], Field(max_length=MEMBER_LIMIT)]
+    commitments: Annotated[tuple[Contribution, ...], Field(max_length=MEMBER_LIMIT)]
     disclaimers: Disclaimers = ()
 
     @property

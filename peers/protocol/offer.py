@@ -7,6 +7,7 @@ from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
 from peers.protocol.commitment import Commitment, commit_to
+from peers.protocol.contributions import Contributions
 from peers.protocol.desk import Desk
 from peers.protocol.messages import Begin, Ready
 from peers.protocol.minority import are_most
@@ -83,6 +84,11 @@ class Offer:
             self._committed = root, incarnation, commitment
         return self._committed[2]
 
+    def contributions(self, begin: Begin) -> Contributions:
+        """Return what is known of the contributions to a round that begins, our own signature included."""
+        signature = self._committed[2].signature if self._committed else None
+        return Contributions.of(begin, self._desk.settings.clip, signature)
+
     def is_in(self, round: Round, alone: bool) -> bool:
         """Whether we take part in a round, a minority's if it is `alone`."""
         trained, me = self._trained, self._desk.me
@@ -117,7 +123,7 @@ class Offer:
         if not self._can_lead_to_an_entry(begin.round):
             return "its attempt can lead to no entry"
         if ours is None and not self._knows_commitments(begin):
-            return "not all members have signed what they contribute"
+            return "it does not say what all members have committed to"
         return None
 
     def _sees_most(self) -> bool:
@@ -136,12 +142,10 @@ class Offer:
         return round.chunks == self._desk.payload.chunks and reduces <= trained and not reduces <= set(round.lost)
 
     def _knows_commitments(self, begin: Begin) -> bool:
-        """Return whether all who contribute to a round have signed what, for this entry. Who reduces nothing need not
-        know."""
-        members, position, verify = begin.round.contributors, self._log.position, self._desk.keys.verify
+        """Return whether it says what all who contribute have committed to, and of us what we did. Who reduces nothing
+        need not know. What others have signed, their chunks show."""
+        peers = [member.peer for member in begin.round.contributors]
         if not any(share.chunks for share in begin.round.shares if share.member.peer == self._desk.me):
             return True
-        return len(begin.commitments) == len(members) and all(
-            commitment.is_of(member.peer, member.incarnation, position, verify)
-            for member, commitment in zip(members, begin.commitments, strict=True)
-        )
+        ours = self._committed[2].contribution if self._committed else None
+        return len(begin.commitments) == len(peers) and begin.commitments[peers.index(self._desk.me)] == ours

@@ -15,7 +15,6 @@ from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.certifier import Certifier, passed_on
 from peers.protocol.claims import Takeover, follows
-from peers.protocol.contributions import Contributions
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.effects import Dropped, FetchPayload, Note, Send
 from peers.protocol.events import (
@@ -197,7 +196,7 @@ class Slot(Part):
                 self._hold_round(self.exchange)
         else:
             self._presence.reachability.round_begins(self.log.fragment)
-            contributions = Contributions.of(begin, self._desk.settings.clip)
+            contributions = self._offer.contributions(begin)
             self.exchange = Exchange(self._desk.me, begin.attempt, begin.round, contributions, self._desk.keys)
             self._desk.emit(*self.exchange.open())
 
@@ -389,9 +388,8 @@ class Slot(Part):
         if proof is None:
             self._desk.emit(Dropped(sender, "commit", "a signature in its certificate is false"))
         elif proof.is_certified or may_make(self._desk, self._presence, self.log, said_in, sender, commit, proof):
-            self._desk.emit(
-                *passed_on(commit, self._desk.me, self.attempt, self.exchange.round if self.exchange else None)
-            )
+            round = self.exchange.round if self.exchange and not self.adopting else None
+            self._desk.emit(*passed_on(commit, self._desk.me, self.attempt, round))
             self._make(commit.header, certificate)
 
     def _make(self, header: Header, certificate: Certificate) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -48,6 +50,12 @@ class Crowd(Swarm):
         """The peer that all take for their leader in a calm swarm."""
         return next(peer.name for peer in self.living if peer.peer.log.roster[0] == peer.name)
 
+    def settle(self, entries: int) -> bool:
+        """Let time pass until all who live have so many entries. Returns whether they do within `PATIENCE`."""
+        return self.run(
+            PATIENCE, until=lambda: self.longest >= entries and all(peer.index >= entries for peer in self.living)
+        )
+
     def start_on_tape(self, name: str) -> None:
         """A peer starts that will lead, or be looked at for another reason."""
         self.start(name)
@@ -90,7 +98,7 @@ def gather(peers: int) -> Crowd:
             crowd.start_on_tape(name)
         else:
             crowd.start(name)
-    if not crowd.run(PATIENCE, until=lambda: crowd.longest >= 1):
+    if not crowd.settle(1):
         raise SystemExit(f"{peers} peers have made no entry in {PATIENCE:g} seconds")
     return crowd
 
@@ -100,7 +108,7 @@ def measure(crowd: Crowd, what: str, rounds: int, leaders: Sequence[str]) -> Sce
     crowd.bytes_by = {}
     starts = {name: len(tape) for name, tape in crowd.tapes.items()}
     messages, chunks, began, goal = crowd.messages.copy(), crowd.chunks.copy(), crowd.now, crowd.longest + rounds
-    if not crowd.run(PATIENCE, until=lambda: crowd.longest >= goal):
+    if not crowd.settle(goal):
         raise SystemExit(f"no entry in {PATIENCE:g} seconds: {what}")
     sent = crowd.messages - messages
     costs: dict[str, object] = {
@@ -156,10 +164,11 @@ def death_amid_the_exchange(crowd: Crowd) -> Scene:
 def death_at_its_commit(crowd: Crowd) -> Scene:
     """The leader dies before anybody hears of its commit, when all others hold the entry."""
     leader, successor = crowd.living[0].peer.log.roster[:2]
+    index = crowd.longest
 
     def on_message(sender: str, to: str, message: Message) -> Message | None:
-        if sender != leader or not isinstance(message, Commit):
-            return message
+        if sender != leader or not isinstance(message, Commit) or message.header.index != index:
+            return message  # it may still tell somebody of the entry before
         crowd.at(0.0, lambda: crowd.kill(leader))
         return None
 
@@ -204,8 +213,14 @@ def main() -> None:
     rows, checked = list[dict[str, object]](), list[Bar]()
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
         for peers in options.peers:
+            began = time.process_time()
             crowd = gather(peers)
-            for row in with_seconds(crowd, [scene(crowd) for scene in SCENES], alone):
+            _tell(peers, "have gathered", began)
+            scenes = list[Scene]()
+            for act in SCENES:
+                scenes.append(act(crowd))
+                _tell(peers, f"have made an entry more: {scenes[-1].costs['what']}", began)
+            for row in with_seconds(crowd, scenes, alone):
                 rows.append(row)
                 checked += bars(row) if peers == LARGEST else []
                 print("  ".join(f"{name} {_cell(value)}" for name, value in row.items()), flush=True)
@@ -219,6 +234,11 @@ def main() -> None:
             {"name": bar.name, "value": bar.value, "at_most": bar.at_most, "is_met": bar.is_met} for bar in checked
         ]
         options.json_file.write_text(json.dumps({"rows": rows, "bars": facts}, indent=2) + "\n", encoding="utf-8")
+
+
+def _tell(peers: int, what: str, began: float) -> None:
+    """A large swarm takes minutes: say how far it is."""
+    print(f"{peers} peers {what}; {time.process_time() - began:.0f} CPU s so far", file=sys.stderr, flush=True)
 
 
 def _cell(value: object) -> str:

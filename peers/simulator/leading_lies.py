@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from peers.log.certificate import certify, weigh
 from peers.log.header import Header, Member
 from peers.log.state import LogError
+from peers.protocol.commitment import Contribution
 from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import (
     Abort,
@@ -173,6 +174,19 @@ class ManyBegins(Lie):
         return round.model_copy(update={"shares": shares})
 
 
+class InventedRoots(Lie):
+    """It tells each of the others what some of them have committed to, who have not."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin):
+            message = message.model_copy(update={"commitments": tuple(map(self._another, message.commitments))})
+        yield to, message
+
+    def _another(self, told: Contribution) -> Contribution:
+        changes: list[dict[str, object]] = [{}, {"digest": invented("root")}, {"squares": 2 * told.squares}]
+        return told.model_copy(update=self.draw.choice(changes))
+
+
 class HandsOnItsOwn(Lie):
     """Instead of a round it hands on an entry that it has made up, and that it and its allies have signed."""
 
@@ -239,6 +253,7 @@ LEADERS_LIES: dict[str, type[Lie]] = {
     "one lease for all": OneLeaseForAll,
     "other leases": OtherLeases,
     "many begins": ManyBegins,
+    "invented roots": InventedRoots,
     "hands on its own": HandsOnItsOwn,
     "two entries": TwoEntries,
 }

@@ -186,6 +186,13 @@ class FalseBlocks(Lie):
         return send, data if send.reduced else bytes(len(data))
 
 
+class UnsignedBlocks(Lie):
+    """It has not signed what its own blocks lead to, or not to everybody."""
+
+    def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
+        return replace(send, signature=self.draw.choice((None, bytes(64), send.signature))), data
+
+
 class AllAbsent(Lie):
     """It averages its own blocks alone, and says that those of all others were absent."""
 
@@ -262,6 +269,7 @@ MEMBERS_LIES: dict[str, type[Lie]] = {
     "mute": Mute,
     "many averages": ManyAverages,
     "false blocks": FalseBlocks,
+    "unsigned blocks": UnsignedBlocks,
     "all absent": AllAbsent,
     "accuser": Accuser,
     "many completes": ManyCompletes,

@@ -270,8 +270,7 @@ class SimulatedPeer:
 
     def header(self, send: SendChunk) -> ChunkHeader:
         """What it says of a chunk that it sends."""
-        proof = None if send.reduced else self._buffers(send.round_name).proof(send.chunk)
-        return ChunkHeader(chunk=send.chunk, reduced=send.reduced, absent=send.absent, proof=proof, origin=send.origin)
+        return ChunkHeader.of(send, self._buffers(send.round_name))
 
     def accept(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytes) -> Admitted:
         """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""

@@ -9,6 +9,7 @@ from pydantic import Field
 from peers.errors import RemoteProtocolError
 from peers.log.header import MEMBER_LIMIT
 from peers.protocol.commitment import EVIDENCE_LIMIT, ChunkProof, Evidence, fault_in
+from peers.protocol.effects import SendChunk
 from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrived, ReducedArrived
 from peers.protocol.exchange import Exchange
 from peers.protocol.peer import Peer
@@ -16,19 +17,34 @@ from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Origin
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import Measuring, inspection
+from peers.values.signing import Signature
 from peers.values.wire import Count, PeerId, Value, digest_of
 from peers.values.workload import BadBlocksError, Blocks
 
 
 class ChunkHeader(Value):
     """What comes: an averaged chunk, with the names of those whose blocks are `absent`; or the sender's own blocks,
-    with the proof that it committed to them. Of an average the `origin` says who made it, signed."""
+    with the proof that it committed to them, and its `signature` of that. Of an average the `origin` says who made it,
+    signed."""
 
     chunk: Count
     reduced: Annotated[bool, Field(strict=True)]
     absent: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
     proof: ChunkProof | None = None
     origin: Origin | None = None
+    signature: Signature | None = None
+
+    @classmethod
+    def of(cls, send: SendChunk, buffers: PayloadBuffers) -> ChunkHeader:
+        """Return what is said of a chunk that goes out."""
+        return cls(
+            chunk=send.chunk,
+            reduced=send.reduced,
+            absent=send.absent,
+            proof=None if send.reduced else buffers.proof(send.chunk),
+            origin=send.origin,
+            signature=send.signature,
+        )
 
 
 class Admitted(NamedTuple):
@@ -116,10 +132,12 @@ class Admission:
         chunk, proof = header.chunk, header.proof
         if proof is None or not exchange.contributions.has(sender, chunk, digest_of(data), proof):
             return BadBlocks(round_name, sender, chunk, "it has not committed to this")
+        said = exchange.commitment(sender, header.signature)
+        if said is None:
+            return BadBlocks(round_name, sender, chunk, "it has not signed what it committed to")
         fault = fault_in(chunk, data, proof, self._inspect)
         if fault is None:
             return None
         is_short = len(data) <= EVIDENCE_LIMIT
-        said = exchange.contributions.commitments[sender]
         evidence = Evidence(commitment=said, chunk=chunk, proof=proof, data=bytes(data)) if is_short else None
         return BadBlocks(round_name, sender, chunk, fault, evidence)

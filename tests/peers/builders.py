@@ -14,7 +14,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogState
 from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.protocol.commitment import ChunkProof, Commitment, Evidence, commit_to
+from peers.protocol.commitment import ChunkProof, Commitment, Contribution, Evidence, commit_to
 from peers.protocol.effects import Effect, FetchLineage, Send
 from peers.protocol.events import (
     Applied,
@@ -148,9 +148,9 @@ def commitment(peer: str, incarnation: int, position: Position, root: Sum = CONT
     return commit_to(root, peer, incarnation, position, SimulatedKeys(peer))
 
 
-def commitments(round: Round, root: Sum = CONTRIBUTION) -> tuple[Commitment, ...]:
-    """Those of all who contribute to a round."""
-    return tuple(commitment(one.peer, one.incarnation, round.name.position, root) for one in round.contributors)
+def commitments(round: Round, root: Sum = CONTRIBUTION) -> tuple[Contribution, ...]:
+    """What all who contribute to a round have committed to."""
+    return (Contribution(digest=root.digest, squares=root.squares),) * len(round.contributors)
 
 
 def sends(effects: list[Effect], kind: type[Message]) -> list[tuple[str, Any]]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from peers.log.certificate import Certificate
+from peers.protocol.certifier import Certifier
 from peers.protocol.effects import Send
 from peers.protocol.messages import Begin
 from peers.simulator import crowds
-from peers.simulator.crowds import LARGEST, Bar, bars
+from peers.simulator.crowds import LARGEST, SCENES, Bar, bars
+from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.tape import play, replayed
+from peers.values.wire import pack
 
 PEERS = 6
 
@@ -61,3 +68,58 @@ def test_a_tape_leads_a_peer_where_it_was() -> None:
     assert begun == crowd.peers.keys() - {crowd.leader}
     (seconds,) = play(tape, [part])
     assert seconds > 0
+
+
+SMALL, LARGE = 20, 60
+"""Both more than tell each other all (`OPEN_LIMIT`); and as many reduce in both, where there are few chunks."""
+
+
+@dataclass
+class Cost:
+    """What a scene takes: bytes, messages, and signatures checked by a member that neither leads nor dies."""
+
+    by_leaders: float
+    by_all: float
+    messages: float
+    certificate: int
+    checked: int
+
+
+def costs_at(peers: int, monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
+    """Return those of all scenes."""
+    checked, certificates, verify = Counter[str](), list[int](), SimulatedKeys.verify
+
+    def counting(keys: SimulatedKeys, peer: str, data: bytes, signature: bytes) -> bool:
+        checked[keys._name] += 1
+        return verify(keys, peer, data, signature)
+
+    def certify(*given: Any) -> Certificate:
+        certificate = certificates_made(*given)
+        certificates.append(len(pack(certificate)))
+        return certificate
+
+    certificates_made = Certifier.certify
+    monkeypatch.setattr(crowds, "BLOCKS", 4)
+    costs, crowd = list[Cost](), crowds.gather(peers)
+    member = list(crowd.peers)[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedKeys, "verify", counting)
+        patch.setattr(Certifier, "certify", certify)
+        for act in SCENES:
+            before, known = checked[member], len(certificates)
+            said = {name: float(str(value)) for name, value in act(crowd).costs.items() if name != "what"}
+            sizes = certificates[known:]
+            bytes_said = said["MB by the leader"] * 1e6, said["MB"] * 1e6
+            costs.append(Cost(*bytes_said, said["messages"], max(sizes), checked[member] - before))
+    return costs
+
+
+def test_a_round_grows_with_the_number_of_peers_and_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a takeover; but for certificates, which every peer needs: they are signed by more than half."""
+    growth = 1.5 * LARGE / SMALL  # with the square it would be twice as much as that
+    for small, large in zip(costs_at(SMALL, monkeypatch), costs_at(LARGE, monkeypatch), strict=True):
+        assert large.by_leaders < growth * small.by_leaders
+        assert large.messages < growth * small.messages
+        assert large.certificate < growth * small.certificate
+        assert large.checked < growth * small.checked
+        assert large.by_all - LARGE * large.certificate < growth * (small.by_all - SMALL * small.certificate)

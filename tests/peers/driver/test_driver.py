@@ -20,6 +20,7 @@ from peers.driver.incoming import CHUNKS, StreamHeader
 from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
 from peers.log.payload import Payload
+from peers.protocol.commitment import Contribution
 from peers.protocol.effects import Apply, OpenRound, ReduceChunk, SendChunk, TokensLost, Train
 from peers.protocol.events import ContributionArrived, Received, ReducedArrived
 from peers.protocol.messages import Abort, Accuse, Complete, Message, Unread
@@ -320,7 +321,11 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
             await quiet()
             assert rig.is_in(State.READY)
             driver.workload.trained = b"another!" * (SIZE.bytes // 8)
-            driver.handle(Received("a", rig.begin()))
+            begin, tree = rig.begin(), driver.buffers.tree
+            assert tree is not None
+            first, _, third = begin.commitments
+            ours = Contribution(digest=tree.root.digest, squares=tree.root.squares)
+            driver.handle(Received("a", begin.model_copy(update={"commitments": (first, ours, third)})))
             assert driver.buffers.contribution(driver.round, 0) == quantized[:BLOCK]
             await quiet()
             assert transport.streams == {("a", driver.round), ("c", driver.round)}

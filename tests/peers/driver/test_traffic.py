@@ -39,7 +39,7 @@ from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import offer
 from peers.values.wire import pack, unpack
-from tests.peers.builders import SIZE, Rig
+from tests.peers.builders import SIZE, Rig, commitment
 from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
 from tests.peers.protocol.test_peer import at_second
 from tests.peers.streams.test_channel import BROKEN, rest_of, send_raw
@@ -264,7 +264,8 @@ class Host:
 
 def own(host: Host, chunk: int) -> ChunkHeader:
     """What b says of its own blocks."""
-    return ChunkHeader(chunk=chunk, reduced=False, absent=(), proof=host.buffers.proof(chunk))
+    signature = commitment("b", 0, host.round.position).signature
+    return ChunkHeader(chunk=chunk, reduced=False, absent=(), proof=host.buffers.proof(chunk), signature=signature)
 
 
 async def quiet() -> None:

@@ -105,6 +105,16 @@ def test_three_members_the_whole_way() -> None:
     assert exchange.repeat() == []
 
 
+def test_own_blocks_go_out_with_our_signature() -> None:
+    exchange = Exchange("b", AT, round_among("abc"), Contributions(signature=b"ours"))
+    sent = [effect for effect in exchange.open() if isinstance(effect, SendChunk)]
+    assert [(send.to, send.signature) for send in sent] == [("a", b"ours"), ("c", b"ours")]
+    exchange.handle(ContributionArrived(AT, "a", 1))
+    exchange.handle(ContributionArrived(AT, "c", 1))
+    sent = [one for one in exchange.handle(ReducedArrived(AT, "b", 1, ())) if isinstance(one, SendChunk)]
+    assert [(send.to, send.signature) for send in sent] == [("a", None), ("c", None)], "averages have an origin"
+
+
 def test_who_is_clipped_is_averaged_so() -> None:
     exchange = Exchange("b", AT, round_among("abc"), Contributions(clipped={"c": 0.5, "a": 0.1}))
     exchange.open()

@@ -817,8 +817,10 @@ def test_those_who_reduce_are_told_what_all_have_committed_to() -> None:
     lead = Lead()
     lead.ready("ab")
     begins = dict(sends(lead.ready("c", tokens=0, samples=()) + lead.tick(), Begin))
-    assert begins["a"].commitments == tuple(commitment(peer, 0, LOG.position) for peer in "ab")
+    assert begins["a"].commitments == tuple(commitment(peer, 0, LOG.position).contribution for peer in "ab")
     assert begins["c"] == begins["a"].model_copy(update={"commitments": ()}), "it averages nothing"
+    again = dict(sends(lead.ready("a") + lead.ready("c", tokens=0, samples=()), Begin))
+    assert again == {peer: begins[peer] for peer in "ac"}, "whoever has not heard of it is told no more, either"
 
 
 def test_overlapping_samples_are_refused() -> None:
@@ -1040,6 +1042,17 @@ def test_the_latest_entry_held_is_handed_on() -> None:
     assert adopt.holders == holders_of(held(2, PAYLOAD), "b")
     assert adopt.seconds == TIMING.round_timeout
     assert sends(lead.all_complete("ab", adopt), Commit)[0][1].header == held(2, PAYLOAD).header
+
+
+def test_whoever_holds_what_is_handed_on_is_shown_nobodys_signatures() -> None:
+    """In a large swarm they are long, and as a rule everybody holds it."""
+    lead, adopt = handing_on("bc")
+    assert [holder.peer for holder in adopt.holders] == ["b", "c"], "to a, who lacks it"
+    short = adopt.model_copy(update={"holders": ()})
+    assert sends(lead.ready("a", last_attempt=1), Adopt) == [("a", adopt)]
+    again = lead.leader.on_ready("b", ready(LOG, "b", last_attempt=1, held=held(1, PAYLOAD, "a", "b")), lead.now)
+    assert sends(again, Adopt) == [("b", short)]
+    assert sends(lead.ready("b", last_attempt=1), Adopt) == [("b", adopt)], "it has started again, and forgotten"
 
 
 def test_an_entry_that_may_be_committed_goes_before_a_round_that_could_go_on() -> None:

@@ -711,12 +711,13 @@ def test_no_attempt_that_our_ready_did_not_promise() -> None:
 
 
 def unsigned(begin: Begin) -> dict[str, Begin]:
-    of_another = commitments(begin.round)[::-1]
-    changes = {"none": (), "one lacks": commitments(begin.round)[:-1], "of another": of_another}
+    said = commitments(begin.round)
+    not_ours = [one.model_copy(update={"squares": 2.0}) if n == 1 else one for n, one in enumerate(said)]
+    changes = {"none": (), "one lacks": said[:-1], "of us another": tuple(not_ours)}
     return {what: begin.model_copy(update={"commitments": said}) for what, said in changes.items()}
 
 
-@pytest.mark.parametrize("what", ["none", "one lacks", "of another"])
+@pytest.mark.parametrize("what", ["none", "one lacks", "of us another"])
 def test_who_averages_takes_part_only_if_it_knows_what_all_have_committed_to(what: str) -> None:
     rig = at_second().trained()
     assert not takes_part(rig, "a", unsigned(rig.begin())[what])

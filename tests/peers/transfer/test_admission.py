@@ -11,12 +11,15 @@ from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrive
 from peers.protocol.rounds import Attempt
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
+from peers.values.sum_tree import Sum
+from peers.values.wire import digest_of
 from peers.values.workload import Blocks
-from tests.peers.builders import SIZE, Rig
+from tests.peers.builders import SIZE, Rig, commitment
 from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
 from tests.peers.protocol.test_peer import at_second
 
 DATA = b"A" * BLOCK
+DIGEST = digest_of(DATA)
 LATE = Admitted(None, is_taken=True)
 EARLY = Admitted(None, is_taken=False)
 
@@ -48,9 +51,11 @@ class Door:
         absent: tuple[str, ...] = (),
         round: Attempt | None = None,
         proof: ChunkProof | None = PROOF,
+        signature: bytes | None = None,
     ) -> Admitted:
         """What the protocol hears of it, it takes in."""
-        header = ChunkHeader(chunk=chunk, reduced=reduced, absent=absent, proof=None if reduced else proof)
+        proof = None if reduced else proof
+        header = ChunkHeader(chunk=chunk, reduced=reduced, absent=absent, proof=proof, signature=signature)
         admitted = self.admission.take(sender, round or self.round, header, data)
         if admitted.event is not None:
             self.rig.do(admitted.event)
@@ -177,6 +182,27 @@ def test_all_averages_of_a_reducer_together_are_no_longer_than_what_they_are_mad
     reason = "what its reducer gives is longer than what it can be made of"
     assert (event, is_taken) == (BadBlocks(door.round, "c", 5, reason), False)
     assert door.take("a", 0, reduced=True).is_taken, "another's"
+
+
+def test_blocks_come_with_their_owners_signature_of_what_it_committed_to(door: Door) -> None:
+    """Begin tells what each has committed to, and none of the signatures. The leader might have made it up."""
+    exchange, position = door.rig.peer.exchange, door.round.position
+    assert exchange is not None
+    del exchange.commitment  # it does not trust everybody any more
+    refused = Admitted(BadBlocks(door.round, "a", 2, "it has not signed what it committed to"), is_taken=False)
+    others = [
+        commitment("c", 0, position),
+        commitment("a", 1, position),
+        commitment("a", 0, position, Sum(DIGEST, 1.0)),
+    ]
+    for signature in (None, bytes(64), *(one.signature for one in others)):
+        assert door.take("a", 2, signature=signature) == refused
+    own = commitment("a", 0, position)
+    assert door.take("a", 2, signature=own.signature).is_taken
+    event, _ = door.take("a", 3, GARBAGE, signature=own.signature)
+    assert isinstance(event, BadBlocks)
+    assert event.evidence is not None
+    assert event.evidence.commitment == own, "it convicts its owner"
 
 
 @pytest.mark.parametrize("absent", [("a", "b", "c"), ("z",), ("a", "a")], ids=", ".join)
