@@ -46,6 +46,7 @@ def first_line(log: LogState) -> bytes:
             "staleness": log.staleness,
             "fragments": log.fragments,
             "probation": log.probation,
+            "exclusion": log.exclusion,
         }
     )
 
@@ -54,7 +55,7 @@ def read_first_line(line: bytes) -> LogState:
     """Return a run's log before its first entry. Raises: LogError unless `first_line` has written the line."""
     try:
         fields = json.loads(line)
-        names = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation")
+        names = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion")
         numbers = (fields[name] for name in names)
         log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), *numbers)
         is_ours = first_line(log) == line

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from peers.log.exclusions import Fault
 from peers.log.header import NO_PAYLOAD
 from peers.presence.election import culprits
-from peers.protocol.messages import Adopt, Begin
+from peers.presence.standing import Pairs
+from peers.protocol.effects import Effect, Send
+from peers.protocol.messages import Adopt, Begin, Prove
 from peers.protocol.rounds import Round
 
 
@@ -16,17 +19,27 @@ def reducers(round: Round) -> set[str]:
     return {share.member.peer for share in round.shares if share.chunks} & set(round.remaining)
 
 
-def told(running: Begin | Adopt, members: Sequence[str]) -> Sequence[tuple[str, Begin | Adopt]]:
-    """Return what is said to which member: what others have committed to only to those who reduce.
+def annex_of(running: Begin | Adopt) -> tuple[Fault, ...]:
+    """Return the annex of the entry that an attempt leads to."""
+    return running.round.faults if isinstance(running, Begin) else running.header.faults
+
+
+def told(running: Begin | Adopt, members: Iterable[str], proofs: Sequence[Prove]) -> list[Effect]:
+    """Return what is said to which member: first what proves the annex, and what others have committed to only to those
+    who reduce.
 
     In large rounds these are few, and it is long.
     """
-    if isinstance(running, Adopt):
-        return [(peer, running) for peer in members]
-    able = reducers(running.round)
+    able = reducers(running.round) if isinstance(running, Begin) else members
     others = [peer for peer in members if peer not in able]
     short = running.model_copy(update={"commitments": ()}) if others else running
-    return [(peer, running) for peer in members if peer in able] + [(peer, short) for peer in others]
+    whole = [Send(peer, message) for peer in members if peer in able for message in (*proofs, running)]
+    return [*whole, *(Send(peer, message) for peer in others for message in (*proofs, short))]
+
+
+def is_connected(round: Round, pairs: Pairs) -> bool:
+    """Whether all who remain can exchange data with all of them who reduce, as far as is known."""
+    return not any(pairs.broken_with(peer) for peer in reducers(round))
 
 
 def held_up_by(

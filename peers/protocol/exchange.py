@@ -46,7 +46,7 @@ class Exchange:
     def __init__(
         self, me: str, attempt: Attempt, round: Round, contributions: Contributions = UNKNOWN, keys: Keys | None = None
     ) -> None:
-        self.averages = Averages(me, round.name, keys)
+        self.averages = Averages(me, round.name, keys, {member.peer: member.incarnation for member in round.roster})
         self.contributions = contributions
         self.disputed: set[str] = set()
         """Whose chunks are not what they ought to be, though nobody but us can know."""

@@ -24,6 +24,7 @@ from peers.protocol.messages import (
     Unread,
 )
 from peers.protocol.rounds import Round
+from peers.simulator.fault_lies import NamesHonest
 from peers.simulator.liars import Lie, Means, Said, invented
 
 
@@ -195,4 +196,5 @@ LEADERS_LIES: dict[str, type[Lie]] = {
     "many begins": ManyBegins,
     "hands on its own": HandsOnItsOwn,
     "two entries": TwoEntries,
+    "names the honest": NamesHonest,
 }

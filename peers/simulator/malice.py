@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from peers.log.settings import RunSettings
 from peers.protocol.schedule import Schedule
+from peers.simulator.fault_lies import FAULT_LIES
 from peers.simulator.history import InvariantError
 from peers.simulator.leading_lies import LEADERS_LIES
 from peers.simulator.liars import Liar, Lie
@@ -15,7 +16,7 @@ from peers.simulator.mixtures import MIXED_LIES
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm
 
-KINDS: dict[str, type[Lie]] = MEMBERS_LIES | LEADERS_LIES | MIXED_LIES
+KINDS: dict[str, type[Lie]] = MEMBERS_LIES | LEADERS_LIES | MIXED_LIES | FAULT_LIES
 BREAK: dict[str, str] = {}
 """Kinds of lies that break a swarm today, and why: none."""
 LATER = {"refuses all": "a liar that founds a run alone leads those who wait, though they do not believe its founding"}
