@@ -12,6 +12,7 @@ from peers.driver import recorder as recorder_module
 from peers.driver.recorder import Recorder
 from peers.log.folder import LogFolder, MemoryLog
 from peers.log.payload import Payload
+from peers.protocol.effects import Apply
 from peers.transfer.headers import Past, serve_headers
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, RUN, STATE, Rig, chain_of
@@ -25,7 +26,7 @@ def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) ->
         rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
         log = LogFolder.open(tmp_path, LOG, 8) if has_disk else MemoryLog(LOG, 0)
         recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
-        recorder.add(rig.next_header(payload.digest), STATE, payload, None)
+        recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert told == ([payload.digest] if has_disk else [])
         assert log.payload(payload.digest) == payload
@@ -39,7 +40,7 @@ def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path
         log = LogFolder.open(tmp_path / "log", LOG, 8)
         shutil.rmtree(tmp_path / "log")
         recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
-        recorder.add(rig.next_header(payload.digest), STATE, payload, None)
+        recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert told == []
 
@@ -60,7 +61,7 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
             me.donors[name] = FakeTransport(name)
             await serve_headers(me.donors[name], {RUN: past})
         recorder = Recorder(log, rig.peer, me, asyncio.create_task)
-        recorder.add(second, STATE, payload, None)
+        recorder.add(Apply(second), STATE, payload)
         await recorder.finish()
         assert log.headers(0, 2) == [first, second]
 
