@@ -51,7 +51,7 @@ class Docket:
         self._known: OrderedDict[bytes, Known] = OrderedDict()  # by their digests
 
     def take(self, kind: str, data: bytes, lineage: Lineage) -> Fault | None:
-        """Look at a proof that somebody shows. Returns the fault, if it is new here.
+        """Look at a proof that somebody shows. Returns the fault, if it is the first of its peer that is known here.
 
         A proof that is too old, of another log, or of a peer that is excluded already is not looked at: whoever shows
         it may not know.
@@ -67,17 +67,19 @@ class Docket:
         return self.file(proof, lineage) if _is_timely(proof.position, lineage) else None
 
     def file(self, proof: FaultProof, lineage: Lineage) -> Fault | None:
-        """Remember a proof. Returns the fault, if it is new here. Raises: FalseProofError."""
+        """Remember a proof. Returns the fault, if it is the first of its peer that is known here.
+
+        Raises: FalseProofError.
+        """
         if proof.accused in lineage.log.excluded:
             return None
         if not proof.convicts(self.court):
             raise FalseProofError(f"it does not show that {proof.accused} has lied")
         fault = proof.fault
-        if fault.proof in self._known:
-            return None
-        self._known[fault.proof] = Known(fault, proof.position, pack(proof))
+        is_first = all(known.fault.peer != fault.peer for known in self._known.values())
+        self._known.setdefault(fault.proof, Known(fault, proof.position, pack(proof)))
         self._forget(fault.peer, lineage)
-        return fault
+        return fault if is_first else None
 
     def provable(self, log: LogState, lineage: Lineage, besides: Collection[str]) -> tuple[Fault, ...]:
         """Return the faults that the annex of the next entry may have, `besides` those of its members."""
