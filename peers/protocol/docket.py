@@ -22,7 +22,7 @@ KEPT = 64
 """Proofs that are remembered."""
 KEPT_BYTES = 1 << 23
 OF_ONE = 4
-"""Proofs against one peer that are remembered: others may know of others."""
+"""Proofs against one peer that are remembered: others may have named others."""
 SHOWN_BYTES = 1 << 26
 """Bytes that a leader spends on showing one proof to all members: one that costs more is not put into the log."""
 
@@ -53,8 +53,8 @@ class Docket:
     def take(self, kind: str, data: bytes, lineage: Lineage) -> Fault | None:
         """Look at a proof that somebody shows. Returns the fault, if it is the first of its peer that is known here.
 
-        A proof that is too old, of another log, or of a peer that is excluded already is not looked at: whoever shows
-        it may not know.
+        A proof that is too old, of another log, or of a peer without a lease, which may be excluded already, is not
+        looked at: no entry could name it, and whoever shows it may not know.
 
         Raises: FalseProofError.
         """
@@ -64,18 +64,19 @@ class Docket:
             proof = read_proof(kind, data)
         except WireError as error:
             raise FalseProofError(str(error)) from error
-        return self.file(proof, lineage) if _is_timely(proof.position, lineage) else None
+        may_be_named = proof.accused in lineage.log.known and _is_timely(proof.position, lineage)
+        return self.file(proof, lineage) if may_be_named else None
 
     def file(self, proof: FaultProof, lineage: Lineage) -> Fault | None:
-        """Remember a proof. Returns the fault, if it is the first of its peer that is known here.
+        """Remember a proof, if an entry may name its peer. Returns the fault, if it is the first of its peer.
 
         Raises: FalseProofError.
         """
-        if proof.accused in lineage.log.excluded:
-            return None
         if not proof.convicts(self.court):
             raise FalseProofError(f"it does not show that {proof.accused} has lied")
         fault = proof.fault
+        if fault.peer not in lineage.log.known:
+            return None
         is_first = all(known.fault.peer != fault.peer for known in self._known.values())
         self._known.setdefault(fault.proof, Known(fault, proof.position, pack(proof)))
         self._forget(fault.peer, lineage)
@@ -104,13 +105,14 @@ class Docket:
         return tuple(self._known[fault.proof] for fault in faults if fault.proof in self._known)
 
     def _forget(self, newest: str, lineage: Lineage) -> None:
-        """Drop what the log needs no more, and the oldest of what is too much."""
-        excluded = lineage.log.excluded
+        """Drop what no entry can name any more, and what is too much: of one peer's those between the first, which we
+        may have named, and the newest, which others may."""
+        peers = lineage.log.known
         for digest, known in list(self._known.items()):
-            if known.fault.peer in excluded or not _is_timely(known.position, lineage):
+            if known.fault.peer not in peers or not _is_timely(known.position, lineage):
                 del self._known[digest]
         of_newest = [digest for digest, known in self._known.items() if known.fault.peer == newest]
-        for digest in of_newest[:-OF_ONE]:
+        for digest in of_newest[OF_ONE - 1 : -1]:
             del self._known[digest]
         while len(self._known) > KEPT or sum(len(known.data) for known in self._known.values()) > KEPT_BYTES:
             self._known.popitem(last=False)

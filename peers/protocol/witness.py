@@ -11,7 +11,7 @@ from peers.protocol.commitment import Author, Commitment
 from peers.protocol.desk import Desk
 from peers.protocol.docket import FalseProofError
 from peers.protocol.effects import Dropped, Note, Send
-from peers.protocol.faults import FaultProof, TwoCommitments
+from peers.protocol.faults import TwoCommitments
 from peers.protocol.messages import Prove, Ready
 from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
@@ -56,22 +56,21 @@ class Witness:
     def compare(self, sender: str, ready: Ready) -> None:
         """See whether a peer that is ready has committed to something else before, for the same attempt."""
         author, said = ready.author(sender), ready.commitment
-        if said is None:
+        if said is None or sender in self._presence.standing.barred(self._desk.now):
             return
         known = self._committed.get(sender)
         if known is None or known[0] != author:
             self._committed[sender] = author, said
         elif known[1].root != said.root:
-            self._file(TwoCommitments(author=author, first=known[1], second=said))
-
-    def _file(self, proof: FaultProof) -> None:
-        """Remember a lie that we have found, if it is proven."""
-        with suppress(FalseProofError):
-            if (fault := self._desk.docket.file(proof, self._replica.lineage)) is not None:
-                self._is_convicted(fault.peer, fault.kind)
+            proof = TwoCommitments(author=author, first=known[1], second=said)
+            with suppress(FalseProofError):
+                self._desk.docket.file(proof, self._replica.lineage)
+                self._is_convicted(sender, proof.kind)
 
     def _is_convicted(self, peer: str, kind: str) -> None:
+        """Neither take the peer into rounds of ours nor be led by it, for a while."""
         self._presence.standing.bar(peer, self._desk.now)
+        self._presence.distrust(peer)
         self._desk.emit(Note("warning", f"{peer} is shown to have lied: {kind}"))
 
     def is_convinced(self, faults: Faults, leader: str) -> bool:

@@ -111,6 +111,7 @@ def test_whoever_is_shown_to_have_lied_is_barred() -> None:
     told = of(rig.hear("a", prove(rig, lie(rig))), Note)
     assert [note.text for note in told] == ["c is shown to have lied: commitments"]
     assert rig.peer.presence.standing.barred(rig.now) == {"c"}
+    assert rig.peer.presence.distrusted == {"c"}, "nor is it a leader"
     assert not of(rig.hear("a", prove(rig, lie(rig))), Note), "it is known"
 
 

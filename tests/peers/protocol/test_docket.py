@@ -125,15 +125,29 @@ def test_a_run_without_exclusions_names_nobody() -> None:
 
 
 def test_who_floods_others_with_proofs_fills_no_memory() -> None:
-    lineage, docket = Lineage(HERE), Docket(COURT)
+    names = [f"liar{number}" for number in range(KEPT)]
+    roster = [member(name, 20 * n, 20 * n + 20) for n, name in enumerate([*names, "c"])]
+    log = LOG.append(LOG.next_header(roster, PAYLOAD))
+    lineage, docket = Lineage(log), Docket(COURT)
+    faults = []
     for seed in range(2 * OF_ONE):
-        docket.file(proof(seed=seed), lineage)
-    assert not docket.has([proof(seed=0).fault], lineage)
-    assert docket.has([proof(seed=seed).fault for seed in range(OF_ONE, 2 * OF_ONE)], lineage)
-    for number in range(KEPT):
-        docket.file(proof(f"liar{number}"), lineage)
-    assert not docket.has([proof(seed=2 * OF_ONE - 1).fault], lineage)
-    assert docket.has([proof(f"liar{number}").fault for number in range(KEPT)], lineage)
+        shown = proof("c", log.position, seed)
+        faults.append(shown.fault)
+        docket.file(shown, lineage)
+        assert docket.has([faults[0], faults[-1]], lineage), "what we may have named, and what another one may"
+    assert sum(docket.has([fault], lineage) for fault in faults) == OF_ONE
+    for name in names:
+        docket.file(proof(name, log.position), lineage)
+    assert not docket.has([faults[-1]], lineage)
+    assert docket.has([proof(name, log.position).fault for name in names], lineage)
+
+
+def test_nobody_is_remembered_whom_no_entry_can_name() -> None:
+    lineage, docket = Lineage(HERE), Docket(COURT)
+    made_up = proof("z")
+    assert docket.take(made_up.kind, pack(made_up), lineage) is None
+    assert docket.file(made_up, lineage) is None
+    assert not docket.has([made_up.fault], lineage)
 
 
 def test_an_entry_names_a_few() -> None:
