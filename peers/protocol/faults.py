@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from peers.log.certificate import Ballot
 from peers.log.exclusions import Fault, Kind
 from peers.log.header import MEMBER_LIMIT, Position
 from peers.protocol.averages import Statement
@@ -143,7 +144,50 @@ class BadContribution(FaultProof):
         return self.evidence.convicts(self.author, court.chunks, court.verify, court.inspect)
 
 
-KINDS: dict[str, type[FaultProof]] = {kind.kind: kind for kind in (TwoAverages, TwoCommitments, BadContribution)}
+class SignedEntry(Value):
+    """What a member has signed that the entry is."""
+
+    header: Digest
+    signature: Signature
+
+
+class TwoVotes(FaultProof):
+    """Two entries that one member has signed in one attempt."""
+
+    kind: ClassVar[Kind] = "votes"
+    attempt: Attempt
+    member: PeerId
+    incarnation: Count
+    first: SignedEntry
+    second: SignedEntry
+
+    @property
+    def accused(self) -> str:
+        return self.member
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+    def convicts(self, court: Court) -> bool:
+        is_other = self.first.header != self.second.header
+        return is_other and self._has_signed(self.first, court.verify) and self._has_signed(self.second, court.verify)
+
+    def _has_signed(self, entry: SignedEntry, verify: Verify) -> bool:
+        number, leader, alone = self.attempt.name
+        ballot = Ballot(
+            position=self.position,
+            header=entry.header,
+            number=number,
+            leader=leader,
+            alone=alone,
+            incarnation=self.incarnation,
+        )
+        return verify(self.member, ballot.text, entry.signature)
+
+
+PROOFS = (TwoAverages, TwoCommitments, BadContribution, TwoVotes)
+KINDS: dict[str, type[FaultProof]] = {kind.kind: kind for kind in PROOFS}
 
 
 def read_proof(kind: str, data: bytes) -> FaultProof:

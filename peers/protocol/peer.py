@@ -224,6 +224,7 @@ class Peer:
             case Prove() if course.answers(sender):
                 slot.witness.hear(sender, message)
             case Complete():
+                slot.witness.compare_votes(sender, message, slot.exchange.round if slot.exchange else None)
                 leadership.on_complete(message, sender)
                 slot.take(message, sender)
 

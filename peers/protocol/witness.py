@@ -5,16 +5,17 @@ from __future__ import annotations
 from contextlib import suppress
 
 from peers.log.exclusions import Faults
-from peers.log.state import LogState
+from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.commitment import Author, Commitment
 from peers.protocol.desk import Desk
 from peers.protocol.docket import FalseProofError
 from peers.protocol.effects import Dropped, Note, Send
-from peers.protocol.faults import TwoCommitments
-from peers.protocol.messages import Prove, Ready
+from peers.protocol.faults import SignedEntry, TwoCommitments, TwoVotes
+from peers.protocol.messages import Complete, Prove, Ready
 from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
+from peers.protocol.rounds import Round
 
 
 class Witness:
@@ -28,6 +29,7 @@ class Witness:
         self._patience = patience
         self._shown_at: dict[tuple[str, bytes], float] = {}
         self._committed: dict[str, tuple[Author, Commitment]] = {}
+        self._voted: dict[str, Complete] = {}
         self._lacking: tuple[str, float] | None = None  # who has named somebody without proof, and since when
 
     def show(self, leader: str) -> None:
@@ -66,6 +68,27 @@ class Witness:
             with suppress(FalseProofError):
                 self._desk.docket.file(proof, self._replica.lineage)
                 self._is_convicted(sender, proof.kind)
+
+    def compare_votes(self, sender: str, complete: Complete, round: Round | None) -> None:
+        """See whether a member of the round under way has signed another entry before, in the same attempt."""
+        if round is None or sender in self._presence.standing.barred(self._desk.now):
+            return
+        known = self._voted.setdefault(sender, complete)
+        if known.attempt != complete.attempt:
+            self._voted[sender] = complete
+        elif known.outcome != complete.outcome:
+            start = next((member.incarnation for member in round.roster if member.peer == sender), 0)
+            with suppress(FalseProofError, LogError):
+                first, second = (self._signed(said, round) for said in (known, complete))
+                attempt = complete.attempt
+                proof = TwoVotes(attempt=attempt, member=sender, incarnation=start, first=first, second=second)
+                self._desk.docket.file(proof, self._replica.lineage)
+                self._is_convicted(sender, proof.kind)
+
+    def _signed(self, said: Complete, round: Round) -> SignedEntry:
+        """Return what a member has signed when it said so. Raises: LogError when no entry comes of that."""
+        log, roster = self._log.in_state(self._replica.state_digest), round.entry_roster(dict(said.missed))
+        return SignedEntry(header=log.next_header(roster, said.payload, round.faults).digest, signature=said.signature)
 
     def _is_convicted(self, peer: str, kind: str) -> None:
         """Neither take the peer into rounds of ours nor be led by it, for a while."""

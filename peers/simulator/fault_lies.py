@@ -11,7 +11,7 @@ from peers.protocol.averages import Averages
 from peers.protocol.commitment import Author, commit_to
 from peers.protocol.effects import SendChunk
 from peers.protocol.faults import FaultProof, SignedAverage, TwoAverages, TwoCommitments
-from peers.protocol.messages import Begin, Message, Prove, Ready, Unread
+from peers.protocol.messages import Begin, Complete, Message, Prove, Ready, Unread
 from peers.protocol.rounds import Attempt
 from peers.simulator.liars import Lie, Means, Said, invented
 from peers.values.sum_tree import Sum
@@ -44,6 +44,20 @@ class ManyCommitments(Lie):
             commitment = commit_to(root, message.author(self.liar.name), self.liar.keys)
             message = message.model_copy(update={"commitment": commitment})
         yield to, message
+
+
+class ManyEntries(Lie):
+    """It signs one entry after another in an attempt, for each member all of them."""
+
+    def says(self, to: str, message: Message) -> Said:
+        yield to, message
+        exchange = self.liar.peer.exchange
+        if isinstance(message, Complete) and exchange is not None and exchange.payload is not None:
+            payload, log = invented((to, message.payload)), self.liar.log.of(message.position.fragment)
+            roster = exchange.round.entry_roster(dict(message.missed))
+            header = log.next_header(roster, payload, exchange.round.faults)
+            signature = self.liar.sign(header, message.attempt)
+            yield to, message.model_copy(update={"payload": payload, "signature": signature})
 
 
 class NamesHonest(Lie):
@@ -147,6 +161,7 @@ def forged(liar: Means, victim: str) -> TwoAverages:
 FAULT_LIES: dict[str, type[Lie]] = {
     "signed averages": SignedAverages,
     "many commitments": ManyCommitments,
+    "many entries": ManyEntries,
     "forged proofs": ForgedProofs,
     "many proofs": ManyProofs,
     "old proofs": OldProofs,

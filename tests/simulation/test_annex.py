@@ -19,7 +19,12 @@ from tests.simulation.test_blame import understates
 
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, Timing())
 LIAR = "peer3"
-SIGNED = {"signed averages": "averages", "many commitments": "commitments", "many proofs": "commitments"}
+SIGNED = {
+    "signed averages": "averages",
+    "many commitments": "commitments",
+    "many proofs": "commitments",
+    "many entries": "votes",
+}
 """Lies that a signature proves, and what they are called in the log."""
 
 

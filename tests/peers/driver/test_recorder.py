@@ -10,6 +10,7 @@ import pytest
 
 from peers.driver import recorder as recorder_module
 from peers.driver.recorder import Recorder
+from peers.log.files import proof_path
 from peers.log.folder import LogFolder, MemoryLog
 from peers.log.payload import Payload
 from peers.protocol.effects import Apply
@@ -43,6 +44,19 @@ def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path
         recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert told == []
+
+    asyncio.run(scenario())
+
+
+def test_what_proves_an_annex_is_kept_beside_its_entry(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig, payload = Rig(), Payload.cut(memoryview(b"first"), 8)
+        log = LogFolder.open(tmp_path, LOG, 8)
+        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
+        recorder.add(Apply(rig.next_header(payload.digest), proofs=(b"one", b"two")), STATE, payload)
+        await recorder.finish()
+        for proof in (b"one", b"two"):
+            assert proof_path(tmp_path, digest_of(proof)).read_bytes() == proof
 
     asyncio.run(scenario())
 

@@ -194,6 +194,15 @@ def test_two_commitments_for_one_attempt_are_a_lie() -> None:
     assert all(one.round.peers == ("a", "b") for one in began)
 
 
+@pytest.mark.parametrize("is_other", [True, False])
+def test_two_entries_signed_in_one_attempt_are_a_lie(is_other: bool) -> None:
+    rig = leading().holding()
+    rig.hear("c", rig.complete("c"))
+    rig.hear("c", rig.complete("c", payload=digest_of(b"another") if is_other else PAYLOAD))
+    told = [note.text for note in of(rig.effects, Note)]
+    assert told == ["c is shown to have lied: votes"] * is_other
+
+
 @pytest.mark.parametrize(
     "changes",
     [

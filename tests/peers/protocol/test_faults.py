@@ -14,14 +14,17 @@ from peers.protocol.faults import (
     BadContribution,
     FaultProof,
     SignedAverage,
+    SignedEntry,
     TwoAverages,
     TwoCommitments,
+    TwoVotes,
     read_proof,
 )
+from peers.protocol.rounds import Attempt
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.sum_tree import Sum
 from peers.values.wire import WireError, digest_of, pack
-from tests.peers.builders import CONTRIBUTION, COURT, attempt, author, commitment, evidence, first_log
+from tests.peers.builders import CONTRIBUTION, COURT, attempt, author, commitment, evidence, first_log, vote
 
 LOG = first_log()
 AT = attempt(LOG)
@@ -62,7 +65,24 @@ def bad_contribution(honest: bool = False, **changes: Any) -> BadContribution:
     return BadContribution(**(fields | changes))
 
 
+def signed_entry(payload: bytes, at: Attempt = AT, by: str = "c", start: int = 0) -> SignedEntry:
+    header = LOG.next_header([LOG.expected(peer) for peer in "abc"], payload)
+    return SignedEntry(header=header.digest, signature=vote(header, at, by, start))
+
+
+def two_votes(**changes: Any) -> TwoVotes:
+    fields: dict[str, Any] = {
+        "attempt": AT,
+        "member": "c",
+        "incarnation": 0,
+        "first": signed_entry(digest_of(b"one")),
+        "second": signed_entry(digest_of(b"two")),
+    }
+    return TwoVotes(**(fields | changes))
+
+
 GOOD: dict[str, FaultProof] = {
+    "two entries": two_votes(),
     "two averages": two_averages(),
     "two averages, one without somebody": two_averages(second=signed(digest_of(b"one"), ("a",))),
     "two commitments": two_commitments(),
@@ -70,6 +90,11 @@ GOOD: dict[str, FaultProof] = {
     "a bad contribution": bad_contribution(),
 }
 BAD: dict[str, FaultProof] = {
+    "twice the same entry": two_votes(second=signed_entry(digest_of(b"one"))),
+    "entries in two attempts": two_votes(second=signed_entry(digest_of(b"two"), attempt(LOG, 2))),
+    "entries of two leaders' attempts": two_votes(second=signed_entry(digest_of(b"two"), attempt(LOG, 1, "b"))),
+    "entries of two starts": two_votes(second=signed_entry(digest_of(b"two"), start=7)),
+    "entries that two have signed": two_votes(second=signed_entry(digest_of(b"two"), by="b")),
     "twice the same average": two_averages(second=signed(digest_of(b"one"))),
     "averages of different chunks": two_averages(second=signed(digest_of(b"two"), chunk=2)),
     "averages of two starts": two_averages(second=signed(digest_of(b"two"), start=7)),
