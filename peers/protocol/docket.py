@@ -23,7 +23,7 @@ KEPT = 64
 KEPT_BYTES = 1 << 23
 OF_ONE = 4
 """Proofs against one peer that are remembered: others may have named others."""
-SHOWN_BYTES = 1 << 26
+SHOWN_BYTES = 1 << 24
 """Bytes that a leader spends on showing one proof to all members: one that costs more is not put into the log."""
 
 

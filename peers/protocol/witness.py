@@ -98,12 +98,12 @@ class Witness:
 
     def is_convinced(self, faults: Faults, leader: str) -> bool:
         """Return whether we have seen the proofs of an entry's annex, which a leader sends with what it begins. One
-        that names somebody without proof for a heartbeat's expiry is given up."""
+        that names somebody without proof for as long as an attempt may stand still is given up."""
         if self._desk.docket.has(faults, self._replica.lineage):
             self._lacking = None
             return True
         if self._lacking is None or self._lacking[0] != leader:
             self._lacking = leader, self._desk.now
-        elif self._desk.now - self._lacking[1] > self._desk.settings.timing.heartbeat_expiry:
+        elif self._desk.now - self._lacking[1] > self._desk.schedule.stall:
             self._patience.give_up(leader)
         return False
