@@ -77,10 +77,14 @@ class Docket:
         fault = proof.fault
         if fault.peer not in lineage.log.known:
             return None
-        is_first = all(known.fault.peer != fault.peer for known in self._known.values())
+        is_first = not self.convicts(fault.peer)
         self._known.setdefault(fault.proof, Known(fault, proof.position, pack(proof)))
         self._forget(fault.peer, lineage)
         return fault if is_first else None
+
+    def convicts(self, peer: str) -> bool:
+        """Return whether anything is remembered that proves that the peer has lied."""
+        return any(known.fault.peer == peer for known in self._known.values())
 
     def provable(self, log: LogState, lineage: Lineage, besides: Collection[str]) -> tuple[Fault, ...]:
         """Return the faults that the annex of the next entry may have, `besides` those of its members."""

@@ -11,7 +11,7 @@ from peers.protocol.commitment import Author, Commitment
 from peers.protocol.desk import Desk
 from peers.protocol.docket import FalseProofError
 from peers.protocol.effects import Dropped, Note, Send
-from peers.protocol.faults import SignedEntry, TwoCommitments, TwoVotes
+from peers.protocol.faults import FaultProof, SignedEntry, TwoCommitments, TwoVotes
 from peers.protocol.messages import Complete, Prove, Ready
 from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
@@ -58,37 +58,38 @@ class Witness:
     def compare(self, sender: str, ready: Ready) -> None:
         """See whether a peer that is ready has committed to something else before, for the same attempt."""
         author, said = ready.author(sender), ready.commitment
-        if said is None or sender in self._presence.standing.barred(self._desk.now):
+        if said is None or self._desk.docket.convicts(sender):
             return
         known = self._committed.get(sender)
         if known is None or known[0] != author:
             self._committed[sender] = author, said
         elif known[1].root != said.root:
-            proof = TwoCommitments(author=author, first=known[1], second=said)
-            with suppress(FalseProofError):
-                self._desk.docket.file(proof, self._replica.lineage)
-                self._is_convicted(sender, proof.kind)
+            self._file(TwoCommitments(author=author, first=known[1], second=said))
 
     def compare_votes(self, sender: str, complete: Complete, round: Round | None) -> None:
         """See whether a member of the round under way has signed another entry before, in the same attempt."""
-        if round is None or sender in self._presence.standing.barred(self._desk.now):
+        if round is None or self._desk.docket.convicts(sender):
             return
         known = self._voted.setdefault(sender, complete)
         if known.attempt != complete.attempt:
             self._voted[sender] = complete
         elif known.outcome != complete.outcome:
             start = next((member.incarnation for member in round.roster if member.peer == sender), 0)
-            with suppress(FalseProofError, LogError):
+            with suppress(LogError):
                 first, second = (self._signed(said, round) for said in (known, complete))
                 attempt = complete.attempt
-                proof = TwoVotes(attempt=attempt, member=sender, incarnation=start, first=first, second=second)
-                self._desk.docket.file(proof, self._replica.lineage)
-                self._is_convicted(sender, proof.kind)
+                self._file(TwoVotes(attempt=attempt, member=sender, incarnation=start, first=first, second=second))
 
     def _signed(self, said: Complete, round: Round) -> SignedEntry:
         """Return what a member has signed when it said so. Raises: LogError when no entry comes of that."""
         log, roster = self._log.in_state(self._replica.state_digest), round.entry_roster(dict(said.missed))
         return SignedEntry(header=log.next_header(roster, said.payload, round.faults).digest, signature=said.signature)
+
+    def _file(self, proof: FaultProof) -> None:
+        """Remember a lie that we have found, if it is proven."""
+        with suppress(FalseProofError):
+            if (fault := self._desk.docket.file(proof, self._replica.lineage)) is not None:
+                self._is_convicted(fault.peer, fault.kind)
 
     def _is_convicted(self, peer: str, kind: str) -> None:
         """Neither take the peer into rounds of ours nor be led by it, for a while."""
