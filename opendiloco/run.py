@@ -64,6 +64,7 @@ class Run:
             staleness=rounds.staleness,
             smallest_share=rounds.smallest_share,
             clip=rounds.clip,
+            exclusion=rounds.exclusion,
             snapshot_every=self.config.snapshots.every,
             goes_on_alone=self.goes_on_alone,
             probation=self.config.admission.probation,

@@ -22,12 +22,15 @@ from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
 from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.chain import Entry
-from peers.log.files import ENTRIES, PAYLOADS, payload_path, read_chain, read_payload
+from peers.log.exclusions import Fault
+from peers.log.files import ENTRIES, PAYLOADS, payload_path, proof_path, read_chain, read_payload
 from peers.log.folder import LogFolderError
 from peers.log.header import Header
 from peers.log.state import LogState
+from peers.protocol.faults import BadContribution, Court, read_proof
 from peers.values.anchors import AnchorError, Anchors
 from peers.values.identity import verify
+from peers.values.wire import WireError
 from peers.values.workload import BadBlocksError, Blocks
 
 
@@ -124,6 +127,42 @@ class Signatures:
             self._findings.is_unverified("entries that a minority made", header.index)
 
 
+class Proofs:
+    """Holds what proves the faults in annexes against what was signed; in the folder of a log."""
+
+    def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
+        self._folder = folder
+        self._heads = {0: run.manifest.digest}
+        self._findings = findings
+
+    def check(self, header: Header) -> None:
+        """Check an entry's annex, if it has one. Raises: OSError."""
+        for fault in header.faults:
+            path = proof_path(self._folder, fault.proof)
+            if not path.exists():
+                self._findings.is_unverified("proofs of faults, which are not here", header.index)
+            elif fault.kind == BadContribution.kind:
+                self._findings.is_unverified("proofs of false contributions, which need the model", header.index)
+            elif self._is_proven(fault, path.read_bytes()):
+                self._findings.is_verified("proofs of faults", header.index)
+            else:
+                self._findings.wrong.append((header.index, f"what is kept as proof does not convict {fault.peer}"))
+        self._heads[header.index + 1] = header.digest
+
+    def _is_proven(self, fault: Fault, data: bytes) -> bool:
+        try:
+            proof = read_proof(fault.kind, data)
+        except WireError:
+            return False
+        place = proof.position
+        is_of_this_log = self._heads.get(place.index, place.head) == place.head
+        return proof.fault == fault and is_of_this_log and proof.convicts(Court(verify, _measures_nothing, chunks=0))
+
+
+def _measures_nothing(chunk: int, data: Blocks) -> float:
+    raise NotImplementedError("no codec without the model")
+
+
 def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findings:
     """Verify all that can be verified of the log in a folder.
 
@@ -147,8 +186,13 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findi
 
 def check_chain(file: Path, run: Run, findings: Findings) -> list[Entry]:
     """The entries that follow from each other. Raises: OSError."""
-    signatures = Signatures(run.settings.empty_log, findings)
-    read, problem = read_chain(file, run.settings.empty_log, signatures.check)
+    signatures, proofs = Signatures(run.settings.empty_log, findings), Proofs(file.parent, run, findings)
+
+    def see(entry: Entry, header: Header) -> None:
+        signatures.check(entry, header)
+        proofs.check(header)
+
+    read, problem = read_chain(file, run.settings.empty_log, see)
     chain, first = read.entries, read.first
     origin = "the first that is here" if first else "the manifest"
     for entry in chain:

@@ -101,6 +101,8 @@ class RoundsSection(Section):
     """Of `training.inner_steps`, that the slowest peers make at the least; 1: all make as many."""
     clip: Annotated[float, Field(ge=1, le=1000)] = RunSettings.clip
     """Times the median norm of an outer step's pseudo-gradients, that one of them counts with at most."""
+    exclusion: Annotated[int, Field(ge=0, le=1_000_000)] = RunSettings.exclusion
+    """Outer steps for which a peer is excluded that is proven to have lied; 0: none."""
 
     @model_validator(mode="after")
     def check_expiry(self) -> Self:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
 from peers.errors import RemoteProtocolError
-from peers.log.certificate import Certificate
 from peers.log.chain import Chain
 from peers.log.folder import LogFolderError, RunLog
-from peers.log.header import Header
 from peers.log.payload import Payload
 from peers.log.state import LogError
+from peers.protocol.effects import Apply
 from peers.protocol.peer import Peer
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.donors import CHANCE, shuffled
@@ -46,8 +45,9 @@ class Recorder:
         self._turn = asyncio.Lock()
         self._last: asyncio.Task[None] | None = None
 
-    def add(self, header: Header, state_digest: bytes, payload: Payload, certificate: Certificate | None) -> None:
-        self._last = self._start(self._add(header, state_digest, payload, certificate))
+    def add(self, made: Apply, state_digest: bytes, payload: Payload) -> None:
+        """Write down an entry that was applied, with what proves it and its annex."""
+        self._last = self._start(self._add(made, state_digest, payload))
 
     async def follow(self, chain: Chain, end: int) -> None:
         """Take over what leads up to a snapshot."""
@@ -62,12 +62,13 @@ class Recorder:
         if self._last is not None:
             await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
 
-    async def _add(
-        self, header: Header, state_digest: bytes, payload: Payload, certificate: Certificate | None
-    ) -> None:
+    async def _add(self, made: Apply, state_digest: bytes, payload: Payload) -> None:
+        header = made.header
         async with self._turn:
             try:
-                await asyncio.to_thread(self._log.append, header, state_digest, payload, certificate)
+                await asyncio.to_thread(self._log.append, header, state_digest, payload, made.certificate)
+                if made.proofs:
+                    await asyncio.to_thread(self._log.keep_proofs, made.proofs)
             except LogFolderError as error:  # the run goes on all the same
                 logger.warning("entry %d is not kept: %s", header.index, error)
             else:

@@ -95,7 +95,7 @@ class Replication:
             state_digest = await self._workload.state_digest()
             self._host.handle(Digested(header, state_digest))
         self.on_entry(header, state_digest)
-        self._recorder.add(header, state_digest, kept, apply.certificate)
+        self._recorder.add(apply, state_digest, kept)
         self._host.start(self._freeze())
 
     async def _freeze(self) -> None:

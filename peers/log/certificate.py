@@ -15,7 +15,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from peers.log.header import MEMBER_LIMIT, Header
+from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.log.state import LogError, LogState
 from peers.values.signing import Signature, Verify
 from peers.values.wire import Count, Digest, PeerId, RunId, Value, pack
@@ -32,9 +32,10 @@ class CertificateError(LogError):
 
 
 class Ballot(Value):
-    """What a member signs: this header, in the attempt with this number and leader. Of a minority's, which goes on
-    `alone`, it says so."""
+    """What a member signs: this header is the entry at this position, in the attempt with this number and leader. Of a
+    minority's, which goes on `alone`, it says so. In one attempt it signs nothing else."""
 
+    position: Position
     header: Digest
     number: Count
     leader: PeerId
@@ -100,7 +101,14 @@ class Proof:
 def ballot(header: Header, attempt: AttemptName, incarnation: int) -> Ballot:
     """What a peer signs of an entry, as the start that it is."""
     number, leader, alone = attempt
-    return Ballot(header=header.digest, number=number, leader=leader, alone=alone, incarnation=incarnation)
+    return Ballot(
+        position=Position(index=header.index, head=header.previous, fragment=header.fragment),
+        header=header.digest,
+        number=number,
+        leader=leader,
+        alone=alone,
+        incarnation=incarnation,
+    )
 
 
 def electorate(log: LogState, header: Header) -> tuple[tuple[str, int], ...]:

@@ -25,7 +25,9 @@ from peers.values.wire import DIGEST_BYTES, digest_of, unpack
 
 ENTRIES = "entries.jsonl"
 PAYLOADS = "payloads"
+PROOFS = "proofs"
 SUFFIX = ".payload"
+PROOF_SUFFIX = ".proof"
 NO_RUN = LogState("", bytes(DIGEST_BYTES), samples_per_lease=1, tokens_per_sample=1)
 
 
@@ -46,6 +48,7 @@ def first_line(log: LogState) -> bytes:
             "staleness": log.staleness,
             "fragments": log.fragments,
             "probation": log.probation,
+            "exclusion": log.exclusion,
         }
     )
 
@@ -54,7 +57,7 @@ def read_first_line(line: bytes) -> LogState:
     """Return a run's log before its first entry. Raises: LogError unless `first_line` has written the line."""
     try:
         fields = json.loads(line)
-        names = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation")
+        names = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion")
         numbers = (fields[name] for name in names)
         log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), *numbers)
         is_ours = first_line(log) == line
@@ -137,9 +140,15 @@ def payload_path(folder: Path, index: int, digest: bytes) -> Path:
     return folder / f"{index}-{digest.hex()[:8]}{SUFFIX}"
 
 
+def proof_path(folder: Path, digest: bytes) -> Path:
+    """The file of what proves a fault, in a log's folder."""
+    return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
+
+
 def remove_partial(folder: Path) -> None:
     """Remove what a process that was killed while it wrote has left of a log's files. Raises: OSError."""
-    for path in (*folder.glob(f"{ENTRIES}{PARTIAL}"), *folder.glob(f"{PAYLOADS}/*{SUFFIX}{PARTIAL}")):
+    patterns = (ENTRIES, f"{PAYLOADS}/*{SUFFIX}", f"{PROOFS}/*{PROOF_SUFFIX}")
+    for path in [path for pattern in patterns for path in folder.glob(f"{pattern}{PARTIAL}")]:
         path.unlink()
 
 

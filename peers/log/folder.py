@@ -24,6 +24,7 @@ from peers.log.files import (
     first_line,
     index_of,
     payload_path,
+    proof_path,
     read_chain,
     read_payload,
     remove_partial,
@@ -33,6 +34,7 @@ from peers.log.lineage import Lineage
 from peers.log.payload import KEPT_BYTES, KeptPayloads, Payload
 from peers.log.state import LogError, LogState
 from peers.values.whole_files import write_whole
+from peers.values.wire import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +171,10 @@ class RunLog(ABC):
         """Drop the payloads of entries with an index less than `before`. Raises: LogFolderError."""
 
     @abstractmethod
+    def keep_proofs(self, proofs: Iterable[bytes]) -> None:
+        """Keep what proves the faults in an entry's annex. Raises: LogFolderError."""
+
+    @abstractmethod
     def _keep(self, index: int, payload: Payload) -> None: ...
 
     @abstractmethod
@@ -210,6 +216,9 @@ class MemoryLog(RunLog):
 
     def prune(self, before: int) -> None:
         """Nothing is dropped but for the room that it takes."""
+
+    def keep_proofs(self, proofs: Iterable[bytes]) -> None:
+        """Nobody would ask for them."""
 
     def _keep(self, index: int, payload: Payload) -> None:
         self._payloads.keep(payload)
@@ -273,6 +282,15 @@ class LogFolder(RunLog):
                 index = index_of(path)
                 if index is not None and index < before:
                     path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+    def keep_proofs(self, proofs: Iterable[bytes]) -> None:
+        try:
+            for proof in proofs:
+                path = proof_path(self.path, digest_of(proof))
+                path.parent.mkdir(exist_ok=True)
+                write_whole(path, [proof])
         except OSError as error:
             raise _unusable(self.path, error) from error
 

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from peers.log.exclusions import Exclusions, Faults
 from peers.values.leases import PIECE_LIMIT
 from peers.values.wire import DIGEST_BYTES, Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
 
@@ -74,7 +75,8 @@ class Tenure(Value):
 class Header(Value):
     """One link of the chain. `tenures` are those of the roster and of some who were in rosters before; none where the
     run has no probation. `state` is the digest of theta and momentum when its cycle began: whoever signs the entry
-    vouches for it, too."""
+    vouches for it, too. `faults` is its annex: the lies that were proven since the entry before; `excluded` are the
+    peers that are excluded from the next cycle for these and earlier ones."""
 
     run: RunId
     index: Count
@@ -88,6 +90,8 @@ class Header(Value):
     lineage_tokens: Count
     payload: Digest
     tenures: Annotated[tuple[Tenure, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
+    faults: Faults = ()
+    excluded: Exclusions = ()
 
     @cached_property
     def digest(self) -> bytes:

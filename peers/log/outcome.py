@@ -15,6 +15,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from peers.log.exclusions import Faults
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState
 from peers.values.leases import prefix, sample_count
@@ -78,13 +79,14 @@ class Turnout(Value):
 
 
 class Outcome(Value):
-    """The entry of a fragment that follows the head `previous`, in brief. `state` as in the header."""
+    """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` as in the header."""
 
     previous: Digest
     fragment: Count
     state: Digest
     turnout: Turnout
     payload: Digest
+    faults: Faults = ()
 
 
 def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
@@ -151,13 +153,14 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
         state=header.state,
         turnout=turnout,
         payload=header.payload,
+        faults=header.faults,
     )
 
 
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
     """One entry is told by each of those who hold it."""
-    return log.in_state(outcome.state).next_header(outcome.turnout.roster(log), outcome.payload)
+    return log.in_state(outcome.state).next_header(outcome.turnout.roster(log), outcome.payload, outcome.faults)
 
 
 def _column(numbers: Mapping[int, int]) -> tuple[tuple[int, int], ...]:

@@ -52,6 +52,8 @@ class RunSettings:
     """Times the median norm of a round's contributions, that one of them counts with at most."""
     probation: int = 0
     """Outer steps in whose rosters a new identity neither counts nor votes."""
+    exclusion: int = 1000
+    """Cycles for which a proven lie excludes a peer; 0: the log names nobody."""
 
     @property
     def empty_log(self) -> LogState:
@@ -64,4 +66,5 @@ class RunSettings:
             self.staleness,
             self.fragments,
             self.probation,
+            self.exclusion,
         )

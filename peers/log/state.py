@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from peers.log.exclusions import Fault, exclusions_after, fault_in_annex
 from peers.log.header import (
     FREE_LIMIT,
     MEMBER_LIMIT,
@@ -26,9 +27,9 @@ from peers.log.header import (
     Header,
     Member,
     Position,
-    Tenure,
     cycle_head,
 )
+from peers.log.tenures import tenures_after
 from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
 
 
@@ -36,8 +37,8 @@ class LogError(ValueError):
     """A header that does not follow from the log. The message says which rule it breaks."""
 
 
-OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0, "tenures": ()}
-"""What entries that close no cycle say of leases, tokens and tenures: nothing."""
+OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0, "tenures": (), "excluded": ()}
+"""What entries that close no cycle say of leases, tokens, tenures and exclusions: nothing."""
 
 
 @lru_cache(maxsize=16)
@@ -61,6 +62,7 @@ class LogState:
     staleness: int = 0
     fragments: int = 1
     probation: int = 0
+    exclusion: int = 1000
     last: Header | None = None
     ends: tuple[bytes, ...] = ()
     made: tuple[Header, ...] = ()
@@ -144,18 +146,10 @@ class LogState:
         nothing = {"tokens": 0, "samples": (), "missed": 0}
         return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
 
-    def _tenures(self, roster: Sequence[Member]) -> tuple[Tenure, ...]:
-        """Whoever founds the run has served. So has a roster of nobody but those on probation: it founds it anew."""
-        if not self.probation:
-            return ()
-        present = {member.peer for member in roster}
-        if self.last is None or all(self.is_on_probation(peer) for peer in present):
-            served = dict.fromkeys((member.peer for member in roster), self.probation)
-        else:
-            served = {peer: min(self.probation, self.served.get(peer, 0) + 1) for peer in (m.peer for m in roster)}
-        absent = [tenure for tenure in (self.last.tenures if self.last else ()) if tenure.peer not in present]
-        absent.sort(key=lambda tenure: -tenure.served)  # of those who have served as long, the latest stay first
-        return (*(Tenure(peer=peer, served=steps) for peer, steps in served.items()), *absent[:MEMBER_LIMIT])
+    @cached_property
+    def excluded(self) -> dict[str, int]:
+        """The peers that are excluded from the present cycle for a proven lie; the last cycle from which each is."""
+        return {exclusion.peer: exclusion.until for exclusion in self.last.excluded} if self.last else {}
 
     @property
     def lineage_tokens(self) -> int:
@@ -243,6 +237,8 @@ class LogState:
         """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""
         if member == self.foreseen.get(member.peer):
             return
+        if member.peer in self.excluded:
+            raise LogError(f"{member.peer} is excluded up to cycle {self.excluded[member.peer]}")
         self.lease_of(member.peer, member.samples)
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle says which samples were trained")
@@ -260,15 +256,16 @@ class LogState:
         lease = self.leases.get(member.peer)
         return self.samples_per_lease if lease is None else sample_count(lease)
 
-    def carried(self, roster: Sequence[Member]) -> tuple[Assignment, ...]:
+    def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:
         """The leases of those who are not in the roster and may contribute to a later entry."""
         if self.last is None:
             return ()
-        present, oldest = {member.peer for member in roster}, self.position.index - self.staleness
-        late = [lease for lease in self.last.leases if lease.peer not in present and lease.since >= oldest]
+        besides = {member.peer for member in roster} | {fault.peer for fault in faults}
+        oldest = self.position.index - self.staleness
+        late = [lease for lease in self.last.leases if lease.peer not in besides and lease.since >= oldest]
         return tuple(late[:MEMBER_LIMIT])
 
-    def pool_after(self, roster: Sequence[Member]) -> SamplePool:
+    def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
         """The pool once `roster` has trained what it says. The rest of its leases is given back, as are leases that are
         not carried on, and what did not count whole.
 
@@ -278,18 +275,21 @@ class LogState:
         for member in roster:
             self.check_member(member)
             trained += () if member.missed else member.samples
-        carried = {lease.peer for lease in self.carried(roster)}
+        carried = {lease.peer for lease in self.carried(roster, faults)}
         leased = [piece for peer, lease in self.leases.items() if peer not in carried for piece in lease]
         try:
             return self.pool.release(leased).claim(trained)
         except ValueError as error:
             raise LogError(str(error)) from error
 
-    def next_header(self, roster: Sequence[Member], payload: bytes) -> Header:
-        """The only header that may follow, given who took part and what came out. Raises: LogError."""
-        return _next_header(self, tuple(roster), payload)
+    def next_header(self, roster: Sequence[Member], payload: bytes, faults: Sequence[Fault] = ()) -> Header:
+        """The only header that may follow, given who took part, what came out, and which faults are proven.
 
-    def make_header(self, roster: Sequence[Member], payload: bytes) -> Header:
+        Raises: LogError.
+        """
+        return _next_header(self, tuple(roster), payload, tuple(faults))
+
+    def make_header(self, roster: Sequence[Member], payload: bytes, faults: tuple[Fault, ...]) -> Header:
         """`next_header`, worked out. Raises: LogError."""
         has_trained = any(member.tokens for member in roster)
         if has_trained == (payload == NO_PAYLOAD) or (self.closes and not has_trained):
@@ -299,6 +299,10 @@ class LogState:
             raise LogError("a peer is in the roster twice")
         if self.probation and self.weighed(roster) != tuple(roster):
             raise LogError("a peer on probation counts in the roster")
+        if faults and not (self.closes and self.exclusion):
+            raise LogError("it has no annex")
+        if (wrong := fault_in_annex(faults, self.known, peers)) is not None:
+            raise LogError(wrong)
         try:
             return Header(
                 run=self.run,
@@ -308,13 +312,15 @@ class LogState:
                 state=self.state,
                 roster=tuple(roster),
                 payload=payload,
-                **_closing(self, tuple(roster)),
+                faults=faults,
+                **_closing(self, tuple(roster), faults),
             )
         except ValidationError as error:
             raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
 
-    def closing(self, roster: Sequence[Member]) -> dict[str, Any]:
-        """What the entry that closes a cycle says besides: the next leases, the pool, and the tokens so far.
+    def closing(self, roster: Sequence[Member], faults: tuple[Fault, ...]) -> dict[str, Any]:
+        """What the entry that closes a cycle says besides: the next leases, the pool, the tokens so far, and who is
+        excluded.
 
         Raises: LogError when a member trained what was not for it.
         """
@@ -323,17 +329,21 @@ class LogState:
                 self.check_member(member)
             return OPEN_CYCLE
         index = self.position.index
-        leases, pool = self.pool_after(roster).deal(member.wants or self.samples_per_lease for member in roster)
+        leases, pool = self.pool_after(roster, faults).deal(member.wants or self.samples_per_lease for member in roster)
         pool = pool.bounded(FREE_LIMIT)
         dealt = zip((member.peer for member in roster), leases, strict=True)
         fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
         tokens = sum(member.tokens for member in roster if not member.missed)
+        tenures, before = (self.last.tenures, self.last.excluded) if self.last else ((), ())
+        excluded = exclusions_after(before, faults, index, self.exclusion)
+        gone, peers = {one.peer for one in excluded}, [member.peer for member in roster]
         return {
-            "leases": (*fresh, *self.carried(roster)),
+            "leases": (*fresh, *self.carried(roster, faults)),
             "cursor": pool.cursor,
             "free": pool.free,
             "lineage_tokens": self.lineage_tokens + tokens,
-            "tenures": self._tenures(roster),
+            "tenures": tenures_after(tenures, peers, self.probation, gone),
+            "excluded": excluded,
         }
 
     def append(self, header: Header) -> LogState:
@@ -359,15 +369,15 @@ class LogState:
 
 
 @lru_cache(maxsize=8)
-def _closing(log: LogState, roster: tuple[Member, ...]) -> dict[str, Any]:
+def _closing(log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...]) -> dict[str, Any]:
     """Asked when a round begins, whether it can lead to an entry; and again when it is known to which one."""
-    return log.closing(roster)
+    return log.closing(roster, faults)
 
 
 @lru_cache(maxsize=8)
-def _next_header(log: LogState, roster: tuple[Member, ...], payload: bytes) -> Header:
+def _next_header(log: LogState, roster: tuple[Member, ...], payload: bytes, faults: tuple[Fault, ...]) -> Header:
     """A round asks several times for what follows from one outcome, and with many members that is much work."""
-    return log.make_header(roster, payload)
+    return log.make_header(roster, payload, faults)
 
 
 @lru_cache(maxsize=8)
@@ -377,7 +387,8 @@ def _append(log: LogState, header: Header) -> LogState:
         raise LogError(f"entry {header.index}: its fragment does not follow from the log")
     if log.made and header.state != log.made[0].state:
         raise LogError(f"entry {header.index}: it is for another state than the others of its cycle")
-    expected = log.opening(header.fragment).in_state(header.state).next_header(header.roster, header.payload)
+    before = log.opening(header.fragment).in_state(header.state)
+    expected = before.next_header(header.roster, header.payload, header.faults)
     for field in Header.model_fields:
         if getattr(header, field) != getattr(expected, field):
             raise LogError(f"entry {header.index}: its {field} does not follow from the log")

@@ -269,15 +269,17 @@ class Presence:
         named, count = most_named(votes.get(peer, "") for peer in electors)
         if 2 * count <= len(electors):
             return None
-        return next((peer for peer in here - self.unreached if peer[-TAIL:] == named), None)
+        able = here - self.unreached - log.excluded.keys()
+        return next((peer for peer in able if peer[-TAIL:] == named), None)
 
     def _choose(self, log: LogState, at_work: Collection[str]) -> str | None:
         live, index, distrusted = self.live(), log.position.index, self.distrusted
         able = {beat.peer for beat in live.at_work if beat.index + 1 >= index}
         able |= {peer for peer in at_work if peer == self._me or peer in live}
-        able -= distrusted | {peer for peer in self.vain & live.keys() if live[peer].index > index}  # not from there
+        failing = distrusted | log.excluded.keys()
+        able -= failing | {peer for peer in self.vain & live.keys() if live[peer].index > index}  # not from there
         joining = () if able else (beat.peer for beat in live.trainers if beat.index == index)
-        return elect(log.by_standing, able, {*joining, self._me} - distrusted, self._broken_pairs(live))
+        return elect(log.by_standing, able, {*joining, self._me} - failing, self._broken_pairs(live))
 
     def _broken_pairs(self, live: Roll) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since

@@ -16,8 +16,9 @@ from peers.log.certificate import Departure, ballot
 from peers.log.header import Header, Position
 from peers.presence.election import LATENESS, highest_attempt
 from peers.protocol.messages import Complete, Leaving
-from peers.protocol.rounds import Attempt, Held
+from peers.protocol.rounds import Attempt, Held, Round
 from peers.values.signing import Keys
+from peers.values.sum_tree import Sum
 
 MEMORY = 32
 """Positions at which a peer remembers what it has promised. It comes back to one only where lineages meet."""
@@ -33,6 +34,8 @@ class Acceptor:
         self.said_in: Attempt | None = None
         """The last attempt in which we said that we hold it."""
         self._me = me
+        self._round = 0  # the number of the last round that we have been in
+        self._root: Sum | None = None
         self._completes: dict[str, Complete] = {}
 
     def pledge(self, leader: str | None) -> bool:
@@ -47,6 +50,19 @@ class Acceptor:
         """Whether the attempt is one that we promised to be in, and later than all that we have been in. We have been
         at its position for so many seconds."""
         return sender == self.pledged_to and sender == attempt.leader and self.is_later(attempt, seconds)
+
+    def may_enter(self, round: Round) -> bool:
+        """Whether we have been in no such round, nor in a later one: to come back would be to sign its averages anew,
+        and two that differ convict us. If so, we are in it from now on."""
+        is_new = round.name.number > self._round
+        self._round = max(self._round, round.name.number)
+        return is_new
+
+    def commit(self, root: Sum) -> None:
+        """We commit to this for the next attempt. To commit to something else for it would convict us: so then we take
+        part in a later one only."""
+        self.last_attempt += self._root not in (None, root)
+        self._root = root
 
     def is_later(self, attempt: Attempt, seconds: float) -> bool:
         return self.last_attempt < attempt.number <= highest_attempt(seconds + LATENESS)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from peers.log.exclusions import Fault
 from peers.log.header import NO_PAYLOAD
 from peers.presence.election import culprits
+from peers.presence.standing import Pairs
 from peers.protocol.effects import Effect, Send
-from peers.protocol.messages import Adopt, Begin, Ready
+from peers.protocol.messages import Adopt, Begin, Prove, Ready
 from peers.protocol.rounds import Round
 
 
@@ -17,9 +19,19 @@ def reducers(round: Round) -> set[str]:
     return {share.member.peer for share in round.shares if share.chunks} & set(round.remaining)
 
 
-def told(running: Begin | Adopt, members: Sequence[str], ready: Mapping[str, Ready]) -> list[Effect]:
-    """Tell these members of an attempt, and only those who need it what is long: who reduces, what others have
-    committed to; who does not hold an entry that is handed on, as it was `ready`, the signatures of those who do."""
+def annex_of(running: Begin | Adopt) -> tuple[Fault, ...]:
+    """Return the annex of the entry that an attempt leads to."""
+    return running.round.faults if isinstance(running, Begin) else running.header.faults
+
+
+def told(
+    running: Begin | Adopt, members: Sequence[str], ready: Mapping[str, Ready], proofs: Sequence[Prove]
+) -> list[Effect]:
+    """Tell these members of an attempt, first what proves the annex, and only those who need it what else is long.
+
+    Who reduces needs what others have committed to; who does not hold an entry that is handed on, as it was `ready`,
+    the signatures of those who do.
+    """
     if isinstance(running, Adopt):
         lacking = {peer for peer in members if peer not in ready or not _holds(ready[peer], running)}
     else:
@@ -27,11 +39,17 @@ def told(running: Begin | Adopt, members: Sequence[str], ready: Mapping[str, Rea
     others = [peer for peer in members if peer not in lacking]
     left_out = "holders" if isinstance(running, Adopt) else "commitments"
     short = running.model_copy(update={left_out: ()}) if others else running
-    return [*(Send(peer, running) for peer in members if peer in lacking), *(Send(peer, short) for peer in others)]
+    whole = [Send(peer, message) for peer in members if peer in lacking for message in (*proofs, running)]
+    return [*whole, *(Send(peer, message) for peer in others for message in (*proofs, short))]
 
 
 def _holds(ready: Ready, adopt: Adopt) -> bool:
     return ready.held is not None and ready.held.header == adopt.header
+
+
+def is_connected(round: Round, pairs: Pairs) -> bool:
+    """Whether all who remain can exchange data with all of them who reduce, as far as is known."""
+    return not any(pairs.broken_with(peer) for peer in reducers(round))
 
 
 def held_up_by(

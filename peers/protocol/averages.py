@@ -6,6 +6,7 @@ two statements by one reducer about one chunk that differ are proof, whoever sho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
@@ -18,12 +19,16 @@ from peers.values.wire import Count, Digest, PeerId, Value, digest_of, pack
 
 AVERAGE_CONTEXT = b"diloco-peer average\0"
 MARK_BYTES = 8
+NO_STARTS: Mapping[str, int] = {}
 
 
 class Statement(Value):
-    """What a reducer signs: in this round the average of this chunk has this digest, without the blocks of these."""
+    """What a reducer signs: in this round the average of this chunk has this digest, without the blocks of these. In
+    one incarnation it signs nothing else of the chunk."""
 
     round_name: Attempt
+    reducer: PeerId
+    incarnation: Count
     chunk: Count
     digest: Digest
     absent: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
@@ -36,22 +41,23 @@ class Statement(Value):
 class Averages:
     """The averaged chunks of one round that are here, as their reducers have signed them."""
 
-    def __init__(self, me: str, round_name: Attempt, keys: Keys | None) -> None:
-        """Without `keys` nothing is signed, nor checked."""
+    def __init__(self, me: str, round_name: Attempt, keys: Keys | None, starts: Mapping[str, int] = NO_STARTS) -> None:
+        """`starts` are the incarnations of the round's members. Without `keys` nothing is signed, nor checked."""
         self._me = me
         self._round_name = round_name
         self._keys = keys
+        self._starts = starts
         self._signed: dict[int, Averaged] = {}
 
     def sign(self, chunk: int, digest: bytes, absent: tuple[str, ...]) -> None:
         """We have averaged this ourselves."""
         if self._keys is not None:
-            signature = self._keys.sign(self._text(chunk, digest, absent))
+            signature = self._keys.sign(self._text(self._me, chunk, digest, absent))
             self.keep(chunk, digest, absent, Origin(reducer=self._me, signature=signature))
 
     def is_signed(self, chunk: int, digest: bytes, absent: tuple[str, ...], origin: Origin) -> bool:
         """Return whether the reducer that is named has signed this of a chunk."""
-        text = self._text(chunk, digest, absent)
+        text = self._text(origin.reducer, chunk, digest, absent)
         return self._keys is None or self._keys.verify(origin.reducer, text, origin.signature)
 
     def keep(self, chunk: int, digest: bytes, absent: tuple[str, ...], origin: Origin) -> None:
@@ -79,16 +85,23 @@ class Averages:
                 return self._signed[chunk]
         return None
 
-    def convicts(self, accused: str, shown: Averaged) -> bool:
-        """Return whether the accused has signed this, and something else of the same chunk to us."""
-        ours = self._signed.get(shown.chunk)
-        if ours is None or not accused == ours.origin.reducer == shown.origin.reducer:
-            return False
-        is_other = (ours.digest, ours.absent) != (shown.digest, shown.absent)
-        return is_other and self.is_signed(shown.chunk, shown.digest, shown.absent, shown.origin)
+    def start_of(self, reducer: str) -> int:
+        """Return the incarnation in which a reducer signs."""
+        return self._starts.get(reducer, 0)
+
+    def signed(self, chunk: int) -> Averaged | None:
+        """Return what has been signed to us of a chunk."""
+        return self._signed.get(chunk)
 
     def _mark(self, signed: Averaged) -> bytes:
-        return digest_of(self._text(signed.chunk, signed.digest, signed.absent))[:MARK_BYTES]
+        return digest_of(self._text(signed.origin.reducer, signed.chunk, signed.digest, signed.absent))[:MARK_BYTES]
 
-    def _text(self, chunk: int, digest: bytes, absent: tuple[str, ...]) -> bytes:
-        return Statement(round_name=self._round_name, chunk=chunk, digest=digest, absent=absent).text
+    def _text(self, reducer: str, chunk: int, digest: bytes, absent: tuple[str, ...]) -> bytes:
+        return Statement(
+            round_name=self._round_name,
+            reducer=reducer,
+            incarnation=self.start_of(reducer),
+            chunk=chunk,
+            digest=digest,
+            absent=absent,
+        ).text

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from peers.log.header import Member, Position
+from peers.log.header import Position
 from peers.values.signing import Keys, Signature, Verify
 from peers.values.sum_tree import MOST_LEVELS, NODE, Sum, root_of
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack
@@ -26,12 +26,19 @@ Squares = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Path = Annotated[bytes, Field(strict=True, max_length=MOST_LEVELS * NODE.size)]
 
 
-class Pledge(Value):
-    """What a member signs: in this incarnation it contributes this to the entry at this position."""
+class Author(Value):
+    """Who commits, as which start, and for what: the round at this position that begins next `after` an attempt."""
 
-    position: Position
     peer: PeerId
     incarnation: Count
+    position: Position
+    after: Count
+
+
+class Pledge(Value):
+    """What a member signs: it contributes this. For one round it signs no other."""
+
+    author: Author
     digest: Digest
     squares: Squares
 
@@ -64,9 +71,9 @@ class Commitment(Contribution):
     def contribution(self) -> Contribution:
         return Contribution(digest=self.digest, squares=self.squares)
 
-    def is_of(self, peer: str, incarnation: int, position: Position, verify: Verify) -> bool:
-        """Return whether the peer has signed it for the entry at this position."""
-        return verify(peer, _pledge(self.root, peer, incarnation, position).text, self.signature)
+    def is_of(self, author: Author, verify: Verify) -> bool:
+        """Return whether the peer has signed it for this round."""
+        return verify(author.peer, _pledge(self.root, author).text, self.signature)
 
 
 class ChunkProof(Value):
@@ -84,19 +91,19 @@ class Evidence(Value):
     proof: ChunkProof
     data: Annotated[bytes, Field(strict=True, max_length=EVIDENCE_LIMIT)]
 
-    def convicts(self, accused: Member, position: Position, chunks: int, verify: Verify, inspect: Inspect) -> bool:
-        """Return whether these bytes are what the accused has committed to, and nothing that one may commit to."""
+    def convicts(self, author: Author, chunks: int, verify: Verify, inspect: Inspect) -> bool:
+        """Return whether these bytes are what their author has committed to, and nothing that one may commit to."""
         said = self.commitment
         return (
             leads_to(said.root, self.chunk, chunks, digest_of(self.data), self.proof)
-            and said.is_of(accused.peer, accused.incarnation, position, verify)
+            and said.is_of(author, verify)
             and fault_in(self.chunk, self.data, self.proof, inspect) is not None
         )
 
 
-def commit_to(root: Sum, peer: str, incarnation: int, position: Position, keys: Keys) -> Commitment:
+def commit_to(root: Sum, author: Author, keys: Keys) -> Commitment:
     """Return the peer's own signed commitment."""
-    signature = keys.sign(_pledge(root, peer, incarnation, position).text)
+    signature = keys.sign(_pledge(root, author).text)
     return Commitment(digest=root.digest, squares=root.squares, signature=signature)
 
 
@@ -114,5 +121,5 @@ def fault_in(chunk: int, data: Blocks, proof: ChunkProof, inspect: Inspect) -> s
     return None if squares == proof.squares else f"its squared norm is {squares:g}, not {proof.squares:g}"
 
 
-def _pledge(root: Sum, peer: str, incarnation: int, position: Position) -> Pledge:
-    return Pledge(position=position, peer=peer, incarnation=incarnation, digest=root.digest, squares=root.squares)
+def _pledge(root: Sum, author: Author) -> Pledge:
+    return Pledge(author=author, digest=root.digest, squares=root.squares)

@@ -7,8 +7,10 @@ from collections import deque
 from peers.log.certificate import Departure
 from peers.log.settings import RunSettings
 from peers.protocol.acceptor import Memory
+from peers.protocol.docket import Docket
 from peers.protocol.effects import Effect, Send
 from peers.protocol.events import Event, Received
+from peers.protocol.faults import Court
 from peers.protocol.schedule import Schedule
 from peers.values.chunks import PayloadSize
 from peers.values.signing import Keys
@@ -30,7 +32,7 @@ class Desk:
     ) -> None:
         self.me = me
         self.keys = keys
-        self.inspect = inspect
+        self.docket = Docket(Court(keys.verify, inspect, payload.chunks))
         self.memory = Memory(me, settings.run, incarnation, keys)
         self.settings = settings
         self.payload = payload

@@ -91,12 +91,14 @@ class FetchPayload:
 class Apply:
     """Take the outer step with the kept payload whose digest is `header.payload`; none where that is NO_PAYLOAD.
 
-    The certificate is kept with the entry. With `keeps_work`, what is being trained, or has been, is for a later entry.
+    The certificate is kept with the entry, and so are the `proofs` of its annex that are known here. With `keeps_work`,
+    what is being trained, or has been, is for a later entry.
     """
 
     header: Header
     keeps_work: bool = False
     certificate: Certificate | None = field(default=None, compare=False)
+    proofs: tuple[bytes, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

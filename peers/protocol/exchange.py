@@ -48,7 +48,7 @@ class Exchange:
         self, me: str, attempt: Attempt, round: Round, contributions: Contributions = UNKNOWN, keys: Keys | None = None
     ) -> None:
         """Without `keys` nothing is signed, nor checked."""
-        self.averages = Averages(me, round.name, keys)
+        self.averages = Averages(me, round.name, keys, {member.peer: member.incarnation for member in round.roster})
         self.contributions = contributions
         self.disputed: set[str] = set()
         """Whose chunks are not what they ought to be, though nobody but us can know."""
@@ -243,9 +243,9 @@ class Exchange:
         if said is None or signature is None:
             return None
         if sender not in self._committed:
-            start = next(member.incarnation for member in self.round.roster if member.peer == sender)
+            author = self.round.author(next(member for member in self.round.roster if member.peer == sender))
             commitment, keys = said.signed(signature), self._keys
-            if keys is not None and not commitment.is_of(sender, start, self.name.position, keys.verify):
+            if keys is not None and not commitment.is_of(author, keys.verify):
                 return None
             self._committed[sender] = commitment
         return self._committed[sender]

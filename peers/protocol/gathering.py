@@ -78,6 +78,8 @@ class Gathering:
     # Leases for joiners ---------------------------------------------------------------------------------------
     def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
         """Grant samples; fewer inner steps the further we are ourselves, so that the joiner finishes with us."""
+        if sender in self._log.excluded:
+            return []
         if request.state_digest != self._state_digest:
             return [self._refuse(sender, "its state at this position is not ours")]
         self._standing.said(sender, request.relayed, request.unreached)
@@ -107,6 +109,8 @@ class Gathering:
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
         self._said_at[sender] = now
+        if sender in self._log.excluded:
+            return []  # as it knows from its own log
         if sender in self._standing.barred(now):
             self._barred[sender] = ready  # it held an attempt up; the others may go on without it meanwhile
             return []
@@ -119,6 +123,9 @@ class Gathering:
         for known in (self._ready, self._barred):
             for peer in known.keys() - still:
                 del known[peer]
+        if self._log.roster:  # whoever has been shown to have lied meanwhile
+            for peer in self._standing.barred(now) & self._ready.keys() - {self._me}:
+                del self._ready[peer]
 
     def take_in_barred(self, now: float) -> list[Effect]:
         """Before the first entry all may be needed, so that to wait for the end of a bar helps nobody. Once each in an
@@ -177,7 +184,7 @@ class Gathering:
         said = ready.commitment
         if (said is not None) != (ready.tokens > 0):
             raise LogError("it commits to what it does not contribute, or does not commit to what it does")
-        if said and not said.is_of(sender, ready.incarnation, self._log.position, self._certifier.verify):
+        if said and not said.is_of(ready.author(sender), self._certifier.verify):
             raise LogError("it has not signed its commitment")
 
     def _is_time(self, now: float, live: Mapping[str, Heartbeat]) -> bool:

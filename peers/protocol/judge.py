@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from peers.log.header import Position
+from peers.log.exclusions import Fault, Faults
+from peers.log.lineage import Lineage
+from peers.log.state import LogState
+from peers.protocol.docket import Docket, FalseProofError
 from peers.protocol.exchange import Exchange
-from peers.protocol.messages import Accuse
+from peers.protocol.faults import BadContribution, FaultProof, SignedAverage, TwoAverages
+from peers.protocol.messages import Accuse, Prove
 from peers.protocol.rounds import Round
-from peers.values.signing import Verify
-from peers.values.workload import Inspect
+from peers.protocol.signed_averages import Averaged
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Of one position, where a payload has so many `chunks`. `exchange` is our own side of the round under way."""
+    """Of one position. `exchange` is our own side of the round under way."""
 
-    position: Position
-    chunks: int
-    verify: Verify
-    inspect: Inspect
+    log: LogState
+    docket: Docket
+    lineage: Lineage
     exchange: Callable[[], Exchange | None]
 
     @property
@@ -31,13 +33,45 @@ class Judge:
 
     def is_bad_contribution(self, accuse: Accuse, round: Round) -> bool:
         """Return whether the accused has committed to what is none, or to another norm than it has."""
-        how = self.position, self.chunks, self.verify, self.inspect
-        accused = [member for member in round.contributors if member.peer == accuse.accused]
-        return accuse.evidence is not None and any(accuse.evidence.convicts(member, *how) for member in accused)
+        accused = next((member for member in round.contributors if member.peer == accuse.accused), None)
+        if accused is None or accuse.evidence is None:
+            return False
+        return self._is_proven(BadContribution(author=round.author(accused), evidence=accuse.evidence))
 
     def is_two_averages(self, accuse: Accuse) -> bool:
         """Return whether the accused has given the accuser another average than us."""
-        exchange = self.exchange()
-        if exchange is None or accuse.average is None:
+        exchange, shown = self.exchange(), accuse.average
+        ours = exchange.averages.signed(shown.chunk) if exchange and shown else None
+        if exchange is None or shown is None or ours is None:
             return False
-        return exchange.averages.convicts(accuse.accused, accuse.average)
+        if not accuse.accused == ours.origin.reducer == shown.origin.reducer:
+            return False
+        proof = TwoAverages(
+            round_name=exchange.name,
+            reducer=accuse.accused,
+            incarnation=exchange.averages.start_of(accuse.accused),
+            chunk=shown.chunk,
+            first=_signed(ours),
+            second=_signed(shown),
+        )
+        return self._is_proven(proof)
+
+    def _is_proven(self, proof: FaultProof) -> bool:
+        try:
+            self.docket.file(proof, self.lineage)
+        except FalseProofError:
+            return False
+        return True
+
+    # The annex ------------------------------------------------------------------------------------------------
+    def annex(self, members: Collection[str]) -> tuple[Fault, ...]:
+        """Return the faults to be named in an entry with these members."""
+        return self.docket.provable(self.log, self.lineage, members)
+
+    def shown(self, faults: Faults) -> tuple[Prove, ...]:
+        """Return what members are shown before they sign that."""
+        return tuple(known.at(self.log.position) for known in self.docket.behind(faults))
+
+
+def _signed(average: Averaged) -> SignedAverage:
+    return SignedAverage(digest=average.digest, absent=average.absent, signature=average.origin.signature)

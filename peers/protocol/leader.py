@@ -17,7 +17,7 @@ from peers.log.state import LogError, LogState
 from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
-from peers.protocol.attempts import held_up_by, reducers, told
+from peers.protocol.attempts import annex_of, held_up_by, is_connected, reducers, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier, passers
 from peers.protocol.claims import Claim, disclaimers
 from peers.protocol.commitment import Contribution
@@ -74,7 +74,8 @@ class Leader(Gathering):
         if sender not in self._members:
             return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
         if ready.last_attempt < self._running.attempt.number:
-            return told(self._running, [sender], {sender: ready})  # it has not heard of the attempt yet
+            # It has not heard of the attempt yet.
+            return told(self._running, [sender], {sender: ready}, self._judge.shown(annex_of(self._running)))
         reason = f"{sender} has left the attempt"
         self._left[sender] += 1
         if self._left[sender] > LEAVES and (effects := self._lose([sender], reason, now)):
@@ -141,7 +142,8 @@ class Leader(Gathering):
         roster = [offers[peer] for peer in take_order(self._log.roster, offers)]
         part = deal(self._payload.chunks, len(roster), self._plan().reducers, self._rates(offers))
         shares = tuple(Share(member=member, chunks=part.get(member.peer, 0)) for member in roster)
-        return Round(name=name, shares=shares, lost=())
+        faults = () if name.alone else self._judge.annex(offers)
+        return Round(name=name, shares=shares, lost=(), faults=faults)
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
@@ -149,17 +151,12 @@ class Leader(Gathering):
         mine = rounds.get(self._me)
         if mine is None or mine.name in self._spoiled:
             return None
-        plan = mine.name, mine.shares  # another round may share as this one does: who is in it has nothing of this one
-        others = {peer: round for peer, round in rounds.items() if (round.name, round.shares) == plan}
+        others = {peer: round for peer, round in rounds.items() if round.is_same(mine)}
         lost = {peer for round in others.values() for peer in round.lost}
         round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
-        able = self._me in round.remaining and bool(reducers(round)) and self._is_connected(round)
+        able = self._me in round.remaining and bool(reducers(round))
+        able = able and is_connected(round, self._standing.pairs(round.remaining))
         return round if able and self._is_enough(round.remaining) else None
-
-    def _is_connected(self, round: Round) -> bool:
-        """Whether all who remain can exchange data with all of them who reduce, as far as we know."""
-        pairs = self._standing.pairs(round.remaining)
-        return not any(pairs.broken_with(peer) for peer in reducers(round))
 
     def _exchange(self, round: Round, commitments: tuple[Contribution, ...], what: str, now: float) -> list[Effect]:
         """Run an attempt in which the members that remain exchange blocks.
@@ -201,7 +198,10 @@ class Leader(Gathering):
         self._differing_since = None
         self._complete, self._waiting = {}, {}
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
-        return [note, *told(running, members, self._ready)]
+        return [note, *self._tell(members, running)]
+
+    def _tell(self, peers: Sequence[str], running: Begin | Adopt) -> list[Effect]:
+        return told(running, peers, self._ready, self._judge.shown(annex_of(running)))
 
     def _next_attempt(self) -> Attempt:
         self._last_number += 1
@@ -355,7 +355,7 @@ class Leader(Gathering):
         (payload, missed), _ = Counter(outcomes.values()).most_common(1)[0]
         wrong = [peer for peer, outcome in outcomes.items() if outcome != (payload, missed)]
         try:
-            header = self._log.next_header(running.round.entry_roster(dict(missed)), payload)
+            header = self._log.next_header(running.round.entry_roster(dict(missed)), payload, running.round.faults)
         except LogError as error:
             return self._abort(f"what its members say can be no entry: {error}")
         if not wrong:
@@ -393,7 +393,7 @@ class Leader(Gathering):
     def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
         """The sender speaks of another attempt than the one that runs."""
         if self._running and sender in self._members:
-            return told(self._running, [sender], self._ready)
+            return self._tell([sender], self._running)
         return self._ends(attempt, [sender], "this attempt is over")
 
     def _is_running(self, attempt: Attempt) -> bool:

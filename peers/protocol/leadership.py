@@ -122,8 +122,7 @@ class Leadership:
         if self._leader is None:
             settings, payload, digest = self._desk.settings, self._desk.payload, self._replica.state_digest
             standing, log = self._presence.standing, self._log.in_state(digest)
-            how = self._certifier.verify, self._desk.inspect, lambda: self._work.exchange
-            judge = Judge(log.position, payload.chunks, *how)
+            judge = Judge(log, self._desk.docket, self._replica.lineage, lambda: self._work.exchange)
             told = log, digest, settings, payload, standing, self._certifier, judge
             self._leader = Leader(self._desk.me, *told)
             self._leader.since = self._since

@@ -11,10 +11,12 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import Field
 
 from peers.log.certificate import Certificate
+from peers.log.exclusions import Kind
 from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
-from peers.protocol.commitment import Commitment, Contribution, Evidence
+from peers.protocol.commitment import Author, Commitment, Contribution, Evidence
+from peers.protocol.faults import PROOF_LIMIT
 from peers.protocol.rounds import Attempt, Disclaimer, Held, Holder, Round
 from peers.protocol.signed_averages import Averaged, Marks
 from peers.values.leases import PIECE_LIMIT
@@ -62,8 +64,8 @@ class Ready(Value):
 
     `relayed` names the peers that it reaches only through a relay, or with other difficulty, `unreached` those with
     which it can exchange no data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
-    The `commitment` is to its blocks; who has trained nothing has none. The signature `stance` is of its `Stance`: what
-    it holds, and which attempts it takes part in no more.
+    The `commitment` is to its blocks, in the next attempt; who has trained nothing has none. The signature `stance` is
+    of its `Stance`: what it holds, and which attempts it takes part in no more.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -82,6 +84,11 @@ class Ready(Value):
     relayed: Peers
     unreached: Peers
     seen: Rates
+
+    def author(self, sender: str) -> Author:
+        """Return as whom the sender commits to its blocks."""
+        after, position = self.last_attempt, self.position
+        return Author(peer=sender, incarnation=self.incarnation, position=position, after=after)
 
 
 class Begin(Value):
@@ -186,6 +193,16 @@ class Accuse(Value):
     @property
     def position(self) -> Position:
         return self.attempt.position
+
+
+class Prove(Value):
+    """Member → leader: this proves that somebody has lied, which is for the next entry's annex. Leader → members: this
+    is behind the annex of what I begin or hand on, to be seen before it is signed."""
+
+    kind: ClassVar[Literal["prove"]] = "prove"
+    position: Position
+    fault: Kind
+    proof: Annotated[bytes, Field(strict=True, max_length=PROOF_LIMIT)]
 
 
 class Compare(Value):
@@ -304,6 +321,7 @@ Message = (
     | Want
     | Waiting
     | Accuse
+    | Prove
     | Compare
     | Complete
     | Commit

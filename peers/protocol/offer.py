@@ -6,7 +6,7 @@ from peers.log.header import Member
 from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
-from peers.protocol.commitment import Commitment, commit_to
+from peers.protocol.commitment import Author, Commitment, commit_to
 from peers.protocol.contributions import Contributions
 from peers.protocol.desk import Desk
 from peers.protocol.messages import Begin, Ready
@@ -31,7 +31,7 @@ class Offer:
         self._made_at = desk.now
         self._wants = 0  # samples of the next lease; 0: a whole one
         self._signed: tuple[Stance, bytes] | None = None
-        self._committed: tuple[Sum, int, Commitment] | None = None
+        self._committed: tuple[Sum, Author, Commitment] | None = None
 
     def make(self, trained: Trained) -> None:
         """Offer this, and decide how much to ask for next: a round must take all of the offer as it was made."""
@@ -43,12 +43,13 @@ class Offer:
         """What the leader is told. `round` is the one that we are in the middle of."""
         trained, presence = self._trained, self._presence
         assert trained is not None
+        commitment = self._commitment(trained.contribution, acceptor) if trained.tokens else None
         return Ready(
             position=self._log.position,
             state_digest=self._replica.state_digest,
             tokens=trained.tokens,
             samples=trained.samples,
-            commitment=self._commitment(trained.contribution) if trained.tokens else None,
+            commitment=commitment,
             incarnation=self._desk.memory.incarnation,
             last_attempt=acceptor.last_attempt,
             held=acceptor.held,
@@ -74,14 +75,19 @@ class Offer:
             self._signed = said, self._desk.keys.sign(said.text)
         return self._signed[1]
 
-    def _commitment(self, root: Sum | None) -> Commitment | None:
-        """Sign what the training came to, once for each incarnation."""
-        incarnation = self._desk.memory.incarnation
+    def _commitment(self, root: Sum | None, acceptor: Acceptor) -> Commitment | None:
+        """Sign what the training came to, for the next attempt; once, for as long as that is the same."""
         if root is None:
             return None
-        if self._committed is None or self._committed[:2] != (root, incarnation):
-            commitment = commit_to(root, self._desk.me, incarnation, self._log.position, self._desk.keys)
-            self._committed = root, incarnation, commitment
+        acceptor.commit(root)
+        author = Author(
+            peer=self._desk.me,
+            incarnation=self._desk.memory.incarnation,
+            position=self._log.position,
+            after=acceptor.last_attempt,
+        )
+        if self._committed is None or self._committed[:2] != (root, author):
+            self._committed = root, author, commit_to(root, author, self._desk.keys)
         return self._committed[2]
 
     def contributions(self, begin: Begin) -> Contributions:
@@ -113,10 +119,10 @@ class Offer:
             incarnation=self._desk.memory.incarnation,
         )
 
-    def objection(self, begin: Begin, ours: Round | None) -> str | None:
+    def objection(self, begin: Begin, ours: Round | None, acceptor: Acceptor) -> str | None:
         """Return why this peer takes no part in an attempt: it can lead to no entry, or is begun without proof; or goes
         on with a round that is not `ours` of this name, so that another entry would come of the same payload."""
-        if ours is not None and ours.shares != begin.round.shares:
+        if ours is not None and not ours.is_same(begin.round):
             return "it goes on with another round of the same name"
         if begin.attempt.alone and self._sees_most():
             return "it goes on alone, though most are here"
@@ -124,6 +130,8 @@ class Offer:
             return "its attempt can lead to no entry"
         if ours is None and not self._knows_commitments(begin):
             return "it does not say what all members have committed to"
+        if ours is None and not acceptor.may_enter(begin.round):
+            return "this peer has been in that round, or in a later one"
         return None
 
     def _sees_most(self) -> bool:
@@ -134,7 +142,7 @@ class Offer:
     def _can_lead_to_an_entry(self, round: Round) -> bool:
         """Whether the round's roster follows from the log, and its parts are the payload."""
         try:
-            self._log.next_header(round.roster, self._log.position.head)  # any digest will do
+            self._log.next_header(round.roster, self._log.position.head, round.faults)  # any digest will do
         except LogError:
             return False
         reduces = {share.member.peer for share in round.shares if share.chunks}
@@ -142,10 +150,16 @@ class Offer:
         return round.chunks == self._desk.payload.chunks and reduces <= trained and not reduces <= set(round.lost)
 
     def _knows_commitments(self, begin: Begin) -> bool:
-        """Return whether it says what all who contribute have committed to, and of us what we did. Who reduces nothing
-        need not know. What others have signed, their chunks show."""
-        peers = [member.peer for member in begin.round.contributors]
-        if not any(share.chunks for share in begin.round.shares if share.member.peer == self._desk.me):
+        """Return whether our own commitment is for this round, and a Begin says what all have committed to, and of us
+        what we did. Who reduces nothing need not know. What others have signed, their chunks show."""
+        me, contributors = self._desk.me, begin.round.contributors
+        for member in contributors:
+            if member.peer == me and (self._committed is None or self._committed[1] != begin.round.author(member)):
+                return False
+        if not any(share.chunks for share in begin.round.shares if share.member.peer == me):
             return True
+        if len(begin.commitments) != len(contributors):
+            return False
         ours = self._committed[2].contribution if self._committed else None
-        return len(begin.commitments) == len(peers) and begin.commitments[peers.index(self._desk.me)] == ours
+        said = {member.peer: known for member, known in zip(contributors, begin.commitments, strict=True)}
+        return said.get(me) == ours

@@ -65,6 +65,7 @@ from peers.protocol.messages import (
     LeaseRequest,
     Leaving,
     Message,
+    Prove,
     Ready,
     Refuse,
     Unread,
@@ -214,12 +215,16 @@ class Peer:
             case LeaseRequest() if course.answers(sender) and course.gives_lease(sender, slot):
                 leadership.on_lease_request(message, sender)
             case Ready() if course.answers(sender):
+                slot.witness.compare(sender, message)
                 leadership.on_ready(message, sender)
             case Waiting():
                 leadership.on_waiting(message, sender)
             case Accuse():
                 leadership.on_accuse(message, sender)
+            case Prove() if course.answers(sender):
+                slot.witness.hear(sender, message)
             case Complete():
+                slot.witness.compare_votes(sender, message, slot.exchange.round if slot.exchange else None)
                 leadership.on_complete(message, sender)
                 slot.take(message, sender)
 

@@ -116,7 +116,8 @@ class Replica(Part):
         self.lineage.append(made.header, self.log, made.certificate)
         self._behind = None
         self._enter(APPLYING)
-        self._desk.emit(Apply(made.header, made.keeps_work, made.certificate))
+        proofs = tuple(known.data for known in self._desk.docket.behind(made.header.faults))
+        self._desk.emit(Apply(made.header, made.keeps_work, made.certificate, proofs))
 
     def _apply_or_wait(self, made: EntryMade) -> None:
         if made.header == self.replaying:
@@ -213,6 +214,8 @@ class Replica(Part):
         is_certified = proof is not None and proof.is_certified
         if not (is_certified or may_follow(self._desk, self._presence, self.log, sender, header, proof)):
             return None
+        if not (is_certified or self._desk.docket.has(header.faults, self.lineage)):
+            return None  # too few have seen the proofs of its annex
         if self.log.last is None and not may_found(self._desk, self._presence, len(header.roster)):
             return None
         donors = {peer for peer, beat in live.items() if beat.index > header.index}

@@ -9,7 +9,9 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.log.certificate import AttemptName
+from peers.log.exclusions import Faults
 from peers.log.header import MEMBER_LIMIT, Header, Member, Position
+from peers.protocol.commitment import Author
 from peers.values.signing import Signature
 from peers.values.wire import Count, Digest, PeerId, Value, pack
 
@@ -96,12 +98,13 @@ class Round(Value):
     """An exchange of blocks: who takes part, from which chunk on who reduces, and who has been lost on the way.
 
     Everybody in it sends everybody else the blocks of that one's chunks. The chunks of who is lost fall to the next in
-    line; blocks of its own that had arrived count, the others don't.
+    line; blocks of its own that had arrived count, the others don't. `faults` is the annex of the entry that it makes.
     """
 
     name: Attempt
     shares: Annotated[tuple[Share, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
     lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+    faults: Faults = ()
 
     @cached_property
     def roster(self) -> tuple[Member, ...]:
@@ -133,4 +136,14 @@ class Round(Value):
     def without(self, lost: Iterable[str]) -> Round:
         """The same round with more peers lost."""
         gone = {*self.lost, *lost}
-        return Round(name=self.name, shares=self.shares, lost=tuple(peer for peer in self.peers if peer in gone))
+        lost = tuple(peer for peer in self.peers if peer in gone)
+        return Round(name=self.name, shares=self.shares, lost=lost, faults=self.faults)
+
+    def author(self, member: Member) -> Author:
+        """Return as whom a member has committed to what it contributes."""
+        after, position = max(0, self.name.number - 1), self.name.position
+        return Author(peer=member.peer, incarnation=member.incarnation, position=position, after=after)
+
+    def is_same(self, other: Round) -> bool:
+        """Whether it leads to the same entry, whoever is lost. Two rounds of one leader may have one name."""
+        return (self.name, self.shares, self.faults) == (other.name, other.shares, other.faults)

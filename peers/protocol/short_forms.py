@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from peers.log.exclusions import Faults
 from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.log.outcome import Outcome, Turnout, header_of, outcome_of, turnout_of
 from peers.log.state import LogError, LogState
@@ -62,6 +63,7 @@ class ShortRound(Value):
     turnout: Turnout
     chunks: Annotated[tuple[Count, ...], Field(max_length=MEMBER_LIMIT)]
     lost: PeerSet
+    faults: Faults
 
 
 class ShortPeers(Value):
@@ -202,6 +204,7 @@ def _short_round(round: Round, log: LogState) -> ShortRound:
         turnout=turnout_of(log, round.roster),
         chunks=tuple(share.chunks for share in round.shares),
         lost=chunk_set(places[peer] for peer in round.lost),
+        faults=round.faults,
     )
 
 
@@ -217,7 +220,8 @@ def _in_full(short: ShortRound, log: LogState) -> Round:
         raise LogError(f"{len(short.chunks)} parts for {len(roster)} members")
     shares = tuple(Share(member=member, chunks=chunks) for member, chunks in zip(roster, short.chunks, strict=True))
     lost = tuple(_at([member.peer for member in roster], short.lost))
-    return from_plain(Round, {"name": _attempt(short.name, log.position), "shares": shares, "lost": lost})
+    name = _attempt(short.name, log.position)
+    return from_plain(Round, {"name": name, "shares": shares, "lost": lost, "faults": short.faults})
 
 
 def _optional(form: Form, empty: object) -> Form:

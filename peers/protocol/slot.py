@@ -27,16 +27,18 @@ from peers.protocol.events import (
     Tick,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
+from peers.protocol.inquiries import Inquiries
 from peers.protocol.internal import WorkDone
 from peers.protocol.leadership import Leadership
-from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Holding, Inquire, Want
+from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Holding, Want
 from peers.protocol.minority import may_make
 from peers.protocol.offer import Offer
 from peers.protocol.part import Part, Row, Table
 from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
-from peers.protocol.rounds import Attempt
+from peers.protocol.rounds import Attempt, Round
 from peers.protocol.trainer import Trainer
+from peers.protocol.witness import Witness
 from peers.values.wire import printable
 
 
@@ -119,21 +121,14 @@ class Slot(Part):
         self._offer = Offer(desk, presence, trainer, replica, self.log)
         self._since = self._attempt_ends = self._began_at = self._ready_since = desk.now
         self._takeover = Takeover(desk, presence, self.log, self.certifier, self.acceptor)
-        self._asked = ""
         self._patience = Patience(desk, presence, self.log)
+        self._inquiries = Inquiries(desk, presence, self.log)
+        self.witness = Witness(desk, presence, self.log, replica, self._patience)
         self._word = Repetition(desk)
 
     def was_asked(self, peer: str) -> bool:
         """Whether we asked the peer: it knows better than its last heartbeat how far it is."""
-        return self.state is READY and peer in (self.acceptor.pledged_to, self._asked)
-
-    def _ask_another(self) -> None:
-        """As its leader, find out whether the others have made this fragment's entry already: heartbeats do not tell,
-        and nobody says so who has no business with us any more."""
-        others = sorted(peer for peer in self._presence.live() if peer in self.log.roster)
-        if others and self.log.fragments > 1:  # of one fragment they do tell
-            self._asked = next((peer for peer in others if peer > self._asked), others[0])
-            self._desk.emit(Send(self._asked, Inquire(position=self.log.position)))
+        return self.state is READY and peer in (self.acceptor.pledged_to, self._inquiries.asked)
 
     @property
     def _lasted(self) -> float:
@@ -171,9 +166,10 @@ class Slot(Part):
             return
         self._word.said()
         if leader == self._desk.me:
-            self._ask_another()
+            self._inquiries.ask_another()
         round = self.exchange.round if self.exchange else None
         self._desk.emit(Send(leader, self._offer.ready(self.acceptor, round)))
+        self.witness.show(leader)
         if self.exchange:
             self._desk.emit(*self.exchange.repeat())
 
@@ -182,15 +178,17 @@ class Slot(Part):
         """Join an attempt of the leader we are pledged to, or go on with a round of which somebody was lost."""
         if not self.acceptor.may_join(sender, begin.attempt, self._lasted):
             return
-        going_on = self.exchange is not None and self.exchange.name == begin.round.name
-        if not self._keeps_to_what_we_hold(begin, going_on) or not self._offer.is_in(begin.round, begin.attempt.alone):
+        ours = self.exchange.round if self.exchange and self.exchange.name == begin.round.name else None
+        if not self._keeps_to_what_we_hold(begin, ours) or not self._offer.is_in(begin.round, begin.attempt.alone):
             return
-        if objection := self._offer.objection(begin, self.exchange.round if self.exchange and going_on else None):
+        if not self.witness.is_convinced(begin.round.faults, sender):
+            return
+        if objection := self._offer.objection(begin, ours, self.acceptor):
             self._desk.emit(Dropped(sender, "begin", objection))
             return
         self._enter_attempt(begin.attempt, begin.seconds)
         self._open_to = begin.round.remaining if begin.open else ()
-        if self.exchange is not None and going_on:
+        if self.exchange is not None and ours is not None:
             self._desk.emit(*self.exchange.go_on(begin.attempt, begin.round))
             if self.exchange.payload is not None:
                 self._hold_round(self.exchange)
@@ -200,9 +198,9 @@ class Slot(Part):
             self.exchange = Exchange(self._desk.me, begin.attempt, begin.round, contributions, self._desk.keys)
             self._desk.emit(*self.exchange.open())
 
-    def _keeps_to_what_we_hold(self, begin: Begin, going_on: bool) -> bool:
+    def _keeps_to_what_we_hold(self, begin: Begin, ours: Round | None) -> bool:
         """Whether an attempt can lead to nothing else than what we hold, or that can't have been committed."""
-        held, exchange = self.acceptor.held, self.exchange if going_on else None
+        held, exchange = self.acceptor.held, self.exchange if ours else None
         outcome = self._outcome(exchange) if exchange and exchange.payload is not None else None
         if held is None or held.header == outcome:
             return True
@@ -215,6 +213,8 @@ class Slot(Part):
         if not follows(self._here, adopt.header) or not self._takeover.is_proven(adopt):
             self._desk.emit(Dropped(sender, "adopt", "it hands on what nobody has signed, or what does not follow"))
             self._patience.give_up(sender)
+            return
+        if not self.witness.is_convinced(adopt.header.faults, sender):
             return
         waited = self._desk.now - self._ready_since
         if sender != self._desk.me and (objection := self._takeover.objection(adopt, waited)):
@@ -340,7 +340,8 @@ class Slot(Part):
 
     def _outcome(self, exchange: Exchange) -> Header:
         assert exchange.payload is not None
-        return self._here.next_header(exchange.round.entry_roster(exchange.missed()), exchange.payload)
+        round = exchange.round
+        return self._here.next_header(round.entry_roster(exchange.missed()), exchange.payload, round.faults)
 
     @property
     def _here(self) -> LogState:

@@ -4,7 +4,8 @@ Too slow: not even the smallest share of a lease is done before it is too old. T
 in heartbeats, and stops when a lease was in vain. Cut off: the peer whom all take for their leader can't be reached; or
 the leader says that rounds go on without us. In each of these cases the peer waits without a lease, and
 looks again when links or speeds change, and after some time. Astray: an anchor of the run has signed another log. On
-probation: a new peer's work does not count yet. It is told so, and goes on.
+probation: a new peer's work does not count yet. It is told so, and goes on. Convicted: the log excludes it for a proven
+lie.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class Troubles:
     def _find(self, leader: str | None) -> Hindrance | None:
         if self._excluded:
             return Hindrance("left out", f"{self._excluded}; {REACH_REMEDY}", is_vain=True)
+        if (found := self._convicted()) is not None:
+            return found
         return self._cut_off(leader) or self._astray() or self._too_slow() or self._partition() or self._on_probation()
 
     def _astray(self) -> Hindrance | None:
@@ -144,6 +147,20 @@ class Troubles:
             return None
         reason = f"{len(gone)} of the {len(roster)} peers of the last outer step are gone; waiting for them"
         return Hindrance("waiting", f"{reason}, as --on-partition wait says", is_vain=False)
+
+    def _convicted(self) -> Hindrance | None:
+        """Whether the log excludes us for a proven lie: if we have told none, a bit has flipped in our memory."""
+        log = self._replica.log
+        until = log.excluded.get(self._desk.me)
+        if until is None:
+            return None
+        steps = until + 1 - log.position.index
+        reason = (
+            f"the run's log says that this peer has signed what is not true, and excludes it for its next {steps} outer"
+            f" steps: nothing that it trains counts; if you have changed nothing, test this machine's memory, and join"
+            f" from a sound machine with a new identity"
+        )
+        return Hindrance("convicted", reason, is_vain=True)
 
     def _on_probation(self) -> Hindrance | None:
         log = self._replica.log

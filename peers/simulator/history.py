@@ -38,6 +38,8 @@ class History:
         self.trained: dict[bytes, set[int]] = {}
         self.counted: Counter[str] = Counter()
         """Tokens that count of each peer, in all lineages together."""
+        self.named: Counter[str] = Counter()
+        """Faults by their kind, once for each peer that has applied their entry."""
         self.longest = 0
         self.smallest_roster = 0
         self._keys = SimulatedKeys("")
@@ -71,14 +73,17 @@ class History:
             raise InvariantError(f"two certified entries at index {header.index}: {names}")
 
     def record(self, header: Header, log: LogState) -> None:
-        """An entry is applied, which leads to this log. One child per place, no sample twice in a lineage, and somebody
-        honest counts in it.
+        """An entry is applied, which leads to this log. One child per place, no sample twice in a lineage, somebody
+        honest counts in it, and nobody honest is named in its annex.
 
         Raises: InvariantError.
         """
         known = self.children.setdefault((header.previous, header.fragment), header.digest)
         if self.one_child and known != header.digest:
             raise InvariantError(f"two entries at index {header.index}: {known.hex()[:8]}, {header.digest.hex()[:8]}")
+        if framed := {fault.peer for fault in header.faults} - self.liars:
+            raise InvariantError(f"entry {header.index} excludes {', '.join(sorted(framed))}, though honest")
+        self.named.update(fault.kind for fault in header.faults)
         head, closing = log.position.head, log.last
         if log.made or closing is None or head in self.trained:
             return  # in the midst of a cycle, or another peer was here before: it is checked

@@ -26,6 +26,7 @@ from peers.protocol.messages import (
     Unread,
 )
 from peers.protocol.rounds import Round
+from peers.simulator.fault_lies import NamesHonest
 from peers.simulator.liars import Lie, Means, Said, invented
 from peers.values.wire import LONGEST_WAIT
 
@@ -256,4 +257,5 @@ LEADERS_LIES: dict[str, type[Lie]] = {
     "invented roots": InventedRoots,
     "hands on its own": HandsOnItsOwn,
     "two entries": TwoEntries,
+    "names the honest": NamesHonest,
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from opendiloco.checkpoints.audit import entries
+from opendiloco.checkpoints.audit import Findings, Proofs, entries
 from opendiloco.checkpoints.files import file_header
 from opendiloco.checkpoints.loading import metadata_of
 from opendiloco.checkpoints.run_folder import RunFolder
@@ -19,12 +19,17 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import initial_theta
 from opendiloco.run import Run
 from peers.log.chain import Entry
-from peers.log.files import ENTRIES, PAYLOADS, entry_line, first_line, payload_path, read_chain
+from peers.log.exclusions import Fault
+from peers.log.files import ENTRIES, NO_RUN, PAYLOADS, entry_line, first_line, payload_path, read_chain
 from peers.log.folder import LogFolder
+from peers.log.header import Position
 from peers.log.payload import Payload
+from peers.protocol.commitment import Author, commit_to
+from peers.protocol.faults import TwoCommitments
 from peers.values.anchors import AnchoredHead, AnchoredHeads
 from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys
+from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of, pack
 from tests.opendiloco.recorded_run import BLOCK_BYTES, IDENTITIES, PEERS, RecordedRun, certificate, record
 
@@ -330,3 +335,59 @@ def test_indices_in_words() -> None:
     assert entries([7]) == "entry 7"
     assert entries([1, 2, 3]) == "entries 1 to 3"
     assert entries([0, 2, 3, 9]) == "entries 0, 2 to 3, 9"
+
+
+# What excludes peers ----------------------------------------------------------------------------------------------
+def two_commitments(position: Position, liar: int = 0, is_lie: bool = True) -> TwoCommitments:
+    author = Author(peer=PEERS[liar], incarnation=0, position=position, after=0)
+    roots = [Sum(digest_of(b"%d" % (number * is_lie)), 1.0) for number in range(2)]
+    first, second = (commit_to(root, author, IdentityKeys(IDENTITIES[liar])) for root in roots)
+    return TwoCommitments(author=author, first=first, second=second)
+
+
+def position(recorded: RecordedRun, index: int) -> Position:
+    header = recorded.headers[index]
+    return Position(index=index, head=header.previous)
+
+
+def found_of(recorded: RecordedRun, folder: Path, fault: Fault) -> Findings:
+    """What is found where entry 2 names this fault."""
+    findings = Findings()
+    proofs = Proofs(folder, recorded.run, findings)
+    for header in (*recorded.headers[:2], recorded.headers[2].model_copy(update={"faults": (fault,)})):
+        proofs.check(header)
+    return findings
+
+
+def keep(folder: Path, proof: bytes) -> None:
+    LogFolder.open(folder, NO_RUN, BLOCK_BYTES).keep_proofs([proof])
+
+
+def test_what_excludes_a_peer_is_verified_where_its_proof_is_here(recorded: RecordedRun, tmp_path: Path) -> None:
+    proof = two_commitments(position(recorded, 1))
+    assert found_of(recorded, tmp_path, proof.fault).unverified == {"proofs of faults, which are not here": [2]}
+    keep(tmp_path, pack(proof))
+    assert found_of(recorded, tmp_path, proof.fault).verified == {"proofs of faults": [2]}
+
+
+@pytest.mark.parametrize("what", ["no lie", "another log", "another peer", "no proof"])
+def test_what_proves_nothing_is_found(what: str, recorded: RecordedRun, tmp_path: Path) -> None:
+    place = position(recorded, 1)
+    if what == "another log":
+        place = place.model_copy(update={"head": digest_of(b"another")})
+    proof = two_commitments(place, is_lie=what != "no lie")
+    fault, data = proof.fault, pack(proof)
+    if what == "another peer":
+        fault = fault.model_copy(update={"peer": PEERS[1]})
+    if what == "no proof":
+        data = b"nonsense"
+        fault = fault.model_copy(update={"proof": digest_of(data)})
+    keep(tmp_path, data)
+    assert found_of(recorded, tmp_path, fault).wrong == [(2, f"what is kept as proof does not convict {fault.peer}")]
+
+
+def test_a_false_contribution_is_not_verified_without_the_model(recorded: RecordedRun, tmp_path: Path) -> None:
+    fault = Fault(peer=PEERS[0], kind="contribution", proof=digest_of(b"chunk"))
+    keep(tmp_path, b"chunk")
+    (what,) = found_of(recorded, tmp_path, fault).unverified
+    assert what == "proofs of false contributions, which need the model"

@@ -41,6 +41,7 @@ def test_what_the_protocol_gets(small_config: RunConfig) -> None:
     assert settings.manifest_digest == run.manifest.digest
     assert (settings.inner_steps, settings.samples_per_lease) == (4, 8)
     assert settings.tokens_per_sample == small_config.training.sequence_length
+    assert settings.exclusion == small_config.rounds.exclusion == 1000
     assert settings.timing.heartbeat == small_config.rounds.heartbeat_seconds
     assert settings.timing.partition_grace == small_config.rounds.partition_grace_seconds
 

@@ -10,11 +10,13 @@ from peers.log.branch import Branch
 from peers.log.certificate import Departure, Proof, ballot, certify, electorate
 from peers.log.chain import Chain, Entry
 from peers.log.header import Header, Member, Position
+from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogState
 from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.protocol.commitment import ChunkProof, Commitment, Contribution, Evidence, commit_to
+from peers.protocol.commitment import Author, ChunkProof, Commitment, Contribution, Evidence, commit_to
+from peers.protocol.docket import Docket
 from peers.protocol.effects import Effect, FetchLineage, Send
 from peers.protocol.events import (
     Applied,
@@ -28,6 +30,7 @@ from peers.protocol.events import (
     TrainingDone,
 )
 from peers.protocol.exchange import Exchange
+from peers.protocol.faults import Court
 from peers.protocol.judge import Judge
 from peers.protocol.messages import Adopt, Begin, Commit, Complete, LeaseGrant, Leaving, Message, Ready, Unread
 from peers.protocol.peer import Peer
@@ -135,7 +138,8 @@ def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any
     held = said["held"].header.digest if said["held"] else None
     told = {"position": said["position"], "peer": peer, "incarnation": said["incarnation"], "held": held}
     stance = SimulatedKeys(peer).sign(Stance(last_attempt=said["last_attempt"], **told).text)
-    mine = commitment(peer, said["incarnation"], said["position"]) if said["tokens"] else None
+    after = said["last_attempt"]
+    mine = commitment(peer, said["incarnation"], said["position"], after=after) if said["tokens"] else None
     return Ready(**({"commitment": mine, "stance": stance} | said))
 
 
@@ -143,9 +147,13 @@ def trained(lease: Lease) -> Trained:
     return Trained(lease, TOKENS, 1.0, contribution=CONTRIBUTION)
 
 
-def commitment(peer: str, incarnation: int, position: Position, root: Sum = CONTRIBUTION) -> Commitment:
-    """What a peer has signed that it contributes to an entry."""
-    return commit_to(root, peer, incarnation, position, SimulatedKeys(peer))
+def author(peer: str, incarnation: int, position: Position, after: int = 0) -> Author:
+    return Author(peer=peer, incarnation=incarnation, position=position, after=after)
+
+
+def commitment(peer: str, incarnation: int, position: Position, root: Sum = CONTRIBUTION, after: int = 0) -> Commitment:
+    """What a peer has signed that it contributes to an entry, in the round after this attempt."""
+    return commit_to(root, author(peer, incarnation, position, after), SimulatedKeys(peer))
 
 
 def commitments(round: Round, root: Sum = CONTRIBUTION) -> tuple[Contribution, ...]:
@@ -216,8 +224,11 @@ def inspect(chunk: int, data: Blocks) -> float:
     return float(sum(value * value for value in data))
 
 
+COURT = Court(SimulatedKeys("a").verify, inspect, SIZE.chunks)
+
+
 def judge(log: LogState, exchange: Callable[[], Exchange | None] = lambda: None) -> Judge:
-    return Judge(log.position, SIZE.chunks, SimulatedKeys("a").verify, inspect, exchange)
+    return Judge(log, Docket(COURT), Lineage(log), exchange)
 
 
 class Rig:

@@ -54,6 +54,7 @@ def dropped(swarm: Swarm) -> set[tuple[str, str]]:
 def test_blocks_without_an_average_stop_nobody(kind: type[SimulatedWorkload]) -> None:
     """Regression: no simulated peer looked at what it was sent."""
     swarm = swarm_of(5)
+    swarm.history.liars = frozenset({LIAR})
     cannot_average_what_is_spoilt(swarm)
     liar = swarm.peers[LIAR]
     liar.workload.__class__ = kind

@@ -30,7 +30,8 @@ def two_averages(swarm: Swarm) -> None:
         exchange = sender.peer.exchange
         if sender.name == LIAR and send.reduced and exchange is not None:
             data = digest_of(send.to.encode() + data)[: len(data)]
-            mine = Averages(LIAR, send.round_name, exchange.averages._keys)
+            averages = exchange.averages
+            mine = Averages(LIAR, send.round_name, averages._keys, averages._starts)
             mine.sign(send.chunk, digest_of(data), send.absent)
             send = replace(send, origin=mine.origin(send.chunk))
             fooled.append(send.to)
@@ -96,6 +97,7 @@ LIES: dict[str, tuple[Callable[[Swarm], None], str]] = {
 def test_a_liar_is_found_out_and_nobody_else_is_left_out(lie: str, seed: int) -> None:
     begin, reason = LIES[lie]
     swarm = Swarm(seed, SETTINGS)
+    swarm.history.liars = frozenset({LIAR})
     swarm.training_time = lambda steps: steps * swarm.random.uniform(0.8, 1.2)  # type: ignore[method-assign]
     for number in range(5):
         swarm.start(f"peer{number}")

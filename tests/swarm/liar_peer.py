@@ -47,7 +47,11 @@ TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=2.0, round_timeout=4.0, partition_grace=30.0, resend=0.2, leave=5.0
 )
 PEERS = 4
-SETTINGS = RunSettings("liars", digest_of(b"manifest"), 4, 8, 8, minimum_peers=PEERS, timing=TIMING, snapshot_every=2)
+EXCLUSION = 4
+"""Entries after which a liar may lie again: one swarm lives through all lies."""
+SETTINGS = RunSettings(
+    "liars", digest_of(b"manifest"), 4, 8, 8, minimum_peers=PEERS, timing=TIMING, snapshot_every=2, exclusion=EXCLUSION
+)
 
 
 class HonestWorkload(UnhurriedWorkload):

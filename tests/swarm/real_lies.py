@@ -100,9 +100,11 @@ class TwoAverages(RealLie):
     def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
         if not send.reduced:
             return send, data
+        exchange = self.liar.peer.exchange
+        starts = {member.peer: member.incarnation for member in exchange.round.roster} if exchange else {}
         (scale,) = struct.unpack_from("<f", data)
         differing = struct.pack("<f", scale * (2.0 + self.liar.others.index(send.to))) + data[4:]
-        mine = Averages(self.liar.name, send.round_name, self.liar.keys)
+        mine = Averages(self.liar.name, send.round_name, self.liar.keys, starts)
         mine.sign(send.chunk, digest_of(differing), send.absent)
         return replace(send, origin=mine.origin(send.chunk)), differing
 

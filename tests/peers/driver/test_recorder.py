@@ -10,8 +10,10 @@ import pytest
 
 from peers.driver import recorder as recorder_module
 from peers.driver.recorder import Recorder
+from peers.log.files import proof_path
 from peers.log.folder import LogFolder, MemoryLog
 from peers.log.payload import Payload
+from peers.protocol.effects import Apply
 from peers.transfer.headers import Past, serve_headers
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, RUN, STATE, Rig, chain_of
@@ -25,7 +27,7 @@ def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) ->
         rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
         log = LogFolder.open(tmp_path, LOG, 8) if has_disk else MemoryLog(LOG, 0)
         recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
-        recorder.add(rig.next_header(payload.digest), STATE, payload, None)
+        recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert told == ([payload.digest] if has_disk else [])
         assert log.payload(payload.digest) == payload
@@ -39,9 +41,22 @@ def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path
         log = LogFolder.open(tmp_path / "log", LOG, 8)
         shutil.rmtree(tmp_path / "log")
         recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
-        recorder.add(rig.next_header(payload.digest), STATE, payload, None)
+        recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert told == []
+
+    asyncio.run(scenario())
+
+
+def test_what_proves_an_annex_is_kept_beside_its_entry(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        rig, payload = Rig(), Payload.cut(memoryview(b"first"), 8)
+        log = LogFolder.open(tmp_path, LOG, 8)
+        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
+        recorder.add(Apply(rig.next_header(payload.digest), proofs=(b"one", b"two")), STATE, payload)
+        await recorder.finish()
+        for proof in (b"one", b"two"):
+            assert proof_path(tmp_path, digest_of(proof)).read_bytes() == proof
 
     asyncio.run(scenario())
 
@@ -60,7 +75,7 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
             me.donors[name] = FakeTransport(name)
             await serve_headers(me.donors[name], {RUN: past})
         recorder = Recorder(log, rig.peer, me, asyncio.create_task)
-        recorder.add(second, STATE, payload, None)
+        recorder.add(Apply(second), STATE, payload)
         await recorder.finish()
         assert log.headers(0, 2) == [first, second]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from peers.log import state as state_module
+from peers.log.exclusions import Exclusion, Fault
 from peers.log.header import Assignment, Header, Member, Tenure
 from peers.log.outcome import follow, outcome_of
 from peers.log.state import LogError
@@ -41,7 +42,7 @@ def test_digest_of_a_fixed_header_never_changes() -> None:
     header = first_log().last
     assert header is not None
     assert header.digest == digest_of(pack(header))
-    assert header.digest.hex() == "11b6142ad715136d6a259137e800dcafd69b85362fdd71e50bdabd63229cc962"
+    assert header.digest.hex() == "9ede76010df22356b76be2ab8387b54af77fc6bcc4c26144a1d87697c1375f72"
     assert unpack(Header, pack(header)).digest == header.digest
 
 
@@ -57,6 +58,7 @@ def test_digest_of_a_fixed_header_never_changes() -> None:
         ("free", (SampleRange(0, 1),)),
         ("lineage_tokens", 1),
         ("tenures", (Tenure(peer="a", served=1),)),
+        ("excluded", (Exclusion(peer="b", until=7),)),
     ],
 )
 def test_every_field_of_a_header_is_checked(field: str, value: Any) -> None:
@@ -82,6 +84,8 @@ def test_every_field_of_a_header_counts_in_its_digest() -> None:
             "state": digest_of(b"other"),
             "payload": bytes(32),
             "tenures": (Tenure(peer="a", served=1),),
+            "faults": (Fault(peer="z", kind="averages", proof=bytes(32)),),
+            "excluded": (Exclusion(peer="z", until=7),),
         }
         changed = Header(**(fields | {field: others.get(field, 12345)}))
         assert changed.digest != header.digest, field

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from peers.log.branch import Branch
+from peers.log.exclusions import Fault
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -25,6 +26,17 @@ def seeing(log: LogState = AHEAD, names: str = "ac", **more: Any) -> Presence:
     presence = Presence("b", EXPIRY, DISTRUST, bar=20.0, now=0.0)
     presence.membership.observe([beat(name, log, **more) for name in names], 0.0)
     return presence
+
+
+def test_who_is_excluded_leads_nobody() -> None:
+    """Nobody of the roster is here but us, so that any other might lead."""
+    fault = Fault(peer="c", kind="averages", proof=bytes(32))
+    log = AHEAD.append(AHEAD.next_header([AHEAD.expected(peer) for peer in "ab"], PAYLOAD, [fault]))
+    presence = seeing(log, names="c")
+    assert presence.elect(log, set()) == "b"
+    assert presence.vote == "b"
+    allowed = AHEAD.append(AHEAD.next_header([AHEAD.expected(peer) for peer in "ab"], PAYLOAD))
+    assert seeing(allowed, names="c").elect(allowed, set()) == "c"
 
 
 def claimant(presence: Presence, log: LogState) -> str | None:

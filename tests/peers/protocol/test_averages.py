@@ -10,7 +10,7 @@ from peers.protocol.messages import Accuse, Compare
 from peers.protocol.signed_averages import Averaged, Origin
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
-from tests.peers.builders import attempt, first_log, sends
+from tests.peers.builders import attempt, first_log, judge, sends
 from tests.peers.protocol.test_exchange import AT, SECOND, round_among
 
 OURS, THEIRS = digest_of(b"ours"), digest_of(b"theirs")
@@ -37,10 +37,18 @@ def having(*kept: Averaged) -> Averages:
     return mine
 
 
+def convicts(mine: Averages, accused: str, shown: Averaged) -> bool:
+    """Whether the leader, which has these averages, believes an accusation."""
+    exchange = Exchange("a", AT, round_among("abc"), keys=SimulatedKeys("a"))
+    exchange.averages = mine
+    accuse = Accuse(attempt=AT, accused=accused, reason="two averages", average=shown)
+    return judge(LOG, lambda: exchange).is_two_averages(accuse)
+
+
 def test_two_averages_of_one_chunk_convict_their_reducer() -> None:
     mine = having(signed_by("b", OURS))
-    assert mine.convicts("b", signed_by("b", THEIRS))
-    assert mine.convicts("b", signed_by("b", OURS, absent=("c",))), "whose blocks lack is signed, too"
+    assert convicts(mine, "b", signed_by("b", THEIRS))
+    assert convicts(mine, "b", signed_by("b", OURS, absent=("c",))), "whose blocks lack is signed, too"
 
 
 FALSE = {
@@ -54,8 +62,16 @@ FALSE = {
 @pytest.mark.parametrize("shown", FALSE.values(), ids=FALSE)
 def test_nothing_else_convicts(shown: Averaged) -> None:
     mine = having(signed_by("b", OURS))
-    assert not mine.convicts("b", shown)
-    assert not mine.convicts("c", shown)
+    assert not convicts(mine, "b", shown)
+    assert not convicts(mine, "c", shown)
+
+
+def test_what_another_start_has_signed_convicts_nobody() -> None:
+    later = Averages("b", AT, SimulatedKeys("b"), {"b": 7})
+    later.sign(1, THEIRS, ())
+    shown = later.signed(1)
+    assert shown is not None
+    assert not convicts(having(signed_by("b", OURS)), "b", shown)
 
 
 def test_what_is_signed_in_another_round_is_not_signed_in_this_one() -> None:

@@ -12,15 +12,14 @@ from peers.protocol.commitment import Commitment, Evidence
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocks
-from tests.peers.builders import SIZE, attempt, commitment, evidence, first_log, inspect, member
+from tests.peers.builders import SIZE, attempt, author, commitment, evidence, first_log, inspect
 
 LOG = first_log()
-C = member("c", 100, 120)
 VERIFY = SimulatedKeys("anybody").verify
 
 
 def convicts(shown: Evidence, peer: str = "c", at: Position = LOG.position) -> bool:
-    return shown.convicts(C.model_copy(update={"peer": peer}), at, SIZE.chunks, VERIFY, inspect)
+    return shown.convicts(author(peer, 0, at), SIZE.chunks, VERIFY, inspect)
 
 
 def test_a_norm_that_is_not_the_committed_one_convicts() -> None:
@@ -32,7 +31,7 @@ def test_what_no_encoder_makes_convicts_whatever_norm_was_committed_to() -> None
         raise BadBlocksError("code -128")
 
     shown = evidence(LOG, "c", honest=True)
-    assert shown.convicts(C, LOG.position, SIZE.chunks, VERIFY, refuse)
+    assert shown.convicts(author("c", 0, LOG.position), SIZE.chunks, VERIFY, refuse)
 
 
 def test_what_was_honestly_committed_to_convicts_nobody() -> None:
@@ -49,6 +48,7 @@ CHANGES: dict[str, Callable[[Evidence], dict[str, Any]]] = {
     "not signed": lambda shown: {"commitment": shown.commitment.model_copy(update={"signature": bytes(64)})},
     "signed by another": lambda shown: {"commitment": commitment("b", 0, LOG.position, shown.commitment.root)},
     "of another start": lambda shown: {"commitment": commitment("c", 1, LOG.position, shown.commitment.root)},
+    "for another round": lambda shown: {"commitment": commitment("c", 0, LOG.position, shown.commitment.root, 2)},
 }
 
 
@@ -64,9 +64,10 @@ def test_it_convicts_nobody_else_and_nowhere_else() -> None:
     assert not convicts(evidence(LOG, "c"), at=elsewhere)
 
 
-def test_a_commitment_is_for_one_entry_and_one_start() -> None:
-    said: Commitment = commitment("c", 7, LOG.position)
-    assert said.is_of("c", 7, LOG.position, VERIFY)
-    assert not said.is_of("c", 8, LOG.position, VERIFY)
-    assert not said.is_of("b", 7, LOG.position, VERIFY)
-    assert not said.is_of("c", 7, attempt(LOG).position.model_copy(update={"fragment": 1}), VERIFY)
+def test_a_commitment_is_for_one_round_of_one_entry_and_one_start() -> None:
+    said: Commitment = commitment("c", 7, LOG.position, after=3)
+    assert said.is_of(author("c", 7, LOG.position, 3), VERIFY)
+    assert not said.is_of(author("c", 8, LOG.position, 3), VERIFY)
+    assert not said.is_of(author("b", 7, LOG.position, 3), VERIFY)
+    assert not said.is_of(author("c", 7, LOG.position, 4), VERIFY)
+    assert not said.is_of(author("c", 7, attempt(LOG).position.model_copy(update={"fragment": 1}), 3), VERIFY)

@@ -684,8 +684,10 @@ def test_no_attempt_of_a_peer_that_has_made_no_offer(state: State) -> None:
 
 @pytest.mark.parametrize("state", [State.READY, State.AVERAGING])
 def test_a_later_attempt_replaces_the_one_we_are_in(state: State) -> None:
-    """Of the round before nothing is held; another one begins with the same offers."""
+    """Of the round before nothing is held; another one begins with the same offers, which are committed to anew."""
     rig = IN_STATE[state]()
+    assert not takes_part(rig, "a", rig.begin(2)), "nobody has committed to anything for it"
+    assert sends(rig.hear("a", Abort(attempt=rig.attempt(), reason="")), Ready)
     assert takes_part(rig, "a", rig.begin(2))
     assert rig.is_in(State.AVERAGING)
     assert of(rig.effects, OpenRound) == [OpenRound(rig.begin(2).round)]

@@ -1,0 +1,197 @@
+"""What proves that a peer has lied: statements that it has signed, and that contradict each other or what they are of.
+
+A proof convinces everybody or nobody. Its statements name the place in the log, the round or attempt, and the start of
+the peer that signed them. No honest peer signs two of one kind that differ; what it forgets when it starts again, it
+has said as another start.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from peers.log.certificate import Ballot
+from peers.log.exclusions import Fault, Kind
+from peers.log.header import MEMBER_LIMIT, Position
+from peers.protocol.averages import Statement
+from peers.protocol.commitment import Author, Commitment, Evidence
+from peers.protocol.rounds import Attempt
+from peers.values.signing import Signature, Verify
+from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, WireError, digest_of, pack, unpack
+from peers.values.workload import Inspect
+
+PROOF_LIMIT = MESSAGE_LIMIT - (1 << 13)
+"""Bytes of a proof: one fits into a message."""
+
+
+@dataclass(frozen=True)
+class Court:
+    """What proofs are judged by: signatures, the codec, and how many `chunks` a payload has."""
+
+    verify: Verify
+    inspect: Inspect
+    chunks: int
+
+
+class FaultProof(Value):
+    """Statements of one peer."""
+
+    kind: ClassVar[Kind]
+
+    @property
+    @abstractmethod
+    def accused(self) -> str:
+        """Return who has signed them."""
+
+    @property
+    @abstractmethod
+    def position(self) -> Position:
+        """Return the place in the log that they are about."""
+
+    @abstractmethod
+    def convicts(self, court: Court) -> bool:
+        """Return whether they show that the accused has lied."""
+
+    @property
+    def fault(self) -> Fault:
+        """Return what an entry's annex says of it."""
+        return Fault(peer=self.accused, kind=self.kind, proof=digest_of(pack(self)))
+
+
+class SignedAverage(Value):
+    """What a reducer has signed that the average of a chunk is."""
+
+    digest: Digest
+    absent: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+    signature: Signature
+
+
+class TwoAverages(FaultProof):
+    """Two averages of one chunk in one round, by one reducer."""
+
+    kind: ClassVar[Kind] = "averages"
+    round_name: Attempt
+    reducer: PeerId
+    incarnation: Count
+    chunk: Count
+    first: SignedAverage
+    second: SignedAverage
+
+    @property
+    def accused(self) -> str:
+        return self.reducer
+
+    @property
+    def position(self) -> Position:
+        return self.round_name.position
+
+    def convicts(self, court: Court) -> bool:
+        is_other = (self.first.digest, self.first.absent) != (self.second.digest, self.second.absent)
+        return is_other and self._has_signed(self.first, court.verify) and self._has_signed(self.second, court.verify)
+
+    def _has_signed(self, average: SignedAverage, verify: Verify) -> bool:
+        statement = Statement(
+            round_name=self.round_name,
+            reducer=self.reducer,
+            incarnation=self.incarnation,
+            chunk=self.chunk,
+            digest=average.digest,
+            absent=average.absent,
+        )
+        return verify(self.reducer, statement.text, average.signature)
+
+
+class TwoCommitments(FaultProof):
+    """Two commitments to what one peer contributes to one round."""
+
+    kind: ClassVar[Kind] = "commitments"
+    author: Author
+    first: Commitment
+    second: Commitment
+
+    @property
+    def accused(self) -> str:
+        return self.author.peer
+
+    @property
+    def position(self) -> Position:
+        return self.author.position
+
+    def convicts(self, court: Court) -> bool:
+        is_other = self.first.root != self.second.root
+        return is_other and all(one.is_of(self.author, court.verify) for one in (self.first, self.second))
+
+
+class BadContribution(FaultProof):
+    """A chunk that is no contribution, or has another norm than its owner has committed to."""
+
+    kind: ClassVar[Kind] = "contribution"
+    author: Author
+    evidence: Evidence
+
+    @property
+    def accused(self) -> str:
+        return self.author.peer
+
+    @property
+    def position(self) -> Position:
+        return self.author.position
+
+    def convicts(self, court: Court) -> bool:
+        return self.evidence.convicts(self.author, court.chunks, court.verify, court.inspect)
+
+
+class SignedEntry(Value):
+    """What a member has signed that the entry is."""
+
+    header: Digest
+    signature: Signature
+
+
+class TwoVotes(FaultProof):
+    """Two entries that one member has signed in one attempt."""
+
+    kind: ClassVar[Kind] = "votes"
+    attempt: Attempt
+    member: PeerId
+    incarnation: Count
+    first: SignedEntry
+    second: SignedEntry
+
+    @property
+    def accused(self) -> str:
+        return self.member
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+    def convicts(self, court: Court) -> bool:
+        is_other = self.first.header != self.second.header
+        return is_other and self._has_signed(self.first, court.verify) and self._has_signed(self.second, court.verify)
+
+    def _has_signed(self, entry: SignedEntry, verify: Verify) -> bool:
+        number, leader, alone = self.attempt.name
+        ballot = Ballot(
+            position=self.position,
+            header=entry.header,
+            number=number,
+            leader=leader,
+            alone=alone,
+            incarnation=self.incarnation,
+        )
+        return verify(self.member, ballot.text, entry.signature)
+
+
+PROOFS = (TwoAverages, TwoCommitments, BadContribution, TwoVotes)
+KINDS: dict[str, type[FaultProof]] = {kind.kind: kind for kind in PROOFS}
+
+
+def read_proof(kind: str, data: bytes) -> FaultProof:
+    """Return the proof in some bytes. Raises: WireError where they are none of this kind."""
+    if kind not in KINDS:
+        raise WireError(f"there are no proofs of the kind {kind!r:.40}")
+    return unpack(KINDS[kind], data, PROOF_LIMIT)

@@ -1,0 +1,110 @@
+"""What a member shows its leader of others' lies, and what it wants to see before it signs that somebody has lied."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from peers.log.exclusions import Faults
+from peers.log.state import LogError, LogState
+from peers.presence.presence import Presence
+from peers.protocol.commitment import Author, Commitment
+from peers.protocol.desk import Desk
+from peers.protocol.docket import FalseProofError
+from peers.protocol.effects import Dropped, Note, Send
+from peers.protocol.faults import FaultProof, SignedEntry, TwoCommitments, TwoVotes
+from peers.protocol.messages import Complete, Prove, Ready
+from peers.protocol.patience import Patience
+from peers.protocol.replica import Replica
+from peers.protocol.rounds import Round
+
+
+class Witness:
+    """Of one slot."""
+
+    def __init__(self, desk: Desk, presence: Presence, log: LogState, replica: Replica, patience: Patience) -> None:
+        self._desk = desk
+        self._presence = presence
+        self._log = log
+        self._replica = replica
+        self._patience = patience
+        self._shown_at: dict[tuple[str, bytes], float] = {}
+        self._committed: dict[str, tuple[Author, Commitment]] = {}
+        self._voted: dict[str, Complete] = {}
+        self._lacking: tuple[str, float] | None = None  # who has named somebody without proof, and since when
+
+    def show(self, leader: str) -> None:
+        """Show the leader what is proven to us, now and then: it may get lost, or the leader may be another start."""
+        if leader == self._desk.me:
+            return
+        faults = self._desk.docket.provable(self._log, self._replica.lineage, (self._desk.me,))
+        for known in self._desk.docket.behind(faults):
+            place = leader, known.fault.proof
+            if self._desk.now - self._shown_at.get(place, -float("inf")) >= self._desk.settings.timing.heartbeat_expiry:
+                self._shown_at[place] = self._desk.now
+                self._desk.emit(Send(leader, known.at(self._log.position)))
+
+    def hear(self, sender: str, shown: Prove) -> None:
+        """Somebody shows that another one has lied. Whoever shows what proves nothing lies itself."""
+        try:
+            fault = self._desk.docket.take(shown.fault, shown.proof, self._replica.lineage)
+        except FalseProofError as error:
+            self._desk.emit(Dropped(sender, "proof", str(error)))
+            self._presence.standing.bar(sender, self._desk.now)
+            self._presence.distrust(sender)
+            return
+        if fault is not None:
+            self._is_convicted(fault.peer, fault.kind)
+
+    def compare(self, sender: str, ready: Ready) -> None:
+        """See whether a peer that is ready has committed to something else before, for the same attempt."""
+        author, said = ready.author(sender), ready.commitment
+        if said is None or self._desk.docket.convicts(sender):
+            return
+        known = self._committed.get(sender)
+        if known is None or known[0] != author:
+            self._committed[sender] = author, said
+        elif known[1].root != said.root:
+            self._file(TwoCommitments(author=author, first=known[1], second=said))
+
+    def compare_votes(self, sender: str, complete: Complete, round: Round | None) -> None:
+        """See whether a member of the round under way has signed another entry before, in the same attempt."""
+        if round is None or self._desk.docket.convicts(sender):
+            return
+        known = self._voted.setdefault(sender, complete)
+        if known.attempt != complete.attempt:
+            self._voted[sender] = complete
+        elif known.outcome != complete.outcome:
+            start = next((member.incarnation for member in round.roster if member.peer == sender), 0)
+            with suppress(LogError):
+                first, second = (self._signed(said, round) for said in (known, complete))
+                attempt = complete.attempt
+                self._file(TwoVotes(attempt=attempt, member=sender, incarnation=start, first=first, second=second))
+
+    def _signed(self, said: Complete, round: Round) -> SignedEntry:
+        """Return what a member has signed when it said so. Raises: LogError when no entry comes of that."""
+        log, roster = self._log.in_state(self._replica.state_digest), round.entry_roster(dict(said.missed))
+        return SignedEntry(header=log.next_header(roster, said.payload, round.faults).digest, signature=said.signature)
+
+    def _file(self, proof: FaultProof) -> None:
+        """Remember a lie that we have found, if it is proven."""
+        with suppress(FalseProofError):
+            if (fault := self._desk.docket.file(proof, self._replica.lineage)) is not None:
+                self._is_convicted(fault.peer, fault.kind)
+
+    def _is_convicted(self, peer: str, kind: str) -> None:
+        """Neither take the peer into rounds of ours nor be led by it, for a while."""
+        self._presence.standing.bar(peer, self._desk.now)
+        self._presence.distrust(peer)
+        self._desk.emit(Note("warning", f"{peer} is shown to have lied: {kind}"))
+
+    def is_convinced(self, faults: Faults, leader: str) -> bool:
+        """Return whether we have seen the proofs of an entry's annex, which a leader sends with what it begins. One
+        that names somebody without proof for as long as an attempt may stand still is given up."""
+        if self._desk.docket.has(faults, self._replica.lineage):
+            self._lacking = None
+            return True
+        if self._lacking is None or self._lacking[0] != leader:
+            self._lacking = leader, self._desk.now
+        elif self._desk.now - self._lacking[1] > self._desk.schedule.stall:
+            self._patience.give_up(leader)
+        return False

@@ -1,0 +1,299 @@
+"""How a proven lie comes into the log: found, shown to the leader, named in a round, checked, and applied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from peers.log.exclusions import Fault
+from peers.log.header import Header
+from peers.presence.heartbeat import PeerState
+from peers.protocol.acceptor import Acceptor
+from peers.protocol.effects import Apply, Dropped, Note, OpenRound, Trouble
+from peers.protocol.events import PayloadFetched, TrainingDone
+from peers.protocol.faults import FaultProof, TwoCommitments
+from peers.protocol.messages import Abort, Adopt, Begin, Commit, Complete, LeaseGrant, LeaseRequest, Prove, Ready
+from peers.protocol.schedule import Schedule
+from peers.protocol.states import State
+from peers.values.sum_tree import Sum
+from peers.values.wire import digest_of, pack
+from tests.peers.builders import (
+    CONTRIBUTION,
+    PAYLOAD,
+    STATE,
+    TIMING,
+    Rig,
+    attempt,
+    commit,
+    commitment,
+    commitments,
+    complete,
+    holders_of,
+    holding,
+    of,
+    ready,
+    round_of,
+    sends,
+    trained,
+)
+from tests.peers.protocol.test_docket import proof
+from tests.peers.protocol.test_peer import at_second, leading
+
+OTHER = Sum(digest_of(b"other"), 1.0)
+
+
+def prove(rig: Rig, shown: FaultProof) -> Prove:
+    return Prove(position=rig.peer.log.position, fault=shown.kind, proof=pack(shown))
+
+
+def lie(rig: Rig, peer: str = "c") -> TwoCommitments:
+    """What the peer has signed where the rig is."""
+    return proof(peer, rig.peer.log.position)
+
+
+def begin(rig: Rig, faults: tuple[Fault, ...], number: int = 1, members: str = "ab") -> Begin:
+    """a begins a round without c, and names faults."""
+    at = rig.attempt(number)
+    round = round_of(at, [one for one in rig.roster() if one.peer in members]).model_copy(update={"faults": faults})
+    return Begin(attempt=at, round=round, seconds=20.0, open=False, commitments=commitments(round))
+
+
+def annexed(rig: Rig, faults: tuple[Fault, ...], members: str = "ab") -> Header:
+    """The entry with these members, whose annex names these."""
+    return rig.peer.log.in_state(STATE).next_header(
+        [one for one in rig.roster() if one.peer in members], PAYLOAD, faults
+    )
+
+
+# Members -------------------------------------------------------------------------------------------------------
+def test_a_member_signs_an_annex_only_when_it_has_seen_what_proves_it() -> None:
+    rig = at_second().trained()
+    shown = lie(rig)
+    faults = (shown.fault,)
+    assert not of(rig.hear("a", begin(rig, faults)), OpenRound)
+    assert rig.is_in(State.READY)
+    rig.hear("a", prove(rig, shown))
+    assert of(rig.hear("a", begin(rig, faults)), OpenRound)
+    rig.holding()
+    (said,) = [message for _, message in sends(rig.effects, Complete)]
+    header = annexed(rig, faults)
+    assert said == complete(header, rig.attempt(), "b"), "it signs the entry with its annex"
+    rig.hear("a", commit(rig.peer.log, header, by="ab"))
+    (apply,) = of(rig.effects, Apply)
+    assert apply.proofs == (pack(shown),), "which is kept with the entry"
+    assert rig.peer.log.excluded.keys() == {"c"}
+
+
+def test_a_leader_that_names_somebody_without_proof_is_given_up() -> None:
+    rig = at_second().trained()
+    fault = Fault(peer="c", kind="averages", proof=bytes(32))
+    limit = rig.now + Schedule(TIMING).stall
+    while rig.now <= limit:
+        assert not rig.peer.presence.distrusted
+        rig.hear("a", begin(rig, (fault,)))
+        rig.see(state=PeerState.READY, others="a")
+        rig.now += TIMING.heartbeat
+    rig.hear("a", begin(rig, (fault,)))
+    assert rig.peer.presence.distrusted == {"a"}
+    assert rig.is_in(State.READY)
+
+
+def test_what_proves_nothing_costs_whoever_shows_it_its_place() -> None:
+    rig = at_second().trained()
+    forged = lie(rig).model_copy(update={"second": lie(rig).first})
+    (dropped,) = of(rig.hear("a", prove(rig, forged)), Dropped)
+    assert (dropped.peer, dropped.what) == ("a", "proof")
+    assert rig.peer.presence.standing.barred(rig.now) == {"a"}
+    assert rig.peer.presence.distrusted == {"a"}
+
+
+def test_whoever_is_shown_to_have_lied_is_barred() -> None:
+    rig = at_second().trained()
+    told = of(rig.hear("a", prove(rig, lie(rig))), Note)
+    assert [note.text for note in told] == ["c is shown to have lied: commitments"]
+    assert rig.peer.presence.standing.barred(rig.now) == {"c"}
+    assert rig.peer.presence.distrusted == {"c"}, "nor is it a leader"
+    assert not of(rig.hear("a", prove(rig, lie(rig))), Note), "it is known"
+
+
+def test_a_member_shows_its_leader_what_it_knows_now_and_then() -> None:
+    rig = at_second().trained()
+    rig.hear("c", prove(rig, lie(rig)))
+    shown = sends(rig.tick(), Prove)
+    assert shown == [("a", prove(rig, lie(rig)))]
+    assert not sends(rig.tick(), Prove)
+    rig.see(state=PeerState.READY)
+    rig.now += TIMING.heartbeat_expiry - 2
+    rig.see(state=PeerState.READY)
+    assert sends(rig.tick(), Prove) == shown
+
+
+def test_an_entry_with_an_annex_is_taken_over_only_with_its_proof() -> None:
+    rig = at_second().trained()
+    header = annexed(rig, (lie(rig).fault,))
+    held = holding(header, rig.attempt(), "a")
+    adopt = Adopt(attempt=rig.attempt(2), header=header, holders=holders_of(held, "ac"), seconds=20.0)
+    rig.hear("a", adopt)
+    assert rig.is_in(State.READY)
+    rig.hear("a", prove(rig, lie(rig)))
+    rig.hear("a", adopt)
+    assert rig.is_in(State.AVERAGING)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_too_few_have_signed_is_followed_only_with_the_proof_of_its_annex(is_known: bool) -> None:
+    rig = at_second()
+    before = rig.peer.log
+    header = annexed(rig, (lie(rig).fault,), members="a")
+    if is_known:
+        rig.hear("a", prove(rig, lie(rig)))
+    rig.see(before.append(header), others="a")
+    rig.now += 2 * TIMING.heartbeat_expiry
+    rig.see(before.append(header), others="a")
+    minority = attempt(before).model_copy(update={"alone": True})
+    rig.hear("a", commit(before, header, minority, by="a"))
+    assert (rig.peer.replica.replaying == header) == is_known
+
+
+# Leaders -------------------------------------------------------------------------------------------------------
+def gathering() -> Rig:
+    """a leads, and is ready; b and c are not yet."""
+    rig = leading()
+    rig.hear("b", ready(rig.peer.log, "b", last_attempt=1))
+    rig.hear("b", ready(rig.peer.log, "b", last_attempt=1))
+    assert rig.is_in(State.READY)
+    return rig
+
+
+def test_a_leader_names_what_is_shown_to_it_and_shows_it_to_all() -> None:
+    rig = gathering()
+    rig.hear("b", prove(rig, lie(rig)))
+    said = rig.hear("c", ready(rig.peer.log, "c", last_attempt=2))
+    assert not sends(said, Begin), "it is barred"
+    rig.hear("b", ready(rig.peer.log, "b", last_attempt=2))
+    effects = [*rig.effects, *rig.tick()]
+    ((to, began),) = sends(effects, Begin)
+    assert to == "b"
+    assert began.round.faults == (lie(rig).fault,)
+    assert began.round.peers == ("a", "b")
+    assert sends(effects, Prove) == [("b", prove(rig, lie(rig)))], "before it is to sign that"
+    assert rig.is_in(State.AVERAGING), "it is convinced itself"
+    again = rig.hear("b", ready(rig.peer.log, "b", last_attempt=2))
+    assert [type(message) for _, message in [*sends(again, Prove), *sends(again, Begin)]] == [Prove, Begin]
+
+
+def test_two_commitments_for_one_attempt_are_a_lie() -> None:
+    rig = gathering()
+    log = rig.peer.log
+    rig.hear("c", ready(log, "c", last_attempt=2))
+    second = commitment("c", 0, log.position, OTHER, after=2)
+    rig.hear("c", ready(log, "c", last_attempt=2, commitment=second))
+    assert [note.text for note in of(rig.effects, Note)] == ["c is shown to have lied: commitments"]
+    rig.hear("b", ready(log, "b", last_attempt=2))
+    began = [message for _, message in sends([*rig.effects, *rig.tick()], Begin)]
+    assert [fault.peer for one in began for fault in one.round.faults] == ["c"]
+    assert all(one.round.peers == ("a", "b") for one in began)
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_two_entries_signed_in_one_attempt_are_a_lie(is_other: bool) -> None:
+    rig = leading().holding()
+    rig.hear("c", rig.complete("c"))
+    rig.hear("c", rig.complete("c", payload=digest_of(b"another") if is_other else PAYLOAD))
+    told = [note.text for note in of(rig.effects, Note)]
+    assert told == ["c is shown to have lied: votes"] * is_other
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"last_attempt": 3},
+        {"incarnation": 7, "last_attempt": 2},
+        {"last_attempt": 2, "rate": 7},
+    ],
+)
+def test_who_commits_anew_for_a_later_attempt_or_as_another_start_is_honest(changes: dict[str, Any]) -> None:
+    rig = gathering()
+    rig.hear("c", ready(rig.peer.log, "c", last_attempt=2))
+    rig.hear("c", ready(rig.peer.log, "c", **changes))
+    assert not of(rig.effects, Note)
+    assert not rig.peer.presence.standing.barred(rig.now)
+
+
+# The honest never say two things -------------------------------------------------------------------------------
+def test_who_trains_anew_at_a_place_commits_to_that_for_a_later_attempt() -> None:
+    acceptor = Acceptor("b")
+    numbers = []
+    for root in (CONTRIBUTION, CONTRIBUTION, OTHER, CONTRIBUTION):
+        acceptor.commit(root)
+        numbers.append(acceptor.last_attempt)
+    assert numbers == [0, 0, 1, 2]
+
+
+def test_ready_never_has_two_commitments_for_one_attempt() -> None:
+    rig = at_second().trained()
+    ((_, first),) = sends(rig.effects, Ready)
+    rig.peer._course._drop_work()
+    rig.tick()
+    rig.do(TrainingDone(replace(trained(rig.lease), contribution=OTHER)))
+    ((_, second),) = sends(rig.effects, Ready)
+    assert second.commitment.root != first.commitment.root
+    assert second.last_attempt > first.last_attempt
+
+
+def test_nobody_comes_back_to_a_round_that_it_has_left_for_another() -> None:
+    """Else a leader could have an honest member average a chunk twice, of different blocks, and sign both."""
+    rig = at_second().trained().averaging()
+    first = rig.peer.exchange
+    assert first is not None
+    assert sends(rig.hear("a", Abort(attempt=rig.attempt(), reason="")), Ready)
+    rig.hear("a", rig.begin(2))
+    assert rig.peer.exchange is not first
+    (dropped,) = of(rig.hear("a", rig.begin(3, name=first.name)), Dropped)
+    assert "has been in that round" in dropped.reason
+
+
+# Who is excluded -----------------------------------------------------------------------------------------------
+def test_who_is_excluded_gets_no_lease_and_is_in_no_round() -> None:
+    rig = leading_without("c")
+    log = rig.peer.log
+    request = LeaseRequest(position=log.position, state_digest=STATE, relayed=(), unreached=())
+    assert not sends(rig.hear("c", request), LeaseGrant)
+    assert not rig.hear("c", ready(log, "c"))
+    assert sends(rig.hear("z", request), LeaseGrant)
+
+
+def leading_without(accused: str) -> Rig:
+    """a leads after an entry that excludes one of the others."""
+    rig = gathering()
+    rig.hear("b", prove(rig, lie(rig, accused)))
+    rig.hear("b", ready(rig.peer.log, "b", last_attempt=2))
+    rig.tick()
+    rig.holding()
+    rig.hear("b", complete(annexed(rig, (lie(rig, accused).fault,)), rig.attempt(3), "b"))
+    rig.applied()
+    assert rig.peer.log.excluded.keys() == {accused}
+    rig.see(others="bcz", state=PeerState.READY)
+    return rig
+
+
+def test_who_is_excluded_is_told_so_and_waits() -> None:
+    rig = at_second()
+    header = annexed(rig, (lie(rig, "b").fault,), members="ac")
+    after = rig.peer.log.append(header)
+    rig.see(after)
+    rig.hear("a", Commit(header=header, certificate=commit(rig.peer.log, header, by="ac").certificate))
+    rig.do(PayloadFetched(header))
+    rig.step(header)
+    assert rig.peer.log.excluded.keys() == {"b"}
+    told = list[Trouble]()
+    for _ in range(20):
+        rig.see(after)
+        told += of(rig.effects, Trouble) + of(rig.tick(), Trouble)
+        assert not sends(rig.effects, Ready)
+    (trouble,) = told
+    assert "excludes it for its next 1000 outer steps" in trouble.reason
+    assert "join from a sound machine with a new identity" in trouble.reason
+    assert not sends(rig.tick(5.0), LeaseRequest)

@@ -1,0 +1,110 @@
+"""Whoever signs two things that contradict each other is excluded by the log, nobody else is, and nobody is held up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from peers.log.settings import RunSettings, Timing
+from peers.protocol.effects import Trouble
+from peers.simulator.fault_lies import FAULT_LIES
+from peers.simulator.malice import KINDS, Deceit, plant
+from peers.simulator.schedules import agreed, draw_life, live, report
+from peers.simulator.simulation import Swarm
+from peers.values.wire import digest_of
+from tests.simulation.test_blame import understates
+
+SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, Timing())
+LIAR = "peer3"
+SIGNED = {
+    "signed averages": "averages",
+    "many commitments": "commitments",
+    "many proofs": "commitments",
+    "many entries": "votes",
+}
+"""Lies that a signature proves, and what they are called in the log."""
+
+
+def lying(kind: str, settings: RunSettings = SETTINGS, seed: int = 1, peers: int = 5) -> Swarm:
+    """A swarm in which one peer lies from the second entry on."""
+    swarm = Swarm(seed, settings)
+    swarm.training_time = lambda steps: steps * swarm.random.uniform(0.8, 1.2)  # type: ignore[method-assign]
+    plant(swarm, (Deceit(LIAR, (kind,), 2, inf),))
+    for number in range(peers):
+        swarm.start(f"peer{number}")
+    return swarm
+
+
+def excluded(swarm: Swarm) -> Iterator[frozenset[str]]:
+    """Whom the log of each honest peer excludes."""
+    return (frozenset(one.peer.log.excluded) for one in swarm.honest)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("kind", SIGNED)
+def test_who_is_proven_to_lie_is_excluded_within_two_entries(kind: str, seed: int) -> None:
+    swarm = lying(kind, seed=seed)
+    assert swarm.run(300.0, until=lambda: all(names == {LIAR} for names in excluded(swarm)))
+    assert swarm.history.named.keys() == {SIGNED[kind]}
+    start = min(next(iter(one.peer.log.excluded.values())) for one in swarm.honest) - SETTINGS.exclusion
+    assert start <= 5, "it begins to lie after the second entry, and may be in the round of the fourth"
+    before = swarm.longest
+    assert swarm.run(100.0, until=lambda: swarm.longest >= before + 4 and agreed_among_honest(swarm))
+    for one in swarm.honest:
+        assert LIAR not in one.peer.log.roster
+        assert LIAR not in one.peer.log.leases
+
+
+def agreed_among_honest(swarm: Swarm) -> bool:
+    return len({one.peer.log.position.head for one in swarm.honest}) == 1
+
+
+def test_who_is_excluded_is_told_so_and_comes_back_when_its_time_is_over() -> None:
+    swarm = lying("signed averages", replace(SETTINGS, exclusion=4))
+    assert swarm.run(300.0, until=lambda: any(excluded(swarm)) and swarm.longest > 2)
+    assert swarm.run(300.0, until=lambda: all(not names for names in excluded(swarm)))
+    told = [what for line in swarm.trace for what in line if isinstance(what, Trouble)]
+    assert any("excludes it for its next" in trouble.reason for trouble in told)
+
+
+def test_a_contribution_with_another_norm_than_the_committed_one_excludes_its_owner() -> None:
+    swarm = Swarm(1, SETTINGS)
+    swarm.training_time = lambda steps: steps * swarm.random.uniform(0.8, 1.2)  # type: ignore[method-assign]
+    swarm.history.liars = frozenset({"peer4"})
+    for number in range(5):
+        swarm.start(f"peer{number}")
+    assert swarm.run(300.0, until=lambda: agreed(swarm) and len(swarm.peers["peer0"].peer.log.roster) == 5)
+    understates(swarm)
+    assert swarm.run(300.0, until=lambda: "peer4" in swarm.peers["peer0"].peer.log.excluded)
+    assert swarm.history.named.keys() == {"contribution"}
+
+
+@pytest.mark.parametrize("kind", ["names the honest", "forged proofs", "old proofs"])
+def test_nobody_is_excluded_by_lies_about_it(kind: str) -> None:
+    swarm = lying(kind)
+    assert swarm.run(300.0, until=lambda: swarm.longest >= 10)
+    assert not any(excluded(swarm))
+    assert not swarm.history.named
+
+
+def test_a_run_may_exclude_nobody() -> None:
+    swarm = lying("signed averages", replace(SETTINGS, exclusion=0))
+    assert swarm.run(600.0, until=lambda: swarm.longest >= 8)
+    assert not swarm.history.named
+
+
+@pytest.mark.parametrize("first", range(500, 520, 5))
+def test_random_lives_with_lies_that_signatures_prove(first: int) -> None:
+    for seed in range(first, first + 5):
+        life = draw_life(seed, kinds=(*FAULT_LIES, "names the honest", "many averages"))
+        try:
+            live(life)
+        except Exception:
+            pytest.fail(report(life))
+
+
+def test_all_of_these_lies_are_among_those_that_lives_draw() -> None:
+    assert FAULT_LIES.keys() | {"names the honest"} <= KINDS.keys()
