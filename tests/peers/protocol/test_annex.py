@@ -21,6 +21,7 @@ from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import (
     CONTRIBUTION,
+    LOG,
     PAYLOAD,
     STATE,
     TIMING,
@@ -32,6 +33,7 @@ from tests.peers.builders import (
     complete,
     holders_of,
     holding,
+    member,
     of,
     ready,
     round_of,
@@ -251,8 +253,14 @@ def test_nobody_comes_back_to_a_round_that_it_has_left_for_another() -> None:
     assert sends(rig.hear("a", Abort(attempt=rig.attempt(), reason="")), Ready)
     rig.hear("a", rig.begin(2))
     assert rig.peer.exchange is not first
-    (dropped,) = of(rig.hear("a", rig.begin(3, name=first.name)), Dropped)
-    assert "has been in that round" in dropped.reason
+    second = rig.peer.exchange
+    assert of(rig.hear("a", rig.begin(3, name=first.name)), Dropped)
+    assert rig.peer.exchange is second
+
+
+def test_nor_does_one_that_contributes_nothing_and_commits_to_nothing() -> None:
+    acceptor, rounds = Acceptor("b"), [round_of(attempt(LOG, number), [member("a", 0, 8)]) for number in (2, 1, 2, 3)]
+    assert [acceptor.may_enter(round) for round in rounds] == [True, False, False, True]
 
 
 # Who is excluded -----------------------------------------------------------------------------------------------
