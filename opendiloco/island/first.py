@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from opendiloco.errors import IslandError
@@ -16,10 +16,13 @@ from opendiloco.island.frames import BUFFER, Frame, Hello, Kind, Place, Reason, 
 from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, key_of, proof, versions
 from opendiloco.island.remote import RemoteNode
 from opendiloco.island.store import PATIENCE, store_client
-from opendiloco.workers.nodes import Nodes
+from opendiloco.workers.nodes import LOOPBACK, Nodes
 from peers.errors import DilocoPeerError
+from peers.links.sockets import listen
 
 logger = logging.getLogger(__name__)
+
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 class _Gathering:
@@ -89,11 +92,13 @@ async def gathered(placement: Placement, run: str, on_leave: Callable[[], None])
     """
     secret = os.urandom(SECRET_BYTES)
     gathering = _Gathering(placement, run, secret)
-    server = await asyncio.start_server(gathering.greet, _interface(placement.host), 0, limit=BUFFER)
+    listeners = listen(_interfaces(placement.host), 0)
+    port = listeners[0].getsockname()[1]
+    servers = [await asyncio.start_server(gathering.greet, sock=listener, limit=BUFFER) for listener in listeners]
     failure: Reason | None = None
     try:
         async with store_client(placement.host, placement.port) as store:
-            place = Place(port=server.sockets[0].getsockname()[1], secret=secret.hex())
+            place = Place(port=port, secret=secret.hex())
             await store.set(key_of(placement.job), place.packed().decode())
         try:
             await asyncio.wait_for(gathering.complete, PATIENCE.total_seconds())
@@ -111,18 +116,19 @@ async def gathered(placement: Placement, run: str, on_leave: Callable[[], None])
         failure = Reason(message=f"node 0 has ended: {error.message}", remedy=error.remedy)
         raise
     finally:
-        server.close()
+        for server in servers:
+            server.close()
         await asyncio.gather(*(node.close(failure) for node in gathering.nodes.values()))
         with suppress(asyncio.InvalidStateError):
             gathering.complete.cancel()
 
 
-def _interface(host: str) -> str | None:
+def _interfaces(host: str) -> Sequence[str]:
     """Return where to listen: on the loopback interface if torchrun's store is there; else everywhere, since a name may
     stand for one address here and for another one elsewhere."""
     if host == "localhost":
-        return "127.0.0.1"
+        return (LOOPBACK,)
     try:
-        return host if ipaddress.ip_address(host).is_loopback else None
+        return (host,) if ipaddress.ip_address(host).is_loopback else EVERYWHERE
     except ValueError:
-        return None
+        return EVERYWHERE

@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -222,6 +223,26 @@ def test_bytes_go_to_the_other_machine_once_and_come_back(monkeypatch: pytest.Mo
         await node.sent()
 
     asyncio.run(both(use))
+
+
+def test_the_first_machine_listens_on_the_same_port_of_all_addresses() -> None:
+    """When torchrun's store is at a name; several times, since a port is drawn each time."""
+
+    async def first() -> None:
+        async with gathered(replace(FIRST, host="first.example"), "run-1", left):
+            pass
+
+    async def second() -> None:
+        agent = NodeAgent(await connect(SECOND, "run-1"))
+        await agent.serve()
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(first(), second())
+
+    for _ in range(8):
+        Store.values.clear()
+        asyncio.run(story())
 
 
 def test_a_worker_there_answers_and_its_death_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
