@@ -8,10 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.workers.control import ControlMessage, InnerStepDone, MomentsMoved, MoveMoments
+from opendiloco.errors import IslandError
+from opendiloco.workers.control import (
+    Configured,
+    ControlMessage,
+    DevicesCounted,
+    InnerStepDone,
+    MomentsMoved,
+    MoveMoments,
+)
+from opendiloco.workers.crew import Crew
 from opendiloco.workers.handle import Answer, WorkerHandle
 from opendiloco.workers.moments import WorkersMoments
-from opendiloco.workers.nodes import Node, Parts, Region
+from opendiloco.workers.nodes import Node, Nodes, Parts, Region
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.process import Inherited, WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
 from peers.values.workload import SnapshotError
 
@@ -84,3 +95,59 @@ def test_a_file_of_moments_that_is_missing_or_empty_is_no_snapshot(
 
     with pytest.raises(SnapshotError, match="the file with the moments cannot be used"):
         asyncio.run(recall())
+
+
+async def crew_of(*gpus: int, monkeypatch: pytest.MonkeyPatch) -> Crew:
+    """Start one on machines with so many GPUs each."""
+    here, *there = [PlayedNode(f"node {rank}", (DevicesCounted(gpus=count),)) for rank, count in enumerate(gpus)]
+
+    async def start_here(descriptors: Inherited, threads: int) -> WorkerHandle:
+        worker = await here.start_worker(threads)
+        worker.node = None
+        return worker
+
+    monkeypatch.setattr(WorkerProcess, "start", start_here)
+    crew = Crew(Inherited(-1, -1), Nodes(there), lambda: True)
+    await crew.start(WorkerOptions())
+    return crew
+
+
+def test_machines_may_have_different_numbers_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start() -> str:
+        return (await crew_of(1, 2, monkeypatch=monkeypatch)).device
+
+    assert asyncio.run(start()) == "3 x cuda on 2 machines"
+
+
+def test_a_machine_without_gpus_beside_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would meet the others in no collective, and all would wait until those give up."""
+    with pytest.raises(IslandError, match="node 2 trains on cpu, node 0 on cuda") as caught:
+        asyncio.run(crew_of(2, 2, 0, monkeypatch=monkeypatch))
+    assert "--device cpu" in caught.value.remedy
+
+
+CONFIGURED = Configured(
+    parameters=10,
+    tokens_per_sample=16,
+    device="cpu",
+    device_name="cpu",
+    flops_per_token=None,
+    micro_batch=4,
+    held_out_digest="ab",
+    bytes_per_token=1.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("parameters", 11), ("tokens_per_sample", 8), ("held_out_digest", "cd"), ("bytes_per_token", 2)]
+)
+def test_a_machine_that_makes_something_else_of_the_run_is_named(
+    name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(other: Configured) -> None:
+        crew = await crew_of(0, 0, monkeypatch=monkeypatch)
+        crew.check_alike([CONFIGURED, other])
+
+    asyncio.run(check(CONFIGURED.model_copy(update={"micro_batch": 2})))
+    with pytest.raises(IslandError, match=f"node 1 has {name} = {value}, node 0 has "):
+        asyncio.run(check(CONFIGURED.model_copy(update={name: value})))
