@@ -54,6 +54,13 @@ def test_without_torchrun_a_machine_is_alone() -> None:
     assert Placement.read(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}) is None
 
 
+@pytest.mark.parametrize("size", ["1", "4"])
+def test_what_a_cluster_sets_without_torchrun_changes_nothing(size: str) -> None:
+    """Slurm and Kubeflow, for whatever they start."""
+    variables = {"WORLD_SIZE": size, "RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+    assert Placement.read(variables) is None
+
+
 def test_torchrun_says_which_machine_this_is() -> None:
     placement = Placement.read(TORCHRUN)
     assert placement == Placement(1, 2, "127.0.0.1", 29500, "job")
