@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -23,6 +24,10 @@ from peers.links.sockets import listen
 logger = logging.getLogger(__name__)
 
 EVERYWHERE = ("0.0.0.0", "::")
+STRANGERS_AT_ONCE = 64
+"""Connections of whoever has not shown the secret yet; another one costs the oldest its place."""
+WARNINGS = 3
+"""Wrong proofs that the log tells of."""
 
 
 class _Gathering:
@@ -31,25 +36,42 @@ class _Gathering:
     def __init__(self, placement: Placement, run: str, secret: bytes) -> None:
         self.nodes: dict[int, RemoteNode] = {}
         self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._servers = list[asyncio.Server]()
+        self._strangers = OrderedDict[
+            asyncio.StreamWriter, None
+        ]()  # whoever has not shown the secret yet, oldest first
+        self._wrong = 0
         self._placement = placement
         self._run = run
         self._secret = secret
 
+    async def listen(self) -> int:
+        """Wait for machines; return the port."""
+        listeners = listen(_interfaces(self._placement.host), 0)
+        port: int = listeners[0].getsockname()[1]
+        self._servers = [await asyncio.start_server(self.greet, sock=sock, limit=BUFFER) for sock in listeners]
+        return port
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        for server in self._servers:
+            server.close()
+        for stranger in self._strangers:
+            stranger.transport.abort()
+
     async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a machine in, if it is one of ours; what is wrong with one of ours ends the gathering."""
-        challenge = os.urandom(SECRET_BYTES)
-        write_frame(writer, Frame(Kind.CHALLENGE, 0, 0, challenge))
+        if len(self._strangers) >= STRANGERS_AT_ONCE:
+            self._strangers.popitem(last=False)[0].transport.abort()
+        self._strangers[writer] = None
         try:
-            async with asyncio.timeout(GREETING_SECONDS):
-                hello = parse(Hello, (await read_frame(reader, Kind.HELLO)).body)
+            hello = await self._hear_proof(reader, writer)
         except (IslandError, TimeoutError) as error:
             logger.debug("somebody who is no machine of this volunteer has come: %s", error)
-            writer.close()
+            writer.transport.abort()
             return
-        if not hmac.compare_digest(hello.proof.encode(), proof(self._secret, challenge).encode()):
-            logger.warning("somebody who does not know torchrun's store wanted to be a machine of this volunteer")
-            writer.close()
-            return
+        finally:
+            self._strangers.pop(writer, None)
         problem = self._problem(hello)
         if problem is not None:
             reason = Reason(message=problem.message, remedy=problem.remedy)
@@ -63,6 +85,19 @@ class _Gathering:
         logger.info("%d of %d machines are here", 1 + len(self.nodes), self._placement.size)
         if len(self.nodes) == self._placement.size - 1 and not self.complete.done():
             self.complete.set_result(None)
+
+    async def _hear_proof(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello:
+        """Raises: IslandError and TimeoutError when somebody shows nothing that only our machines know."""
+        challenge = os.urandom(SECRET_BYTES)
+        write_frame(writer, Frame(Kind.CHALLENGE, 0, 0, challenge))
+        async with asyncio.timeout(GREETING_SECONDS):
+            hello = parse(Hello, (await read_frame(reader, Kind.HELLO)).body)
+        if hmac.compare_digest(hello.proof.encode(), proof(self._secret, challenge).encode()):
+            return hello
+        self._wrong += 1
+        if self._wrong <= WARNINGS:
+            logger.warning("somebody who does not know torchrun's store wanted to be a machine of this volunteer")
+        raise IslandError("it does not know the secret in torchrun's store.")
 
     def _problem(self, hello: Hello) -> IslandError | None:
         """Return why a machine does not fit."""
@@ -92,13 +127,10 @@ async def gathered(placement: Placement, run: str, on_leave: Callable[[], None])
     """
     secret = os.urandom(SECRET_BYTES)
     gathering = _Gathering(placement, run, secret)
-    listeners = listen(_interfaces(placement.host), 0)
-    port = listeners[0].getsockname()[1]
-    servers = [await asyncio.start_server(gathering.greet, sock=listener, limit=BUFFER) for listener in listeners]
     failure: Reason | None = None
     try:
         async with store_client(placement.host, placement.port) as store:
-            place = Place(port=port, secret=secret.hex())
+            place = Place(port=await gathering.listen(), secret=secret.hex())
             await store.set(key_of(placement.job), place.packed().decode())
         try:
             await asyncio.wait_for(gathering.complete, PATIENCE.total_seconds())
@@ -108,6 +140,7 @@ async def gathered(placement: Placement, run: str, on_leave: Callable[[], None])
                 f"{len(missing)} of {placement.size} machines have not come: node {missing[0]} first.",
                 "See what torchrun says there; its first machine must be reachable on any port.",
             ) from None
+        gathering.close()
         nodes = [gathering.nodes[rank] for rank in sorted(gathering.nodes)]
         for node in nodes:
             node.on_leave = on_leave
@@ -116,8 +149,7 @@ async def gathered(placement: Placement, run: str, on_leave: Callable[[], None])
         failure = Reason(message=f"node 0 has ended: {error.message}", remedy=error.remedy)
         raise
     finally:
-        for server in servers:
-            server.close()
+        gathering.close()
         await asyncio.gather(*(node.close(failure) for node in gathering.nodes.values()))
         with suppress(asyncio.InvalidStateError):
             gathering.complete.cancel()

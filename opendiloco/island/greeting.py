@@ -7,7 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from blake3 import blake3
 
 SECRET_BYTES = 32
-GREETING_SECONDS = 60.0
+GREETING_SECONDS = 10.0
+"""A machine that is not let in within this time dials again."""
 MUST_AGREE = ("diloco-peer", "torch", "transformers")
 
 

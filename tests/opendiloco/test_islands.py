@@ -22,9 +22,21 @@ from opendiloco.island import agent as agent_module
 from opendiloco.island import first as first_module
 from opendiloco.island.agent import NodeAgent, connect
 from opendiloco.island.environment import Placement
-from opendiloco.island.first import gathered
-from opendiloco.island.frames import HEADER, LIMITS, PIECE, Frame, Hello, Kind, Wanted, parse, read_frame, write_frame
-from opendiloco.island.greeting import proof
+from opendiloco.island.first import STRANGERS_AT_ONCE, gathered
+from opendiloco.island.frames import (
+    HEADER,
+    LIMITS,
+    PIECE,
+    Frame,
+    Hello,
+    Kind,
+    Place,
+    Wanted,
+    parse,
+    read_frame,
+    write_frame,
+)
+from opendiloco.island.greeting import key_of, proof
 from opendiloco.island.greeting import versions as own_versions
 from opendiloco.island.remote import RemoteNode
 from opendiloco.run import Run
@@ -359,6 +371,58 @@ def test_who_does_not_know_the_secret_is_not_let_in(monkeypatch: pytest.MonkeyPa
         assert len(nodes.others) == 1
 
     asyncio.run(both(use))
+
+
+def test_a_flood_of_strangers_keeps_no_machine_out_and_ends_with_the_gathering() -> None:
+    """The oldest make room; the port is closed once all machines are there."""
+
+    async def dial() -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection(FIRST.host, await first_machines_port())
+        writers.append(writer)
+        await read_frame(reader, Kind.CHALLENGE)
+        return reader
+
+    async def use(nodes: Nodes) -> None:
+        for reader in strangers:
+            with pytest.raises(IslandError, match="lost"):
+                await read_frame(reader, Kind.WELCOME)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(FIRST.host, await first_machines_port())
+
+    async def second() -> None:
+        strangers.extend([await dial() for _ in range(STRANGERS_AT_ONCE + 5)])
+        for reader in strangers[:5]:
+            with pytest.raises(IslandError, match="lost"):
+                await read_frame(reader, Kind.WELCOME)
+        agent = NodeAgent(await connect(SECOND, "run-1"))
+        await agent.serve()
+        for writer in writers:
+            writer.close()
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(gather(use), second())
+
+    strangers, writers = list[asyncio.StreamReader](), list[asyncio.StreamWriter]()
+    asyncio.run(story())
+
+
+async def first_machines_port() -> int:
+    return parse(Place, (await Store().get(key_of(FIRST.job))).encode()).port
+
+
+def test_the_log_tells_of_a_few_wrong_proofs_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = iter([True] * 10)
+    monkeypatch.setattr(agent_module, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(agent_module, "proof", lambda *known: "no" if next(wrong, False) else proof(*known))
+
+    async def use(nodes: Nodes) -> None:
+        assert len(nodes.others) == 1
+
+    asyncio.run(both(use))
+    assert sum("does not know torchrun's store" in record.message for record in caplog.records) == 3
 
 
 @pytest.mark.parametrize(
