@@ -21,6 +21,8 @@ from opendiloco.workers.nodes import Parts, Region
 logger = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 5.0
+DEATH_SECONDS = 15.0
+"""A worker that holds much memory takes seconds to end; torchrun ends us 30 seconds after Ctrl-C."""
 PARTS_AT_ONCE = 10_000
 PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """How soon a machine that has vanished is noticed: seconds, seconds, a count, milliseconds."""
@@ -61,9 +63,12 @@ class RemoteWorker(WorkerHandle):
             self._there.write(Frame(Kind.KILL, self._number))
 
     async def close(self) -> None:
-        """End the worker. Returns also when its machine is lost."""
+        """End the worker. Returns also when its machine is lost; one that does not answer is given up."""
         self.kill()
-        await self.wait_for_death()
+        try:
+            await asyncio.wait_for(self.wait_for_death(), DEATH_SECONDS)
+        except TimeoutError:
+            self._there.give_up(IslandError(f"{self._there.name} of this volunteer does not answer.", REMEDY))
 
 
 class _Fetching(NamedTuple):
@@ -148,8 +153,13 @@ class RemoteNode:
         self._lose(IslandError(f"{self.name} is not wanted any more."))
         await asyncio.wait([self._listening], timeout=GOODBYE_SECONDS)  # it hangs up when it has ended its workers
         self._listening.cancel()
-        self._writer.close()
+        self._writer.transport.abort()  # whatever is on its way, nobody takes any more
         await asyncio.gather(self._listening, self._writer.wait_closed(), return_exceptions=True)
+
+    def give_up(self, error: IslandError) -> None:
+        """Hang up, without waiting for anything; `error` is what everybody gets who waits for something from there."""
+        self._lose(error)
+        self._writer.transport.abort()
 
     async def _listen(self) -> None:
         try:

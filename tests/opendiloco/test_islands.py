@@ -6,7 +6,7 @@ import asyncio
 import os
 import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import IslandError
 from opendiloco.island import agent as agent_module
 from opendiloco.island import first as first_module
+from opendiloco.island import remote as remote_module
 from opendiloco.island.agent import NodeAgent, connect
 from opendiloco.island.environment import Placement
 from opendiloco.island.first import STRANGERS_AT_ONCE, gathered
@@ -336,6 +337,38 @@ def test_a_machine_that_is_lost_is_named_to_all_that_wait_for_it() -> None:
         async with asyncio.timeout(SECONDS):
             await asyncio.gather(gather(use), second())
 
+    asyncio.run(story())
+
+
+def test_a_machine_that_hangs_holds_up_neither_restart_nor_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its system answers, but nobody there does what we say."""
+    monkeypatch.setattr(remote_module, "DEATH_SECONDS", 0.0)
+    monkeypatch.setattr(remote_module, "GOODBYE_SECONDS", 0.0)
+
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        worker = await node.start_worker(1)
+        await worker.close()
+        assert "node 1 of this volunteer does not answer" in str(await worker.wait_for_death())
+        with pytest.raises(IslandError, match="does not answer"):
+            await node.start_worker(1)
+
+    async def second() -> None:
+        reader, writer = await connect(SECOND, "run-1")
+        await left_alone.wait()
+        with suppress(ConnectionError):
+            assert (await reader.read())[:1] == bytes([Kind.START])
+        writer.close()
+
+    async def first() -> None:
+        await gather(use)
+        left_alone.set()
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(first(), second())
+
+    left_alone = asyncio.Event()
     asyncio.run(story())
 
 
