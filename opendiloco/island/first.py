@@ -33,7 +33,7 @@ WARNINGS = 3
 class _Gathering:
     """Who has come so far."""
 
-    def __init__(self, placement: Placement, run: str, secret: bytes) -> None:
+    def __init__(self, placement: Placement, run: str, secret: bytes, on_leave: Callable[[], None]) -> None:
         self.nodes: dict[int, RemoteNode] = {}
         self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._servers = list[asyncio.Server]()
@@ -44,6 +44,7 @@ class _Gathering:
         self._placement = placement
         self._run = run
         self._secret = secret
+        self._on_leave = on_leave
 
     async def listen(self) -> int:
         """Wait for machines; return the port."""
@@ -81,7 +82,7 @@ class _Gathering:
                 self.complete.set_exception(problem)
             return
         write_frame(writer, Frame(Kind.WELCOME))
-        self.nodes[hello.rank] = RemoteNode(hello, reader, writer)
+        self.nodes[hello.rank] = RemoteNode(hello, reader, writer, self._on_leave)
         logger.info("%d of %d machines are here", 1 + len(self.nodes), self._placement.size)
         if len(self.nodes) == self._placement.size - 1 and not self.complete.done():
             self.complete.set_result(None)
@@ -121,12 +122,12 @@ class _Gathering:
 async def gathered(placement: Placement, run: str, on_leave: Callable[[], None]) -> AsyncIterator[Nodes]:
     """Wait for all machines of this volunteer; when the context ends, they do, too.
 
-    `on_leave` is called when somebody on another machine asks the volunteer to leave.
+    `on_leave` is called when somebody on another machine asks the volunteer to leave, also while others are missing.
 
     Raises: IslandError when they do not come, or one does not fit.
     """
     secret = os.urandom(SECRET_BYTES)
-    gathering = _Gathering(placement, run, secret)
+    gathering = _Gathering(placement, run, secret, on_leave)
     failure: Reason | None = None
     try:
         async with store_client(placement.host, placement.port) as store:
@@ -142,8 +143,6 @@ async def gathered(placement: Placement, run: str, on_leave: Callable[[], None])
             ) from None
         gathering.close()
         nodes = [gathering.nodes[rank] for rank in sorted(gathering.nodes)]
-        for node in nodes:
-            node.on_leave = on_leave
         yield Nodes(nodes, placement.host, placement.port)
     except DilocoPeerError as error:
         failure = Reason(message=f"node 0 has ended: {error.message}", remedy=error.remedy)

@@ -81,13 +81,17 @@ class _Fetching(NamedTuple):
 
 
 class RemoteNode:
-    """Another machine of this volunteer; implements `opendiloco.workers.nodes.Node`. `close` ends it."""
+    """Another machine of this volunteer; implements `opendiloco.workers.nodes.Node`. `close` ends it.
 
-    def __init__(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    `on_leave` is called when somebody there asks this volunteer to leave.
+    """
+
+    def __init__(
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_leave: Callable[[], None]
+    ) -> None:
         self.name = f"node {hello.rank}"
         self.cores = hello.cores
-        self.on_leave: Callable[[], None] = lambda: None
-        """Called when somebody there asks this volunteer to leave."""
+        self._on_leave = on_leave
         self._reader, self._writer = reader, writer
         self._workers: list[RemoteWorker] = []
         self._sending, self._fetch_turn = asyncio.Lock(), asyncio.Lock()
@@ -167,7 +171,7 @@ class RemoteNode:
                 frame = await read_frame(self._reader, Kind.LINE, Kind.DIED, Kind.PUT, Kind.LEAVE)
                 if frame.kind is Kind.LEAVE:
                     logger.info("somebody asks this volunteer to leave, on %s", self.name)
-                    self.on_leave()
+                    self._on_leave()
                 elif frame.kind is Kind.PUT:
                     self._take(frame)
                 elif frame.number >= len(self._workers):

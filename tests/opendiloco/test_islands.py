@@ -310,6 +310,29 @@ def test_somebody_there_can_ask_to_leave() -> None:
     asyncio.run(story())
 
 
+def test_somebody_can_ask_to_leave_while_machines_are_still_missing() -> None:
+    async def story() -> None:
+        def stop() -> None:
+            task.cancel()
+
+        async def first() -> None:
+            async with gathered(replace(FIRST, size=3), "run-1", stop):
+                pytest.fail("a machine is missing")
+
+        async def second() -> None:
+            agent = NodeAgent(await connect(replace(SECOND, size=3), "run-1"))
+            agent.ask_to_leave()
+            await agent.serve()
+
+        async with asyncio.timeout(SECONDS):
+            task = asyncio.create_task(first())
+            await second()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(story())
+
+
 def test_a_machine_that_is_lost_is_named_to_all_that_wait_for_it() -> None:
     async def story() -> None:
         async def use(nodes: Nodes) -> None:
