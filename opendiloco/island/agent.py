@@ -10,6 +10,7 @@ import time
 
 from pydantic import ValidationError
 
+from opendiloco.cores import usable_cores
 from opendiloco.errors import IslandError
 from opendiloco.island.environment import Placement
 from opendiloco.island.frames import (
@@ -31,7 +32,6 @@ from opendiloco.island.store import PATIENCE, StoreClient, store_client
 from opendiloco.shared_memory import create_memory_file
 from opendiloco.workers.control import KeepMoments, RecallMoments, parse_command
 from opendiloco.workers.nodes import Region
-from opendiloco.workers.options import usable_cores
 from opendiloco.workers.process import Inherited, WorkerProcess
 from peers.errors import DilocoPeerError
 

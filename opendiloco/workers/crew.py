@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.cores import usable_cores
 from opendiloco.errors import IslandError, WorkerError
 from opendiloco.workers.control import Configure, Configured, CountDevices, DevicesCounted
 from opendiloco.workers.handle import WorkerHandle
 from opendiloco.workers.nodes import LOOPBACK, Node, Nodes
-from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count, usable_cores
+from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count
 from opendiloco.workers.process import Inherited, WorkerProcess
 from opendiloco.workers.start_up import StartUp
 
