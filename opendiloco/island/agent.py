@@ -4,6 +4,7 @@ workers, and passes on what they and the peer process say to each other. It ends
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import time
@@ -26,11 +27,11 @@ from opendiloco.island.frames import (
     read_frame,
     write_frame,
 )
-from opendiloco.island.greeting import GREETING_SECONDS, key_of, proof, versions
+from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, key_of, proof, versions
 from opendiloco.island.remote import notice_loss, pieces
 from opendiloco.island.store import PATIENCE, StoreClient, store_client
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.workers.control import KeepMoments, RecallMoments, parse_command
+from opendiloco.workers.control import Export, Generate, KeepMoments, RecallMoments, parse_command
 from opendiloco.workers.nodes import Region
 from opendiloco.workers.process import Inherited, WorkerProcess
 from peers.errors import DilocoPeerError
@@ -71,8 +72,10 @@ async def _try_once(placement: Placement, run: str, store: StoreClient) -> Conne
         reader, writer = await asyncio.open_connection(placement.host, place.port, limit=BUFFER)
         try:
             challenge = bytes((await read_frame(reader, Kind.CHALLENGE)).body)
+            own_challenge, secret = os.urandom(SECRET_BYTES), bytes.fromhex(place.secret)
             hello = Hello(
-                proof=proof(bytes.fromhex(place.secret), challenge),
+                proof=proof(secret, challenge),
+                challenge=own_challenge.hex(),
                 rank=placement.rank,
                 run=run,
                 versions=versions(),
@@ -80,6 +83,9 @@ async def _try_once(placement: Placement, run: str, store: StoreClient) -> Conne
             )
             write_frame(writer, Frame(Kind.HELLO, 0, 0, hello.packed()))
             answer = await read_frame(reader, Kind.WELCOME, Kind.REFUSED)
+            expected = proof(secret, challenge + own_challenge).encode()
+            if answer.kind is Kind.WELCOME and not hmac.compare_digest(answer.body, expected):
+                raise IslandError("it does not know the secret in torchrun's store.")
         except IslandError as error:
             writer.close()
             raise _StaleError(str(error)) from error
@@ -179,6 +185,8 @@ class NodeAgent:
             command = parse_command(bytes(frame.body))
         except ValidationError as error:
             raise IslandError("the first machine sent no command that is known here.", REMEDY) from error
+        if isinstance(command, Export | Generate):
+            raise IslandError(f"the first machine sent {command.kind}, which only its own worker is to do.", REMEDY)
         if isinstance(command, KeepMoments | RecallMoments):
             command = command.model_copy(update={"path": f"/proc/self/fd/{self._files[Region.MOMENTS]}"})
         if frame.number in self._workers:

@@ -66,7 +66,7 @@ class _Gathering:
             self._strangers.popitem(last=False)[0].transport.abort()
         self._strangers[writer] = None
         try:
-            hello = await self._hear_proof(reader, writer)
+            hello, own_proof = await self._exchange_proofs(reader, writer)
         except (IslandError, TimeoutError) as error:
             logger.debug("somebody who is no machine of this volunteer has come: %s", error)
             writer.transport.abort()
@@ -81,20 +81,23 @@ class _Gathering:
             if not self.complete.done():
                 self.complete.set_exception(problem)
             return
-        write_frame(writer, Frame(Kind.WELCOME))
+        write_frame(writer, Frame(Kind.WELCOME, 0, 0, own_proof))
         self.nodes[hello.rank] = RemoteNode(hello, reader, writer, self._on_leave)
         logger.info("%d of %d machines are here", 1 + len(self.nodes), self._placement.size)
         if len(self.nodes) == self._placement.size - 1 and not self.complete.done():
             self.complete.set_result(None)
 
-    async def _hear_proof(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello:
-        """Raises: IslandError and TimeoutError when somebody shows nothing that only our machines know."""
+    async def _exchange_proofs(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Hello, bytes]:
+        """Return what a machine says, and what shows it that we know the secret.
+
+        Raises: IslandError and TimeoutError when it does not show that.
+        """
         challenge = os.urandom(SECRET_BYTES)
         write_frame(writer, Frame(Kind.CHALLENGE, 0, 0, challenge))
         async with asyncio.timeout(GREETING_SECONDS):
             hello = parse(Hello, (await read_frame(reader, Kind.HELLO)).body)
         if hmac.compare_digest(hello.proof.encode(), proof(self._secret, challenge).encode()):
-            return hello
+            return hello, proof(self._secret, challenge + bytes.fromhex(hello.challenge)).encode()
         self._wrong += 1
         if self._wrong <= WARNINGS:
             logger.warning("somebody who does not know torchrun's store wanted to be a machine of this volunteer")

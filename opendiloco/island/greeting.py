@@ -29,5 +29,6 @@ def key_of(job: str) -> str:
 
 
 def proof(secret: bytes, challenge: bytes) -> str:
-    """Return what shows that a machine knows the secret."""
+    """Return what shows that a machine knows the secret: a node of the first machine's challenge, the first machine of
+    that and the node's."""
     return str(blake3(challenge, key=secret).hexdigest())

@@ -40,8 +40,9 @@ from opendiloco.island.frames import (
 from opendiloco.island.greeting import key_of, proof
 from opendiloco.island.greeting import versions as own_versions
 from opendiloco.island.remote import RemoteNode
+from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
-from opendiloco.workers.control import CountDevices, DevicesCounted
+from opendiloco.workers.control import CountDevices, DevicesCounted, Export, Generate
 from opendiloco.workers.handle import WorkerDeathError
 from opendiloco.workers.nodes import Nodes, Region
 from opendiloco.workers.process import Inherited
@@ -467,6 +468,38 @@ async def first_machines_port() -> int:
     return parse(Place, (await Store().get(key_of(FIRST.job))).encode()).port
 
 
+def test_who_answers_as_the_first_machine_must_know_the_secret_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else may have its port by now: the node dials until the store says where the first machine is."""
+    monkeypatch.setattr(agent_module, "AGAIN_SECONDS", 0)
+    welcomed = asyncio.Event()
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        write_frame(writer, Frame(Kind.CHALLENGE, 0, 0, bytes(32)))
+        await read_frame(reader, Kind.HELLO)
+        write_frame(writer, Frame(Kind.WELCOME, 0, 0, proof(bytes(32), bytes(64)).encode()))
+        welcomed.set()
+        writer.close()
+
+    async def story() -> None:
+        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        place = Place(port=server.sockets[0].getsockname()[1], secret="ab" * 32)
+        await Store().set(key_of(FIRST.job), place.packed().decode())
+
+        async def second() -> None:
+            agent = NodeAgent(await connect(SECOND, "run-1"))
+            await agent.serve()
+
+        async def first() -> None:
+            await welcomed.wait()
+            await gather(lambda nodes: asyncio.sleep(0))
+
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(first(), second())
+        server.close()
+
+    asyncio.run(story())
+
+
 def test_the_log_tells_of_a_few_wrong_proofs_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -481,6 +514,9 @@ def test_the_log_tells_of_a_few_wrong_proofs_only(
     assert sum("does not know torchrun's store" in record.message for record in caplog.records) == 3
 
 
+FACTS = RunFacts(run_id="run-1", manifest_digest="00" * 32, outer_steps=3, tokens=640, peers=2, held_out_loss=5.0)
+
+
 @pytest.mark.parametrize(
     "frame",
     [
@@ -488,6 +524,8 @@ def test_the_log_tells_of_a_few_wrong_proofs_only(
         Frame(Kind.PUT, 9, 0, b""),
         Frame(Kind.GET, 0, 0, Wanted(parts=((0, 1),)).packed()),
         Frame(Kind.LINE, 0, 0, b"{}"),
+        Frame(Kind.LINE, 0, 0, Generate(prompt="", tokens=1, seed=0, temperature=0.0).line()),
+        Frame(Kind.LINE, 0, 0, Export(folder="/", facts=FACTS, dtype="float32").line()),
         Frame(Kind.GET, 0, 0, b"{}"),
         Frame(Kind.DIED, 0, 0, b"{}"),
     ],
