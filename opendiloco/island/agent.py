@@ -39,6 +39,7 @@ from peers.errors import DilocoPeerError
 logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 0.5
+LACKING = "See what it lacks: memory, open files or processes; torchrun --max-restarts N starts all machines again."
 COMMANDS = (Kind.START, Kind.KILL, Kind.LINE, Kind.RESIZE, Kind.PUT, Kind.GET, Kind.BYE, Kind.REFUSED)
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -117,7 +118,7 @@ class NodeAgent:
 
     def __init__(self, connection: Connection) -> None:
         self._reader, self._writer = connection
-        self._files = {region: create_memory_file() for region in Region}
+        self._files = dict[Region, int]()
         self._workers: dict[int, WorkerProcess] = {}
         self._endings = set[asyncio.Task[None]]()
         notice_loss(self._writer)
@@ -133,21 +134,35 @@ class NodeAgent:
     async def serve(self) -> None:
         """Do what the peer process says until it leaves. Leaves no process behind.
 
-        Raises: IslandError when it fails, or is lost.
+        Raises: IslandError when it fails, or is lost, or this machine cannot do its part; the peer process hears why.
         """
         try:
-            while True:
-                frame = await read_frame(self._reader, *COMMANDS)
-                if frame.kind is Kind.BYE:
-                    return
-                if frame.kind is Kind.REFUSED:
-                    raise IslandError(*parse(Reason, frame.body).said)
-                await self._carry_out(frame)
+            await self._obey()
+        except IslandError as error:
+            self._say_why(error)
+            raise
+        except OSError as error:
+            problem = IslandError(f"the machine cannot do its part: {error.strerror}.", LACKING)
+            self._say_why(problem)
+            raise problem from error
         finally:
             await asyncio.gather(*(worker.close() for worker in self._workers.values()), *self._endings)
             for descriptor in self._files.values():
                 os.close(descriptor)
             self._writer.close()
+
+    async def _obey(self) -> None:
+        self._files = {region: create_memory_file() for region in Region}
+        while True:
+            frame = await read_frame(self._reader, *COMMANDS)
+            if frame.kind is Kind.BYE:
+                return
+            if frame.kind is Kind.REFUSED:
+                raise IslandError(*parse(Reason, frame.body).said)
+            await self._carry_out(frame)
+
+    def _say_why(self, error: IslandError) -> None:
+        self.write(Frame(Kind.REFUSED, 0, 0, Reason(message=error.message, remedy=error.remedy).packed()))
 
     async def _carry_out(self, frame: Frame) -> None:
         """Raises: IslandError when it cannot be meant."""

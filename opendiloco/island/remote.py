@@ -20,6 +20,7 @@ from opendiloco.workers.nodes import Parts, Region
 
 logger = logging.getLogger(__name__)
 
+ANSWERS = (Kind.LINE, Kind.DIED, Kind.PUT, Kind.LEAVE, Kind.REFUSED)
 GOODBYE_SECONDS = 5.0
 DEATH_SECONDS = 15.0
 """A worker that holds much memory takes seconds to end; torchrun ends us 30 seconds after Ctrl-C."""
@@ -168,10 +169,13 @@ class RemoteNode:
     async def _listen(self) -> None:
         try:
             while True:
-                frame = await read_frame(self._reader, Kind.LINE, Kind.DIED, Kind.PUT, Kind.LEAVE)
+                frame = await read_frame(self._reader, *ANSWERS)
                 if frame.kind is Kind.LEAVE:
                     logger.info("somebody asks this volunteer to leave, on %s", self.name)
                     self._on_leave()
+                elif frame.kind is Kind.REFUSED:
+                    message, remedy = parse(Reason, frame.body).said
+                    return self._lose(IslandError(f"{self.name} of this volunteer is lost: {message}", remedy))
                 elif frame.kind is Kind.PUT:
                     self._take(frame)
                 elif frame.number >= len(self._workers):

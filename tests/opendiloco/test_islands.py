@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -547,6 +548,35 @@ def test_a_node_does_nothing_that_cannot_be_meant(frame: Frame) -> None:
                 await agent.serve()
             agent_ended.set()
 
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(gather(use), second())
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("lacking", [errno.ENOSPC, errno.EMFILE, errno.EAGAIN])
+def test_what_a_node_lacks_is_told_on_both_machines(lacking: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_process(*arguments: object) -> None:
+        raise OSError(lacking, os.strerror(lacking))
+
+    monkeypatch.setattr("opendiloco.workers.process._spawn", no_process)
+    said = f"the machine cannot do its part: {os.strerror(lacking)}"
+
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        worker = await node.start_worker(1)
+        error = await worker.wait_for_death()
+        assert isinstance(error, IslandError)
+        assert error.message.startswith(f"node 1 of this volunteer is lost: {said}")
+        assert "open files" in error.remedy
+
+    async def second() -> None:
+        agent = NodeAgent(await connect(SECOND, "run-1"))
+        with pytest.raises(IslandError, match=said) as caught:
+            await agent.serve()
+        assert caught.value.exit_code == 15
+
+    async def story() -> None:
         async with asyncio.timeout(SECONDS):
             await asyncio.gather(gather(use), second())
 
