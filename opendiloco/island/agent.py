@@ -204,6 +204,8 @@ class NodeAgent:
             raise IslandError(f"the first machine sent {command.kind}, which only its own worker is to do.", REMEDY)
         if isinstance(command, KeepMoments | RecallMoments):
             command = command.model_copy(update={"path": f"/proc/self/fd/{self._files[Region.MOMENTS]}"})
+        if isinstance(command, KeepMoments):  # of what other machines write there is nothing here
+            command = command.model_copy(update={"reserves": False})
         if frame.number in self._workers:
             self._workers[frame.number].write(command)
 

@@ -43,7 +43,7 @@ from opendiloco.island.greeting import versions as own_versions
 from opendiloco.island.remote import RemoteNode
 from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
-from opendiloco.workers.control import CountDevices, DevicesCounted, Export, Generate
+from opendiloco.workers.control import ControlMessage, CountDevices, DevicesCounted, Export, Generate, KeepMoments
 from opendiloco.workers.handle import WorkerDeathError
 from opendiloco.workers.nodes import Nodes, Region
 from opendiloco.workers.process import Inherited
@@ -295,6 +295,37 @@ def test_a_worker_there_answers_and_its_death_is_known(monkeypatch: pytest.Monke
         await other.close()
 
     asyncio.run(both(use))
+
+
+def test_a_worker_there_keeps_moments_in_memory_and_takes_room_for_its_own_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Noting:
+        """A worker that notes what it is told."""
+
+        @classmethod
+        async def start(cls, inherited: Inherited, threads: int) -> Noting:
+            return cls()
+
+        def write(self, message: ControlMessage) -> None:
+            told.append(message)
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(agent_module, "_RelayedWorker", Noting)
+    told = list[ControlMessage]()
+
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        worker = await node.start_worker(1)
+        worker.write(KeepMoments(path="/disk/of/the/first", run="run-1", index=3))
+
+    asyncio.run(both(use))
+    [command] = told
+    assert isinstance(command, KeepMoments)
+    assert command.path.startswith("/proc/self/fd/")
+    assert not command.reserves
 
 
 def test_somebody_there_can_ask_to_leave() -> None:
