@@ -1,4 +1,4 @@
-"""Normal values that are the same bits on every machine, drawn by as many threads as there are cores.
+"""Normal values that are the same bits on every machine, drawn by several threads.
 
 torch's `normal_` is not the same everywhere: its vectorised path, taken on CPUs with AVX2, rounds differently, as do
 the logarithms and cosines of C libraries. Here a value is the sum of 12 uniform draws, less 6 (Irwin-Hall). The draws
