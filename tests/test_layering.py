@@ -152,7 +152,7 @@ def test_rooms_import_only_from_those_above(room: str) -> None:
     assert not {module for module in importers(f"opendiloco.{room}") if any(is_in(module, other) for other in above)}
 
 
-FOUNDATIONS = {"errors", "evaluation_turns", "host_memory", "run", "shared_memory", "stages"}
+FOUNDATIONS = {"cores", "errors", "evaluation_turns", "host_memory", "run", "shared_memory", "stages"}
 """Modules of opendiloco outside the rooms that a room may import; the others stand on the rooms."""
 
 

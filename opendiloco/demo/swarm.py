@@ -11,6 +11,7 @@ from pathlib import Path
 
 from opendiloco.config.data import STANDARD_LIBRARY
 from opendiloco.config.run_config import RunConfig
+from opendiloco.cores import usable_cores
 from opendiloco.data.local_sources import local_sources
 from opendiloco.demo.processes import Child
 from opendiloco.demo.screen import DemoScreen
@@ -22,7 +23,6 @@ from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
 from opendiloco.screen import Row, is_finished, row_of
 from opendiloco.volunteer import connected, working
-from opendiloco.workers.options import usable_cores
 from peers.net.bootstrap import announce_manifest
 from peers.net.daemon import sweep_sockets
 from peers.net.transport import HivemindTransport

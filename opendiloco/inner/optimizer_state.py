@@ -78,9 +78,11 @@ def write_state(
     parameters: Mapping[str, torch.Tensor],
     shards: Shards,
     metadata: dict[str, str],
+    reserves: bool = True,
 ) -> ByteRanges:
     """Write an optimizer's state into a file: each worker its rows, the first all else. The file has its whole length
-    at once, and no digest yet. Returns which bytes this worker has written, but for the first's header.
+    at once, with `reserves` also the room for it, and no digest yet. Returns which bytes this worker has written, but
+    for the first's header.
 
     Raises: SnapshotError when there is nothing to keep, or what a file cannot hold; OSError.
     """
@@ -91,7 +93,11 @@ def write_state(
     header = header_of(layout, metadata | {"format": FORMAT, "torch": _torch_version(), "digest": UNSEALED})
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        os.posix_fallocate(descriptor, 0, len(header) + VALUE_BYTES * layout.size)
+        size = len(header) + VALUE_BYTES * layout.size
+        if reserves:
+            os.posix_fallocate(descriptor, 0, size)
+        else:
+            os.ftruncate(descriptor, size)
         if shards.rank == 0:
             os.pwrite(descriptor, header, 0)
     finally:

@@ -121,16 +121,16 @@ class ModelReplica:
         load_moments(self._optimizer, self._parameters(), self._shards, moments)
         self._warmed_up = self._config.inner_optimizer.rewarmup_steps
 
-    def keep_moments(self, path: Path, run: str, index: int) -> ByteRanges:
+    def keep_moments(self, path: Path, run: str, index: int, reserves: bool = True) -> ByteRanges:
         """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it,
-        unless another replica does. Returns which bytes these are.
+        unless another replica does. Returns which bytes these are. With `reserves` the whole file takes room now.
 
         Raises: SnapshotError when there is none, or torch has it in a form that no file holds; OSError.
         """
         said = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
         if not self._team.is_in_first_replica:
             return ()
-        return write_state(path, self._optimizer, self._parameters(), self._shards, said)
+        return write_state(path, self._optimizer, self._parameters(), self._shards, said, reserves)
 
     def recall_moments(self, path: Path, run: str) -> None:
         """Go on with what such a file has. Raises: SnapshotError when it does not fit, and changes nothing; OSError."""

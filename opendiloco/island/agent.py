@@ -4,12 +4,14 @@ workers, and passes on what they and the peer process say to each other. It ends
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import time
 
 from pydantic import ValidationError
 
+from opendiloco.cores import usable_cores
 from opendiloco.errors import IslandError
 from opendiloco.island.environment import Placement
 from opendiloco.island.frames import (
@@ -25,19 +27,19 @@ from opendiloco.island.frames import (
     read_frame,
     write_frame,
 )
-from opendiloco.island.greeting import GREETING_SECONDS, key_of, proof, versions
+from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, key_of, proof, versions
 from opendiloco.island.remote import notice_loss, pieces
 from opendiloco.island.store import PATIENCE, StoreClient, store_client
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.workers.control import KeepMoments, RecallMoments, parse_command
+from opendiloco.workers.control import Export, Generate, KeepMoments, RecallMoments, parse_command
 from opendiloco.workers.nodes import Region
-from opendiloco.workers.options import usable_cores
 from opendiloco.workers.process import Inherited, WorkerProcess
 from peers.errors import DilocoPeerError
 
 logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 0.5
+LACKING = "See what it lacks: memory, open files or processes; torchrun --max-restarts N starts all machines again."
 COMMANDS = (Kind.START, Kind.KILL, Kind.LINE, Kind.RESIZE, Kind.PUT, Kind.GET, Kind.BYE, Kind.REFUSED)
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -71,8 +73,10 @@ async def _try_once(placement: Placement, run: str, store: StoreClient) -> Conne
         reader, writer = await asyncio.open_connection(placement.host, place.port, limit=BUFFER)
         try:
             challenge = bytes((await read_frame(reader, Kind.CHALLENGE)).body)
+            own_challenge, secret = os.urandom(SECRET_BYTES), bytes.fromhex(place.secret)
             hello = Hello(
-                proof=proof(bytes.fromhex(place.secret), challenge),
+                proof=proof(secret, challenge),
+                challenge=own_challenge.hex(),
                 rank=placement.rank,
                 run=run,
                 versions=versions(),
@@ -80,6 +84,9 @@ async def _try_once(placement: Placement, run: str, store: StoreClient) -> Conne
             )
             write_frame(writer, Frame(Kind.HELLO, 0, 0, hello.packed()))
             answer = await read_frame(reader, Kind.WELCOME, Kind.REFUSED)
+            expected = proof(secret, challenge + own_challenge).encode()
+            if answer.kind is Kind.WELCOME and not hmac.compare_digest(answer.body, expected):
+                raise IslandError("it does not know the secret in torchrun's store.")
         except IslandError as error:
             writer.close()
             raise _StaleError(str(error)) from error
@@ -111,7 +118,7 @@ class NodeAgent:
 
     def __init__(self, connection: Connection) -> None:
         self._reader, self._writer = connection
-        self._files = {region: create_memory_file() for region in Region}
+        self._files = dict[Region, int]()
         self._workers: dict[int, WorkerProcess] = {}
         self._endings = set[asyncio.Task[None]]()
         notice_loss(self._writer)
@@ -127,21 +134,35 @@ class NodeAgent:
     async def serve(self) -> None:
         """Do what the peer process says until it leaves. Leaves no process behind.
 
-        Raises: IslandError when it fails, or is lost.
+        Raises: IslandError when it fails, or is lost, or this machine cannot do its part; the peer process hears why.
         """
         try:
-            while True:
-                frame = await read_frame(self._reader, *COMMANDS)
-                if frame.kind is Kind.BYE:
-                    return
-                if frame.kind is Kind.REFUSED:
-                    raise IslandError(*parse(Reason, frame.body).said)
-                await self._carry_out(frame)
+            await self._obey()
+        except IslandError as error:
+            self._say_why(error)
+            raise
+        except OSError as error:
+            problem = IslandError(f"the machine cannot do its part: {error.strerror}.", LACKING)
+            self._say_why(problem)
+            raise problem from error
         finally:
             await asyncio.gather(*(worker.close() for worker in self._workers.values()), *self._endings)
             for descriptor in self._files.values():
                 os.close(descriptor)
             self._writer.close()
+
+    async def _obey(self) -> None:
+        self._files = {region: create_memory_file() for region in Region}
+        while True:
+            frame = await read_frame(self._reader, *COMMANDS)
+            if frame.kind is Kind.BYE:
+                return
+            if frame.kind is Kind.REFUSED:
+                raise IslandError(*parse(Reason, frame.body).said)
+            await self._carry_out(frame)
+
+    def _say_why(self, error: IslandError) -> None:
+        self.write(Frame(Kind.REFUSED, 0, 0, Reason(message=error.message, remedy=error.remedy).packed()))
 
     async def _carry_out(self, frame: Frame) -> None:
         """Raises: IslandError when it cannot be meant."""
@@ -179,8 +200,12 @@ class NodeAgent:
             command = parse_command(bytes(frame.body))
         except ValidationError as error:
             raise IslandError("the first machine sent no command that is known here.", REMEDY) from error
+        if isinstance(command, Export | Generate):
+            raise IslandError(f"the first machine sent {command.kind}, which only its own worker is to do.", REMEDY)
         if isinstance(command, KeepMoments | RecallMoments):
             command = command.model_copy(update={"path": f"/proc/self/fd/{self._files[Region.MOMENTS]}"})
+        if isinstance(command, KeepMoments):  # of what other machines write there is nothing here
+            command = command.model_copy(update={"reserves": False})
         if frame.number in self._workers:
             self._workers[frame.number].write(command)
 

@@ -10,7 +10,8 @@ from opendiloco.errors import IslandError
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 HIGHEST_PORT = 65535
 BY_TORCHRUN = (
-    "Start one process on each machine with torchrun --nnodes N --nproc-per-node 1; on a single one unset WORLD_SIZE."
+    "Start one process on each machine with torchrun --nnodes N --nproc-per-node 1; on a single one unset "
+    "TORCHELASTIC_RUN_ID."
 )
 
 
@@ -35,20 +36,18 @@ class Placement:
 
         Raises: IslandError when a variable is missing or wrong, or there is more than one process on each machine.
         """
-        if "WORLD_SIZE" not in variables and "TORCHELASTIC_RUN_ID" not in variables:
-            return None
+        if "TORCHELASTIC_RUN_ID" not in variables or variables.get("WORLD_SIZE") == "1":
+            return None  # Slurm and Kubeflow set WORLD_SIZE and RANK, too
         for name in NAMES:
             if not variables.get(name):
                 raise IslandError(f"{name} is not set, but others of torchrun's variables are.", BY_TORCHRUN)
-        size = _number(variables, "WORLD_SIZE", 1)
+        size = _number(variables, "WORLD_SIZE", 2)
         own = _number(variables, "LOCAL_WORLD_SIZE", 1)
         if own != 1:
             raise IslandError(
                 f"LOCAL_WORLD_SIZE = {own}: torchrun has started {own} processes on this machine.",
                 "Use --nproc-per-node 1: that process trains on all GPUs of its machine, or as --cpu-workers says.",
             )
-        if size == 1:
-            return None
         if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise IslandError(
                 "TORCHELASTIC_USE_AGENT_STORE is not True: torchrun lends no store to meet at.",

@@ -7,7 +7,8 @@ import hmac
 import ipaddress
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from opendiloco.errors import IslandError
@@ -16,37 +17,62 @@ from opendiloco.island.frames import BUFFER, Frame, Hello, Kind, Place, Reason, 
 from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, key_of, proof, versions
 from opendiloco.island.remote import RemoteNode
 from opendiloco.island.store import PATIENCE, store_client
-from opendiloco.workers.nodes import Nodes
+from opendiloco.workers.nodes import LOOPBACK, Nodes
 from peers.errors import DilocoPeerError
+from peers.links.sockets import listen
 
 logger = logging.getLogger(__name__)
+
+EVERYWHERE = ("0.0.0.0", "::")
+STRANGERS_AT_ONCE = 64
+"""Connections of whoever has not shown the secret yet; another one costs the oldest its place."""
+WARNINGS = 3
+"""Wrong proofs that the log tells of."""
 
 
 class _Gathering:
     """Who has come so far."""
 
-    def __init__(self, placement: Placement, run: str, secret: bytes) -> None:
+    def __init__(self, placement: Placement, run: str, secret: bytes, on_leave: Callable[[], None]) -> None:
         self.nodes: dict[int, RemoteNode] = {}
         self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._servers = list[asyncio.Server]()
+        self._strangers = OrderedDict[
+            asyncio.StreamWriter, None
+        ]()  # whoever has not shown the secret yet, oldest first
+        self._wrong = 0
         self._placement = placement
         self._run = run
         self._secret = secret
+        self._on_leave = on_leave
+
+    async def listen(self) -> int:
+        """Wait for machines; return the port."""
+        listeners = listen(_interfaces(self._placement.host), 0)
+        port: int = listeners[0].getsockname()[1]
+        self._servers = [await asyncio.start_server(self.greet, sock=sock, limit=BUFFER) for sock in listeners]
+        return port
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        for server in self._servers:
+            server.close()
+        for stranger in self._strangers:
+            stranger.transport.abort()
 
     async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a machine in, if it is one of ours; what is wrong with one of ours ends the gathering."""
-        challenge = os.urandom(SECRET_BYTES)
-        write_frame(writer, Frame(Kind.CHALLENGE, 0, 0, challenge))
+        if len(self._strangers) >= STRANGERS_AT_ONCE:
+            self._strangers.popitem(last=False)[0].transport.abort()
+        self._strangers[writer] = None
         try:
-            async with asyncio.timeout(GREETING_SECONDS):
-                hello = parse(Hello, (await read_frame(reader, Kind.HELLO)).body)
+            hello, own_proof = await self._exchange_proofs(reader, writer)
         except (IslandError, TimeoutError) as error:
             logger.debug("somebody who is no machine of this volunteer has come: %s", error)
-            writer.close()
+            writer.transport.abort()
             return
-        if not hmac.compare_digest(hello.proof.encode(), proof(self._secret, challenge).encode()):
-            logger.warning("somebody who does not know torchrun's store wanted to be a machine of this volunteer")
-            writer.close()
-            return
+        finally:
+            self._strangers.pop(writer, None)
         problem = self._problem(hello)
         if problem is not None:
             reason = Reason(message=problem.message, remedy=problem.remedy)
@@ -55,11 +81,27 @@ class _Gathering:
             if not self.complete.done():
                 self.complete.set_exception(problem)
             return
-        write_frame(writer, Frame(Kind.WELCOME))
-        self.nodes[hello.rank] = RemoteNode(hello, reader, writer)
+        write_frame(writer, Frame(Kind.WELCOME, 0, 0, own_proof))
+        self.nodes[hello.rank] = RemoteNode(hello, reader, writer, self._on_leave)
         logger.info("%d of %d machines are here", 1 + len(self.nodes), self._placement.size)
         if len(self.nodes) == self._placement.size - 1 and not self.complete.done():
             self.complete.set_result(None)
+
+    async def _exchange_proofs(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Hello, bytes]:
+        """Return what a machine says, and what shows it that we know the secret.
+
+        Raises: IslandError and TimeoutError when it does not show that.
+        """
+        challenge = os.urandom(SECRET_BYTES)
+        write_frame(writer, Frame(Kind.CHALLENGE, 0, 0, challenge))
+        async with asyncio.timeout(GREETING_SECONDS):
+            hello = parse(Hello, (await read_frame(reader, Kind.HELLO)).body)
+        if hmac.compare_digest(hello.proof.encode(), proof(self._secret, challenge).encode()):
+            return hello, proof(self._secret, challenge + bytes.fromhex(hello.challenge)).encode()
+        self._wrong += 1
+        if self._wrong <= WARNINGS:
+            logger.warning("somebody who does not know torchrun's store wanted to be a machine of this volunteer")
+        raise IslandError("it does not know the secret in torchrun's store.")
 
     def _problem(self, hello: Hello) -> IslandError | None:
         """Return why a machine does not fit."""
@@ -83,17 +125,16 @@ class _Gathering:
 async def gathered(placement: Placement, run: str, on_leave: Callable[[], None]) -> AsyncIterator[Nodes]:
     """Wait for all machines of this volunteer; when the context ends, they do, too.
 
-    `on_leave` is called when somebody on another machine asks the volunteer to leave.
+    `on_leave` is called when somebody on another machine asks the volunteer to leave, also while others are missing.
 
     Raises: IslandError when they do not come, or one does not fit.
     """
     secret = os.urandom(SECRET_BYTES)
-    gathering = _Gathering(placement, run, secret)
-    server = await asyncio.start_server(gathering.greet, _interface(placement.host), 0, limit=BUFFER)
+    gathering = _Gathering(placement, run, secret, on_leave)
     failure: Reason | None = None
     try:
         async with store_client(placement.host, placement.port) as store:
-            place = Place(port=server.sockets[0].getsockname()[1], secret=secret.hex())
+            place = Place(port=await gathering.listen(), secret=secret.hex())
             await store.set(key_of(placement.job), place.packed().decode())
         try:
             await asyncio.wait_for(gathering.complete, PATIENCE.total_seconds())
@@ -103,26 +144,25 @@ async def gathered(placement: Placement, run: str, on_leave: Callable[[], None])
                 f"{len(missing)} of {placement.size} machines have not come: node {missing[0]} first.",
                 "See what torchrun says there; its first machine must be reachable on any port.",
             ) from None
+        gathering.close()
         nodes = [gathering.nodes[rank] for rank in sorted(gathering.nodes)]
-        for node in nodes:
-            node.on_leave = on_leave
         yield Nodes(nodes, placement.host, placement.port)
     except DilocoPeerError as error:
         failure = Reason(message=f"node 0 has ended: {error.message}", remedy=error.remedy)
         raise
     finally:
-        server.close()
+        gathering.close()
         await asyncio.gather(*(node.close(failure) for node in gathering.nodes.values()))
         with suppress(asyncio.InvalidStateError):
             gathering.complete.cancel()
 
 
-def _interface(host: str) -> str | None:
+def _interfaces(host: str) -> Sequence[str]:
     """Return where to listen: on the loopback interface if torchrun's store is there; else everywhere, since a name may
     stand for one address here and for another one elsewhere."""
     if host == "localhost":
-        return "127.0.0.1"
+        return (LOOPBACK,)
     try:
-        return host if ipaddress.ip_address(host).is_loopback else None
+        return (host,) if ipaddress.ip_address(host).is_loopback else EVERYWHERE
     except ValueError:
-        return None
+        return EVERYWHERE

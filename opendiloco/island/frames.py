@@ -32,8 +32,8 @@ class Kind(IntEnum):
 
     CHALLENGE = 1  # first machine: 32 random bytes
     HELLO = 2  # node: a Hello
-    WELCOME = 3  # first machine: nothing
-    REFUSED = 4  # first machine: a Reason
+    WELCOME = 3  # first machine: its own proof
+    REFUSED = 4  # both: a Reason
     START = 5  # first machine: start worker `number` with `offset` threads
     KILL = 6  # first machine: end worker `number`
     LINE = 7  # both: a line of worker `number`'s control channel
@@ -48,7 +48,7 @@ class Kind(IntEnum):
 LIMITS = {
     Kind.CHALLENGE: 32,
     Kind.HELLO: WORDS_LIMIT,
-    Kind.WELCOME: 0,
+    Kind.WELCOME: 64,
     Kind.REFUSED: WORDS_LIMIT,
     Kind.START: 0,
     Kind.KILL: 0,
@@ -87,9 +87,11 @@ class Body(BaseModel):
 
 
 class Hello(Body):
-    """Which node this is, of which run, in which versions. `proof` shows that it knows the secret."""
+    """Which node this is, of which run, in which versions. `proof` shows that it knows the secret, and `challenge` has
+    the first machine show that it does."""
 
     proof: Word
+    challenge: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     rank: Annotated[int, Field(ge=1, le=1 << 16)]
     run: Word
     versions: dict[Word, Word]

@@ -7,7 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from blake3 import blake3
 
 SECRET_BYTES = 32
-GREETING_SECONDS = 60.0
+GREETING_SECONDS = 10.0
+"""A machine that is not let in within this time dials again."""
 MUST_AGREE = ("diloco-peer", "torch", "transformers")
 
 
@@ -28,5 +29,6 @@ def key_of(job: str) -> str:
 
 
 def proof(secret: bytes, challenge: bytes) -> str:
-    """Return what shows that a machine knows the secret."""
+    """Return what shows that a machine knows the secret: a node of the first machine's challenge, the first machine of
+    that and the node's."""
     return str(blake3(challenge, key=secret).hexdigest())

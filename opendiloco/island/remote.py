@@ -20,7 +20,10 @@ from opendiloco.workers.nodes import Parts, Region
 
 logger = logging.getLogger(__name__)
 
+ANSWERS = (Kind.LINE, Kind.DIED, Kind.PUT, Kind.LEAVE, Kind.REFUSED)
 GOODBYE_SECONDS = 5.0
+DEATH_SECONDS = 15.0
+"""A worker that holds much memory takes seconds to end; torchrun ends us 30 seconds after Ctrl-C."""
 PARTS_AT_ONCE = 10_000
 PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """How soon a machine that has vanished is noticed: seconds, seconds, a count, milliseconds."""
@@ -61,9 +64,12 @@ class RemoteWorker(WorkerHandle):
             self._there.write(Frame(Kind.KILL, self._number))
 
     async def close(self) -> None:
-        """End the worker. Returns also when its machine is lost."""
+        """End the worker. Returns also when its machine is lost; one that does not answer is given up."""
         self.kill()
-        await self.wait_for_death()
+        try:
+            await asyncio.wait_for(self.wait_for_death(), DEATH_SECONDS)
+        except TimeoutError:
+            self._there.give_up(IslandError(f"{self._there.name} of this volunteer does not answer.", REMEDY))
 
 
 class _Fetching(NamedTuple):
@@ -76,13 +82,17 @@ class _Fetching(NamedTuple):
 
 
 class RemoteNode:
-    """Another machine of this volunteer; implements `opendiloco.workers.nodes.Node`. `close` ends it."""
+    """Another machine of this volunteer; implements `opendiloco.workers.nodes.Node`. `close` ends it.
 
-    def __init__(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    `on_leave` is called when somebody there asks this volunteer to leave.
+    """
+
+    def __init__(
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_leave: Callable[[], None]
+    ) -> None:
         self.name = f"node {hello.rank}"
         self.cores = hello.cores
-        self.on_leave: Callable[[], None] = lambda: None
-        """Called when somebody there asks this volunteer to leave."""
+        self._on_leave = on_leave
         self._reader, self._writer = reader, writer
         self._workers: list[RemoteWorker] = []
         self._sending, self._fetch_turn = asyncio.Lock(), asyncio.Lock()
@@ -148,16 +158,24 @@ class RemoteNode:
         self._lose(IslandError(f"{self.name} is not wanted any more."))
         await asyncio.wait([self._listening], timeout=GOODBYE_SECONDS)  # it hangs up when it has ended its workers
         self._listening.cancel()
-        self._writer.close()
+        self._writer.transport.abort()  # whatever is on its way, nobody takes any more
         await asyncio.gather(self._listening, self._writer.wait_closed(), return_exceptions=True)
+
+    def give_up(self, error: IslandError) -> None:
+        """Hang up, without waiting for anything; `error` is what everybody gets who waits for something from there."""
+        self._lose(error)
+        self._writer.transport.abort()
 
     async def _listen(self) -> None:
         try:
             while True:
-                frame = await read_frame(self._reader, Kind.LINE, Kind.DIED, Kind.PUT, Kind.LEAVE)
+                frame = await read_frame(self._reader, *ANSWERS)
                 if frame.kind is Kind.LEAVE:
                     logger.info("somebody asks this volunteer to leave, on %s", self.name)
-                    self.on_leave()
+                    self._on_leave()
+                elif frame.kind is Kind.REFUSED:
+                    message, remedy = parse(Reason, frame.body).said
+                    return self._lose(IslandError(f"{self.name} of this volunteer is lost: {message}", remedy))
                 elif frame.kind is Kind.PUT:
                     self._take(frame)
                 elif frame.number >= len(self._workers):

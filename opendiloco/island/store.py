@@ -60,15 +60,18 @@ class StoreClient:
 
 @asynccontextmanager
 async def store_client(host: str, port: int) -> AsyncIterator[StoreClient]:
-    """Ask torchrun's store within this context."""
-    with signals_held_back():
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "opendiloco.island.store", host, str(port)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
+    """Ask torchrun's store within this context. Raises: IslandError."""
+    try:
+        with signals_held_back():
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "opendiloco.island.store", host, str(port)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+    except OSError as error:
+        raise IslandError(f"no process can be started to ask torchrun's store: {error.strerror}.") from error
     try:
         yield StoreClient(process, f"{host}:{port}")
     finally:

@@ -1,4 +1,4 @@
-"""Normal values that are the same bits on every machine, drawn by as many threads as there are cores.
+"""Normal values that are the same bits on every machine, drawn by several threads.
 
 torch's `normal_` is not the same everywhere: its vectorised path, taken on CPUs with AVX2, rounds differently, as do
 the logarithms and cosines of C libraries. Here a value is the sum of 12 uniform draws, less 6 (Irwin-Hall). The draws
@@ -9,7 +9,6 @@ values has a counter of its own, so that it does not matter who draws it, or whe
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opendiloco.cores import usable_cores
 from opendiloco.shared_memory import Vector
 from opendiloco.stages import at_stage
 
@@ -26,6 +26,8 @@ DRAWS = 12
 HIGHEST = (1 << 16) - 1
 DRAWS_A_WORD = 4
 """Draws in a word of Philox."""
+THREADS_AT_MOST = 16
+"""Each takes 28 MiB while it draws a block."""
 
 
 class PortableNormal(TorchDispatchMode):
@@ -64,9 +66,9 @@ class Undrawn(TorchDispatchMode):
 
 def draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
     """Fill a vector with the values of one call, of mean 0 and standard deviation 1. They do not depend on `threads`
-    (None: one for each core)."""
+    (None: one for each core that we may use, up to a number)."""
     blocks = range(-(-out.size // BLOCK))
-    with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(threads or min(usable_cores(), THREADS_AT_MOST)) as pool:
         for done in [pool.submit(_draw_block, seed, call, block, out) for block in blocks]:
             done.result()
 

@@ -131,12 +131,14 @@ class AtStage(ControlMessage):
 
 class KeepMoments(ControlMessage):
     """Write the inner optimizer's state into a file (see inner/moments_file.py): each worker its part, and the file is
-    there when all have answered. `index` outer steps are taken. Answered by `MomentsMoved`, as `StoreMoments` is."""
+    there when all have answered. `index` outer steps are taken. Unless it `reserves`, only the written parts take room.
+    Answered by `MomentsMoved`, as `StoreMoments` is."""
 
     kind: Literal["keep_moments"] = "keep_moments"
     path: str
     run: str
     index: int
+    reserves: bool = True
 
 
 class RecallMoments(ControlMessage):

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import WorkerError
-from opendiloco.workers.control import Configure, CountDevices, DevicesCounted
+from opendiloco.cores import usable_cores
+from opendiloco.errors import IslandError, WorkerError
+from opendiloco.workers.control import Configure, Configured, CountDevices, DevicesCounted
 from opendiloco.workers.handle import WorkerHandle
 from opendiloco.workers.nodes import LOOPBACK, Node, Nodes
-from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count, usable_cores
+from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count
 from opendiloco.workers.process import Inherited, WorkerProcess
 from opendiloco.workers.start_up import StartUp
 
 KEY_BYTES = 8
+MUST_AGREE = ("parameters", "tokens_per_sample", "held_out_digest", "bytes_per_token")
+"""Of what a worker says of itself: what follows from the run and its data alone."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Crew:
         """Start workers on all machines, as many on each as it has devices.
 
         Raises: MachineError when there are too few; WorkerError when one dies, or none are wanted any more;
-        IslandError.
+        IslandError, also when some machines have GPUs and others not.
         """
         starts = [self._start_here(options), *(self._start_there(node, options) for node in self._nodes.others)]
         started = await asyncio.gather(*starts, return_exceptions=True)
@@ -53,6 +56,7 @@ class Crew:
             if isinstance(machine, BaseException):
                 raise machine
             self._machines.append(machine)
+        self._check_devices()
         self.workers = [place.worker for place in self._places()]
         self.workers[0].on_stage = StartUp().heard  # the others do the same
         if len(self.workers) > 1:
@@ -66,7 +70,7 @@ class Crew:
         if len(devices) == 1:
             return devices[0]
         machines = f" on {len(self._machines)} machines" if len(self._machines) > 1 else ""
-        return f"{len(devices)} x {devices[0].partition(':')[0]}{machines}"
+        return f"{len(devices)} x {_kind(devices[0])}{machines}"
 
     def commands(self, config: RunConfig, options: WorkerOptions, fresh: bool) -> list[Configure]:
         """Return what each worker is to be told, in their order."""
@@ -92,6 +96,28 @@ class Crew:
                 for number, place in enumerate(machine)
             ]
         return commands
+
+    def check_alike(self, answers: Sequence[Configured]) -> None:
+        """Compare what the workers have made of the run. Raises: IslandError, which names the first that differs."""
+        for worker, answer in zip(self.workers, answers, strict=True):
+            for name in MUST_AGREE:
+                here, there = getattr(answers[0], name), getattr(answer, name)
+                if here != there:
+                    raise IslandError(
+                        f"{_machine_of(worker)} has {name} = {there}, {_machine_of(self.workers[0])} has {here}.",
+                        "Give all machines the same data, in the same place.",
+                    )
+
+    def _check_devices(self) -> None:
+        """Those of one kind would wait for the others for good."""
+        first, *others = [machine[0] for machine in self._machines]
+        for other in others:
+            if _kind(other.device) != _kind(first.device):
+                raise IslandError(
+                    f"{_machine_of(other.worker)} trains on {_kind(other.device)}, "
+                    f"{_machine_of(first.worker)} on {_kind(first.device)}.",
+                    "See whether torch finds the GPUs of each machine, or use --device cpu.",
+                )
 
     def _places(self) -> list[_Place]:
         return list(chain.from_iterable(self._machines))
@@ -136,3 +162,11 @@ class Crew:
             self.workers.append(worker)
             places.append(_Place(worker, device, threads))
         return places
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]
+
+
+def _machine_of(worker: WorkerHandle) -> str:
+    return "node 0" if worker.node is None else worker.node.name

@@ -214,6 +214,7 @@ class WorkerGroup:
         self.device = self._crew.device
         commands = self._crew.commands(self._config, self._options, fresh)
         answers = await self._exchange(commands, Configured)
+        self._crew.check_alike(answers)
         self.weights.written_by(zip(self._workers, [answer.parts for answer in answers], strict=True))
         self._micro_batch = answers[0].micro_batch
         self._tell_micro_batch()

@@ -103,7 +103,7 @@ class WorkersMoments:
         """Through a file, of which other machines have a copy in memory meanwhile: the first worker gives it its size
         here, and each machine's first worker there."""
         path = Path(command.path)
-        size = path.stat().st_size if isinstance(command, RecallMoments) else 0
+        size = _size(path) if isinstance(command, RecallMoments) else 0
         await self._tell(command, lambda: _mapped(path), size)
 
     async def _tell(self, command: MoveMoments, data: Callable[[], memoryview], size: int) -> None:
@@ -135,6 +135,22 @@ class WorkersMoments:
         return [said.parts for said in moved if isinstance(said, MomentsMoved)]
 
 
+def _size(path: Path) -> int:
+    """Raises: SnapshotError."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise _unusable(error) from error
+
+
 def _mapped(path: Path) -> memoryview:
-    with path.open("r+b") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0))
+    """Raises: SnapshotError."""
+    try:
+        with path.open("r+b") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0))
+    except (OSError, ValueError) as error:  # ValueError: the file is empty
+        raise _unusable(error) from error
+
+
+def _unusable(error: Exception) -> SnapshotError:
+    return SnapshotError(f"the file with the moments cannot be used: {error}")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from opendiloco.errors import MachineError
 
-THREADS_OF_CORE = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 TEMPERATURE = 0.8
 """Of samples, unless told otherwise: a little more likely than the model would write by itself."""
-CPU_LIMIT = "/sys/fs/cgroup/cpu.max"
 
 
 @dataclass(frozen=True)
@@ -59,23 +55,6 @@ def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -
         return options.threads
     on_cpu = sum(device == "cpu" for device in devices)
     return max(1, (cores - 1) // on_cpu) if on_cpu else 1
-
-
-def usable_cores() -> int:
-    """Return the cores that this process may run on, as far as a container's limit lets it.
-
-    Threads that share a core count once: arithmetic on both of them is no faster than on one.
-    """
-    cores = {_read(THREADS_OF_CORE.format(number)) or str(number) for number in os.sched_getaffinity(0)}
-    quota, _, period = (_read(CPU_LIMIT) or "max").partition(" ")
-    return max(1, min(len(cores), len(cores) if quota == "max" else int(quota) // int(period)))
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return None
 
 
 def choose_devices(options: WorkerOptions, gpus: int) -> list[str]:

@@ -250,7 +250,7 @@ class Worker:
         try:
             match command:
                 case KeepMoments():
-                    parts = self._replica.keep_moments(Path(command.path), command.run, command.index)
+                    parts = self._replica.keep_moments(Path(command.path), command.run, command.index, command.reserves)
                     return MomentsMoved(parts=parts)
                 case RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)

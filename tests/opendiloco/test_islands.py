@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,15 +21,29 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import IslandError
 from opendiloco.island import agent as agent_module
 from opendiloco.island import first as first_module
+from opendiloco.island import remote as remote_module
 from opendiloco.island.agent import NodeAgent, connect
 from opendiloco.island.environment import Placement
-from opendiloco.island.first import gathered
-from opendiloco.island.frames import HEADER, LIMITS, PIECE, Frame, Hello, Kind, Wanted, parse, read_frame, write_frame
-from opendiloco.island.greeting import proof
+from opendiloco.island.first import STRANGERS_AT_ONCE, gathered
+from opendiloco.island.frames import (
+    HEADER,
+    LIMITS,
+    PIECE,
+    Frame,
+    Hello,
+    Kind,
+    Place,
+    Wanted,
+    parse,
+    read_frame,
+    write_frame,
+)
+from opendiloco.island.greeting import key_of, proof
 from opendiloco.island.greeting import versions as own_versions
 from opendiloco.island.remote import RemoteNode
+from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
-from opendiloco.workers.control import CountDevices, DevicesCounted
+from opendiloco.workers.control import ControlMessage, CountDevices, DevicesCounted, Export, Generate, KeepMoments
 from opendiloco.workers.handle import WorkerDeathError
 from opendiloco.workers.nodes import Nodes, Region
 from opendiloco.workers.process import Inherited
@@ -51,6 +67,13 @@ TORCHRUN = {
 def test_without_torchrun_a_machine_is_alone() -> None:
     assert Placement.read({"HOME": "/root"}) is None
     assert Placement.read(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}) is None
+
+
+@pytest.mark.parametrize("size", ["1", "4"])
+def test_what_a_cluster_sets_without_torchrun_changes_nothing(size: str) -> None:
+    """Slurm and Kubeflow, for whatever they start."""
+    variables = {"WORLD_SIZE": size, "RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+    assert Placement.read(variables) is None
 
 
 def test_torchrun_says_which_machine_this_is() -> None:
@@ -224,6 +247,26 @@ def test_bytes_go_to_the_other_machine_once_and_come_back(monkeypatch: pytest.Mo
     asyncio.run(both(use))
 
 
+def test_the_first_machine_listens_on_the_same_port_of_all_addresses() -> None:
+    """When torchrun's store is at a name; several times, since a port is drawn each time."""
+
+    async def first() -> None:
+        async with gathered(replace(FIRST, host="first.example"), "run-1", left):
+            pass
+
+    async def second() -> None:
+        agent = NodeAgent(await connect(SECOND, "run-1"))
+        await agent.serve()
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(first(), second())
+
+    for _ in range(8):
+        Store.values.clear()
+        asyncio.run(story())
+
+
 def test_a_worker_there_answers_and_its_death_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that says how many GPUs it has, and then dies."""
     script = (
@@ -254,6 +297,37 @@ def test_a_worker_there_answers_and_its_death_is_known(monkeypatch: pytest.Monke
     asyncio.run(both(use))
 
 
+def test_a_worker_there_keeps_moments_in_memory_and_takes_room_for_its_own_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Noting:
+        """A worker that notes what it is told."""
+
+        @classmethod
+        async def start(cls, inherited: Inherited, threads: int) -> Noting:
+            return cls()
+
+        def write(self, message: ControlMessage) -> None:
+            told.append(message)
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(agent_module, "_RelayedWorker", Noting)
+    told = list[ControlMessage]()
+
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        worker = await node.start_worker(1)
+        worker.write(KeepMoments(path="/disk/of/the/first", run="run-1", index=3))
+
+    asyncio.run(both(use))
+    [command] = told
+    assert isinstance(command, KeepMoments)
+    assert command.path.startswith("/proc/self/fd/")
+    assert not command.reserves
+
+
 def test_somebody_there_can_ask_to_leave() -> None:
     async def story() -> None:
         asked = asyncio.Event()
@@ -265,6 +339,29 @@ def test_somebody_there_can_ask_to_leave() -> None:
 
         async with asyncio.timeout(SECONDS):
             await asyncio.gather(gather(lambda nodes: asked.wait(), asked.set), second())
+
+    asyncio.run(story())
+
+
+def test_somebody_can_ask_to_leave_while_machines_are_still_missing() -> None:
+    async def story() -> None:
+        def stop() -> None:
+            task.cancel()
+
+        async def first() -> None:
+            async with gathered(replace(FIRST, size=3), "run-1", stop):
+                pytest.fail("a machine is missing")
+
+        async def second() -> None:
+            agent = NodeAgent(await connect(replace(SECOND, size=3), "run-1"))
+            agent.ask_to_leave()
+            await agent.serve()
+
+        async with asyncio.timeout(SECONDS):
+            task = asyncio.create_task(first())
+            await second()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
     asyncio.run(story())
 
@@ -296,6 +393,38 @@ def test_a_machine_that_is_lost_is_named_to_all_that_wait_for_it() -> None:
         async with asyncio.timeout(SECONDS):
             await asyncio.gather(gather(use), second())
 
+    asyncio.run(story())
+
+
+def test_a_machine_that_hangs_holds_up_neither_restart_nor_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its system answers, but nobody there does what we say."""
+    monkeypatch.setattr(remote_module, "DEATH_SECONDS", 0.0)
+    monkeypatch.setattr(remote_module, "GOODBYE_SECONDS", 0.0)
+
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        worker = await node.start_worker(1)
+        await worker.close()
+        assert "node 1 of this volunteer does not answer" in str(await worker.wait_for_death())
+        with pytest.raises(IslandError, match="does not answer"):
+            await node.start_worker(1)
+
+    async def second() -> None:
+        reader, writer = await connect(SECOND, "run-1")
+        await left_alone.wait()
+        with suppress(ConnectionError):
+            assert (await reader.read())[:1] == bytes([Kind.START])
+        writer.close()
+
+    async def first() -> None:
+        await gather(use)
+        left_alone.set()
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(first(), second())
+
+    left_alone = asyncio.Event()
     asyncio.run(story())
 
 
@@ -333,6 +462,93 @@ def test_who_does_not_know_the_secret_is_not_let_in(monkeypatch: pytest.MonkeyPa
     asyncio.run(both(use))
 
 
+def test_a_flood_of_strangers_keeps_no_machine_out_and_ends_with_the_gathering() -> None:
+    """The oldest make room; the port is closed once all machines are there."""
+
+    async def dial() -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection(FIRST.host, await first_machines_port())
+        writers.append(writer)
+        await read_frame(reader, Kind.CHALLENGE)
+        return reader
+
+    async def use(nodes: Nodes) -> None:
+        for reader in strangers:
+            with pytest.raises(IslandError, match="lost"):
+                await read_frame(reader, Kind.WELCOME)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(FIRST.host, await first_machines_port())
+
+    async def second() -> None:
+        strangers.extend([await dial() for _ in range(STRANGERS_AT_ONCE + 5)])
+        for reader in strangers[:5]:
+            with pytest.raises(IslandError, match="lost"):
+                await read_frame(reader, Kind.WELCOME)
+        agent = NodeAgent(await connect(SECOND, "run-1"))
+        await agent.serve()
+        for writer in writers:
+            writer.close()
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(gather(use), second())
+
+    strangers, writers = list[asyncio.StreamReader](), list[asyncio.StreamWriter]()
+    asyncio.run(story())
+
+
+async def first_machines_port() -> int:
+    return parse(Place, (await Store().get(key_of(FIRST.job))).encode()).port
+
+
+def test_who_answers_as_the_first_machine_must_know_the_secret_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else may have its port by now: the node dials until the store says where the first machine is."""
+    monkeypatch.setattr(agent_module, "AGAIN_SECONDS", 0)
+    welcomed = asyncio.Event()
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        write_frame(writer, Frame(Kind.CHALLENGE, 0, 0, bytes(32)))
+        await read_frame(reader, Kind.HELLO)
+        write_frame(writer, Frame(Kind.WELCOME, 0, 0, proof(bytes(32), bytes(64)).encode()))
+        welcomed.set()
+        writer.close()
+
+    async def story() -> None:
+        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        place = Place(port=server.sockets[0].getsockname()[1], secret="ab" * 32)
+        await Store().set(key_of(FIRST.job), place.packed().decode())
+
+        async def second() -> None:
+            agent = NodeAgent(await connect(SECOND, "run-1"))
+            await agent.serve()
+
+        async def first() -> None:
+            await welcomed.wait()
+            await gather(lambda nodes: asyncio.sleep(0))
+
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(first(), second())
+        server.close()
+
+    asyncio.run(story())
+
+
+def test_the_log_tells_of_a_few_wrong_proofs_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = iter([True] * 10)
+    monkeypatch.setattr(agent_module, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(agent_module, "proof", lambda *known: "no" if next(wrong, False) else proof(*known))
+
+    async def use(nodes: Nodes) -> None:
+        assert len(nodes.others) == 1
+
+    asyncio.run(both(use))
+    assert sum("does not know torchrun's store" in record.message for record in caplog.records) == 3
+
+
+FACTS = RunFacts(run_id="run-1", manifest_digest="00" * 32, outer_steps=3, tokens=640, peers=2, held_out_loss=5.0)
+
+
 @pytest.mark.parametrize(
     "frame",
     [
@@ -340,6 +556,8 @@ def test_who_does_not_know_the_secret_is_not_let_in(monkeypatch: pytest.MonkeyPa
         Frame(Kind.PUT, 9, 0, b""),
         Frame(Kind.GET, 0, 0, Wanted(parts=((0, 1),)).packed()),
         Frame(Kind.LINE, 0, 0, b"{}"),
+        Frame(Kind.LINE, 0, 0, Generate(prompt="", tokens=1, seed=0, temperature=0.0).line()),
+        Frame(Kind.LINE, 0, 0, Export(folder="/", facts=FACTS, dtype="float32").line()),
         Frame(Kind.GET, 0, 0, b"{}"),
         Frame(Kind.DIED, 0, 0, b"{}"),
     ],
@@ -361,6 +579,35 @@ def test_a_node_does_nothing_that_cannot_be_meant(frame: Frame) -> None:
                 await agent.serve()
             agent_ended.set()
 
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(gather(use), second())
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("lacking", [errno.ENOSPC, errno.EMFILE, errno.EAGAIN])
+def test_what_a_node_lacks_is_told_on_both_machines(lacking: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_process(*arguments: object) -> None:
+        raise OSError(lacking, os.strerror(lacking))
+
+    monkeypatch.setattr("opendiloco.workers.process._spawn", no_process)
+    said = f"the machine cannot do its part: {os.strerror(lacking)}"
+
+    async def use(nodes: Nodes) -> None:
+        [node] = nodes.others
+        worker = await node.start_worker(1)
+        error = await worker.wait_for_death()
+        assert isinstance(error, IslandError)
+        assert error.message.startswith(f"node 1 of this volunteer is lost: {said}")
+        assert "open files" in error.remedy
+
+    async def second() -> None:
+        agent = NodeAgent(await connect(SECOND, "run-1"))
+        with pytest.raises(IslandError, match=said) as caught:
+            await agent.serve()
+        assert caught.value.exit_code == 15
+
+    async def story() -> None:
         async with asyncio.timeout(SECONDS):
             await asyncio.gather(gather(use), second())
 

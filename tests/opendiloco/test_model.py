@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.model.build import build_model, build_skeleton, layout_of, trainable
+from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
+from opendiloco.model.initial_weights import digest_of_weights
 from opendiloco.model.portable_normal import BLOCK, PortableNormal, draw
 from opendiloco.model.shards import Shards
 from peers.errors import ManifestError
@@ -53,6 +54,10 @@ GOLDEN = {
     (3, 1): [0.8978118896484375, -1.196044921875],
 }
 """The first values of a seed and a call, by `reference`."""
+GOLDEN_BLOCKS = "d4473f1911a6985279b12c1176d97a1774bc102fb1e9a805a0d058a61c6f6769"
+"""SHA-256 of a whole block's values and of 5 of the next, by `reference`."""
+GOLDEN_WEIGHTS = "c5c4d1b27a9b4740c4ef29f35c01307730dce077aa1204fa1a36ae64d3f13dcb"
+"""Of the small run's model, with the versions in constraints.txt."""
 
 
 def reference(seed: int, call: int, count: int) -> list[float]:
@@ -69,6 +74,17 @@ def test_the_portable_normal_is_as_it_is_defined(seed_and_call: tuple[int, int])
     draw(*seed_and_call, values)
     assert values.tolist() == reference(*seed_and_call, 1000)
     assert values[:2].tolist() == GOLDEN[seed_and_call]
+
+
+def test_the_portable_normal_is_the_same_in_every_block_on_every_machine() -> None:
+    values = np.empty(BLOCK + 5, np.float32)
+    draw(7, 1, values)
+    assert hashlib.sha256(values.astype("<f4").tobytes()).hexdigest() == GOLDEN_BLOCKS
+
+
+def test_initial_weights_are_the_same_on_every_machine(small_config: RunConfig) -> None:
+    """Peers of one run may have different versions of this package."""
+    assert digest_of_weights(initial_theta(small_config)) == GOLDEN_WEIGHTS
 
 
 def test_the_portable_normal_does_not_depend_on_who_draws_it() -> None:

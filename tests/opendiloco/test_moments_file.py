@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from opendiloco.inner.team import Team
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_skeleton, trainable
 from opendiloco.model.shards import local_part
+from opendiloco.shared_memory import create_memory_file
 from opendiloco.volunteer import recall_moments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
@@ -168,10 +170,24 @@ def test_three_workers_read_and_write_what_one_does(
                     expected = expected.chunk(3)[rank] if rank < len(expected.chunk(3)) else expected[:0]
                 assert torch.equal(local_part(value), expected), (name, key)
         part.keep_moments(partial, RUN, 6)
+        assert_takes_room_for_its_own_part(part)
     place = digest_place(path.read_bytes())
     first, second = bytearray(path.read_bytes()), bytearray(partial.read_bytes())
     first[place : place + 64] = second[place : place + 64] = b"0" * 64
     assert first == second
+
+
+def assert_takes_room_for_its_own_part(part: ModelReplica) -> None:
+    """In a machine's copy in memory, of which other machines have the rest."""
+    descriptor = create_memory_file()
+    try:
+        path = Path(f"/proc/self/fd/{descriptor}")
+        part.keep_moments(path, RUN, 6, reserves=False)
+        taken = path.stat().st_blocks * 512
+        part.keep_moments(path, RUN, 6)
+        assert taken < path.stat().st_size <= path.stat().st_blocks * 512
+    finally:
+        os.close(descriptor)
 
 
 # What is not let in --------------------------------------------------------------------------------------------------

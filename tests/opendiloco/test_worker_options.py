@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from opendiloco import cores as cores_module
+from opendiloco.cores import usable_cores
 from opendiloco.errors import MachineError
-from opendiloco.workers import options as worker_options
-from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, usable_cores
+from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads
 
 
 @pytest.mark.parametrize(
@@ -72,13 +73,13 @@ def test_cores_are_those_that_may_be_used_each_counted_once(
         (tmp_path / str(number)).write_text(f"{number // 2 * 2}-{number // 2 * 2 + 1}\n")
     if limit is not None:
         (tmp_path / "limit").write_text(limit + "\n")
-    monkeypatch.setattr(worker_options, "THREADS_OF_CORE", str(tmp_path / "{}"))
-    monkeypatch.setattr(worker_options, "CPU_LIMIT", str(tmp_path / "limit"))
+    monkeypatch.setattr(cores_module, "THREADS_OF_CORE", str(tmp_path / "{}"))
+    monkeypatch.setattr(cores_module, "CPU_LIMIT", str(tmp_path / "limit"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4, 5, 8})
     assert usable_cores() == expected
 
 
 def test_where_the_system_does_not_say_which_threads_share_a_core_each_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_options, "THREADS_OF_CORE", "/nowhere/{}")
-    monkeypatch.setattr(worker_options, "CPU_LIMIT", "/nowhere")
+    monkeypatch.setattr(cores_module, "THREADS_OF_CORE", "/nowhere/{}")
+    monkeypatch.setattr(cores_module, "CPU_LIMIT", "/nowhere")
     assert usable_cores() == len(os.sched_getaffinity(0))

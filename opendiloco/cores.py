@@ -1,0 +1,26 @@
+"""How many cores this process may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+THREADS_OF_CORE = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+CPU_LIMIT = "/sys/fs/cgroup/cpu.max"
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may run on, as far as a container's limit lets it.
+
+    Threads that share a core count once: arithmetic on both of them is no faster than on one.
+    """
+    cores = {_read(THREADS_OF_CORE.format(number)) or str(number) for number in os.sched_getaffinity(0)}
+    quota, _, period = (_read(CPU_LIMIT) or "max").partition(" ")
+    return max(1, min(len(cores), len(cores) if quota == "max" else int(quota) // int(period)))
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return None

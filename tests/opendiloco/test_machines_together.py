@@ -1,0 +1,153 @@
+"""How workers on several machines are commanded; here without processes: workers and nodes are played."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from opendiloco.errors import IslandError
+from opendiloco.workers.control import (
+    Configured,
+    ControlMessage,
+    DevicesCounted,
+    InnerStepDone,
+    MomentsMoved,
+    MoveMoments,
+)
+from opendiloco.workers.crew import Crew
+from opendiloco.workers.handle import Answer, WorkerHandle
+from opendiloco.workers.moments import WorkersMoments
+from opendiloco.workers.nodes import Node, Nodes, Parts, Region
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.process import Inherited, WorkerProcess
+from opendiloco.workers.request_queue import RequestQueue
+from peers.values.workload import SnapshotError
+
+
+class PlayedWorker(WorkerHandle):
+    """A worker that answers each command with one of `answers`, and moves moments without a word."""
+
+    def __init__(self, node: Node | None = None, answers: tuple[ControlMessage, ...] = ()) -> None:
+        super().__init__()
+        self.node = node
+        self._answers = iter(answers)
+
+    def write(self, message: ControlMessage) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def exchange(
+        self, command: ControlMessage, answer: type[Answer], on_progress: Callable[[InnerStepDone], None]
+    ) -> Answer:
+        answered = next(self._answers)
+        assert isinstance(answered, answer)
+        return answered
+
+    async def move_moments(self, command: MoveMoments) -> MomentsMoved:
+        return MomentsMoved()
+
+
+class PlayedNode:
+    """A machine that takes everything, and has the workers that it is given."""
+
+    def __init__(self, name: str, answers: tuple[ControlMessage, ...] = ()) -> None:
+        self.name = name
+        self.cores = 1
+        self._answers = answers
+
+    async def start_worker(self, threads: int) -> WorkerHandle:
+        return PlayedWorker(self, self._answers)
+
+    async def resize(self, region: Region, size: int) -> None:
+        pass
+
+    async def send(self, region: Region, data: memoryview, part: tuple[int, int], keeps: bool = False) -> None:
+        pass
+
+    async def sent(self) -> None:
+        pass
+
+    async def fetch(self, region: Region, data: memoryview, parts: Parts) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("machines", "content"), [(1, None), (2, None), (2, b"")])
+def test_a_file_of_moments_that_is_missing_or_empty_is_no_snapshot(
+    machines: int, content: bytes | None, tmp_path: Path
+) -> None:
+    """Whoever asks takes that for moments that are lost, and begins anew."""
+    path = tmp_path / "moments.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+
+    async def recall() -> None:
+        workers = [PlayedWorker(), *(PlayedWorker(PlayedNode(f"node {rank}")) for rank in range(1, machines))]
+        moments = WorkersMoments(-1, RequestQueue(), lambda: workers, lambda: False)
+        await moments.recall_at_once(path, "run-1")
+
+    with pytest.raises(SnapshotError, match="the file with the moments cannot be used"):
+        asyncio.run(recall())
+
+
+async def crew_of(*gpus: int, monkeypatch: pytest.MonkeyPatch) -> Crew:
+    """Start one on machines with so many GPUs each."""
+    here, *there = [PlayedNode(f"node {rank}", (DevicesCounted(gpus=count),)) for rank, count in enumerate(gpus)]
+
+    async def start_here(descriptors: Inherited, threads: int) -> WorkerHandle:
+        worker = await here.start_worker(threads)
+        worker.node = None
+        return worker
+
+    monkeypatch.setattr(WorkerProcess, "start", start_here)
+    crew = Crew(Inherited(-1, -1), Nodes(there), lambda: True)
+    await crew.start(WorkerOptions())
+    return crew
+
+
+def test_machines_may_have_different_numbers_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start() -> str:
+        return (await crew_of(1, 2, monkeypatch=monkeypatch)).device
+
+    assert asyncio.run(start()) == "3 x cuda on 2 machines"
+
+
+def test_a_machine_without_gpus_beside_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would meet the others in no collective, and all would wait until those give up."""
+    with pytest.raises(IslandError, match="node 2 trains on cpu, node 0 on cuda") as caught:
+        asyncio.run(crew_of(2, 2, 0, monkeypatch=monkeypatch))
+    assert "--device cpu" in caught.value.remedy
+
+
+CONFIGURED = Configured(
+    parameters=10,
+    tokens_per_sample=16,
+    device="cpu",
+    device_name="cpu",
+    flops_per_token=None,
+    micro_batch=4,
+    held_out_digest="ab",
+    bytes_per_token=1.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("parameters", 11), ("tokens_per_sample", 8), ("held_out_digest", "cd"), ("bytes_per_token", 2)]
+)
+def test_a_machine_that_makes_something_else_of_the_run_is_named(
+    name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(other: Configured) -> None:
+        crew = await crew_of(0, 0, monkeypatch=monkeypatch)
+        crew.check_alike([CONFIGURED, other])
+
+    asyncio.run(check(CONFIGURED.model_copy(update={"micro_batch": 2})))
+    with pytest.raises(IslandError, match=f"node 1 has {name} = {value}, node 0 has "):
+        asyncio.run(check(CONFIGURED.model_copy(update={name: value})))
