@@ -24,7 +24,9 @@ KEPT_BYTES = 1 << 23
 OF_ONE = 4
 """Proofs against one peer that are remembered: others may have named others."""
 SHOWN_BYTES = 1 << 24
-"""Bytes that a leader spends on showing one proof to all members: one that costs more is not put into the log."""
+"""Bytes that a leader spends on showing an annex's proofs to all members: what costs more is not put into the log."""
+SHOWN_TO_EACH = 1 << 20
+"""Bytes of them that each member is shown."""
 
 
 class FalseProofError(ValueError):
@@ -86,14 +88,20 @@ class Docket:
         """Return whether anything is remembered that proves that the peer has lied."""
         return any(known.fault.peer == peer for known in self._known.values())
 
+    def proven_by(self, data: bytes, lineage: Lineage) -> Fault | None:
+        """Return the fault that these bytes prove, if they are known here and recent enough."""
+        known = self._known.get(digest_of(data))
+        return known.fault if known is not None and _is_timely(known.position, lineage) else None
+
     def provable(self, log: LogState, lineage: Lineage, besides: Collection[str]) -> tuple[Fault, ...]:
         """Return the faults that the annex of the next entry may have, `besides` those of its members."""
         faults: dict[str, Fault] = {}
+        room = min(SHOWN_TO_EACH, SHOWN_BYTES // max(1, len(besides)))
         for known in self._known.values():
-            peer, is_cheap = known.fault.peer, len(known.data) * len(besides) <= SHOWN_BYTES
-            may_be_named = peer in log.known and peer not in besides
-            if may_be_named and is_cheap and _is_timely(known.position, lineage):
-                faults.setdefault(peer, known.fault)
+            peer = known.fault.peer
+            may_be_named = peer in log.known and peer not in besides and peer not in faults
+            if may_be_named and len(known.data) <= room and _is_timely(known.position, lineage):
+                faults[peer], room = known.fault, room - len(known.data)
         return tuple(faults.values())[:FAULT_LIMIT] if log.closes and log.exclusion else ()
 
     def has(self, faults: Iterable[Fault], lineage: Lineage) -> bool:

@@ -149,7 +149,7 @@ class Leader(Gathering):
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
         rounds = {peer: ready.round for peer, ready in self._ready.items() if ready.round}
         mine = rounds.get(self._me)
-        if mine is None or mine.name in self._spoiled:
+        if mine is None or mine.name in self._spoiled or (self._in_minority and mine.faults):
             return None
         others = {peer: round for peer, round in rounds.items() if round.is_same(mine)}
         lost = {peer for round in others.values() for peer in round.lost}

@@ -122,6 +122,8 @@ class Offer:
     def objection(self, begin: Begin, ours: Round | None, acceptor: Acceptor) -> str | None:
         """Return why this peer takes no part in an attempt: it can lead to no entry, or is begun without proof; or goes
         on with a round that is not `ours` of this name, so that another entry would come of the same payload."""
+        if begin.round.name.number > begin.attempt.number:
+            return "its round has a later name than the attempt"
         if ours is not None and not ours.is_same(begin.round):
             return "it goes on with another round of the same name"
         if begin.attempt.alone and self._sees_most():

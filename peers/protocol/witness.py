@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 
-from peers.log.exclusions import Faults
+from peers.log.exclusions import Fault, Faults
 from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.commitment import Author, Commitment
 from peers.protocol.desk import Desk
-from peers.protocol.docket import FalseProofError
+from peers.protocol.docket import KEPT, OF_ONE, FalseProofError
 from peers.protocol.effects import Dropped, Note, Send
 from peers.protocol.faults import FaultProof, SignedEntry, TwoCommitments, TwoVotes
 from peers.protocol.messages import Complete, Prove, Ready
@@ -28,9 +29,10 @@ class Witness:
         self._replica = replica
         self._patience = patience
         self._shown_at: dict[tuple[str, bytes], float] = {}
-        self._committed: dict[str, tuple[Author, Commitment]] = {}
+        self._committed: dict[str, dict[Author, Commitment]] = {}
         self._voted: dict[str, Complete] = {}
-        self._lacking: tuple[str, float] | None = None  # who has named somebody without proof, and since when
+        self._seen: dict[Fault, None] = {}  # proven here; the docket may have had to forget the proof since
+        self._lacking: tuple[str, Faults, float] | None = None  # who has named whom without proof, and since when
 
     def show(self, leader: str) -> None:
         """Show the leader what is proven to us, now and then: it may get lost, or the leader may be another start."""
@@ -54,21 +56,27 @@ class Witness:
             return
         if fault is not None:
             self._is_convicted(fault.peer, fault.kind)
+        if (known := self._desk.docket.proven_by(shown.proof, self._replica.lineage)) is not None:
+            self._see([known])
 
     def compare(self, sender: str, ready: Ready) -> None:
         """See whether a peer that is ready has committed to something else before, for the same attempt."""
         author, said = ready.author(sender), ready.commitment
         if said is None or self._desk.docket.convicts(sender):
             return
-        known = self._committed.get(sender)
-        if known is None or known[0] != author:
-            self._committed[sender] = author, said
-        elif known[1].root != said.root:
-            self._file(TwoCommitments(author=author, first=known[1], second=said))
+        committed = self._committed.setdefault(sender, {})
+        known = committed.get(author)
+        if known is not None:
+            if known.root != said.root:
+                self._file(TwoCommitments(author=author, first=known, second=said))
+        elif said.is_of(author, self._desk.keys.verify):  # else it would stand in the way of what is signed
+            committed[author] = said
+            if len(committed) > OF_ONE:
+                del committed[next(iter(committed))]
 
     def compare_votes(self, sender: str, complete: Complete, round: Round | None) -> None:
         """See whether a member of the round under way has signed another entry before, in the same attempt."""
-        if round is None or self._desk.docket.convicts(sender):
+        if round is None or sender not in round.remaining or self._desk.docket.convicts(sender):
             return
         known = self._voted.setdefault(sender, complete)
         if known.attempt != complete.attempt:
@@ -100,11 +108,19 @@ class Witness:
     def is_convinced(self, faults: Faults, leader: str) -> bool:
         """Return whether we have seen the proofs of an entry's annex, which a leader sends with what it begins. One
         that names somebody without proof for as long as an attempt may stand still is given up."""
-        if self._desk.docket.has(faults, self._replica.lineage):
+        lineage = self._replica.lineage
+        if all(fault in self._seen or self._desk.docket.has([fault], lineage) for fault in faults):
+            self._see(faults)
             self._lacking = None
             return True
-        if self._lacking is None or self._lacking[0] != leader:
-            self._lacking = leader, self._desk.now
-        elif self._desk.now - self._lacking[1] > self._desk.schedule.stall:
+        if self._lacking is None or self._lacking[:2] != (leader, faults):
+            self._lacking = leader, faults, self._desk.now
+        elif self._desk.now - self._lacking[2] > self._desk.schedule.stall:
             self._patience.give_up(leader)
         return False
+
+    def _see(self, faults: Iterable[Fault]) -> None:
+        """Remember for this entry what has been proven, however many other proofs against itself a liar shows."""
+        self._seen |= dict.fromkeys(faults)
+        for oldest in list(self._seen)[:-KEPT]:
+            del self._seen[oldest]

@@ -88,6 +88,28 @@ def test_a_member_signs_an_annex_only_when_it_has_seen_what_proves_it() -> None:
     assert rig.peer.log.excluded.keys() == {"c"}
 
 
+def test_a_liar_pushes_no_proof_out_by_showing_others_against_itself() -> None:
+    """Regression: one more between the leader's proof and its Begin kept a member from the round; and one later, from
+    going on with it."""
+    rig = at_second().trained()
+    named, *others = (proof("c", rig.peer.log.position, seed=seed) for seed in range(80))
+    rig.hear("a", prove(rig, named))
+    for other in others:
+        rig.hear("c", prove(rig, other))
+    assert of(rig.hear("a", begin(rig, (named.fault,))), OpenRound)
+    rig.hear("c", prove(rig, proof("c", rig.peer.log.position, seed=80)))
+    rig.hear("a", begin(rig, (named.fault,)).model_copy(update={"attempt": rig.attempt(2)}))
+    assert rig.peer.slot.attempt == rig.attempt(2)
+
+
+def test_no_round_is_named_after_a_later_attempt() -> None:
+    """Regression: a member that was in such a round took part in no other at that place."""
+    rig = at_second().trained()
+    (dropped,) = of(rig.hear("a", rig.begin(1, name=rig.attempt(1000))), Dropped)
+    assert "a later name than the attempt" in dropped.reason
+    assert of(rig.hear("a", rig.begin(1)), OpenRound)
+
+
 def test_a_leader_that_names_somebody_without_proof_is_given_up() -> None:
     rig = at_second().trained()
     fault = Fault(peer="c", kind="averages", proof=bytes(32))
@@ -197,6 +219,16 @@ def test_two_commitments_for_one_attempt_are_a_lie() -> None:
     began = [message for _, message in sends([*rig.effects, *rig.tick()], Begin)]
     assert [fault.peer for one in began for fault in one.round.faults] == ["c"]
     assert all(one.round.peers == ("a", "b") for one in began)
+
+
+def test_a_commitment_that_nobody_signed_hides_no_two_that_somebody_did() -> None:
+    """Regression: whichever came first was compared with all others."""
+    rig = gathering()
+    log = rig.peer.log
+    good = [commitment("c", 0, log.position, root, after=2) for root in (CONTRIBUTION, OTHER)]
+    for said in (good[0].model_copy(update={"signature": bytes(64)}), *good):
+        rig.hear("c", ready(log, "c", last_attempt=2, commitment=said))
+    assert [note.text for note in of(rig.effects, Note)][-1:] == ["c is shown to have lied: commitments"]
 
 
 @pytest.mark.parametrize("is_other", [True, False])
