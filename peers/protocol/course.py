@@ -350,7 +350,8 @@ class Course:
         followed = self.replica.lineage.after(message.position)
         if followed is not None:
             header, certificate = followed
-            self._desk.emit(Send(sender, Commit(header=header, certificate=certificate)))
+            if isinstance(message, Inquire) or not self.replica.is_news(header):
+                self._desk.emit(Send(sender, Commit(header=header, certificate=certificate)))
         elif isinstance(message, Inquire):
             self._desk.emit(Send(sender, Elsewhere(position=self.replica.log.position)))
 

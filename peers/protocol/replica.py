@@ -13,6 +13,7 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
+from peers.protocol.certifier import OPEN_LIMIT
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Apply, Dropped, FetchPayload, FetchSnapshot, Note, TokensLost
 from peers.protocol.events import AnchorsSeen, Applied, Digested, SnapshotFailed, SnapshotRestored
@@ -85,6 +86,7 @@ class Replica(Part):
         self._desk = desk
         self._presence = presence
         self._waiting: deque[EntryMade] = deque()  # of other fragments
+        self._advanced_at = desk.now
         self.has_snapshot = False
         """Or got none: the way from here to where the others are is replayed."""
 
@@ -105,6 +107,13 @@ class Replica(Part):
         return self._behind.certificate if self._behind else None
 
     # Entries --------------------------------------------------------------------------------------------------
+    def is_news(self, header: Header) -> bool:
+        """Whether the others of a large round are just being told of an entry (`told_by`). Of those, some ask before
+        they hear of it, and ask again a moment later if they do not."""
+        is_last = header.digest in self.log.ends or header in self.log.made
+        has_lasted = self._desk.now - self._advanced_at >= self._desk.settings.timing.resend
+        return is_last and len(header.roster) > OPEN_LIMIT and not has_lasted
+
     @property
     def is_of_minority(self) -> bool:
         """Whether too few went on from some place in our lineage, and are still fewer than the others."""
@@ -114,7 +123,7 @@ class Replica(Part):
     def _apply(self, made: EntryMade) -> None:
         self.log = self.log.append(made.header)
         self.lineage.append(made.header, self.log, made.certificate)
-        self._behind = None
+        self._behind, self._advanced_at = None, self._desk.now
         self._enter(APPLYING)
         proofs = tuple(known.data for known in self._desk.docket.behind(made.header.faults))
         self._desk.emit(Apply(made.header, made.keeps_work, made.certificate, proofs))

@@ -1038,6 +1038,19 @@ def test_the_answer_to_a_lost_commit_is_the_commit() -> None:
         assert sends(rig.hear("c", asked), Commit) == [("c", rig.commit(header))]
 
 
+def test_while_the_commit_of_many_is_on_its_way_only_whoever_inquires_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: at 1,000 peers half of what the leader sent were certificates for those who had said Complete again
+    before the tree had reached them."""
+    monkeypatch.setattr("peers.protocol.replica.OPEN_LIMIT", 2)
+    rig = Rig().joined().trained().averaging().holding().applying().applied()
+    again, asked = ready(LOG, "c", samples=()), Inquire(position=LOG.position)
+    assert not sends(rig.hear("c", again), Commit)
+    assert [to for to, _ in sends(rig.hear("c", asked), Commit)] == ["c"]
+    assert [to for to, _ in sends(rig.hear("c", again, after=TIMING.resend), Commit)] == ["c"], "it has missed it"
+
+
 def test_who_asks_about_a_place_we_never_were_hears_where_we_are() -> None:
     rig = at_second()
     elsewhere = ahead_by(rig, 2).position

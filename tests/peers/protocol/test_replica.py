@@ -12,6 +12,7 @@ from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
+from peers.protocol.certifier import OPEN_LIMIT
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchPayload, FetchSnapshot, Note, Send, TokensLost
 from peers.protocol.events import AnchorsSeen, Applied, Digested, LineageSeen, SnapshotFailed, SnapshotRestored
@@ -87,6 +88,24 @@ def test_an_entry_is_applied_and_then_has_a_digest() -> None:
     place.replica.take(Digested(log.last, NEXT))
     assert place.replica.is_settled
     assert place.replica.state_digest == NEXT
+
+
+@pytest.mark.parametrize(("size", "is_news"), [(OPEN_LIMIT, False), (OPEN_LIMIT + 1, True)])
+def test_an_entry_of_many_is_news_for_a_moment(size: int, is_news: bool) -> None:
+    """Its commit is on its way to all: whoever asks meanwhile need not be told by its leader, too."""
+    roster = [member(f"peer{place}", 20 * place, 20 * place + 20) for place in range(size)]
+    first = LOG.append(LOG.next_header(roster, PAYLOAD))
+    second = after(first)
+    assert first.last is not None
+    assert second.last is not None
+    place = Place()
+    place.step(first)
+    assert place.replica.is_news(first.last) == is_news
+    place.desk.now += SETTINGS.timing.resend
+    assert not place.replica.is_news(first.last)
+    place.step(second)
+    assert not place.replica.is_news(first.last), "an older one never is"
+    assert place.replica.is_news(second.last) == is_news
 
 
 def test_a_digest_of_another_entry_is_a_bug_of_ours() -> None:
