@@ -22,6 +22,7 @@ from peers.values.wire import pack
 logger = logging.getLogger(__name__)
 
 PAUSE = 60.0  # seconds at least between two heads that are signed
+RETRY = 5.0  # seconds until peers are asked again that did not answer
 ASKED = 32
 """Peers that are asked, before the first head, what this anchor has signed."""
 
@@ -47,10 +48,11 @@ class Anchoring:
         """Sign the newest head of `log` that was checked, at most once a minute. `peers` are those of the run."""
         if self._anchorer is None or log.first or now() < self._next_at or not (peers or self._has_heard):
             return
-        self._next_at = now() + PAUSE
         if not await self._hears(peers):
-            logger.warning("run %s: nobody says what this anchor has signed before: it signs nothing yet", self._run)
+            logger.info("run %s: nobody says what this anchor has signed before: it signs nothing yet", self._run)
+            self._next_at = now() + RETRY
             return
+        self._next_at = now() + PAUSE
         try:
             # An anchor that comes later in the manifest does not say what we may sign.
             known = self._transport.anchors_of(self._run).up_to(self._me)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -233,6 +234,7 @@ def test_an_anchor_hears_what_it_has_signed_before_it_signs(
 ) -> None:
     """Regression: with a disk that was set back it signed another log than before, and nobody believed it any more."""
     clock = 1000.0
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr("opendiloco.checkpoints.anchoring.now", lambda: clock)
     monkeypatch.setattr("peers.log.anchorer.prove", lambda *asked: CERTIFIED)
     monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, index: "a certificate")
