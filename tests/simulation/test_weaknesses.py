@@ -24,7 +24,7 @@ from peers.protocol.messages import Accuse, Begin, Commit, Complete, Message, Re
 from peers.protocol.rounds import Attempt, Held
 from peers.protocol.states import State
 from peers.simulator.history import InvariantError
-from peers.simulator.schedules import agreed
+from peers.simulator.schedules import agreed, draw_life, live
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm
@@ -346,3 +346,15 @@ ATTACKS = {
 def test_a_liar_costs_the_honest_little(attack: Attack, unharmed: int) -> None:
     tokens = counted(attack)
     assert min(tokens[f"peer{number}"] for number in range(5)) >= 0.8 * unharmed
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(15486, marks=broken("a founding goes on with two while the others say Ready again")),
+        pytest.param(16407, marks=broken("a founding goes on with two while the others say Ready again")),
+        pytest.param(16358, marks=broken("a leader holds what nobody hands on and too few disclaim")),
+    ],
+)
+def test_lives_that_fail(seed: int) -> None:
+    live(draw_life(seed))
