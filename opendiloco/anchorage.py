@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.run import Run
-from peers.errors import RemoteProtocolError
 from peers.net.daemon import peer_id_of
 from peers.net.transport import HivemindTransport
-from peers.streams.channel import PeerUnreachableError
 from peers.values.anchors import AnchorError, Anchors
 from peers.values.whole_files import write_whole
 
@@ -32,21 +30,7 @@ async def ask_for_anchors(
     if run.manifest.anchors:
         with suppress(TimeoutError):
             async with asyncio.timeout(ASK_LIMIT):
-                await exchange_with(transport, run.run_id, map(peer_id_of, addresses))
-
-
-async def exchange_with(transport: HivemindTransport, run_id: str, nodes: Iterable[str]) -> int:
-    """Tell these nodes what is known here of a run's anchors, and take in what they know. Returns how many answered."""
-
-    async def exchange(node: str) -> bool:
-        try:
-            await transport.anchorage.exchange(transport, run_id, node)
-        except (PeerUnreachableError, RemoteProtocolError) as error:
-            logger.debug("%s", error)
-            return False
-        return True
-
-    return sum(await asyncio.gather(*map(exchange, nodes)))
+                await transport.anchorage.exchange_with(transport, run.run_id, map(peer_id_of, addresses))
 
 
 def _keep_anchors(transport: HivemindTransport, run_id: str, folder: RunFolder) -> None:

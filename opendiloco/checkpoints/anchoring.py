@@ -8,11 +8,9 @@ from collections.abc import Collection
 
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.run import Run
-from peers.errors import RemoteProtocolError
 from peers.log.anchorer import Anchorer, AnchorFileError, CannotAnchorError
 from peers.log.folder import LogFolder
 from peers.net.transport import HivemindTransport
-from peers.streams.channel import PeerUnreachableError
 from peers.values.anchors import AnchoredHeads
 from peers.values.clock import now
 from peers.values.identity import Identity
@@ -73,13 +71,6 @@ class Anchoring:
         logs any more.
         """
         if not self._has_heard:
-            exchange = self._transport.anchorage.exchange
-            asked = [exchange(self._transport, self._run, peer) for peer in sorted(peers)[:ASKED]]
-            for told in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(told, PeerUnreachableError | RemoteProtocolError):
-                    logger.debug("%s", told)
-                elif told is not None:
-                    raise told
-                else:
-                    self._has_heard = True
+            asked = sorted(peers)[:ASKED]
+            self._has_heard = await self._transport.anchorage.exchange_with(self._transport, self._run, asked) > 0
         return self._has_heard

@@ -63,7 +63,7 @@ async def anchor(
 
     Raises: DilocoPeerError.
     """
-    from opendiloco.anchorage import ask_for_anchors, exchange_with
+    from opendiloco.anchorage import ask_for_anchors
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
     from peers.errors import SwarmUnreachableError
@@ -79,13 +79,13 @@ async def anchor(
         for beat in await transport.heartbeats(run.run_id):
             if await transport.connect(beat.peer, beat.addresses):
                 nodes[beat.peer] = None
-        if not await exchange_with(transport, run.run_id, nodes):
+        if not await transport.anchorage.exchange_with(transport, run.run_id, nodes):
             raise SwarmUnreachableError(
                 "nobody could be asked what this key has signed elsewhere.", "Anchor again when a node answers."
             )
         signed = await sign(run, transport, key, state, peer, uncertified)
         transport.anchorage.take(run.run_id, pack(AnchoredHeads(heads=(signed,))))
-        told = await exchange_with(transport, run.run_id, nodes)
+        told = await transport.anchorage.exchange_with(transport, run.run_id, nodes)
     if not told:
         raise SwarmUnreachableError(
             f"outer step {signed.index} is signed, and nobody could be told.", "Anchor again when a node answers."

@@ -6,6 +6,7 @@ something else exchanges all of it with that peer. Nodes that remember runs tell
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from typing import Annotated
@@ -16,7 +17,7 @@ from peers.errors import RemoteProtocolError
 from peers.net.asking import Asking
 from peers.net.doors import ASK_TIMEOUT, DoorNetwork
 from peers.presence.heartbeat import Heartbeat
-from peers.streams.channel import RefusalError
+from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.values.anchors import HEADS_BYTES, AnchorError, Anchors
 from peers.values.manifest import SignedManifest
 from peers.values.wire import RunId, Value, pack, unpack_from
@@ -90,6 +91,19 @@ class Anchorage:
         """
         request = AnchorsRequest(run=run, known=self.of(run).packed)
         self._take_from(peer, run, await network.call(peer, ANCHORS, pack(request), ASK_TIMEOUT))
+
+    async def exchange_with(self, network: DoorNetwork, run: str, peers: Iterable[str]) -> int:
+        """Exchange with all of these. Returns how many answered."""
+
+        async def exchange(peer: str) -> bool:
+            try:
+                await self.exchange(network, run, peer)
+            except (PeerUnreachableError, RemoteProtocolError) as error:
+                logger.debug("%s", error)
+                return False
+            return True
+
+        return sum(await asyncio.gather(*map(exchange, peers)))
 
     def catch_up(self, network: DoorNetwork, run: str, heartbeats: Iterable[Heartbeat]) -> None:
         """Begin an exchange with one of the peers that know something else."""
