@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendiloco.checkpoints.remote import RateLimit, Remote
-from opendiloco.checkpoints.writer import FLUSH, NICENESS, NOT_SAVED, NOT_SENT, PIECE, SAVED, end
-from opendiloco.errors import RemoteError
+from opendiloco.checkpoints.writer import FLUSH, NICENESS, NOT_SAVED, PIECE, end, end_sent
 from opendiloco.inner.moments_file import digest_place, read_header
 from peers.values.whole_files import PARTIAL, sync_folder
 
@@ -49,13 +48,7 @@ def main() -> int:
         path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
         return end(NOT_SAVED, f"{path} cannot be written: {error}")
     saved = f"{path} ({size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s)"
-    if job.remote is None:
-        return end(SAVED, saved)
-    try:
-        send(path, job)
-    except RemoteError as error:
-        return end(NOT_SENT, f"{saved} is not at the remote: {error}")
-    return end(SAVED, f"{saved}, also at the remote after {time.monotonic() - began:.1f} s")
+    return end_sent(saved, began, None if job.remote is None else lambda: send(path, job))
 
 
 def finish(path: Path, rate: float | None) -> int:

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +60,7 @@ def main() -> int:
     except OSError as error:
         return end(NOT_SAVED, f"{path} cannot be written: {_cause(error, path.parent, job.state_bytes)}")
     saved = f"{path} ({job.state_bytes / 1e6:.1f} MB in {time.monotonic() - began:.1f} s)"
-    if job.remote is None:
-        return end(SAVED, saved)
-    try:
-        send(path, job)
-    except RemoteError as error:
-        return end(NOT_SENT, f"{saved} is not at the remote: {error}")
-    return end(SAVED, f"{saved}, also at the remote after {time.monotonic() - began:.1f} s")
+    return end_sent(saved, began, None if job.remote is None else lambda: send(path, job))
 
 
 def write_checkpoint(
@@ -131,6 +125,17 @@ def _cause(error: OSError, folder: Path, state_bytes: int) -> str:
         f"{folder} has no room: a checkpoint needs {state_bytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free. "
         "Make room, keep fewer with --keep, or name a folder on another disk with --state."
     )
+
+
+def end_sent(saved: str, began: float, send: Callable[[], None] | None) -> int:
+    """Send what is `saved`, where it is to be sent, and say what came of it. Returns the exit status."""
+    if send is None:
+        return end(SAVED, saved)
+    try:
+        send()
+    except RemoteError as error:
+        return end(NOT_SENT, f"{saved} is not at the remote: {error}")
+    return end(SAVED, f"{saved}, also at the remote after {time.monotonic() - began:.1f} s")
 
 
 def end(status: int, line: str) -> int:
