@@ -56,6 +56,7 @@ class Gathering:
         self._said_at: dict[str, float] = {}  # when each said last that it is ready
         self._taken_in = set[str]()  # though they are barred
         self._most_are_here = False  # of the last roster, whether they count or not
+        self._founders = set[str]()  # all who are here, before the first entry
         self.departed: Collection[str] = ()  # of the last roster
         self.unreached: Collection[str] = ()
         self.vain: Collection[str] = ()
@@ -241,6 +242,7 @@ class Gathering:
         self._ticked_at = now
         since = max(self._together_at, self._first_ready_at)
         is_hopeless = now - self._first_ready_at >= self._schedule.hopeless
+        self._founders = set() if self._log.roster or is_hopeless else here - self._standing.barred(now)
         self._most_are_here = not is_hopeless and self._are_most(here | self._ready.keys())
         return now - since >= self._settings.timing.partition_grace or is_hopeless
 
@@ -291,9 +293,12 @@ class Gathering:
         """Return whether these may make the entry once the partition grace is over.
 
         A minority may, if its leader's owner wants to. Where most are here, and too few count since they have forgotten
-        what they held, most must take part, so that there can't be two such groups.
+        what they held, most must take part, so that there can't be two such groups. For the same reason a founding by
+        too few has all who are here.
         """
-        return self._are_most(peers) if self._most_are_here else self._settings.goes_on_alone
+        if self._most_are_here:
+            return self._are_most(peers)
+        return self._settings.goes_on_alone and self._founders <= set(peers)
 
     def _may_overtake(self, sender: str, now: float) -> bool:
         """Whether the others must say Ready again for this peer's higher number; each peer may ask that a few times."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from peers.log.state import LogState
 from peers.presence.election import quorum
@@ -28,7 +28,8 @@ class Patience:
         self._since = self._gathered_at = desk.now
         self._given_up: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
-        self._led_since: dict[str, float] = {}  # when each had us begin its first attempt, since it was trusted last
+        self._led_for = defaultdict[str, float](float)  # seconds in attempts of each, since it was trusted last
+        self._joined: tuple[str, float] | None = None  # whose attempt we are in, and since when
         self._spent = set[str]()  # those of them that we have given up
         self._is_given_up = False
         self._declined: Attempt | None = None
@@ -48,23 +49,32 @@ class Patience:
         """
         self._declined = None
         now, schedule = self._desk.now, self._desk.schedule
+        self.leave()
         if leader in self._spent and leader not in self._presence.distrusted:
             self._spent.discard(leader)
-            self._led_since.pop(leader, None)
-        first = self._led_since.setdefault(leader, now)
-        return min(now + schedule.given_up(seconds), first + schedule.given_up(schedule.longest_attempt))
+            self._led_for.pop(leader, None)
+        self._joined = leader, now
+        left = schedule.given_up(schedule.longest_attempt) - self._led_for[leader]
+        return now + min(schedule.given_up(seconds), left)
+
+    def leave(self) -> None:
+        """We are in no attempt any more. Between attempts a leader has the time in which it must begin."""
+        if self._joined is not None:
+            leader, since = self._joined
+            self._led_for[leader] += self._desk.now - since
+            self._joined = None
 
     def give_up(self, leader: str | None) -> None:
         """We are for another one from now on, though most may not be, yet; we never give up on ourselves."""
+        self.leave()
         if leader is None or leader == self._desk.me:
-            self._led_since.pop(self._desk.me, None)
+            self._led_for.pop(self._desk.me, None)
             self._presence.trust_all()
             return self.begin()
         self._spent.add(leader)
-        began = self._led_since.get(leader, self._since)
         self._given_up[leader] += not self._is_given_up
         self._is_given_up = True
-        self._presence.distrust(leader, self._desk.now - min(began, self._since))
+        self._presence.distrust(leader, max(self._led_for[leader], self._desk.now - self._since))
 
     def attempt_ended(self, leader: str, is_mute: bool) -> None:
         """The leader has ended an attempt. One that does so again and again may never come to an entry: what it lacks

@@ -291,6 +291,7 @@ class Slot(Part):
         """The attempt is over. What has been exchanged stays: the next leader may go on with the round."""
         self.attempt = self.adopting = None
         self._open_to = ()
+        self._patience.leave()
         self._enter_fresh(READY)
         self._host.attempt_over(self)
 

@@ -52,18 +52,24 @@ def archive(site: Site, *arguments: str) -> Iterator[str]:
 
 def index_of(site: Site, name: str) -> int:
     """Outer steps taken, as this volunteer's journal says."""
-    return max((header.index + 1 for header, _ in journal(site, name)), default=0)
+    return max(lineage(site, name), default=-1) + 1
 
 
 def agree(site: Site, one: str, other: str) -> bool:
     """On the newest entry that both have applied, and on the state after it. What the archive lacked may be lost."""
-    entries = [{header.index: (header.digest, state) for header, state in journal(site, name)} for name in (one, other)]
-    index = min(map(max, entries))
-    return entries[0][index] == entries[1][index]
+    ours, theirs = lineage(site, one), lineage(site, other)
+    index = max(ours.keys() & theirs.keys(), default=None)
+    return index is not None and ours[index] == theirs[index]
 
 
-def journal(site: Site, name: str) -> Journal:
-    return Journal(site.folder / f"{name}.jsonl")
+def lineage(site: Site, name: str) -> dict[int, tuple[bytes, bytes]]:
+    """The entries that a volunteer has applied, and the states after them, without those of a branch that it left: who
+    moves to another one may begin there with a state that is older than its own, and then be many steps behind."""
+    entries: dict[int, tuple[bytes, bytes]] = {}
+    for header, state in Journal(site.folder / f"{name}.jsonl"):
+        entries = {index: entry for index, entry in entries.items() if index < header.index}
+        entries[header.index] = header.digest, state
+    return entries
 
 
 def archived(site: Site, invite: str) -> int:

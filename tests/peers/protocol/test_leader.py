@@ -330,6 +330,21 @@ def test_the_first_entry_needs_the_minimum_of_peers() -> None:
     assert len(sends(lead.tick(), Begin)) == 3
 
 
+def test_a_founding_by_too_few_has_all_who_are_here() -> None:
+    """Regression: a leader whose members were to say Ready again founded the run with those two that had said it, while
+    the others founded it with another leader."""
+    lead = Lead(EMPTY, replace(SETTINGS, minimum_peers=4))
+    for place, name in enumerate("ab"):
+        lead.ready(name, samples=(SampleRange(20 * place, 20 * place + 20),))
+    assert lead.tick("bc", after=2 * TIMING.partition_grace) == []
+    lead.ready("c", samples=(SampleRange(40, 60),))
+    assert len(sends(lead.tick("bc"), Begin)) == 3
+    alone = Lead(EMPTY, replace(SETTINGS, minimum_peers=4))
+    alone.ready("a", samples=(SampleRange(0, 20),))
+    assert alone.tick("bc", after=SCHEDULE.hopeless - 1) == []
+    assert sends(alone.tick("bc", after=2.0), Begin), "who seems to be at work for ever keeps nobody for ever"
+
+
 def test_joiners_with_a_lease_are_waited_for() -> None:
     lead = Lead()
     request = LeaseRequest(position=LOG.position, state_digest=STATE, relayed=(), unreached=())

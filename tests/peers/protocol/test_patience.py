@@ -66,6 +66,19 @@ def test_nobody_gives_up_on_itself() -> None:
     assert not presence.distrusted
 
 
+def test_the_time_in_which_a_leader_waits_for_others_is_no_time_of_its_attempts() -> None:
+    """Regression: a leader that had to wait for the partition grace after its first attempt was given up in the moment
+    in which it began the second one."""
+    one, presence = patience()
+    desk, schedule = one._desk, one._desk.schedule
+    longest = schedule.given_up(schedule.longest_attempt)
+    one.join("a", 1.0)
+    desk.now = presence.now = 1.0
+    one.leave()
+    desk.now = presence.now = 3 * longest
+    assert one.join("a", 10 * longest) == 4 * longest - 1.0
+
+
 def test_all_attempts_of_a_leader_together_get_the_time_of_the_longest() -> None:
     """Regression: a leader that began one attempt after another, and ended none, led for ever."""
     one, presence = patience()
