@@ -71,9 +71,13 @@ class Commitment(Contribution):
     def contribution(self) -> Contribution:
         return Contribution(digest=self.digest, squares=self.squares)
 
+    def text(self, author: Author) -> bytes:
+        """Return what the peer has signed, if it is its own."""
+        return _pledge(self.root, author).text
+
     def is_of(self, author: Author, verify: Verify) -> bool:
         """Return whether the peer has signed it for this round."""
-        return verify(author.peer, _pledge(self.root, author).text, self.signature)
+        return verify(author.peer, self.text(author), self.signature)
 
 
 class ChunkProof(Value):

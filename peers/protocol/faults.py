@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -34,6 +34,13 @@ class Court:
     verify: Verify
     inspect: Inspect
     chunks: int
+
+
+class Signed(NamedTuple):
+    """What a peer has said, as the bytes that it has signed."""
+
+    text: bytes
+    signature: bytes
 
 
 class FaultProof(Value):
@@ -61,6 +68,20 @@ class FaultProof(Value):
         return Fault(peer=self.accused, kind=self.kind, proof=digest_of(pack(self)))
 
 
+class TwoStatements(FaultProof):
+    """Two statements of one kind that differ, where no honest peer signs more than one."""
+
+    @property
+    @abstractmethod
+    def said(self) -> tuple[Signed, Signed]:
+        """Return both of them."""
+
+    def convicts(self, court: Court) -> bool:
+        first, second = self.said
+        is_other = first.text != second.text
+        return is_other and all(court.verify(self.accused, said.text, said.signature) for said in (first, second))
+
+
 class SignedAverage(Value):
     """What a reducer has signed that the average of a chunk is."""
 
@@ -69,7 +90,7 @@ class SignedAverage(Value):
     signature: Signature
 
 
-class TwoAverages(FaultProof):
+class TwoAverages(TwoStatements):
     """Two averages of one chunk in one round, by one reducer."""
 
     kind: ClassVar[Kind] = "averages"
@@ -88,11 +109,11 @@ class TwoAverages(FaultProof):
     def position(self) -> Position:
         return self.round_name.position
 
-    def convicts(self, court: Court) -> bool:
-        is_other = (self.first.digest, self.first.absent) != (self.second.digest, self.second.absent)
-        return is_other and self._has_signed(self.first, court.verify) and self._has_signed(self.second, court.verify)
+    @property
+    def said(self) -> tuple[Signed, Signed]:
+        return self._signed(self.first), self._signed(self.second)
 
-    def _has_signed(self, average: SignedAverage, verify: Verify) -> bool:
+    def _signed(self, average: SignedAverage) -> Signed:
         statement = Statement(
             round_name=self.round_name,
             reducer=self.reducer,
@@ -101,10 +122,10 @@ class TwoAverages(FaultProof):
             digest=average.digest,
             absent=average.absent,
         )
-        return verify(self.reducer, statement.text, average.signature)
+        return Signed(statement.text, average.signature)
 
 
-class TwoCommitments(FaultProof):
+class TwoCommitments(TwoStatements):
     """Two commitments to what one peer contributes to one round."""
 
     kind: ClassVar[Kind] = "commitments"
@@ -120,9 +141,10 @@ class TwoCommitments(FaultProof):
     def position(self) -> Position:
         return self.author.position
 
-    def convicts(self, court: Court) -> bool:
-        is_other = self.first.root != self.second.root
-        return is_other and all(one.is_of(self.author, court.verify) for one in (self.first, self.second))
+    @property
+    def said(self) -> tuple[Signed, Signed]:
+        first, second = self.first, self.second
+        return Signed(first.text(self.author), first.signature), Signed(second.text(self.author), second.signature)
 
 
 class BadContribution(FaultProof):
@@ -151,7 +173,7 @@ class SignedEntry(Value):
     signature: Signature
 
 
-class TwoVotes(FaultProof):
+class TwoVotes(TwoStatements):
     """Two entries that one member has signed in one attempt."""
 
     kind: ClassVar[Kind] = "votes"
@@ -169,11 +191,11 @@ class TwoVotes(FaultProof):
     def position(self) -> Position:
         return self.attempt.position
 
-    def convicts(self, court: Court) -> bool:
-        is_other = self.first.header != self.second.header
-        return is_other and self._has_signed(self.first, court.verify) and self._has_signed(self.second, court.verify)
+    @property
+    def said(self) -> tuple[Signed, Signed]:
+        return self._signed(self.first), self._signed(self.second)
 
-    def _has_signed(self, entry: SignedEntry, verify: Verify) -> bool:
+    def _signed(self, entry: SignedEntry) -> Signed:
         number, leader, alone = self.attempt.name
         ballot = Ballot(
             position=self.position,
@@ -183,7 +205,7 @@ class TwoVotes(FaultProof):
             alone=alone,
             incarnation=self.incarnation,
         )
-        return verify(self.member, ballot.text, entry.signature)
+        return Signed(ballot.text, entry.signature)
 
 
 PROOFS = (TwoAverages, TwoCommitments, BadContribution, TwoVotes)
