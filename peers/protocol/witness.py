@@ -6,17 +6,18 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from peers.log.exclusions import Fault, Faults
-from peers.log.state import LogError, LogState
+from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.commitment import Author, Commitment
 from peers.protocol.desk import Desk
 from peers.protocol.docket import KEPT, OF_ONE, FalseProofError
 from peers.protocol.effects import Dropped, Note, Send
-from peers.protocol.faults import FaultProof, SignedEntry, TwoCommitments, TwoVotes
-from peers.protocol.messages import Complete, Prove, Ready
+from peers.protocol.faults import FaultProof, TwoCommitments
+from peers.protocol.messages import Commit, Complete, Prove, Ready
 from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
 from peers.protocol.rounds import Round
+from peers.protocol.votes import Votes
 
 
 class Witness:
@@ -30,7 +31,7 @@ class Witness:
         self._patience = patience
         self._shown_at: dict[tuple[str, bytes], float] = {}
         self._committed: dict[str, dict[Author, Commitment]] = {}
-        self._voted: dict[str, Complete] = {}
+        self._votes = Votes(lambda: log.in_state(replica.state_digest), desk.keys.verify)
         self._seen: dict[Fault, None] = {}  # proven here; the docket may have had to forget the proof since
         self._lacking: tuple[str, Faults, float] | None = None  # who has named whom without proof, and since when
 
@@ -78,20 +79,15 @@ class Witness:
         """See whether a member of the round under way has signed another entry before, in the same attempt."""
         if round is None or sender not in round.remaining or self._desk.docket.convicts(sender):
             return
-        known = self._voted.setdefault(sender, complete)
-        if known.attempt != complete.attempt:
-            self._voted[sender] = complete
-        elif known.outcome != complete.outcome:
-            start = next((member.incarnation for member in round.roster if member.peer == sender), 0)
-            with suppress(LogError):
-                first, second = (self._signed(said, round) for said in (known, complete))
-                attempt = complete.attempt
-                self._file(TwoVotes(attempt=attempt, member=sender, incarnation=start, first=first, second=second))
+        if (proof := self._votes.hear(sender, complete, round)) is not None:
+            self._file(proof)
 
-    def _signed(self, said: Complete, round: Round) -> SignedEntry:
-        """Return what a member has signed when it said so. Raises: LogError when no entry comes of that."""
-        log, roster = self._log.in_state(self._replica.state_digest), round.entry_roster(dict(said.missed))
-        return SignedEntry(header=log.next_header(roster, said.payload, round.faults).digest, signature=said.signature)
+    def compare_certificate(self, sender: str, commit: Commit, round: Round | None) -> None:
+        """See whether a member has signed another entry for somebody else than it said to us, in the same attempt. The
+        leader's own certificate has what members said to it."""
+        if round is not None and sender != self._desk.me:
+            for proof in self._votes.compare(commit, round):
+                self._file(proof)
 
     def _file(self, proof: FaultProof) -> None:
         """Remember a lie that we have found, if it is proven."""

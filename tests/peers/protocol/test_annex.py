@@ -240,6 +240,47 @@ def test_two_entries_signed_in_one_attempt_are_a_lie(is_other: bool) -> None:
     assert told == ["c is shown to have lied: votes"] * is_other
 
 
+@pytest.mark.parametrize("junk", ["1 first", "9 first", "9 between", "1 between"])
+def test_an_entry_that_nobody_signed_hides_no_two_that_somebody_did(junk: str) -> None:
+    """Regression: whatever a member said first was compared with all else; and what it said of another attempt took
+    its place."""
+    rig = leading().holding()
+    unsigned = rig.complete("c", int(junk[0])).model_copy(update={"signature": bytes(64)})
+    signed = [rig.complete("c", payload=payload) for payload in (PAYLOAD, digest_of(b"another"))]
+    for said in [unsigned, *signed] if "first" in junk else [signed[0], unsigned, signed[1]]:
+        rig.hear("c", said)
+    assert [note.text for note in of(rig.effects, Note)] == ["c is shown to have lied: votes"]
+
+
+def test_what_a_member_signed_for_another_one_is_compared_with_what_it_said_to_us() -> None:
+    """In an open attempt c tells b of another entry than the leader, which commits what c told it."""
+    rig = at_second().trained().averaging().holding()
+    rig.hear("c", rig.complete("c", payload=digest_of(b"another")))
+    assert not of(rig.effects, Note), "it is its first word"
+    rig.hear("a", rig.commit(by="ac"))
+    assert "c is shown to have lied: votes" in [note.text for note in of(rig.effects, Note)]
+    assert rig.is_in(State.APPLYING)
+    assert rig.peer.presence.standing.barred(rig.now) == {"c"}
+    rig.applied()
+    rig.do(TrainingDone(trained(rig.lease)))
+    assert [to for to, _ in sends(rig.effects, Prove)] == ["a"], "whose next entry may name it"
+
+
+@pytest.mark.parametrize("what", ["the same", "in another attempt", "a forged word", "a forged certificate"])
+def test_what_does_not_contradict_a_certificate_proves_nothing(what: str) -> None:
+    rig = at_second().trained().averaging().holding()
+    said = rig.complete("c", 7 if "attempt" in what else 1, PAYLOAD if what == "the same" else digest_of(b"another"))
+    rig.hear("c", said.model_copy(update={"signature": bytes(64)}) if "word" in what else said)
+    made = rig.commit(by="ac")
+    if "certificate" in what:
+        assert made.certificate is not None
+        votes = tuple(vote.model_copy(update={"signature": bytes(64)}) for vote in made.certificate.votes)
+        made = made.model_copy(update={"certificate": made.certificate.model_copy(update={"votes": votes})})
+    rig.hear("a", made)
+    assert not [note for note in of(rig.effects, Note) if "lied" in note.text]
+    assert not rig.peer.presence.standing.barred(rig.now)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
