@@ -22,7 +22,7 @@ from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
 from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.chain import Entry
-from peers.log.exclusions import Fault
+from peers.log.exclusions import Fault, may_be_named
 from peers.log.files import ENTRIES, PAYLOADS, payload_path, proof_path, read_chain, read_payload
 from peers.log.folder import LogFolderError
 from peers.log.header import Header
@@ -132,6 +132,7 @@ class Proofs:
 
     def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
         self._folder = folder
+        self._exclusion = run.settings.exclusion
         self._heads = {0: run.manifest.digest}
         self._findings = findings
 
@@ -139,24 +140,35 @@ class Proofs:
         """Check an entry's annex, if it has one. Raises: OSError."""
         for fault in header.faults:
             path = proof_path(self._folder, fault.proof)
-            if not path.exists():
-                self._findings.is_unverified("proofs of faults, which are not here", header.index)
-            elif fault.kind == BadContribution.kind:
-                self._findings.is_unverified("proofs of false contributions, which need the model", header.index)
-            elif self._is_proven(fault, path.read_bytes()):
-                self._findings.is_verified("proofs of faults", header.index)
+            if path.exists():
+                self._check_proof(fault, path.read_bytes(), header.index)
             else:
-                self._findings.wrong.append((header.index, f"what is kept as proof does not convict {fault.peer}"))
+                self._findings.is_unverified(f"the proof that {fault.peer} lied, which is not here", header.index)
         self._heads[header.index + 1] = header.digest
 
-    def _is_proven(self, fault: Fault, data: bytes) -> bool:
+    def _check_proof(self, fault: Fault, data: bytes, index: int) -> None:
+        """Check what is kept as proof of a fault that entry `index` names, as a member does before it signs."""
+        findings, wrong = self._findings, f"what is kept as proof does not convict {fault.peer}"
         try:
             proof = read_proof(fault.kind, data)
         except WireError:
-            return False
+            findings.wrong.append((index, wrong))
+            return
         place = proof.position
-        is_of_this_log = self._heads.get(place.index, place.head) == place.head
-        return proof.fault == fault and is_of_this_log and proof.convicts(Court(verify, _measures_nothing, chunks=0))
+        head = self._heads.get(place.index, place.head)
+        if proof.fault != fault or head != place.head:
+            findings.wrong.append((index, wrong))
+        elif not may_be_named(place.index, index, self._exclusion):
+            told = f"it names {fault.peer} for a lie told for entry {place.index}"
+            findings.wrong.append((index, f"{told}, when no entry could name that"))
+        elif isinstance(proof, BadContribution):
+            findings.is_unverified("proofs of false contributions, which need the model", index)
+        elif not proof.convicts(Court(verify, _measures_nothing, chunks=0)):
+            findings.wrong.append((index, wrong))
+        elif place.index not in self._heads:
+            findings.is_unverified("proofs of faults, since what came before is not here", index)
+        else:
+            findings.is_verified("proofs of faults", index)
 
 
 def _measures_nothing(chunk: int, data: Blocks) -> float:

@@ -19,6 +19,9 @@ FAULT_LIMIT = 4
 EXCLUSION_LIMIT = 4000
 """Peers that are excluded at once. Beyond that those go first that were excluded first."""
 
+FAULT_AGE = 64
+"""Cycles in which a lie may still be named: for so long all peers know what their log was called."""
+
 Kind: TypeAlias = Literal["averages", "commitments", "contribution", "votes"]
 """What a peer did: signed two averages of a chunk, two commitments for a round, or two entries in an attempt; or
 committed to what is no contribution."""
@@ -58,6 +61,12 @@ def fault_in_annex(faults: Sequence[Fault], known: Collection[str], roster: Coll
         if peer in roster:
             return f"{peer}: its annex names a member"
     return None
+
+
+def may_be_named(told_at: int, index: int, exclusion: int) -> bool:
+    """Return whether a lie told for entry `told_at` may be named in entry `index`: so lately that nobody can have been
+    excluded for it before, since whoever was is still so. What was signed for the first entry excludes nobody."""
+    return 0 < told_at <= index < told_at + min(FAULT_AGE, exclusion)
 
 
 def exclusions_after(

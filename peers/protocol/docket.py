@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from peers.log.exclusions import FAULT_LIMIT, Fault
+from peers.log.exclusions import FAULT_LIMIT, Fault, may_be_named
 from peers.log.header import Position
-from peers.log.lineage import RECENT_ENTRIES, Lineage
+from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.protocol.faults import Court, FaultProof, read_proof
 from peers.protocol.messages import Prove
@@ -131,10 +131,7 @@ class Docket:
 
 
 def _is_timely(position: Position, lineage: Lineage) -> bool:
-    """Whether a lie was told in our log, and so lately that nobody can have been excluded for it before.
-
-    Whoever was excluded for it is still so when it is too old.
-    """
+    """Whether a lie was told in our log, and so lately that the next entry may name it."""
     log = lineage.log
-    age = log.position.index - position.index
-    return 0 <= age < min(RECENT_ENTRIES, log.exclusion) and lineage.head_at(position.index) == position.head
+    is_recent = may_be_named(position.index, log.position.index, log.exclusion)
+    return is_recent and lineage.head_at(position.index) == position.head

@@ -19,13 +19,13 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import initial_theta
 from opendiloco.run import Run
 from peers.log.chain import Entry
-from peers.log.exclusions import Fault
+from peers.log.exclusions import FAULT_AGE, Fault
 from peers.log.files import ENTRIES, NO_RUN, PAYLOADS, entry_line, first_line, payload_path, read_chain
 from peers.log.folder import LogFolder
 from peers.log.header import Position
 from peers.log.payload import Payload
-from peers.protocol.commitment import Author, commit_to
-from peers.protocol.faults import TwoCommitments
+from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
+from peers.protocol.faults import BadContribution, TwoCommitments
 from peers.values.anchors import AnchoredHead, AnchoredHeads
 from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys
@@ -350,11 +350,12 @@ def position(recorded: RecordedRun, index: int) -> Position:
     return Position(index=index, head=header.previous)
 
 
-def found_of(recorded: RecordedRun, folder: Path, fault: Fault) -> Findings:
-    """What is found where entry 2 names this fault."""
+def found_of(recorded: RecordedRun, folder: Path, fault: Fault, index: int = 2, first: int = 0) -> Findings:
+    """What is found where an entry names this fault, in a log that begins with the entry `first`."""
     findings = Findings()
     proofs = Proofs(folder, recorded.run, findings)
-    for header in (*recorded.headers[:2], recorded.headers[2].model_copy(update={"faults": (fault,)})):
+    naming = recorded.headers[2].model_copy(update={"faults": (fault,), "index": index})
+    for header in (*recorded.headers[first:2], naming):
         proofs.check(header)
     return findings
 
@@ -365,9 +366,30 @@ def keep(folder: Path, proof: bytes) -> None:
 
 def test_what_excludes_a_peer_is_verified_where_its_proof_is_here(recorded: RecordedRun, tmp_path: Path) -> None:
     proof = two_commitments(position(recorded, 1))
-    assert found_of(recorded, tmp_path, proof.fault).unverified == {"proofs of faults, which are not here": [2]}
+    lacking = f"the proof that {proof.accused} lied, which is not here"
+    assert found_of(recorded, tmp_path, proof.fault).unverified == {lacking: [2]}
     keep(tmp_path, pack(proof))
     assert found_of(recorded, tmp_path, proof.fault).verified == {"proofs of faults": [2]}
+    assert found_of(recorded, tmp_path, proof.fault, FAULT_AGE).verified == {"proofs of faults": [FAULT_AGE]}
+
+
+def test_a_proof_of_what_came_before_the_log_is_not_verified(recorded: RecordedRun, tmp_path: Path) -> None:
+    proof = two_commitments(position(recorded, 1))
+    keep(tmp_path, pack(proof))
+    assert found_of(recorded, tmp_path, proof.fault, first=1).unverified == {
+        "proofs of faults, since what came before is not here": [2]
+    }
+
+
+@pytest.mark.parametrize(("told_at", "named_in"), [(0, 2), (1, FAULT_AGE + 1), (2, 1)])
+def test_a_lie_is_named_only_when_members_would_sign_that(
+    told_at: int, named_in: int, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    """Regression: a proof of any age was found good, and one for the first entry."""
+    proof = two_commitments(position(recorded, told_at))
+    keep(tmp_path, pack(proof))
+    wrong = f"it names {proof.accused} for a lie told for entry {told_at}, when no entry could name that"
+    assert found_of(recorded, tmp_path, proof.fault, named_in).wrong == [(named_in, wrong)]
 
 
 @pytest.mark.parametrize("what", ["no lie", "another log", "another peer", "no proof"])
@@ -387,7 +409,10 @@ def test_what_proves_nothing_is_found(what: str, recorded: RecordedRun, tmp_path
 
 
 def test_a_false_contribution_is_not_verified_without_the_model(recorded: RecordedRun, tmp_path: Path) -> None:
-    fault = Fault(peer=PEERS[0], kind="contribution", proof=digest_of(b"chunk"))
-    keep(tmp_path, b"chunk")
-    (what,) = found_of(recorded, tmp_path, fault).unverified
+    author = Author(peer=PEERS[0], incarnation=0, position=position(recorded, 1), after=0)
+    said = commit_to(Sum(digest_of(b"root"), 1.0), author, IdentityKeys(IDENTITIES[0]))
+    shown = Evidence(commitment=said, chunk=0, proof=ChunkProof(squares=1.0, path=b""), data=b"chunk")
+    proof = BadContribution(author=author, evidence=shown)
+    keep(tmp_path, pack(proof))
+    (what,) = found_of(recorded, tmp_path, proof.fault).unverified
     assert what == "proofs of false contributions, which need the model"

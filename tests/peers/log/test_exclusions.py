@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.exclusions import EXCLUSION_LIMIT, Exclusion, Fault, exclusions_after
+from peers.log.exclusions import EXCLUSION_LIMIT, FAULT_AGE, Exclusion, Fault, exclusions_after, may_be_named
 from peers.log.files import first_line, read_first_line
 from peers.log.header import Header
+from peers.log.lineage import RECENT_ENTRIES
 from peers.log.outcome import follow, header_of, outcome_of
 from peers.log.state import LogError, LogState
 from peers.values.wire import pack, unpack
@@ -137,3 +138,26 @@ def test_the_exclusions_of_a_log_are_bounded() -> None:
 def test_the_file_of_a_log_says_for_how_long_peers_are_excluded() -> None:
     assert read_first_line(first_line(EMPTY)) == EMPTY
     assert first_line(EMPTY) != first_line(replace(EMPTY, exclusion=4))
+
+
+@pytest.mark.parametrize(
+    ("told_at", "index", "exclusion", "may_be"),
+    [
+        (5, 5, 3, True),
+        (5, 7, 3, True),
+        (5, 8, 3, False),
+        (5, 4, 3, False),
+        (0, 1, 3, False),
+        (5, 5 + FAULT_AGE - 1, 1000, True),
+        (5, 5 + FAULT_AGE, 1000, False),
+        (5, 5, 0, False),
+    ],
+)
+def test_a_lie_may_be_named_as_long_as_nobody_can_have_been_excluded_for_it(
+    told_at: int, index: int, exclusion: int, may_be: bool
+) -> None:
+    assert may_be_named(told_at, index, exclusion) == may_be
+
+
+def test_a_lie_may_be_named_only_where_peers_know_what_their_log_was_called() -> None:
+    assert FAULT_AGE <= RECENT_ENTRIES
