@@ -60,7 +60,7 @@ class Docket:
 
         Raises: FalseProofError.
         """
-        if digest_of(data) in self._known:
+        if self.has_seen(data):
             return None
         try:
             proof = read_proof(kind, data)
@@ -68,6 +68,10 @@ class Docket:
             raise FalseProofError(str(error)) from error
         may_be_named = proof.accused in lineage.log.known and _is_timely(proof.position, lineage)
         return self.file(proof, lineage) if may_be_named else None
+
+    def has_seen(self, data: bytes) -> bool:
+        """Return whether a proof is remembered."""
+        return digest_of(data) in self._known
 
     def file(self, proof: FaultProof, lineage: Lineage) -> Fault | None:
         """Remember a proof, if an entry may name its peer. Returns the fault, if it is the first of its peer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -18,6 +19,10 @@ from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
 from peers.protocol.rounds import Round
 from peers.protocol.votes import Votes
+from peers.values.wire import digest_of
+
+JUDGED = 16
+"""Proofs of one sender that are looked at in one slot; besides them only those that its leader names."""
 
 
 class Witness:
@@ -33,6 +38,8 @@ class Witness:
         self._committed: dict[str, dict[Author, Commitment]] = {}
         self._votes = Votes(lambda: log.in_state(replica.state_digest), desk.keys.verify)
         self._seen: dict[Fault, None] = {}  # proven here; the docket may have had to forget the proof since
+        self._judged: Counter[str] = Counter()
+        self._unheard: set[str] = set()  # whoever has shown what proves nothing
         self._lacking: tuple[str, Faults, float] | None = None  # who has named whom without proof, and since when
 
     def show(self, leader: str) -> None:
@@ -48,10 +55,13 @@ class Witness:
 
     def hear(self, sender: str, shown: Prove) -> None:
         """Somebody shows that another one has lied. Whoever shows what proves nothing lies itself."""
+        if not self._is_worth_a_look(sender, shown.proof):
+            return
         try:
             fault = self._desk.docket.take(shown.fault, shown.proof, self._replica.lineage)
         except FalseProofError as error:
             self._desk.emit(Dropped(sender, "proof", str(error)))
+            self._unheard.add(sender)
             self._presence.standing.bar(sender, self._desk.now)
             self._presence.distrust(sender)
             return
@@ -59,6 +69,21 @@ class Witness:
             self._is_convicted(fault.peer, fault.kind)
         if (known := self._desk.docket.proven_by(shown.proof, self._replica.lineage)) is not None:
             self._see([known])
+
+    def _is_worth_a_look(self, sender: str, proof: bytes) -> bool:
+        """Return whether to check a proof. That takes time, and whoever lies can make up others without end: so nothing
+        is checked of a sender that is excluded, or whose proof was false, and of all others a few."""
+        if self._desk.docket.has_seen(proof):
+            return True
+        if sender in self._unheard or sender in self._log.excluded:
+            return False
+        self._judged[sender] += 1
+        return self._judged[sender] <= JUDGED or digest_of(proof) in self._named
+
+    @property
+    def _named(self) -> set[bytes]:
+        """The digests of the proofs that our leader has named, and that are not all here."""
+        return {fault.proof for fault in self._lacking[1]} if self._lacking else set()
 
     def compare(self, sender: str, ready: Ready) -> None:
         """See whether a peer that is ready has committed to something else before, for the same attempt."""

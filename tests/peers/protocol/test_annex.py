@@ -9,6 +9,7 @@ import pytest
 
 from peers.log.exclusions import Fault
 from peers.log.header import Header
+from peers.log.lineage import Lineage
 from peers.presence.heartbeat import PeerState
 from peers.protocol.acceptor import Acceptor
 from peers.protocol.effects import Apply, Dropped, Note, OpenRound, Trouble
@@ -17,6 +18,7 @@ from peers.protocol.faults import FaultProof, TwoCommitments
 from peers.protocol.messages import Abort, Adopt, Begin, Commit, Complete, LeaseGrant, LeaseRequest, Prove, Ready
 from peers.protocol.schedule import Schedule
 from peers.protocol.states import State
+from peers.protocol.witness import JUDGED
 from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import (
@@ -131,6 +133,58 @@ def test_what_proves_nothing_costs_whoever_shows_it_its_place() -> None:
     assert (dropped.peer, dropped.what) == ("a", "proof")
     assert rig.peer.presence.standing.barred(rig.now) == {"a"}
     assert rig.peer.presence.distrusted == {"a"}
+
+
+def looks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whose proofs are looked at from now on."""
+    judged: list[str] = []
+
+    def look(kind: str, data: bytes, lineage: Lineage) -> Fault | None:
+        judged.append(kind)
+        return take(kind, data, lineage)
+
+    docket = rig.peer._course._desk.docket
+    take = docket.take
+    monkeypatch.setattr(docket, "take", look)
+    return judged
+
+
+def test_nothing_is_looked_at_of_a_sender_that_has_shown_a_false_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each was checked, however many came."""
+    rig = at_second().trained()
+    judged = looks(rig, monkeypatch)
+    for seed in range(3):
+        made_up = proof("c", rig.peer.log.position, seed=seed)
+        rig.hear("a", prove(rig, made_up.model_copy(update={"second": made_up.first})))
+    rig.hear("a", prove(rig, lie(rig)))
+    assert len(judged) == 1
+    rig.hear("c", prove(rig, lie(rig)))
+    rig.hear("a", prove(rig, lie(rig)))
+    assert len(judged) == 3, "what is known costs nothing"
+
+
+def test_of_each_sender_a_few_proofs_are_looked_at_and_those_that_a_leader_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = at_second().trained()
+    judged = looks(rig, monkeypatch)
+    shown = [proof("c", rig.peer.log.position, seed=seed) for seed in range(JUDGED + 3)]
+    *_, named = shown
+    for one in shown:
+        rig.hear("a", prove(rig, one))
+    assert len(judged) == JUDGED
+    assert not of(rig.hear("a", begin(rig, (named.fault,))), OpenRound)
+    rig.hear("a", prove(rig, named))
+    assert of(rig.hear("a", begin(rig, (named.fault,))), OpenRound)
+
+
+def test_nothing_is_looked_at_of_whoever_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = leading_without("c")
+    judged = looks(rig, monkeypatch)
+    rig.hear("c", prove(rig, lie(rig, "b")))
+    assert not judged
+    rig.hear("b", prove(rig, lie(rig, "a")))
+    assert judged
 
 
 def test_whoever_is_shown_to_have_lied_is_barred() -> None:
