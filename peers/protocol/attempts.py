@@ -25,9 +25,10 @@ def annex_of(running: Begin | Adopt) -> tuple[Fault, ...]:
 
 
 def told(
-    running: Begin | Adopt, members: Sequence[str], ready: Mapping[str, Ready], proofs: Sequence[Prove]
+    running: Begin | Adopt, members: Sequence[str], ready: Mapping[str, Ready], proofs: Mapping[str, Sequence[Prove]]
 ) -> list[Effect]:
-    """Tell these members of an attempt, first what proves the annex, and only those who need it what else is long.
+    """Tell these members of an attempt, first what each is to see of what proves its annex, and only those who need it
+    what else is long.
 
     Who reduces needs what others have committed to; who does not hold an entry that is handed on, as it was `ready`,
     the signatures of those who do.
@@ -39,8 +40,8 @@ def told(
     others = [peer for peer in members if peer not in lacking]
     left_out = "holders" if isinstance(running, Adopt) else "commitments"
     short = running.model_copy(update={left_out: ()}) if others else running
-    whole = [Send(peer, message) for peer in members if peer in lacking for message in (*proofs, running)]
-    return [*whole, *(Send(peer, message) for peer in others for message in (*proofs, short))]
+    whole = [Send(peer, message) for peer in members if peer in lacking for message in (*proofs.get(peer, ()), running)]
+    return [*whole, *(Send(peer, message) for peer in others for message in (*proofs.get(peer, ()), short))]
 
 
 def _holds(ready: Ready, adopt: Adopt) -> bool:

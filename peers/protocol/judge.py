@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peers.log.exclusions import Fault, Faults
@@ -11,8 +11,9 @@ from peers.log.state import LogState
 from peers.protocol.docket import Docket, FalseProofError
 from peers.protocol.exchange import Exchange
 from peers.protocol.faults import BadContribution, FaultProof, SignedAverage, TwoAverages
-from peers.protocol.messages import Accuse, Prove
+from peers.protocol.messages import Accuse, Prove, Ready
 from peers.protocol.rounds import Round
+from peers.protocol.showings import Showings
 from peers.protocol.signed_averages import Averaged
 
 
@@ -24,6 +25,7 @@ class Judge:
     docket: Docket
     lineage: Lineage
     exchange: Callable[[], Exchange | None]
+    showings: Showings
 
     @property
     def marks(self) -> bytes:
@@ -68,9 +70,20 @@ class Judge:
         """Return the faults to be named in an entry with these members."""
         return self.docket.provable(self.log, self.lineage, members)
 
-    def shown(self, faults: Faults) -> tuple[Prove, ...]:
-        """Return what members are shown before they sign that."""
-        return tuple(known.at(self.log.position) for known in self.docket.behind(faults))
+    def shown(
+        self, faults: Faults, peers: Iterable[str], ready: Mapping[str, Ready], now: float
+    ) -> Mapping[str, Sequence[Prove]]:
+        """Return what each of these members is shown before it signs that: what it was not shown yet, and what it said
+        that it lacks when it was ready."""
+        shown: dict[str, list[Prove]] = {}
+        proofs = self.docket.behind(faults)
+        for peer in peers if proofs else ():
+            lacking = ready[peer].unproven if peer in ready else ()
+            for known in proofs:
+                proof = known.fault.proof
+                if self.showings.is_due(peer, proof, now, is_lacking=proof in lacking):
+                    shown.setdefault(peer, []).append(known.at(self.log.position))
+        return shown
 
 
 def _signed(average: Averaged) -> SignedAverage:

@@ -74,8 +74,7 @@ class Leader(Gathering):
         if sender not in self._members:
             return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
         if ready.last_attempt < self._running.attempt.number:
-            # It has not heard of the attempt yet.
-            return told(self._running, [sender], {sender: ready}, self._judge.shown(annex_of(self._running)))
+            return self._tell([sender], {sender: ready}, now)  # it has not heard of the attempt yet, or lacks a proof
         reason = f"{sender} has left the attempt"
         self._left[sender] += 1
         if self._left[sender] > LEAVES and (effects := self._lose([sender], reason, now)):
@@ -198,10 +197,11 @@ class Leader(Gathering):
         self._differing_since = None
         self._complete, self._waiting = {}, {}
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
-        return [note, *self._tell(members, running)]
+        return [note, *self._tell(members, self._ready, now)]
 
-    def _tell(self, peers: Sequence[str], running: Begin | Adopt) -> list[Effect]:
-        return told(running, peers, self._ready, self._judge.shown(annex_of(running)))
+    def _tell(self, peers: Sequence[str], ready: Mapping[str, Ready], now: float) -> list[Effect]:
+        assert self._running is not None
+        return told(self._running, peers, ready, self._judge.shown(annex_of(self._running), peers, ready, now))
 
     def _next_attempt(self) -> Attempt:
         self._last_number += 1
@@ -279,7 +279,7 @@ class Leader(Gathering):
     # What members say -----------------------------------------------------------------------------------------
     def on_waiting(self, sender: str, waiting: Waiting, now: float) -> list[Effect]:
         if not self._is_running(waiting.attempt):
-            return self._set_right(sender, waiting.attempt)
+            return self._set_right(sender, waiting.attempt, now)
         if sender not in self._members:
             return []
         self._disputes.heard(sender, now)
@@ -338,7 +338,7 @@ class Leader(Gathering):
     def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
         running = self._running
         if running is None or running.attempt != complete.attempt or sender not in self._members:
-            return self._set_right(sender, complete.attempt)
+            return self._set_right(sender, complete.attempt, now)
         self._disputes.heard(sender, now)
         if sender not in self._complete:
             self._moved_at = now
@@ -390,10 +390,10 @@ class Leader(Gathering):
         passed_on = len(passers(round, header)) > OPEN_LIMIT and self._me in self._members
         return [Send(peer, commit) for peer in ((self._me,) if passed_on else self._members)]
 
-    def _set_right(self, sender: str, attempt: Attempt) -> list[Effect]:
+    def _set_right(self, sender: str, attempt: Attempt, now: float) -> list[Effect]:
         """The sender speaks of another attempt than the one that runs."""
         if self._running and sender in self._members:
-            return self._tell([sender], self._running)
+            return self._tell([sender], self._ready, now)
         return self._ends(attempt, [sender], "this attempt is over")
 
     def _is_running(self, attempt: Attempt) -> bool:

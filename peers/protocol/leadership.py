@@ -13,6 +13,7 @@ from peers.protocol.judge import Judge
 from peers.protocol.leader import Leader
 from peers.protocol.messages import Accuse, Complete, LeaseRequest, Ready, Waiting
 from peers.protocol.replica import Replica, ReplicaState
+from peers.protocol.showings import Showings
 from peers.protocol.trainer import Trainer, TrainerState
 
 
@@ -122,7 +123,8 @@ class Leadership:
         if self._leader is None:
             settings, payload, digest = self._desk.settings, self._desk.payload, self._replica.state_digest
             standing, log = self._presence.standing, self._log.in_state(digest)
-            judge = Judge(log, self._desk.docket, self._replica.lineage, lambda: self._work.exchange)
+            showings = Showings(settings.timing.resend)
+            judge = Judge(log, self._desk.docket, self._replica.lineage, lambda: self._work.exchange, showings)
             told = log, digest, settings, payload, standing, self._certifier, judge
             self._leader = Leader(self._desk.me, *told)
             self._leader.since = self._since

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import Field
 
 from peers.log.certificate import Certificate
-from peers.log.exclusions import Kind
+from peers.log.exclusions import FAULT_LIMIT, Kind
 from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
@@ -28,6 +28,7 @@ Holders = Annotated[tuple[Holder, ...], Field(max_length=MEMBER_LIMIT)]
 Disclaimers = Annotated[tuple[Disclaimer, ...], Field(max_length=MEMBER_LIMIT)]
 Missed = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
 """Peers, and in how many chunks their blocks are missing."""
+Proofs = Annotated[tuple[Digest, ...], Field(max_length=FAULT_LIMIT)]
 Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
 """Peers, and bytes a second."""
 
@@ -65,7 +66,8 @@ class Ready(Value):
     `relayed` names the peers that it reaches only through a relay, or with other difficulty, `unreached` those with
     which it can exchange no data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
     The `commitment` is to its blocks, in the next attempt; who has trained nothing has none. The signature `stance` is
-    of its `Stance`: what it holds, and which attempts it takes part in no more.
+    of its `Stance`: what it holds, and which attempts it takes part in no more. `unproven` are the digests of proofs
+    that the leader has named, and that are not here.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -84,6 +86,7 @@ class Ready(Value):
     relayed: Peers
     unreached: Peers
     seen: Rates
+    unproven: Proofs = ()
 
     def author(self, sender: str) -> Author:
         """Return as whom the sender commits to its blocks."""
@@ -197,7 +200,8 @@ class Accuse(Value):
 
 class Prove(Value):
     """Member → leader: this proves that somebody has lied, which is for the next entry's annex. Leader → members: this
-    is behind the annex of what I begin or hand on, to be seen before it is signed."""
+    is behind the annex of what I begin or hand on, to be seen before it is signed; once, and again to a member whose
+    Ready says that it lacks it."""
 
     kind: ClassVar[Literal["prove"]] = "prove"
     position: Position

@@ -39,8 +39,9 @@ class Offer:
         self._made_at = self._desk.now
         self._wants = self._trainer.wants(self._presence.fastest)
 
-    def ready(self, acceptor: Acceptor, round: Round | None) -> Ready:
-        """What the leader is told. `round` is the one that we are in the middle of."""
+    def ready(self, acceptor: Acceptor, round: Round | None, unproven: tuple[bytes, ...]) -> Ready:
+        """What the leader is told. `round` is the one that we are in the middle of, `unproven` names the proofs that we
+        lack of what the leader has begun."""
         trained, presence = self._trained, self._presence
         assert trained is not None
         commitment = self._commitment(trained.contribution, acceptor) if trained.tokens else None
@@ -60,6 +61,7 @@ class Offer:
             relayed=presence.named(presence.reachability.detours(self._desk.now)),
             unreached=presence.named(presence.unreached),
             seen=presence.reachability.seen(self._desk.me),
+            unproven=unproven,
         )
 
     def _stance(self, acceptor: Acceptor) -> bytes:

@@ -168,7 +168,7 @@ class Slot(Part):
         if leader == self._desk.me:
             self._inquiries.ask_another()
         round = self.exchange.round if self.exchange else None
-        self._desk.emit(Send(leader, self._offer.ready(self.acceptor, round)))
+        self._desk.emit(Send(leader, self._offer.ready(self.acceptor, round, self.witness.lacking(leader))))
         self.witness.show(leader)
         if self.exchange:
             self._desk.emit(*self.exchange.repeat())

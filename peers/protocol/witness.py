@@ -18,6 +18,7 @@ from peers.protocol.messages import Commit, Complete, Prove, Ready
 from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
 from peers.protocol.rounds import Round
+from peers.protocol.showings import Showings
 from peers.protocol.votes import Votes
 from peers.values.wire import digest_of
 
@@ -34,7 +35,7 @@ class Witness:
         self._log = log
         self._replica = replica
         self._patience = patience
-        self._shown_at: dict[tuple[str, bytes], float] = {}
+        self._showings = Showings(desk.settings.timing.heartbeat_expiry)
         self._committed: dict[str, dict[Author, Commitment]] = {}
         self._votes = Votes(lambda: log.in_state(replica.state_digest), desk.keys.verify)
         self._seen: dict[Fault, None] = {}  # proven here; the docket may have had to forget the proof since
@@ -48,9 +49,7 @@ class Witness:
             return
         faults = self._desk.docket.provable(self._log, self._replica.lineage, (self._desk.me,))
         for known in self._desk.docket.behind(faults):
-            place = leader, known.fault.proof
-            if self._desk.now - self._shown_at.get(place, -float("inf")) >= self._desk.settings.timing.heartbeat_expiry:
-                self._shown_at[place] = self._desk.now
+            if self._showings.is_due(leader, known.fault.proof, self._desk.now, is_lacking=True):
                 self._desk.emit(Send(leader, known.at(self._log.position)))
 
     def hear(self, sender: str, shown: Prove) -> None:
@@ -78,12 +77,19 @@ class Witness:
         if sender in self._unheard or sender in self._log.excluded:
             return False
         self._judged[sender] += 1
-        return self._judged[sender] <= JUDGED or digest_of(proof) in self._named
+        return self._judged[sender] <= JUDGED or digest_of(proof) in self._unproven
+
+    def lacking(self, leader: str) -> tuple[bytes, ...]:
+        """Return the digests of the proofs that the leader has named, and that are not here."""
+        return self._unproven if self._lacking and self._lacking[0] == leader else ()
 
     @property
-    def _named(self) -> set[bytes]:
-        """The digests of the proofs that our leader has named, and that are not all here."""
-        return {fault.proof for fault in self._lacking[1]} if self._lacking else set()
+    def _unproven(self) -> tuple[bytes, ...]:
+        faults = self._lacking[1] if self._lacking else ()
+        return tuple(fault.proof for fault in faults if not self._is_proven(fault))
+
+    def _is_proven(self, fault: Fault) -> bool:
+        return fault in self._seen or self._desk.docket.has([fault], self._replica.lineage)
 
     def compare(self, sender: str, ready: Ready) -> None:
         """See whether a peer that is ready has committed to something else before, for the same attempt."""
@@ -129,8 +135,7 @@ class Witness:
     def is_convinced(self, faults: Faults, leader: str) -> bool:
         """Return whether we have seen the proofs of an entry's annex, which a leader sends with what it begins. One
         that names somebody without proof for as long as an attempt may stand still is given up."""
-        lineage = self._replica.lineage
-        if all(fault in self._seen or self._desk.docket.has([fault], lineage) for fault in faults):
+        if all(self._is_proven(fault) for fault in faults):
             self._see(faults)
             self._lacking = None
             return True

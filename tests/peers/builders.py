@@ -35,6 +35,7 @@ from peers.protocol.judge import Judge
 from peers.protocol.messages import Adopt, Begin, Commit, Complete, LeaseGrant, Leaving, Message, Ready, Unread
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt, Held, Holder, Round, Share, Stance
+from peers.protocol.showings import Showings
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.chunks import PayloadSize, split_evenly
@@ -228,7 +229,7 @@ COURT = Court(SimulatedKeys("a").verify, inspect, SIZE.chunks)
 
 
 def judge(log: LogState, exchange: Callable[[], Exchange | None] = lambda: None) -> Judge:
-    return Judge(log, Docket(COURT), Lineage(log), exchange)
+    return Judge(log, Docket(COURT), Lineage(log), exchange, Showings(SETTINGS.timing.resend))
 
 
 class Rig:

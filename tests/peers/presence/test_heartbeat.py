@@ -83,9 +83,10 @@ def test_forged_heartbeat_is_refused() -> None:
 
 
 def test_other_protocol_version_is_named() -> None:
-    payload = pack(heartbeat(version=9))
+    payload = pack(heartbeat(version=PROTOCOL_VERSION + 1))
     signed = pack(SignedHeartbeat(payload=payload, signature=IDENTITY.sign(SIGNING_CONTEXT + payload)))
-    with pytest.raises(RemoteProtocolError, match=f"protocol version is 9, ours is {PROTOCOL_VERSION}"):
+    named = f"protocol version is {PROTOCOL_VERSION + 1}, ours is {PROTOCOL_VERSION}"
+    with pytest.raises(RemoteProtocolError, match=named):
         Heartbeat.verify(signed, RUN)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -258,8 +259,38 @@ def test_a_leader_names_what_is_shown_to_it_and_shows_it_to_all() -> None:
     assert began.round.peers == ("a", "b")
     assert sends(effects, Prove) == [("b", prove(rig, lie(rig)))], "before it is to sign that"
     assert rig.is_in(State.AVERAGING), "it is convinced itself"
-    again = rig.hear("b", ready(rig.peer.log, "b", last_attempt=2))
-    assert [type(message) for _, message in [*sends(again, Prove), *sends(again, Begin)]] == [Prove, Begin]
+
+
+def test_a_leader_shows_a_proof_again_only_to_a_member_that_lacks_it_and_ever_more_rarely() -> None:
+    """Regression: each repeated Begin had all proofs beside it, of up to a megabyte."""
+    rig = gathering()
+    rig.hear("b", prove(rig, lie(rig)))
+    rig.hear("b", ready(rig.peer.log, "b", last_attempt=2))
+    rig.tick()
+    shown = list[float]()
+    for is_lacking in (False, True):
+        said = ready(rig.peer.log, "b", last_attempt=2, unproven=(lie(rig).fault.proof,) * is_lacking)
+        for _ in range(10):
+            told = rig.hear("b", said, TIMING.resend)
+            assert sends(told, Begin)
+            shown += [rig.now] * len(sends(told, Prove))
+            assert is_lacking or not shown
+    pauses = [later - earlier for earlier, later in pairwise(shown)]
+    assert pauses == [2 * TIMING.resend, 4 * TIMING.resend]
+
+
+def test_a_member_says_which_proofs_it_lacks_of_what_its_leader_begins() -> None:
+    rig = at_second().trained()
+    first, second = (proof("c", rig.peer.log.position, seed=seed) for seed in range(2))
+    ((_, said),) = sends(rig.effects, Ready)
+    assert said.unproven == ()
+    rig.hear("a", begin(rig, (first.fault,)))
+    assert [one.unproven for _, one in sends(rig.tick(), Ready)] == [(first.fault.proof,)]
+    rig.hear("a", begin(rig, (second.fault,)))
+    rig.hear("a", prove(rig, first))
+    assert [one.unproven for _, one in sends(rig.tick(), Ready)] == [(second.fault.proof,)]
+    rig.hear("a", prove(rig, second))
+    assert [one.unproven for _, one in sends(rig.tick(), Ready)] == [()]
 
 
 def test_two_commitments_for_one_attempt_are_a_lie() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers.log.exclusions import FAULT_LIMIT
 from peers.log.header import MEMBER_LIMIT
 from peers.log.lineage import Lineage
 from peers.presence.reachability import SEEN_LIMIT
@@ -72,7 +73,17 @@ EVIDENCE = Evidence(
 MESSAGES: tuple[Message, ...] = (
     LeaseRequest(position=LOG.position, state_digest=STATE, relayed=("b",), unreached=("c",)),
     LeaseGrant(position=LOG.position, samples=(SampleRange(1, 2),), steps=3),
-    ready(LOG, "a", held=HELD, round=ROUND, rate=10**9, relayed=("b",), unreached=("c",), seen=(("b", 5),)),
+    ready(
+        LOG,
+        "a",
+        held=HELD,
+        round=ROUND,
+        rate=10**9,
+        relayed=("b",),
+        unreached=("c",),
+        seen=(("b", 5),),
+        unproven=(bytes(32),),
+    ),
     Begin(attempt=attempt(LOG, 2), round=ROUND, seconds=12.5, open=True, commitments=commitments(ROUND)),
     Adopt(attempt=attempt(LOG, 2), header=HEADER, holders=holders_of(HELD, "ac"), seconds=12.5),
     Holding(attempt=attempt(LOG), chunks=chunk_set([0, 5, 300])),
@@ -140,8 +151,8 @@ def test_every_message_names_a_position(message: Message) -> None:
 
 
 def test_wrong_version_names_both() -> None:
-    with pytest.raises(WireError, match=rf"version 9\b.*version {PROTOCOL_VERSION}\b"):
-        unpacked(msgpack.packb([9, RUN, "leaving", []]))
+    with pytest.raises(WireError, match=rf"version {PROTOCOL_VERSION + 1}\b.*version {PROTOCOL_VERSION}\b"):
+        unpacked(msgpack.packb([PROTOCOL_VERSION + 1, RUN, "leaving", []]))
 
 
 def test_another_run_is_refused() -> None:
@@ -363,6 +374,11 @@ def test_who_is_not_reached_is_named(peers: object) -> None:
     assert "Ready.relayed" in refused(of(Ready), "relayed", peers)
     assert "Ready.unreached" in refused(of(Ready), "unreached", peers)
     assert "Waiting.unreached" in refused(of(Waiting), "unreached", peers)
+
+
+@pytest.mark.parametrize("unproven", [[bytes(31)], [bytes(32)] * (FAULT_LIMIT + 1), ["b"]], ids=lambda it: str(it)[:9])
+def test_what_lacks_is_checked(unproven: object) -> None:
+    assert "Ready.unproven" in refused(of(Ready), "unproven", unproven)
 
 
 @pytest.mark.parametrize(
