@@ -155,6 +155,8 @@ class Driver:
                 async with asyncio.timeout(timing.heartbeat_expiry):
                     seen = await self._pulse.beat()
                     self.handle(self._pulse.anchors(self._log))
+                    if (heads := self._pulse.heads(self._log)) is not None:
+                        self.handle(heads)
                     self.handle(seen)
             self._scout.look()
             await asyncio.sleep(timing.heartbeat)

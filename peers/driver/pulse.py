@@ -10,10 +10,11 @@ from typing import Protocol
 from peers import metrics
 from peers.links.links import EAGER
 from peers.log.folder import RunLog
+from peers.log.lineage import RECENT_ENTRIES
 from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice
-from peers.protocol.events import AnchorsSeen, HeartbeatsSeen
+from peers.protocol.events import AnchorsSeen, HeadsSeen, HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.values.anchors import Anchors
@@ -70,6 +71,13 @@ class Pulse:
         """Return what is known of the run's anchors, and what `log` has where they have signed."""
         anchors = self._transport.anchors_of(self._peer.settings.run)
         return AnchorsSeen(anchors, log.heads_at(anchors.indices))
+
+    def heads(self, log: RunLog) -> HeadsSeen | None:
+        """Return what `log` has of the time before the peer's lineage; None where nothing lacks there."""
+        lineage = self._peer.lineage
+        last = lineage.known_from
+        heads = log.digests(last - RECENT_ENTRIES, last) if lineage.is_short else []
+        return HeadsSeen(last, tuple(heads)) if len(heads) > 1 else None
 
     async def beat(self) -> HeartbeatsSeen:
         """Publish ours; returns what is known of every peer, and begins to connect to those that are new."""

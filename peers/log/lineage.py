@@ -14,7 +14,8 @@ RECENT_ENTRIES = 64
 
 
 class Lineage:
-    """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone.
+    """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone, as
+    far as whoever vouched for the snapshot knew them, or the log that is kept here has them (`recall`).
 
     `doubt` is the newest place in it from which too few of its roster went on, as certificates say.
     """
@@ -58,12 +59,30 @@ class Lineage:
 
     def lacks(self, index: int, head: bytes) -> bool:
         """Whether this lineage led to another place after so many cycles, or has not come so far."""
-        is_known = index > self._end - len(self._heads)  # else it is too long ago
+        is_known = index >= self.known_from  # else it is too long ago
         return is_known and self.head_at(index) != head
+
+    @property
+    def known_from(self) -> int:
+        """The first cycle after which it is known what named this lineage."""
+        return self._end - len(self._heads) + 1
+
+    @property
+    def is_short(self) -> bool:
+        """Whether fewer heads are known than there were, and than can be kept."""
+        return self.known_from > 1 and len(self._heads) < RECENT_ENTRIES
+
+    def recall(self, index: int, heads: Sequence[bytes]) -> None:
+        """Learn what named the lineage before: after consecutive cycles up to `index`, which must be the first one that
+        is known. Heads that do not lead up to that one are of another lineage, and change nothing."""
+        room = RECENT_ENTRIES - len(self._heads)
+        leads_here = index == self.known_from and self._heads and heads and heads[-1] == self._heads[0]
+        if leads_here and room:
+            self._heads.extendleft(reversed(heads[:-1][-room:]))
 
     def head_at(self, index: int) -> bytes | None:
         """What named this lineage after so many cycles; None: too long ago to be known, or not made yet."""
-        place = index - 1 - (self._end - len(self._heads))
+        place = index - self.known_from
         return self._heads[place] if 0 <= place < len(self._heads) else None
 
     @property

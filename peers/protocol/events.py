@@ -250,6 +250,15 @@ class AnchorsSeen:
 
 
 @dataclass(frozen=True)
+class HeadsSeen:
+    """What named the log after consecutive cycles up to `index`, oldest first, as the log that is kept here has it: a
+    peer that began with a state knows of the time before no more than that."""
+
+    index: int
+    heads: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class LeaveRequested:
     """The volunteer wants the machine back: a round under way is finished first, unless it must be `at_once`."""
 
@@ -283,5 +292,6 @@ Event = (
     | LineageSeen
     | LineageNotSeen
     | AnchorsSeen
+    | HeadsSeen
     | LeaveRequested
 )

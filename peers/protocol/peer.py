@@ -33,6 +33,7 @@ from peers.protocol.events import (
     Captured,
     Digested,
     Event,
+    HeadsSeen,
     HeartbeatsSeen,
     LeaveRequested,
     LineageNotSeen,
@@ -132,6 +133,8 @@ class Peer:
                 course.look_for_trouble()
             case AnchorsSeen():
                 self.replica.hear_anchors(event)
+            case HeadsSeen(index, heads):
+                self.lineage.recall(index, heads)
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
                     course.on_links_changed()

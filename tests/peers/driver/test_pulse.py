@@ -11,17 +11,18 @@ from prometheus_client import REGISTRY
 from peers.driver.pulse import REFRESH_BEATS, Pulse
 from peers.links.links import EAGER
 from peers.log.folder import MemoryLog
+from peers.log.lineage import Lineage
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace
-from peers.protocol.events import AnchorsSeen, HeartbeatsSeen
+from peers.protocol.events import AnchorsSeen, HeadsSeen, HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.values.anchors import NO_ANCHORS, AnchoredHead, Anchors
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 from peers.values.signing import IdentityKeys
 from peers.values.workload import Progress
-from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, STATE, beat, chain_of, first_log, inspect
+from tests.peers.builders import LOG, PAYLOAD, RUN, SETTINGS, SIZE, STATE, beat, chain_of, first_log, inspect
 
 ME, OTHER = Identity.generate(), Identity.generate()
 EARLY, LATE = "/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/2"
@@ -104,6 +105,23 @@ def test_it_says_what_is_known_of_the_runs_anchors_and_holds_it_against_the_log(
     pulse = Pulse(peer, ME, network, lambda work: work.close())
     assert pulse.heartbeat().anchors == network.anchors.digest != b""
     assert pulse.anchors(log) == AnchorsSeen(network.anchors, {1: first_log().position.head})
+
+
+def test_a_peer_that_began_in_the_middle_is_told_what_its_log_has_of_the_time_before() -> None:
+    log, headers = MemoryLog(LOG, 0), [first_log().last]
+    for _ in range(3):
+        before = LOG.at(headers[-1])
+        headers.append(before.next_header([before.expected(peer) for peer in before.roster], PAYLOAD))
+    *_, last = headers
+    peer = Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0, 5, IdentityKeys(ME), inspect, lineage=Lineage(LOG.at(last)))
+    pulse = Pulse(peer, ME, Network(), lambda work: work.close())
+    assert pulse.heads(log) is None, "it has nothing yet"
+    log.follow(chain_of([header for header in headers if header]), len(headers))
+    seen = pulse.heads(log)
+    assert seen == HeadsSeen(len(headers), tuple(header.digest for header in headers if header))
+    peer.handle(seen, 0.0)
+    assert peer.lineage.heads == seen.heads
+    assert pulse.heads(log) is None, "nothing lacks"
 
 
 def test_addresses_are_asked_for_now_and_then() -> None:

@@ -64,6 +64,45 @@ OURS = [*COMMON, *entries_after(LOG.at(COMMON[-1]), "d", "e")]
 THEIRS = [*COMMON, *entries_after(LOG.at(COMMON[-1]), "f", "g", "h", "i")]
 
 
+def short(headers: Sequence[Header], known: int) -> Lineage:
+    """The lineage of a peer that began with the state before the last entries, of which it knows so many."""
+    log = LOG.at(headers[-known - 1])
+    lineage = Lineage(log)
+    for header in headers[-known:]:
+        log = log.append(header)
+        lineage.append(header, log)
+    return lineage
+
+
+@pytest.mark.parametrize("count", [5, RECENT_ENTRIES + 7])
+def test_heads_that_the_log_has_kept_fill_in_what_a_lineage_does_not_know(count: int) -> None:
+    headers = entries_after(LOG, *("abc"[place % 3] for place in range(count)))
+    lineage, whole = short(headers, 2), lineage_of(headers)
+    assert lineage.is_short
+    assert not whole.is_short
+    assert (lineage.known_from, lineage.head_at(count - 3)) == (count - 2, None)
+    lineage.recall(lineage.known_from, digests(headers[: count - 2]))
+    assert not lineage.is_short
+    assert lineage.heads == whole.heads
+    assert lineage.head_at(count - 3) == headers[count - 4].digest
+
+
+def test_heads_of_another_log_or_of_another_place_change_nothing() -> None:
+    headers, others = entries_after(LOG, *"abcab"), entries_after(LOG, *"bacba")
+    lineage = short(headers, 2)
+    for index, heads in ((3, digests(others[:3])), (4, digests(headers[:3])), (3, digests(headers[:2])), (3, ())):
+        lineage.recall(index, heads)
+        assert lineage.heads == digests(headers[2:])
+    assert lineage.is_short
+
+
+def test_a_lineage_from_the_manifest_on_lacks_nothing() -> None:
+    lineage = Lineage(LOG)
+    assert not lineage.is_short
+    lineage.recall(lineage.known_from, (bytes(32),))
+    assert lineage.heads == ()
+
+
 def test_it_names_what_followed_what() -> None:
     lineage = lineage_of(OURS)
     assert lineage.entries == tuple(OURS)

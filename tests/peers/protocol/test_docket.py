@@ -108,6 +108,22 @@ def test_a_lie_is_told_once(exclusion: int) -> None:
     assert not docket.has([proof().fault], late), "it grows old"
 
 
+def test_whoever_knows_few_heads_judges_as_all_others_once_its_log_has_told_it_the_rest() -> None:
+    """Regression: a peer that began in the middle took part in no entry that named somebody for a lie before."""
+    whole = lineage_of(HERE, 5)
+    lineage = Lineage(whole.log)
+    for index, head in enumerate(whole.heads, HERE.position.index):
+        shown = proof(position=Position(index=index, head=head))
+        assert taken(shown, whole).has([shown.fault], whole)
+        assert taken(shown, lineage).has([shown.fault], lineage) == (index == whole.log.position.index)
+    lineage.recall(lineage.known_from, whole.heads)
+    for index, head in enumerate(whole.heads, HERE.position.index):
+        shown = proof(position=Position(index=index, head=head))
+        assert taken(shown, lineage).has([shown.fault], lineage)
+        other = proof(position=Position(index=index, head=digest_of(b"another log")))
+        assert not taken(other, lineage).has([other.fault], lineage)
+
+
 def test_whoever_is_excluded_already_is_not_judged_again() -> None:
     docket = taken(proof(), Lineage(HERE))
     header = HERE.next_header([HERE.expected(peer) for peer in "ab"], PAYLOAD, [proof().fault])
