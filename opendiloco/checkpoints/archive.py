@@ -1,8 +1,8 @@
 """Archives: a bootstrap node that keeps runs, so that they outlive the last of their volunteers.
 
-Of each run that is announced to it, it keeps the headers of all entries, the newest snapshots, and the payloads since;
-and it gives them like a peer. It has no worker and no state of its own, and takes no part in rounds. Where its key is
-one of a run's anchors, it signs heads of the log that it has checked.
+Of each run that is announced to it, it keeps the headers of all entries, what proves their annexes, the newest
+snapshots, and the payloads since; and it gives them like a peer. It has no worker and no state of its own, and takes no
+part in rounds. Where its key is one of a run's anchors, it signs heads of the log that it has checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
-from peers.log.folder import LogFolder
+from peers.log.folder import LogFolder, RunLog
 from peers.log.header import Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
@@ -41,6 +41,7 @@ from peers.transfer.following import next_in_log
 from peers.transfer.headers import Past, add_headers_before, serve_headers
 from peers.transfer.lineage_fetch import Compared, LineageFetch
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
+from peers.transfer.proofs import MissingProofs, serve_proofs
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
 from peers.transfer.storage import FolderStorage
@@ -69,6 +70,7 @@ class ArchivedRun:
         self._folder = RunFolder.open(run, identity.peer_id, base)
         self._format = kernels.FORMATS[run.config.codec.kind]
         self.log = LogFolder.open(self._folder.log, run.settings.empty_log, self._format.block_bytes)
+        self._proofs = MissingProofs(transport, self.log)
         self._checkpoints = Checkpoints(self._folder.checkpoints, run.run_id)
         self.checkpointer = Checkpointer(KeepingPlan(self._folder))
         self._state_bytes = 0  # until the model's size is known
@@ -204,6 +206,8 @@ class ArchivedRun:
             except FAILURES as error:  # another one may have what this one does not
                 logger.warning("run %s: %s", self.run.run_id, error)
         await self._complete_log(donors)
+        await asyncio.to_thread(self._proofs.look)
+        await self._proofs.fetch(self._peers)
         every = SNAPSHOT_SHARE * self.run.settings.snapshot_every
         due = self._snapshot.index + every if self._snapshot else 0  # without any, nobody could begin from here
         if self.end.position.index > due:
@@ -297,9 +301,11 @@ class Archive:
         sources: dict[str, SnapshotSource] = {}
         pasts: dict[str, Past] = {}
         kept: dict[str, PayloadBuffers] = {}
+        logs: dict[str, RunLog] = {}
         await serve_snapshots(transport, sources)
         await serve_headers(transport, pasts, self._is_member)
         await serve_payloads(transport, kept)
+        await serve_proofs(transport, logs)
         await transport.on_call(CALL, self._answerer(transport))
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -309,6 +315,7 @@ class Archive:
                         if archived is not None:
                             self._runs[manifest.run_id] = archived
                             sources[manifest.run_id], pasts[manifest.run_id] = archived, archived.log.stretch
+                            logs[manifest.run_id] = archived.log
                             tasks.create_task(self._keep_one(archived, kept))
                 await asyncio.sleep(POLL)
 

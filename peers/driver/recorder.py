@@ -1,4 +1,5 @@
-"""Keeps one peer's log: every entry that it applies and, bit by bit, the headers of those before it came."""
+"""Keeps one peer's log: every entry that it applies and, bit by bit, the headers of those before it came; and what
+proves their annexes."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from peers.streams.channel import PeerUnreachableError
 from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import PullTransport
 from peers.transfer.headers import add_headers_before
+from peers.transfer.proofs import MissingProofs
 from peers.values.clock import now
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Recorder:
         self._transport = transport
         self._start = start
         self._lies_on_disk = lies_on_disk
+        self._proofs = MissingProofs(transport, log)
         self._turn = asyncio.Lock()
         self._last: asyncio.Task[None] | None = None
 
@@ -76,10 +79,15 @@ class Recorder:
                     self._lies_on_disk(header.payload)
             if self._log.first:
                 await self._add_headers_before()
+            await asyncio.to_thread(self._proofs.look)
+        self._start(self._proofs.fetch(self._donors))
+
+    @property
+    def _donors(self) -> list[str]:
+        return list(self._peer.membership.live(now()))
 
     async def _add_headers_before(self) -> None:
-        live = self._peer.membership.live(now())
-        for donor in shuffled(self._transport, live, CHANCE):
+        for donor in shuffled(self._transport, self._donors, CHANCE):
             with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
                 if await add_headers_before(self._transport, donor, self._log):
                     return

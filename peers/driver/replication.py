@@ -32,6 +32,7 @@ from peers.transfer.freezing import Freezer
 from peers.transfer.headers import serve_headers
 from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
+from peers.transfer.proofs import serve_proofs
 from peers.transfer.snapshot_fetch import Vouched, fetch_snapshot
 from peers.transfer.snapshots import FrozenSnapshot, serve_snapshots
 from peers.values.workload import SnapshotError, Workload
@@ -72,6 +73,7 @@ class Replication:
         run = self._peer.settings.run
         await serve_payloads(self._transport, {run: self._stores.buffers})
         await serve_headers(self._transport, {run: self._stores.log.stretch}, self._is_member)
+        await serve_proofs(self._transport, {run: self._stores.log})
         await serve_snapshots(self._transport, {run: self._freezer})
 
     def _is_member(self, run: str, peer: str) -> bool:

@@ -10,12 +10,14 @@ import logging
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
 from peers.errors import DilocoPeerError
 from peers.log.certificate import Certificate
 from peers.log.chain import Chain, Entry, Stretch
+from peers.log.exclusions import Fault
 from peers.log.files import (
     ENTRIES,
     PAYLOADS,
@@ -75,6 +77,12 @@ class RunLog(ABC):
         """The digests of those headers."""
         start = self.first
         return [entry.digest for entry in self._chain.entries[max(0, first - start) : max(0, last - start)]]
+
+    def faults(self, first: int, last: int) -> list[Fault]:
+        """What the annexes of those entries name."""
+        start = self.first
+        entries = self._chain.entries[max(0, first - start) : max(0, last - start)]
+        return [fault for entry in entries for fault in entry.content.faults]
 
     def heads_at(self, indices: Iterable[int]) -> dict[int, bytes]:
         """What names the log after so many entries, by their number, as far as they are here."""
@@ -175,6 +183,14 @@ class RunLog(ABC):
         """Keep what proves the faults in an entry's annex. Raises: LogFolderError."""
 
     @abstractmethod
+    def has_proof(self, digest: bytes) -> bool:
+        """Whether the proof with that digest is kept here."""
+
+    @abstractmethod
+    def proof(self, digest: bytes) -> bytes | None:
+        """The proof with that digest, if it is here."""
+
+    @abstractmethod
     def _keep(self, index: int, payload: Payload) -> None: ...
 
     @abstractmethod
@@ -218,7 +234,13 @@ class MemoryLog(RunLog):
         """Nothing is dropped but for the room that it takes."""
 
     def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        """Nobody would ask for them."""
+        """There is room for none."""
+
+    def has_proof(self, digest: bytes) -> bool:
+        return False
+
+    def proof(self, digest: bytes) -> bytes | None:
+        return None
 
     def _keep(self, index: int, payload: Payload) -> None:
         self._payloads.keep(payload)
@@ -293,6 +315,26 @@ class LogFolder(RunLog):
                 write_whole(path, [proof])
         except OSError as error:
             raise _unusable(self.path, error) from error
+
+    def has_proof(self, digest: bytes) -> bool:
+        with suppress(OSError):
+            return proof_path(self.path, digest).exists()
+        return False
+
+    def proof(self, digest: bytes) -> bytes | None:
+        """From the disk. One whose bytes have changed is named in a warning, and removed."""
+        path = proof_path(self.path, digest)
+        try:
+            proof = path.read_bytes()
+            if digest_of(proof) == digest:
+                return proof
+            path.unlink(missing_ok=True)
+            logger.warning("removed %s: its bytes are not those that its entry names", path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("cannot read %s: %s", path, error.strerror or error)
+        return None
 
     def _keep(self, index: int, payload: Payload) -> None:
         path = payload_path(self.path / PAYLOADS, index, payload.digest)

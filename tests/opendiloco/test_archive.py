@@ -19,6 +19,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
 from peers.log.anchorer import ANCHORED
+from peers.log.exclusions import Fault
+from peers.log.folder import LogFolder
 from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogState
@@ -28,13 +30,15 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
 from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.transfer.proofs import serve_proofs
 from peers.transfer.snapshots import Snapshot
 from peers.values.anchors import AnchoredHead, AnchoredHeads, Anchors
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signing import IdentityKeys
-from peers.values.wire import pack
+from peers.values.wire import digest_of, pack
 from tests.peers.builders import CERTIFIED
+from tests.peers.fakes import FakeTransport
 
 VALUES = 3000
 NODE = Identity.generate()
@@ -195,6 +199,42 @@ def answering(what: object) -> Callable[..., Awaitable[object]]:
         return what
 
     return answer
+
+
+def test_it_keeps_what_proves_the_annexes_of_its_entries(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it had headers and payloads, and of whom they exclude no proof."""
+    kept, shown = archive(run, tmp_path), b"proof"
+    fault = Fault(peer="b", kind="votes", proof=digest_of(shown))
+    log = kept.run.settings.empty_log
+    first = log.next_header(
+        [Member(peer=peer, tokens=16, samples=log.grants[place]) for place, peer in enumerate("ab")], payload(1).digest
+    )
+    log = log.append(first)
+    second = log.next_header([log.expected("a")], payload(2).digest, [fault])
+    for header in (first, second):
+        kept.log.append(header, None, None)
+    kept.end = log.append(second)
+    theirs = LogFolder.open(tmp_path / "theirs", log.at(None), kernels.INT8.block_bytes)
+    theirs.keep_proofs([shown])
+    kept.buffers, kept._snapshot = cast(Any, object()), cast(Any, SimpleNamespace(index=2))
+    beat = Heartbeat.model_construct(
+        peer="a", state=PeerState.TRAINING, index=3, lineage_tokens=99, sequence=1, head=bytes(32), addresses=()
+    )
+    me, donor = FakeTransport("me"), FakeTransport("a")
+    me.donors["a"] = donor
+    monkeypatch.setattr(kept, "_keep_next", answering(False))
+    network = cast(Any, kept._transport)
+    network.heartbeats, network.connect = answering([beat]), answering(True)
+    network.pull, network.reach_of = me.pull, me.reach_of
+
+    async def scenario() -> None:
+        await serve_proofs(donor, {run.run_id: theirs})
+        await kept.follow()
+
+    asyncio.run(scenario())
+    assert kept.log.proof(fault.proof) == shown
 
 
 # Anchoring --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from peers.log.folder import LogFolder, MemoryLog
 from peers.log.payload import Payload
 from peers.protocol.effects import Apply
 from peers.transfer.headers import Past, serve_headers
-from peers.values.wire import digest_of
+from peers.transfer.proofs import serve_proofs
+from peers.values.wire import digest_of, pack
 from tests.peers.builders import LOG, RUN, STATE, Rig, chain_of
 from tests.peers.fakes import FakeTransport
+from tests.peers.protocol.test_docket import proof
 from tests.peers.protocol.test_peer import at_second
 
 
@@ -55,8 +58,35 @@ def test_what_proves_an_annex_is_kept_beside_its_entry(tmp_path: Path) -> None:
         recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
         recorder.add(Apply(rig.next_header(payload.digest), proofs=(b"one", b"two")), STATE, payload)
         await recorder.finish()
-        for proof in (b"one", b"two"):
-            assert proof_path(tmp_path, digest_of(proof)).read_bytes() == proof
+        for kept in (b"one", b"two"):
+            assert proof_path(tmp_path, digest_of(kept)).read_bytes() == kept
+
+    asyncio.run(scenario())
+
+
+def test_what_proves_an_annex_is_fetched_where_it_was_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a peer that took an entry over from others had no proof beside it, for ever."""
+
+    async def scenario() -> None:
+        rig, payload = at_second(), Payload(memoryview(b"second"), (digest_of(b"second"),))
+        monkeypatch.setattr(recorder_module, "now", lambda: rig.now)
+        me, (mine, theirs) = FakeTransport(), [LogFolder.open(tmp_path / name, LOG, 8) for name in ("me", "a")]
+        shown = proof("c", rig.peer.log.position)
+        theirs.keep_proofs([pack(shown)])
+        me.donors["a"] = FakeTransport("a")
+        await serve_proofs(me.donors["a"], {RUN: theirs})
+        before = rig.peer.log
+        header = before.next_header([before.expected(peer) for peer in "ab"], payload.digest, [shown.fault])
+        tasks = list[asyncio.Task[None]]()
+
+        def start(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+            tasks.append(asyncio.create_task(work))
+            return tasks[-1]
+
+        Recorder(mine, rig.peer, me, start).add(Apply(header), STATE, payload)
+        for task in tasks:  # those that these begin, too
+            await task
+        assert mine.proof(shown.fault.proof) == pack(shown)
 
     asyncio.run(scenario())
 
