@@ -34,10 +34,12 @@ class Certifier:
     def signed(self, header: Header, attempt: AttemptName, signatures: Mapping[str, bytes]) -> dict[str, bytes]:
         """Those of the signatures that count: of this header in this attempt, by who may sign.
 
-        Where as many are good as a certificate needs, the others are not looked at.
+        Where as many are good as a certificate needs, the others are not looked at. Which these are changes from entry
+        to entry: whoever signs another one for somebody else is found only where its signature is shown.
         """
         voters, good = electorate(self._log, header), dict[str, bytes]()
-        for peer, incarnation in voters:
+        first = int.from_bytes(header.digest[:4]) % max(1, len(voters))
+        for peer, incarnation in (*voters[first:], *voters[:first]):
             if peer not in signatures or 2 * len(good) > len(voters):
                 continue
             if self._keys.verify(peer, ballot(header, attempt, incarnation).text, signatures[peer]):

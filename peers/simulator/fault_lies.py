@@ -51,13 +51,28 @@ class ManyEntries(Lie):
 
     def says(self, to: str, message: Message) -> Said:
         yield to, message
-        exchange = self.liar.peer.exchange
-        if isinstance(message, Complete) and exchange is not None and exchange.payload is not None:
-            payload, log = invented((to, message.payload)), self.liar.log.of(message.position.fragment)
-            roster = exchange.round.entry_roster(dict(message.missed))
-            header = log.next_header(roster, payload, exchange.round.faults)
-            signature = self.liar.sign(header, message.attempt)
-            yield to, message.model_copy(update={"payload": payload, "signature": signature})
+        if (other := another_entry(self.liar, to, message)) is not None:
+            yield to, other
+
+
+class OtherEntries(Lie):
+    """It signs one entry for its leader, and in open attempts another one for each other member, each once."""
+
+    def says(self, to: str, message: Message) -> Said:
+        is_leader = isinstance(message, Complete) and to == message.attempt.leader
+        other = None if is_leader else another_entry(self.liar, to, message)
+        yield to, other or message
+
+
+def another_entry(liar: Means, to: str, message: Message) -> Complete | None:
+    """Return what says that the liar has signed another entry than the message does; None where it says of none."""
+    exchange = liar.peer.exchange
+    if not isinstance(message, Complete) or exchange is None or exchange.payload is None:
+        return None
+    payload, log = invented((to, message.payload)), liar.log.of(message.position.fragment)
+    header = log.next_header(exchange.round.entry_roster(dict(message.missed)), payload, exchange.round.faults)
+    signature = liar.sign(header, message.attempt)
+    return message.model_copy(update={"payload": payload, "signature": signature})
 
 
 class NamesHonest(Lie):
@@ -162,6 +177,7 @@ FAULT_LIES: dict[str, type[Lie]] = {
     "signed averages": SignedAverages,
     "many commitments": ManyCommitments,
     "many entries": ManyEntries,
+    "other entries": OtherEntries,
     "forged proofs": ForgedProofs,
     "many proofs": ManyProofs,
     "old proofs": OldProofs,

@@ -24,6 +24,7 @@ SIGNED = {
     "many commitments": "commitments",
     "many proofs": "commitments",
     "many entries": "votes",
+    "other entries": "votes",
 }
 """Lies that a signature proves, and what they are called in the log."""
 
