@@ -371,9 +371,9 @@ class Leader(Gathering):
             self._differing_since = now
         if now - self._differing_since >= self._settings.timing.heartbeat_expiry:
             return self._leave_behind(wrong, "hold another payload", now)
-        mine = self._complete[self._me].outcome
+        mine = self._complete.get(self._me)  # a leader need not be a member
         compare = Compare(attempt=self._running.attempt, marks=self._judge.marks)
-        return [Send(peer, compare) for peer, said in self._complete.items() if said.outcome != mine]
+        return [Send(peer, compare) for peer, said in self._complete.items() if mine and said.outcome != mine.outcome]
 
     def _commit_if_signed(self, header: Header, running: Begin | Adopt, now: float) -> list[Effect]:
         """All say the same. Who has signed something else is lost."""

@@ -435,6 +435,18 @@ def accuses_with_anothers_lie(lead: Lead, begin: Begin) -> list[Effect]:
     return lead.accuse("c", begin, "b", evidence(lead.log, "c"))
 
 
+def test_a_leader_that_takes_no_part_in_its_round_has_nothing_to_compare_with_what_others_hold() -> None:
+    """Regression: it looked for its own payload, and died."""
+    lead = Lead()
+    lead.ready("bc")
+    begin: Begin = sends(lead.tick(after=TIMING.grace + STEP), Begin)[0][1]
+    assert begin.round.peers == ("b", "c")
+    lead.complete("b", begin)
+    assert not lead.complete("c", begin, OTHER)
+    lead.now += TIMING.heartbeat_expiry
+    assert sends(lead.complete("c", begin, OTHER), Abort), "for a while; then those are lost who are alone with it"
+
+
 def lags(lead: Lead, begin: Begin) -> list[Effect]:
     lead.waiting("a", begin, "c")
     lead.waiting("b", begin, "c")
