@@ -26,6 +26,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # whose tests look for what theirs have
     atexit.register(shutil.rmtree, own_folder, ignore_errors=True)
     os.environ["TMPDIR"] = tempfile.tempdir = own_folder
 
+# Simulated swarms keep all that they say. To look through it for garbage as often as usual takes a fifth of the time.
+gc.set_threshold(50_000, 10, 10)
+
 # No deadline for an example: the time that one takes says more about the machine's load than about our code.
 settings.register_profile("diloco-peer", deadline=None, derandomize=True, database=None)
 settings.load_profile("diloco-peer")
