@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -62,16 +63,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
+IMPORTED_AT_ONCE = 200
+"""Modules that a library brings with it whose objects are worth keeping out of the search for garbage."""
+modules_frozen = 0
+
+
+def freeze() -> None:
+    """Keep all that there is out of the search for garbage. What is imported and collected stays to the end, and to
+    search it takes up to half a second, whenever a test wants that, and now and then in any other."""
+    global modules_frozen
+    gc.freeze()
+    modules_frozen = len(sys.modules)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected here stays to the end. To search it for garbage takes half a second, whenever a
-    test wants that, and now and then in any other."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
+        freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Between two tests, when the last one was the first that needed a large library."""
+    if len(sys.modules) >= modules_frozen + IMPORTED_AT_ONCE:
+        gc.collect()
+        freeze()
 
 
 @pytest.fixture(autouse=True)
