@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -25,6 +26,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # whose tests look for what theirs have
     own_folder = tempfile.mkdtemp(prefix="tests-")
     atexit.register(shutil.rmtree, own_folder, ignore_errors=True)
     os.environ["TMPDIR"] = tempfile.tempdir = own_folder
+
+# Simulated swarms keep all that they say. To look through it for garbage as often as usual takes a fifth of the time.
+gc.set_threshold(50_000, 10, 10)
 
 # No deadline for an example: the time that one takes says more about the machine's load than about our code.
 settings.register_profile("diloco-peer", deadline=None, derandomize=True, database=None)
@@ -59,16 +63,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
+IMPORTED_AT_ONCE = 200
+"""Modules that a library brings with it whose objects are worth keeping out of the search for garbage."""
+modules_frozen = 0
+
+
+def freeze() -> None:
+    """Keep all that there is out of the search for garbage. What is imported and collected stays to the end, and to
+    search it takes up to half a second, whenever a test wants that, and now and then in any other."""
+    global modules_frozen
+    gc.freeze()
+    modules_frozen = len(sys.modules)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected here stays to the end. To search it for garbage takes half a second, whenever a
-    test wants that, and now and then in any other."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
+        freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Between two tests, when the last one was the first that needed a large library."""
+    if len(sys.modules) >= modules_frozen + IMPORTED_AT_ONCE:
+        gc.collect()
+        freeze()
 
 
 @pytest.fixture(autouse=True)

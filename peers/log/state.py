@@ -30,7 +30,7 @@ from peers.log.header import (
     cycle_head,
 )
 from peers.log.tenures import tenures_after
-from peers.values.leases import Lease, SamplePool, SampleRange, prefix, sample_count
+from peers.values.leases import Grants, Lease, SamplePool, SampleRange, prefix, sample_count
 
 
 class LogError(ValueError):
@@ -42,8 +42,8 @@ OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_to
 
 
 @lru_cache(maxsize=16)
-def _grants(pool: SamplePool, samples_per_lease: int) -> tuple[Lease, ...]:
-    return tuple(pool.deal([samples_per_lease] * MEMBER_LIMIT)[0])
+def _grants(pool: SamplePool, samples_per_lease: int) -> Grants:
+    return Grants(pool, samples_per_lease, MEMBER_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,10 @@ class LogState:
 
     def grant_of(self, samples: Lease) -> int | None:
         """Return which of the grants these samples begin."""
-        return self._grant_from.get(samples[0].start) if samples else None
+        return self.grants.beginning_with(samples[0].start) if samples else None
 
     @cached_property
-    def grants(self) -> tuple[Lease, ...]:
+    def grants(self) -> Grants:
         """The leases that peers without one may be given at this position: whole, disjoint, in this order."""
         return _grants(self.pool, self.samples_per_lease)
 
@@ -227,11 +227,6 @@ class LogState:
         if samples != prefix(lease, sample_count(samples)):
             raise LogError(f"{peer}: samples {samples[0].start}..{samples[-1].stop} do not begin a lease of its own")
         return lease
-
-    @cached_property
-    def _grant_from(self) -> dict[int, int]:
-        """The grants by the first of their samples."""
-        return {grant[0].start: number for number, grant in enumerate(self.grants)}
 
     def check_member(self, member: Member) -> None:
         """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""

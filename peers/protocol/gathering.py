@@ -104,8 +104,9 @@ class Gathering:
     def _next_grant(self) -> Lease | None:
         """Return the next grant that nobody has. The leader that gave us our own lease gave those before it."""
         grants, given = self._log.grants, set(self._granted.values())
-        first = grants.index(self.lease) + 1 if self.lease in grants else 0
-        return next((grant for grant in grants[first:] if grant not in given), None)
+        ours = self._log.grant_of(self.lease or ())
+        first = 0 if ours is None or grants[ours] != self.lease else ours + 1
+        return next((grant for number in range(first, len(grants)) if (grant := grants[number]) not in given), None)
 
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:

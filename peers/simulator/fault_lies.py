@@ -126,9 +126,10 @@ class ManyProofs(Lie):
 
     def volunteers(self) -> Said:
         self._kept.append(self._proof())
+        here = {"position": self.liar.log.position}
         for other in self.liar.others:
             for _ in range(self.draw.randint(0, 2)):
-                yield other, self.draw.choice(self._kept).model_copy(update={"position": self.liar.log.position})
+                yield other, self.draw.choice(self._kept).model_copy(update=here)
 
     def _proof(self) -> Prove:
         here, draw = self.liar.log.position, self.draw
@@ -153,9 +154,11 @@ class OldProofs(Lie):
         yield from ()
 
     def volunteers(self) -> Said:
-        for proof in self._heard:
-            for other in self.liar.others:
-                yield other, proof.model_copy(update={"position": self.liar.log.position})
+        here, others = {"position": self.liar.log.position}, self.liar.others
+        for proof in list(self._heard):
+            repeated = proof.model_copy(update=here)
+            for other in others:
+                yield other, repeated
 
 
 def prove(liar: Means, proof: FaultProof) -> Prove:

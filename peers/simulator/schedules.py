@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +32,8 @@ FAST = 10.0
 IMPATIENT = Timing(grace=5.0, round_timeout=60.0, partition_grace=20.0)
 """A minority goes on alone before others would give up on a leader."""
 BATCH = 25  # seeds that one process takes at once
+SELDOM = (50_000, 10, 10)
+"""When to look for garbage. A swarm keeps its whole trace: to search it as often as usual takes a tenth of a life."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,7 @@ def main() -> None:
     kinds = () if options.liars is None else tuple(options.liars) or WITHSTOOD
     stop = options.first + options.seeds
     batches = [range(first, min(first + BATCH, stop)) for first in range(options.first, stop, BATCH)]
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with ProcessPoolExecutor(options.jobs, initializer=gc.set_threshold, initargs=SELDOM) as pool:
         found = pool.map(failing_seeds, batches, repeat(options.fragments), repeat(kinds))
         failed = [seed for seeds in found for seed in seeds]
     if failed:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
@@ -32,6 +34,14 @@ def replica(small_content: dict[str, Any]) -> ModelReplica:
         for parameter in model.parameters():
             parameter.mul_(5)  # or else attention, and what it changes, would be small
     return ModelReplica(config, model, load_data(config, ByteTokenizer()).samples)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch traces flex attention, and computes it itself. With what Inductor makes of it for CPUs nobody trains, and
+    it keeps a C++ compiler busy for a quarter of a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(WrappedFlexAttention, "_instance", None)  # which keeps what was compiled before
 
 
 @pytest.fixture

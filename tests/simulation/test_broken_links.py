@@ -25,6 +25,10 @@ from peers.values.wire import digest_of
 TIMING = Timing()
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 1, TIMING)
 MINUTE = 60.0
+BLOCKS = 7
+"""In a payload, and as many chunks: some for each who reduces. Most of what a simulation takes is spent on chunks."""
+MANY_BLOCKS = 64
+"""As many chunks as payloads have: where a link carries them one after another."""
 
 
 class Tally:
@@ -49,7 +53,7 @@ class Tally:
 
 
 def swarm_of(
-    number: int, faults: Faults | None = None, settings: RunSettings = SETTINGS, block_count: int = 64
+    number: int, faults: Faults | None = None, settings: RunSettings = SETTINGS, block_count: int = BLOCKS
 ) -> Swarm:
     """A swarm whose peers train for about as long as each other."""
     swarm = Swarm(1, settings, faults or Faults(), one_child=True, block_count=block_count)
@@ -61,7 +65,7 @@ def swarm_of(
 
 def counted(number: int, faults: Faults, seconds: float = 600.0) -> tuple[int, Counter[str], Swarm]:
     """Entries and tokens of each peer in so much time, after the first minute."""
-    swarm = swarm_of(number, faults, block_count=16)
+    swarm = swarm_of(number, faults)
     swarm.run(MINUTE)
     tally, before = Tally(swarm), swarm.longest
     swarm.run(seconds)
@@ -102,7 +106,7 @@ def test_pairs_that_cant_talk_cost_nobody_anything(broken: tuple[Pair, ...], unb
 def test_relayed_pairs_carry_as_little_as_possible(unbroken: int) -> None:
     """Nobody reduces who is reached only through a relay."""
     relayed = (("peer0", "peer1"), ("peer0", "peer2"))
-    swarm = swarm_of(6, Faults(relayed=relayed), block_count=16)
+    swarm = swarm_of(6, Faults(relayed=relayed))
     swarm.run(MINUTE)
     detours = Counter[bool]()
 
@@ -154,7 +158,7 @@ def trains(swarm: Swarm, name: str) -> bool:
 
 
 def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
-    swarm = swarm_of(4)
+    swarm = swarm_of(4, block_count=MANY_BLOCKS)
     swarm.run(MINUTE)
     names = [name for name in swarm.peers if name != "peer2"]
     swarm.faults = Faults(broken=tuple(("peer2", name) for name in names))
@@ -238,7 +242,7 @@ def slow_uplink(swarm: Swarm, name: str, seconds: float) -> None:
         if getattr(sender, "name", "") != name:
             carry(sender, send, data)  # type: ignore[arg-type]
             return
-        free = max(free, swarm.now) + seconds / 64
+        free = max(free, swarm.now) + seconds / MANY_BLOCKS
         swarm.at(free - swarm.now, lambda: carry(sender, send, data))  # type: ignore[arg-type]
 
     swarm.send_chunk = send_chunk  # type: ignore[method-assign]
@@ -249,7 +253,7 @@ def test_a_slow_link_is_measured_and_then_counts(seconds: float) -> None:
     """Regression: one whose link needed longer than the limit was never measured, and cost all two thirds of the
     rounds."""
     timing = Timing(grace=30.0, round_timeout=30.0, partition_grace=60.0)
-    swarm = swarm_of(5, settings=replace(SETTINGS, timing=timing))
+    swarm = swarm_of(5, settings=replace(SETTINGS, timing=timing), block_count=MANY_BLOCKS)
     slow_uplink(swarm, "peer4", seconds)
     tally = Tally(swarm)
     swarm.run(2000.0)
@@ -271,7 +275,7 @@ def claims(rate: int | None) -> Callable[[str, str, Message], Message]:
 @pytest.mark.parametrize("both", [False, True], ids=["sends nothing", "takes nothing either"])
 def test_who_stalls_on_purpose_costs_little(rate: int | None, both: bool) -> None:
     """Regression: with the default timing the honest ones became lineages of one member each."""
-    swarm = swarm_of(6, block_count=12)
+    swarm = swarm_of(6)
     swarm.run(MINUTE)
     swarm.on_message = claims(rate)
     swarm.on_chunk = lambda sender, send: sender != "peer5" and not (both and send.to == "peer5")
@@ -284,7 +288,7 @@ def test_who_stalls_on_purpose_costs_little(rate: int | None, both: bool) -> Non
 
 def test_who_claims_to_hold_an_entry_that_nobody_can_fetch_costs_little() -> None:
     """Regression: all who tried to fetch it were left out for it, so that no entry was ever made again."""
-    swarm = swarm_of(6, block_count=12)
+    swarm = swarm_of(6)
     swarm.run(MINUTE)
 
     def claim(sender: str, to: str, message: Message) -> Message:
@@ -307,7 +311,7 @@ def test_who_claims_to_hold_an_entry_that_nobody_can_fetch_costs_little() -> Non
 
 def test_a_leader_that_never_begins_makes_nobody_a_lineage_of_one() -> None:
     """It says that it trains, for ever."""
-    swarm = swarm_of(5, block_count=12)
+    swarm = swarm_of(5)
     swarm.run(MINUTE)
     leader = swarm.living[0].peer.log.roster[0]
     swarm.on_message = lambda sender, to, message: (
@@ -371,7 +375,7 @@ def test_nothing_is_a_note_of_failure_in_a_calm_swarm() -> None:
 
 def test_a_leader_that_is_complete_last_tells_all_and_forgives_all_the_same() -> None:
     """Regression: it had heard of all others, applied the entry as a member, and was leader no more."""
-    swarm = swarm_of(5, block_count=12)
+    swarm = swarm_of(5)
     swarm.run(MINUTE)
     leader = swarm.living[0].peer.log.roster[0]
     swarm.faults = Faults(slow=(leader,))
