@@ -140,6 +140,11 @@ def disclaimers(ready: Mapping[str, Ready]) -> tuple[Disclaimer, ...]:
     )
 
 
+def signers(log: LogState, header: Header) -> dict[str, int]:
+    """Return who can sign an entry, and as which start: its members, and the voters. Anybody may hold it besides."""
+    return {member.peer: member.incarnation for member in header.roster} | dict(electorate(log, header))
+
+
 def is_signed(certifier: Certifier, header: Header, holder: Holder, incarnation: int) -> bool:
     """Return whether a peer has signed, as the start that it is, that it holds an entry."""
     return certifier.verify(holder.peer, ballot(header, holder.attempt.name, incarnation).text, holder.signature)
@@ -172,17 +177,14 @@ class Claims:
         return {header: many for header, many in holders.items() if self._follows.get(header.digest)}
 
     def _look(self, peer: str, held: Held, incarnation: int) -> tuple[Held, int, bool]:
-        """Whether it shows its signature of an entry, and is not a member that has started again: to what may be
-        committed that one's signature adds nothing, and members would take it for a false one."""
+        """Whether it shows its signature of an entry, as one of those who can sign it: what others sign adds nothing to
+        what may be committed, and members would take it for false."""
         known = self._signed.get(peer)
         if known is not None and known[:2] == (held, incarnation):
             return known
         holder = Holder(peer=peer, attempt=held.attempt, signature=held.signature)
-        is_good = (
-            is_signed(self._certifier, held.header, holder, incarnation)
-            and dict(electorate(self._log, held.header)).get(peer, incarnation) == incarnation
-        )
-        return held, incarnation, is_good
+        may_sign = signers(self._log, held.header).get(peer) == incarnation
+        return held, incarnation, may_sign and is_signed(self._certifier, held.header, holder, incarnation)
 
     def _find_followers(self, counts: Mapping[Header, int]) -> None:
         """See which of these entries follow from the log, a few more each time: first those that most hold, and of
@@ -243,8 +245,7 @@ class Takeover:
 
     def is_proven(self, adopt: Adopt) -> bool:
         """Return whether all who are said to hold the entry have signed that. An honest leader has checked it."""
-        members = {member.peer: member.incarnation for member in adopt.header.roster}
-        starts = members | dict(electorate(self._log, adopt.header))
+        starts = signers(self._log, adopt.header)
         if len({holder.peer for holder in adopt.holders}) < len(adopt.holders):
             return False
         return all(

@@ -6,10 +6,10 @@ said to somebody else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from peers.log.certificate import electorate
+from peers.log.certificate import electorate, prove
 from peers.log.state import LogError, LogState
 from peers.protocol.docket import OF_ONE
 from peers.protocol.faults import SignedEntry, TwoVotes
@@ -46,8 +46,18 @@ class Votes:
             self._keep(sender, first, round)
         return self._keep(sender, complete, round)
 
-    def compare(self, commit: Commit, round: Round) -> Iterator[TwoVotes]:
-        """Return what is proof if the certificate's signatures are genuine, and what was said to us is."""
+    def compare(self, commit: Commit, round: Round) -> Sequence[TwoVotes]:
+        """Return what is proof if what was said to us is signed. The certificate's own signatures are checked where it
+        shows anything, and once: else whoever makes one up would have each of them checked."""
+        log, found = self._log(), list(self._differing(commit, round))
+        try:
+            genuine = bool(found) and commit.certificate and prove(commit.certificate, log, commit.header, self._verify)
+        except LogError:
+            return ()
+        return found if genuine else ()
+
+    def _differing(self, commit: Commit, round: Round) -> Iterator[TwoVotes]:
+        """Yield the votes in a certificate of which their authors said something else to us."""
         header, certificate, log = commit.header, commit.certificate, self._log()
         if certificate is None or log.last is None:
             return

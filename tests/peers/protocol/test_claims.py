@@ -122,8 +122,9 @@ class Counting(SimulatedKeys):
         return super().verify(peer, text, signature)
 
 
-def made_up(number: int) -> Header:
-    return FIVE.next_header([FIVE.expected("a")], digest_of(str(number).encode()))
+def made_up(number: int, *newcomers: str) -> Header:
+    roster = [FIVE.expected("a"), *(FIVE.expected(peer, place) for place, peer in enumerate(newcomers))]
+    return FIVE.next_header(roster, digest_of(str(number).encode()))
 
 
 def says(peer: str, header: Header, number: int = 1) -> Ready:
@@ -154,19 +155,28 @@ def test_whoever_makes_up_many_entries_has_few_looked_at_and_hides_none(monkeypa
 
     monkeypatch.setattr("peers.protocol.claims.follows", look)
     claims, crowd = claims_of(Counting("a")), [f"peer{number:02}" for number in range(3 * AT_ONCE)]
+    of_most, of_one = made_up(7, "y", "z"), made_up(8, "z")
+
+    def inventions(first: int) -> dict[str, Ready]:
+        return {peer: says(peer, made_up(first + number, peer)) for number, peer in enumerate(crowd)}
+
     for turn in range(3):
-        said = {peer: says(peer, made_up(100 * turn + number)) for number, peer in enumerate(crowd)}
-        proven = claims.proven(said | {peer: says(peer, HEADER) for peer in "yz"})
-        assert [holder.peer for holder in proven[HEADER]] == ["y", "z"]
+        proven = claims.proven(inventions(100 * turn + 100) | {peer: says(peer, of_most) for peer in "yz"})
+        assert [holder.peer for holder in proven[of_most]] == ["y", "z"]
         assert len(looked) <= AT_ONCE * (turn + 1)
         assert len(claims._follows) == len(crowd) + 1
-    assert looked.count(HEADER) == 1
-    said = {peer: says(peer, made_up(1000 + number)) for number, peer in enumerate(crowd)}
-    claims.proven(said | {"z": says("z", made_up(7))})
-    for turn in range(1, 3):
-        said = {peer: says(peer, made_up(2000 * turn + number)) for number, peer in enumerate(crowd)}
-        proven = claims.proven(said | {"z": says("z", made_up(7))})
-    assert made_up(7) in proven, "whatever stays comes before what is new, though one alone holds it"
+    assert looked.count(of_most) == 1
+    for turn in range(3):
+        proven = claims.proven(inventions(2000 * turn + 2000) | {"z": says("z", of_one)})
+    assert of_one in proven, "whatever stays comes before what is new, though one alone holds it"
+
+
+def test_who_could_not_sign_an_entry_holds_it_for_nobody_but_itself() -> None:
+    """Regression: a peer that was in neither roster had taken an entry over; its leader named it among those who hold
+    it, and no member believed a signature of whom the log does not know."""
+    claims = claims_of(Counting("a"))
+    assert [holder.peer for holder in claims.proven({peer: says(peer, HEADER) for peer in "bz"})[HEADER]] == ["b"]
+    assert not claims.proven({"z": says("z", HEADER)})
 
 
 def test_an_entry_that_too_many_are_against_is_not_weighed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,59 @@
+"""What members have signed, alone: what a certificate shows of it, and what that costs."""
+
+from __future__ import annotations
+
+from peers.log.certificate import Certificate, Vote
+from peers.log.header import MEMBER_LIMIT, Header
+from peers.protocol.messages import Commit
+from peers.protocol.rounds import Round
+from peers.protocol.votes import Votes
+from peers.simulator.simulated_keys import SimulatedKeys
+from peers.values.wire import digest_of
+from tests.peers.builders import PAYLOAD, attempt, complete, first_log, round_of, vote
+
+LOG = first_log()
+ATTEMPT = attempt(LOG)
+OTHER = digest_of(b"another payload")
+
+
+class Scene:
+    """b has heard c say what it has signed."""
+
+    def __init__(self) -> None:
+        self.checked = 0
+        self.round: Round = round_of(ATTEMPT, [LOG.expected(name) for name in "abc"])
+        self.votes = Votes(lambda: LOG, self.verify)
+        assert self.votes.hear("c", complete(self.header(PAYLOAD), ATTEMPT, "c"), self.round) is None
+
+    def verify(self, peer: str, text: bytes, signature: bytes) -> bool:
+        self.checked += 1
+        return SimulatedKeys("b").verify(peer, text, signature)
+
+    def header(self, payload: bytes) -> Header:
+        return LOG.next_header(self.round.roster, payload)
+
+    def commit(self, payload: bytes, votes: tuple[Vote, ...]) -> Commit:
+        number, leader, alone = ATTEMPT.name
+        certificate = Certificate(number=number, leader=leader, alone=alone, votes=votes, farewells=())
+        return Commit(header=self.header(payload), certificate=certificate)
+
+    def signed(self, payload: bytes, peers: str) -> tuple[Vote, ...]:
+        header = self.header(payload)
+        return tuple(Vote(place="abc".index(peer), signature=vote(header, ATTEMPT, peer)) for peer in peers)
+
+
+def test_a_certificate_shows_who_has_signed_another_entry() -> None:
+    scene = Scene()
+    assert not scene.votes.compare(scene.commit(PAYLOAD, scene.signed(PAYLOAD, "abc")), scene.round)
+    assert scene.checked == 0, "nothing is to be shown"
+    [proof] = scene.votes.compare(scene.commit(OTHER, scene.signed(OTHER, "abc")), scene.round)
+    assert proof.accused == "c"
+
+
+def test_whoever_makes_a_certificate_up_has_little_of_it_checked() -> None:
+    """Regression: a message of 460 bytes, with one place a thousand times, made its receiver check 2,000 signatures."""
+    scene = Scene()
+    false = Vote(place=2, signature=bytes(64))
+    for votes in ((false,) * MEMBER_LIMIT, (*scene.signed(OTHER, "a"), false), scene.signed(OTHER, "ccc")):
+        assert not scene.votes.compare(scene.commit(OTHER, votes), scene.round)
+    assert scene.checked <= 3
