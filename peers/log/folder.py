@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -75,14 +75,15 @@ class RunLog(ABC):
 
     def digests(self, first: int, last: int) -> list[bytes]:
         """The digests of those headers."""
-        start = self.first
-        return [entry.digest for entry in self._chain.entries[max(0, first - start) : max(0, last - start)]]
+        return [entry.digest for entry in self._entries(first, last)]
 
     def faults(self, first: int, last: int) -> list[Fault]:
         """What the annexes of those entries name."""
+        return [fault for entry in self._entries(first, last) for fault in entry.content.faults]
+
+    def _entries(self, first: int, last: int) -> Sequence[Entry]:
         start = self.first
-        entries = self._chain.entries[max(0, first - start) : max(0, last - start)]
-        return [fault for entry in entries for fault in entry.content.faults]
+        return self._chain.entries[max(0, first - start) : max(0, last - start)]
 
     def heads_at(self, indices: Iterable[int]) -> dict[int, bytes]:
         """What names the log after so many entries, by their number, as far as they are here."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from peers.log.certificate import ballot, electorate
 from peers.log.header import NO_PAYLOAD, Header
@@ -140,8 +141,11 @@ def disclaimers(ready: Mapping[str, Ready]) -> tuple[Disclaimer, ...]:
     )
 
 
-def signers(log: LogState, header: Header) -> dict[str, int]:
-    """Return who can sign an entry, and as which start: its members, and the voters. Anybody may hold it besides."""
+@lru_cache(maxsize=8)
+def signers(log: LogState, header: Header) -> Mapping[str, int]:
+    """Return who can sign an entry, and as which start: its members, and the voters. Anybody may hold it besides.
+
+    A leader asks of one entry for each of those who hold it."""
     return {member.peer: member.incarnation for member in header.roster} | dict(electorate(log, header))
 
 

@@ -49,12 +49,13 @@ class Votes:
     def compare(self, commit: Commit, round: Round) -> Sequence[TwoVotes]:
         """Return what is proof if what was said to us is signed. The certificate's own signatures are checked where it
         shows anything, and once: else whoever makes one up would have each of them checked."""
-        log, found = self._log(), list(self._differing(commit, round))
-        try:
-            genuine = bool(found) and commit.certificate and prove(commit.certificate, log, commit.header, self._verify)
-        except LogError:
-            return ()
-        return found if genuine else ()
+        found = list(self._differing(commit, round))
+        if found and commit.certificate is not None:
+            try:
+                prove(commit.certificate, self._log(), commit.header, self._verify)
+            except LogError:
+                return ()
+        return found
 
     def _differing(self, commit: Commit, round: Round) -> Iterator[TwoVotes]:
         """Yield the votes in a certificate of which their authors said something else to us."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from peers.errors import RemoteProtocolError
-from peers.streams.channel import PeerRefusedError, PeerUnreachableError, Serve
+from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer.donor_pace import MOST, UNKNOWN, DonorPace, Request
 from peers.transfer.donors import PLACES, ReachingTransport, best_first
 from peers.values.wire import digest_of
@@ -32,6 +32,17 @@ class PullTransport(ReachingTransport, Protocol):
     ) -> tuple[bytes, bytearray]: ...
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None: ...
     def check_admitted(self, run_id: str, peer_id: str) -> None: ...
+
+
+Kept = TypeVar("Kept")
+
+
+def kept_for(transport: PullTransport, kept: Mapping[str, Kept], run: str, sender: str) -> Kept:
+    """Return what is kept of a run, for a peer that asks. Raises: RefusalError when there is nothing, or not for it."""
+    if run not in kept:
+        raise RefusalError(f"run {run} is not here")
+    transport.check_admitted(run, sender)
+    return kept[run]
 
 
 class DownloadError(Exception):

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from peers.log.chain import STRETCH_LIMIT, Stretch
 from peers.log.folder import RunLog
-from peers.streams.channel import Buffer, RefusalError
+from peers.streams.channel import Buffer
 from peers.streams.places import Places
-from peers.transfer.download import PullTransport
+from peers.transfer.download import PullTransport, kept_for
 from peers.values.wire import Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
@@ -49,10 +49,7 @@ async def serve_headers(
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, HeadersRequest, packed)
-        past = pasts.get(request.run)
-        if past is None:
-            raise RefusalError(f"run {request.run} is not here")
-        transport.check_admitted(request.run, sender)
+        past = kept_for(transport, pasts, request.run, sender)
         async with (places if is_member(request.run, sender) else places_for_strangers).one_for(sender):
             last = min(request.last, request.first + STRETCH_LIMIT)
             yield b"", pack(past(request.first, last, request.is_whole))

@@ -18,7 +18,7 @@ from peers.protocol.faults import PROOF_LIMIT
 from peers.streams.channel import Buffer, PeerUnreachableError, RefusalError
 from peers.streams.places import Places
 from peers.transfer.donors import CHANCE, shuffled
-from peers.transfer.download import PullTransport
+from peers.transfer.download import PullTransport, kept_for
 from peers.values.wire import Digest, RunId, Value, digest_of, pack, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,7 @@ async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> 
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, ProofRequest, packed)
-        log = logs.get(request.run)
-        if log is None:
-            raise RefusalError(f"run {request.run} is not here")
-        transport.check_admitted(request.run, sender)
+        log = kept_for(transport, logs, request.run, sender)
         async with places.one_for(sender):
             proof = await asyncio.to_thread(log.proof, request.proof)
             if proof is None:

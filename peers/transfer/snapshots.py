@@ -12,7 +12,7 @@ from peers.errors import RemoteProtocolError
 from peers.log.header import Header
 from peers.streams.channel import Buffer, RefusalError
 from peers.streams.places import Places
-from peers.transfer.download import RANGES, PullTransport
+from peers.transfer.download import RANGES, PullTransport, kept_for
 from peers.transfer.memory_file import MemoryFile
 from peers.transfer.state_chunks import StateChunking
 from peers.values.wire import Count, Digest, RunId, Value, pack, unpack_from
@@ -92,10 +92,7 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, SnapshotRequest, packed)
-        source = sources.get(request.run)
-        if source is None:
-            raise RefusalError(f"run {request.run} is not here")
-        transport.check_admitted(request.run, sender)
+        source = kept_for(transport, sources, request.run, sender)
         async with (places if source.is_member(sender) else places_for_strangers).one_for(sender):
             if request.head is None:
                 yield await _offer(source, request.least)
