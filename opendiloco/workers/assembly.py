@@ -43,7 +43,9 @@ def assemble_model(
     at_stage("building the model")
     # Where theta is already in the shared memory, nobody draws the initial weights again.
     draws = memory_descriptor is not None or each_builds or not is_all_trained(skeleton)
-    whole = build_model(config, tokenizer, memory.weights, draws) if team.rank == 0 or each_builds else None
+    whole: Any = None
+    if team.rank == 0 or each_builds:
+        whole = build_model(config, tokenizer, memory.weights, draws, options.threads)
     if memory_descriptor is not None and team.rank == 0:
         store_weights(whole, SharedVectors(memory_descriptor, layout_of(skeleton).size).theta)
     model: Any = whole if team.mesh is None or each_builds else skeleton

@@ -35,7 +35,9 @@ class CountDevices(ControlMessage):
 
 
 class Configure(ControlMessage):
-    """Build model, data and optimizer as worker `rank` of `workers`. Answered by `Configured` when all have.
+    """Build model, data and optimizer as worker `rank` of `workers`, with so many CPU `threads`.
+
+    Answered by `Configured` when all have.
 
     On its machine are `here` workers (0: all), the first of them of rank `first_here`. They meet at the store on `port`
     of `host`: that of the first worker, or with a `key` torchrun's, of which no other key is theirs. With `fresh`, the
@@ -50,6 +52,7 @@ class Configure(ControlMessage):
     workers: int
     port: int
     fresh: bool
+    threads: int = 1
     first_here: int = 0
     here: int = 0
     host: str = "127.0.0.1"

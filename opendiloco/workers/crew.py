@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from opendiloco.config.run_config import RunConfig
@@ -82,7 +82,8 @@ class Crew:
             commands += [
                 Configure(
                     manifest_content=content,
-                    options=replace(options, threads=place.threads),
+                    options=options,
+                    threads=place.threads,
                     device=place.device,
                     rank=first + number,
                     workers=len(self.workers),

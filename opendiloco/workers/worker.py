@@ -121,7 +121,7 @@ class Worker:
             from opendiloco.data.training_data import load_data
             from opendiloco.inner.device_facts import choose_device, device_name
 
-        torch.set_num_threads(command.options.threads or 1)
+        torch.set_num_threads(command.threads)
         torch.set_float32_matmul_precision("high" if command.options.tf32 else "highest")
         self._channel = channel
         self._options = command.options
@@ -299,7 +299,8 @@ class Worker:
         if self._team.mesh is None:
             self._replica.load(self._vectors.theta)
             return self._replica.model
-        model = build_model(self._config, self._tokenizer, draws=not is_all_trained(self._replica.model))
+        draws = not is_all_trained(self._replica.model)
+        model = build_model(self._config, self._tokenizer, draws=draws, threads=self._options.threads)
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
         return model
 

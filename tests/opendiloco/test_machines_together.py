@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import IslandError
 from opendiloco.workers.control import (
     Configured,
@@ -97,7 +98,10 @@ def test_a_file_of_moments_that_is_missing_or_empty_is_no_snapshot(
         asyncio.run(recall())
 
 
-async def crew_of(*gpus: int, monkeypatch: pytest.MonkeyPatch) -> Crew:
+DEFAULTS = WorkerOptions()
+
+
+async def crew_of(*gpus: int, monkeypatch: pytest.MonkeyPatch, options: WorkerOptions = DEFAULTS) -> Crew:
     """Start one on machines with so many GPUs each."""
     here, *there = [PlayedNode(f"node {rank}", (DevicesCounted(gpus=count),)) for rank, count in enumerate(gpus)]
 
@@ -108,7 +112,7 @@ async def crew_of(*gpus: int, monkeypatch: pytest.MonkeyPatch) -> Crew:
 
     monkeypatch.setattr(WorkerProcess, "start", start_here)
     crew = Crew(Inherited(-1, -1), Nodes(there), lambda: True)
-    await crew.start(WorkerOptions())
+    await crew.start(options)
     return crew
 
 
@@ -124,6 +128,22 @@ def test_a_machine_without_gpus_beside_others_is_named(monkeypatch: pytest.Monke
     with pytest.raises(IslandError, match="node 2 trains on cpu, node 0 on cuda") as caught:
         asyncio.run(crew_of(2, 2, 0, monkeypatch=monkeypatch))
     assert "--device cpu" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("gpus", "given", "computing"), [(0, None, 1), (1, None, 1), (0, 3, 3), (1, 3, 3)])
+def test_workers_hear_their_threads_and_what_their_owner_says_of_them(
+    gpus: int, given: int | None, computing: int, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is said, the initial weights are drawn by more threads than a worker trains with."""
+
+    async def told() -> tuple[int, int | None]:
+        options = WorkerOptions(threads=given)
+        crew = await crew_of(gpus, gpus, monkeypatch=monkeypatch, options=options)
+        command = crew.commands(small_config, options, fresh=True)[1]
+        return command.threads, command.options.threads
+
+    monkeypatch.setattr("opendiloco.workers.crew.usable_cores", lambda: 1)
+    assert asyncio.run(told()) == (computing, given)
 
 
 CONFIGURED = Configured(

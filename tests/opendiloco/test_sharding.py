@@ -6,6 +6,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from typing import Any
@@ -242,6 +243,26 @@ def test_workers_that_start_again_draw_no_weights_that_theta_has(
     os.close(first)
     Shards(layout_of(again)).load(theta, trainable(again))
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize("threads", [1, 3, None])
+def test_initial_weights_are_drawn_by_as_many_threads_as_the_owner_allows(
+    small_config: RunConfig, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all cores where nothing is said: the other workers wait meanwhile."""
+    pools = list[int]()
+
+    class Noting(ThreadPoolExecutor):
+        def __init__(self, size: int) -> None:
+            pools.append(size)
+            super().__init__(size)
+
+    monkeypatch.setattr(portable_normal, "ThreadPoolExecutor", Noting)
+    monkeypatch.setattr(portable_normal, "usable_cores", lambda: 7)
+    memory = create_memory_file()
+    assemble_model(small_config, ByteTokenizer(), Team(CPU), WorkerOptions(threads=threads), memory)
+    os.close(memory)
+    assert set(pools) == {threads or 7}
 
 
 @pytest.mark.usefixtures("_process_group_ends")
