@@ -31,7 +31,7 @@ from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, key_of, p
 from opendiloco.island.remote import notice_loss, pieces
 from opendiloco.island.store import PATIENCE, StoreClient, store_client
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.workers.control import Export, Generate, KeepMoments, RecallMoments, parse_command
+from opendiloco.workers.control import Export, Generate, KeepMoments, LocateMoments, RecallMoments, parse_command
 from opendiloco.workers.nodes import Region
 from opendiloco.workers.process import Inherited, WorkerProcess
 from peers.errors import DilocoPeerError
@@ -202,7 +202,7 @@ class NodeAgent:
             raise IslandError("the first machine sent no command that is known here.", REMEDY) from error
         if isinstance(command, Export | Generate):
             raise IslandError(f"the first machine sent {command.kind}, which only its own worker is to do.", REMEDY)
-        if isinstance(command, KeepMoments | RecallMoments):
+        if isinstance(command, KeepMoments | LocateMoments | RecallMoments) and command.path is not None:
             command = command.model_copy(update={"path": f"/proc/self/fd/{self._files[Region.MOMENTS]}"})
         if isinstance(command, KeepMoments):  # of what other machines write there is nothing here
             command = command.model_copy(update={"reserves": False})

@@ -152,6 +152,15 @@ class RecallMoments(ControlMessage):
     run: str
 
 
+class LocateMoments(ControlMessage):
+    """Say which bytes this worker reads of such a file beside its header, or without a `path` of the memory for the
+    inner optimizer's state. Answered by `MomentsMoved`."""
+
+    kind: Literal["locate_moments"] = "locate_moments"
+    path: str | None = None
+    run: str = ""
+
+
 class DevicesCounted(ControlMessage):
     """How many GPUs torch sees."""
 
@@ -237,7 +246,7 @@ class Exported(ControlMessage):
 
 class MomentsMoved(ControlMessage):
     """The moments are there, or `problem` says why not. Training goes on in any case. `parts` are the ranges of bytes
-    that the worker has written of their memory, or of their file."""
+    that the worker has written of their memory, or of their file; or that it will read."""
 
     kind: Literal["moments_moved"] = "moments_moved"
     problem: str | None = None
@@ -254,7 +263,7 @@ class Failed(ControlMessage):
     traceback: str
 
 
-MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments
+MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments | LocateMoments
 """Between two inner steps, if the worker is alone."""
 Command = CountDevices | Configure | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | MoveMoments
 Reply = (

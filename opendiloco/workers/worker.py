@@ -46,6 +46,7 @@ from opendiloco.workers.control import (
     InnerStepDone,
     KeepMoments,
     LoadMoments,
+    LocateMoments,
     MomentsMoved,
     MoveMoments,
     RecallMoments,
@@ -191,7 +192,7 @@ class Worker:
                 return self._generate(command)
             case Export():
                 return self._export(command)
-            case StoreMoments() | LoadMoments() | KeepMoments() | RecallMoments():
+            case StoreMoments() | LoadMoments() | KeepMoments() | RecallMoments() | LocateMoments():
                 return self._move_moments(command)
             case _:
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
@@ -254,6 +255,9 @@ class Worker:
                     return MomentsMoved(parts=parts)
                 case RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
+                case LocateMoments():
+                    path = None if command.path is None else Path(command.path)
+                    return MomentsMoved(parts=self._replica.parts_of_moments(path, command.run))
                 case StoreMoments():
                     return MomentsMoved(parts=self._replica.store_moments(self._moments()))
                 case LoadMoments():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,15 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import IslandError
+from opendiloco.inner.moments_file import header_of
+from opendiloco.model.layout import Parameter
+from opendiloco.shared_memory import create_memory_file
 from opendiloco.workers.control import (
     Configured,
     ControlMessage,
     DevicesCounted,
     InnerStepDone,
+    LocateMoments,
     MomentsMoved,
     MoveMoments,
 )
@@ -99,6 +104,80 @@ def test_a_file_of_moments_that_is_missing_or_empty_is_no_snapshot(
 
 
 DEFAULTS = WorkerOptions()
+
+
+class ReadingWorker(PlayedWorker):
+    """A worker that wants `part` of the moments, and sees what its machine has when it is told to read them."""
+
+    node: ReadingNode
+
+    def __init__(self, node: ReadingNode, part: tuple[int, int]) -> None:
+        super().__init__(node)
+        self._part = part
+
+    async def move_moments(self, command: MoveMoments) -> MomentsMoved:
+        await asyncio.sleep(0)  # others may have their turn
+        if isinstance(command, LocateMoments):
+            self.node.header = bytes(self.node.memory)
+            return MomentsMoved(parts=(self._part,))
+        self.node.read.append(bytes(self.node.memory))
+        return MomentsMoved()
+
+
+class ReadingNode(PlayedNode):
+    """A machine that has what it was sent, and dots elsewhere."""
+
+    memory = bytearray()
+    header = b""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.read = list[bytes]()
+
+    async def resize(self, region: Region, size: int) -> None:
+        self.memory = bytearray(b"." * size)
+
+    async def send(self, region: Region, data: memoryview, part: tuple[int, int], keeps: bool = False) -> None:
+        self.memory[slice(*part)] = data[slice(*part)]
+
+
+def test_workers_of_other_machines_read_their_parts_of_moments_one_after_the_other(tmp_path: Path) -> None:
+    """So that no machine has more of them at once than what one worker reads."""
+    header = header_of([Parameter("a/exp_avg", (4,), 0)], {})
+    path, start = tmp_path / "moments.safetensors", len(header)
+    path.write_bytes(header + bytes(range(65, 81)))
+    path.chmod(0o400)
+    first, second = ReadingNode("node 1"), ReadingNode("node 2")
+    parts = {first: [(start, start + 4), (start + 4, start + 8)], second: [(start + 8, start + 16)]}
+
+    async def recall() -> None:
+        workers = [PlayedWorker(), *(ReadingWorker(node, part) for node, wanted in parts.items() for part in wanted)]
+        await WorkersMoments(-1, RequestQueue(), lambda: workers, lambda: False).recall_at_once(path, "run-1")
+
+    asyncio.run(recall())
+    assert first.header == second.header == header + b"." * 16
+    assert [seen[start:] for seen in first.read] == [b"ABCD............", b"....EFGH........"]
+    assert [seen[start:] for seen in second.read] == [b"........IJKLMNOP"]
+    assert not first.memory
+    assert not second.memory
+
+
+def test_copied_moments_are_read_by_the_same_parts() -> None:
+    """Through memory, where a joiner's come from another peer."""
+    node = ReadingNode("node 1")
+
+    async def load() -> None:
+        workers = [PlayedWorker(), ReadingWorker(node, (0, 8)), ReadingWorker(node, (12, 16))]
+        descriptor = create_memory_file()
+        try:
+            moments = WorkersMoments(descriptor, RequestQueue(), lambda: workers, lambda: False)
+            await moments.load(memoryview(bytes(range(65, 81))))
+        finally:
+            os.close(descriptor)
+
+    asyncio.run(load())
+    assert node.header == b"." * 16
+    assert node.read == [b"ABCDEFGH........", b"............MNOP"]
 
 
 async def crew_of(*gpus: int, monkeypatch: pytest.MonkeyPatch, options: WorkerOptions = DEFAULTS) -> Crew:
