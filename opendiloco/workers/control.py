@@ -59,6 +59,14 @@ class Configure(ControlMessage):
     key: str = ""
 
 
+class DigestLease(ControlMessage):
+    """Read the first `samples` samples of a lease that is to be trained next. Answered by `LeaseDigested`."""
+
+    kind: Literal["digest_lease"] = "digest_lease"
+    lease: tuple[SampleRange, ...]
+    samples: int
+
+
 class RunInnerLoop(ControlMessage):
     """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `InnerLoopDone`.
 
@@ -172,8 +180,9 @@ class Configured(ControlMessage):
     """The worker is ready. `parameters` is the number of trainable values, the length of theta.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
-    windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads, and
-    `bytes_per_token` how much text a token of theirs stands for. `parts` are the ranges of bytes that it writes when it
+    windows go through the model at once. `text_digest` is that of all tokens of sources without shards,
+    `held_out_digest` that of the windows that evaluation reads, and `bytes_per_token` how much text a token of theirs
+    stands for. `parts` are the ranges of bytes that it writes when it
     stores its weights in `local`.
     """
 
@@ -184,9 +193,17 @@ class Configured(ControlMessage):
     device_name: str
     flops_per_token: float | None
     micro_batch: int
+    text_digest: str
     held_out_digest: str
     bytes_per_token: float
     parts: tuple[tuple[int, int], ...] = ()
+
+
+class LeaseDigested(ControlMessage):
+    """`lease_digest` is that of the samples."""
+
+    kind: Literal["lease_digested"] = "lease_digested"
+    lease_digest: str
 
 
 class InnerStepDone(ControlMessage):
@@ -265,11 +282,14 @@ class Failed(ControlMessage):
 
 MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments | LocateMoments
 """Between two inner steps, if the worker is alone."""
-Command = CountDevices | Configure | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | MoveMoments
+Command = (
+    CountDevices | Configure | DigestLease | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | MoveMoments
+)
 Reply = (
     AtStage
     | DevicesCounted
     | Configured
+    | LeaseDigested
     | InnerStepDone
     | InnerLoopDone
     | Evaluated

@@ -23,6 +23,7 @@ from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.workers.control import (
     Configured,
     ControlMessage,
+    DigestLease,
     EndInnerLoop,
     Evaluate,
     Evaluated,
@@ -32,10 +33,12 @@ from opendiloco.workers.control import (
     Generated,
     InnerLoopDone,
     InnerStepDone,
+    LeaseDigested,
     RunInnerLoop,
 )
 from opendiloco.workers.crew import Crew
-from opendiloco.workers.handle import Answer, UnexpectedWorkerError, WorkerHandle
+from opendiloco.workers.failures import UnexpectedWorkerError
+from opendiloco.workers.handle import Answer, WorkerHandle
 from opendiloco.workers.moments import WorkersMoments
 from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
@@ -305,6 +308,8 @@ class WorkerGroup:
         if self._lost is not None:
             await self._replace_after(self._lost)
         try:
+            if isinstance(command, RunInnerLoop) and self._nodes.others:
+                await self._check_text(command)
             await self.weights.bring(command, self.vectors)
             [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_progress)
             if isinstance(answered, InnerLoopDone):
@@ -319,6 +324,11 @@ class WorkerGroup:
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
             self._restarts.begin_anew()
         return answered
+
+    async def _check_text(self, command: RunInnerLoop) -> None:
+        """Have all workers read what is trained first. Raises: IslandError when a machine has other text there."""
+        digest = DigestLease(lease=command.samples, samples=self._config.training.batch_size)
+        self._crew.check_alike(await self._exchange([digest] * len(self._workers), LeaseDigested))
 
     async def _replace_after(self, error: DilocoPeerError) -> None:
         """Start workers in the place of lost ones, whose moments are lost, too; again, if those are lost as they start.

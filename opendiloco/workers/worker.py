@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
+from opendiloco.data.sample_order import numbers_of
+from opendiloco.errors import WorkerError
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.workers.control import (
@@ -34,17 +35,18 @@ from opendiloco.workers.control import (
     ControlMessage,
     CountDevices,
     DevicesCounted,
+    DigestLease,
     EndInnerLoop,
     Evaluate,
     Evaluated,
     Export,
     Exported,
-    Failed,
     Generate,
     Generated,
     InnerLoopDone,
     InnerStepDone,
     KeepMoments,
+    LeaseDigested,
     LoadMoments,
     LocateMoments,
     MomentsMoved,
@@ -54,7 +56,7 @@ from opendiloco.workers.control import (
     StoreMoments,
     parse_command,
 )
-from peers.errors import DilocoPeerError
+from opendiloco.workers.failures import describe_failure
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
@@ -166,6 +168,7 @@ class Worker:
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, parameters, length),
             micro_batch=self._replica.micro_batch,
+            text_digest=self._data.digest,
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             parts=self._replica.parts(self._vectors.local_part[0]),
@@ -184,6 +187,8 @@ class Worker:
     def carry_out(self, command: Command) -> ControlMessage:
         """The reply to one command."""
         match command:
+            case DigestLease():
+                return LeaseDigested(lease_digest=self._data.samples.digest(numbers_of(command.lease), command.samples))
             case RunInnerLoop():
                 return self._train(command)
             case Evaluate():
@@ -346,36 +351,6 @@ def count_devices() -> DevicesCounted:
     import torch
 
     return DevicesCounted(gpus=torch.cuda.device_count())
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device has no memory left. Torch has a class for its own allocator alone; what CUDA's libraries and
-    NCCL could not get, they say in words."""
-    said = str(error).lower()
-    return type(error).__name__ == "OutOfMemoryError" or (
-        isinstance(error, RuntimeError) and ("out of memory" in said or "cublas_status_alloc_failed" in said)
-    )
-
-
-def is_short_of_shared_memory(error: Exception) -> bool:
-    """Whether NCCL found too little in /dev/shm, of which a container has 64 MB unless told otherwise."""
-    said = str(error)
-    return isinstance(error, RuntimeError) and "/dev/shm" in said and ("segment" in said or "No space left" in said)
-
-
-def describe_failure(error: Exception) -> Failed:
-    """What the peer process needs to raise the same error on its side."""
-    trace = "".join(traceback.format_exception(error))
-    if isinstance(error, ImportError):
-        error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
-    if is_short_of_shared_memory(error):
-        remedy = "In a container, give it more: docker run --shm-size 1g, or --ipc host. Else train on one GPU."
-        error = MachineError("/dev/shm has too little room for what this machine's GPUs tell each other.", remedy)
-    if is_out_of_memory(error):
-        remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
-        error = DeviceMemoryError("the device ran out of memory.", remedy)
-    message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
-    return Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
 
 
 def main() -> None:

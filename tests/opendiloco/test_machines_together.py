@@ -18,18 +18,23 @@ from opendiloco.workers.control import (
     Configured,
     ControlMessage,
     DevicesCounted,
+    InnerLoopDone,
     InnerStepDone,
+    LeaseDigested,
     LocateMoments,
     MomentsMoved,
     MoveMoments,
+    RunInnerLoop,
 )
 from opendiloco.workers.crew import Crew
+from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.handle import Answer, WorkerHandle
 from opendiloco.workers.moments import WorkersMoments
 from opendiloco.workers.nodes import Node, Nodes, Parts, Region
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.process import Inherited, WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
+from peers.values.leases import SampleRange
 from peers.values.workload import SnapshotError
 
 
@@ -232,13 +237,21 @@ CONFIGURED = Configured(
     device_name="cpu",
     flops_per_token=None,
     micro_batch=4,
+    text_digest="ab",
     held_out_digest="ab",
     bytes_per_token=1.0,
 )
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("parameters", 11), ("tokens_per_sample", 8), ("held_out_digest", "cd"), ("bytes_per_token", 2)]
+    ("name", "value"),
+    [
+        ("parameters", 11),
+        ("tokens_per_sample", 8),
+        ("text_digest", "cd"),
+        ("held_out_digest", "cd"),
+        ("bytes_per_token", 2),
+    ],
 )
 def test_a_machine_that_makes_something_else_of_the_run_is_named(
     name: str, value: object, monkeypatch: pytest.MonkeyPatch
@@ -250,3 +263,23 @@ def test_a_machine_that_makes_something_else_of_the_run_is_named(
     asyncio.run(check(CONFIGURED.model_copy(update={"micro_batch": 2})))
     with pytest.raises(IslandError, match=f"node 1 has {name} = {value}, node 0 has "):
         asyncio.run(check(CONFIGURED.model_copy(update={name: value})))
+
+
+def test_a_machine_that_would_train_on_other_text_ends_the_volunteer_before_it_trains(small_config: RunConfig) -> None:
+    """Of a source with shards the text is read only now."""
+    lease = (SampleRange(0, 8),)
+
+    async def story() -> None:
+        node = PlayedNode("node 1")
+        group = WorkerGroup(small_config, WorkerOptions(), Nodes([node]))
+        answers = [LeaseDigested(lease_digest="ab"), LeaseDigested(lease_digest="cd")]
+        group._crew.workers = [PlayedWorker(None, (answers[0],)), PlayedWorker(node, (answers[1],))]
+        command = RunInnerLoop(number=1, index=0, samples=lease, steps=4, tokens=0)
+        with pytest.raises(IslandError, match="node 1 has lease_digest = cd, node 0 has ab") as caught:
+            await group._ask(command, InnerLoopDone)
+        assert caught.value.exit_code == 15
+        assert "same data" in caught.value.remedy
+        assert await group.wait_for_death() is caught.value
+        await group.close()
+
+    asyncio.run(story())
