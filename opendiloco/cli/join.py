@@ -246,10 +246,14 @@ async def other_machines(placement: Placement | None, run_id: str, interrupts: I
 
 async def serve_as_node(placement: Placement, run_id: str, interrupts: Interrupts) -> None:
     """Lend this machine to the volunteer whose peer process is on the first one. Raises: IslandError."""
-    from opendiloco.island.agent import NodeAgent, connect
+    from opendiloco.island.agent import NodeAgent
+    from opendiloco.island.arrival import VolunteerLeftError, connect
 
     say(f"waiting for the first machine of this volunteer, {placement.host}; this is node {placement.rank}", None)
-    agent = NodeAgent(await connect(placement, run_id))
+    try:
+        agent = NodeAgent(await connect(placement, run_id))
+    except VolunteerLeftError as left:
+        return say(f"left the run: {left}", None)
     say("this machine trains for the peer on the first one; Ctrl-C to leave with it", None)
     interrupts.polite = agent.ask_to_leave
     await agent.serve()
