@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
 from opendiloco.cores import usable_cores
@@ -44,13 +45,14 @@ BELIEVING_SECONDS = 30.0
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def connect(placement: Placement, run: str) -> Connection:
-    """Return a connection to the first machine, which has let us in. When cancelled, the others are told.
+async def connect(placement: Placement, run: str, kept: Mapping[str, int] | None = None) -> Connection:
+    """Return a connection to the first machine, which has let us in. When cancelled, the others are told. For what is
+    `kept` see `Hello`.
 
     Raises: VolunteerLeftError; IslandError when it refuses us, or does not come, or another machine does not fit.
     """
     async with store_client(placement.host, placement.port) as store:
-        arrival = _Arrival(placement, run, store)
+        arrival = _Arrival(placement, run, kept or {}, store)
         try:
             return await arrival.connect()
         except asyncio.CancelledError:
@@ -69,9 +71,10 @@ class _StaleError(Exception):
 class _Arrival:
     """A machine that wants to be let in."""
 
-    def __init__(self, placement: Placement, run: str, store: StoreClient) -> None:
+    def __init__(self, placement: Placement, run: str, kept: Mapping[str, int], store: StoreClient) -> None:
         self._placement = placement
         self._run = run
+        self._kept = dict(kept)
         self._store = store
 
     async def connect(self) -> Connection:
@@ -141,6 +144,7 @@ class _Arrival:
             run=self._run,
             versions=versions(),
             cores=usable_cores(),
+            kept=self._kept,
         )
         write_frame(writer, Frame(Kind.HELLO, 0, 0, hello.packed()))
         answer = await read_frame(reader, Kind.WELCOME, Kind.REFUSED)

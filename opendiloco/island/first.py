@@ -35,7 +35,7 @@ WARNINGS = 3
 class _Gathering:
     """Who has come so far."""
 
-    def __init__(self, placement: Placement, run: str, secret: bytes, on_leave: Callable[[], None]) -> None:
+    def __init__(self, placement: Placement, run: str, secret: bytes, on_leave: Callable[[], None], peer: str) -> None:
         self.nodes: dict[int, RemoteNode] = {}
         self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._servers = list[asyncio.Server]()
@@ -47,6 +47,7 @@ class _Gathering:
         self._run = run
         self._secret = secret
         self._on_leave = on_leave
+        self._peer = peer
 
     async def listen(self) -> int:
         """Wait for machines; return the port."""
@@ -118,7 +119,7 @@ class _Gathering:
                 self.complete.set_exception(problem)
             return
         write_frame(writer, Frame(Kind.WELCOME, 0, 0, own_proof))
-        self.nodes[hello.rank] = RemoteNode(hello, reader, writer, self._on_leave)
+        self.nodes[hello.rank] = RemoteNode(hello, reader, writer, self._on_leave, self._peer)
         logger.info("%d of %d machines are here", 1 + len(self.nodes), self._placement.size)
         if len(self.nodes) == self._placement.size - 1 and not self.complete.done():
             self.complete.set_result(None)
@@ -158,15 +159,17 @@ class _Gathering:
 
 
 @asynccontextmanager
-async def gathered(placement: Placement, run: str, on_leave: Callable[[], None]) -> AsyncIterator[Nodes]:
-    """Wait for all machines of this volunteer; when the context ends, they do, too.
+async def gathered(
+    placement: Placement, run: str, on_leave: Callable[[], None], peer: str = ""
+) -> AsyncIterator[Nodes]:
+    """Wait for all machines of this volunteer, whose id is `peer`; when the context ends, they do, too.
 
     `on_leave` is called when somebody on another machine asks the volunteer to leave, also while others are missing.
 
     Raises: IslandError when they do not come, or one does not fit.
     """
     secret = os.urandom(SECRET_BYTES)
-    gathering = _Gathering(placement, run, secret, on_leave)
+    gathering = _Gathering(placement, run, secret, on_leave, peer)
     failure: Reason | None = None
     try:
         async with store_client(placement.host, placement.port) as store:

@@ -91,13 +91,15 @@ class Body(BaseModel):
 
 class Hello(Body):
     """Which node this is, of which run, in which versions. `proof` shows that it knows the secret, and `challenge` has
-    the first machine show that it does."""
+    the first machine show that it does. `kept` says after how many outer steps each peer that was on this machine has
+    kept its newest checkpoint of the run."""
 
     proof: Word
     challenge: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     rank: Annotated[int, Field(ge=1, le=1 << 16)]
     run: Word
     versions: dict[Word, Word]
+    kept: dict[Word, Offset] = {}
     cores: Annotated[int, Field(ge=1, le=1 << 16)]
 
 

@@ -309,6 +309,7 @@ class WorkerGroup:
             await self._replace_after(self._lost)
         try:
             if isinstance(command, RunInnerLoop) and self._nodes.others:
+                self._check_that_it_is_new(command)
                 await self._check_text(command)
             await self.weights.bring(command, self.vectors)
             [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_progress)
@@ -324,6 +325,18 @@ class WorkerGroup:
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
             self._restarts.begin_anew()
         return answered
+
+    def _check_that_it_is_new(self, command: RunInnerLoop) -> None:
+        """Raises: IslandError when another machine was the first one before, and has a later state of the run on its
+        disk than anybody had who was there now."""
+        for node in self._nodes.others:
+            if node.others_steps > command.index:
+                raise IslandError(
+                    f"{node.name} has this run's state after outer step {node.others_steps} on its disk; here, on node "
+                    f"0, training would go on after outer step {command.index}.",
+                    "Start torchrun so that it numbers the machines as before, or give --state and --identity on a "
+                    "disk that all machines share. If that state is not wanted, remove it there.",
+                )
 
     async def _check_text(self, command: RunInnerLoop) -> None:
         """Have all workers read what is trained first. Raises: IslandError when a machine has other text there."""

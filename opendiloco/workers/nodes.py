@@ -30,6 +30,8 @@ class Node(Protocol):
 
     name: str
     cores: int
+    others_steps: int
+    """After how many outer steps of this run another peer has kept its newest checkpoint there; 0: none has."""
 
     async def start_worker(self, threads: int) -> WorkerHandle:
         """Start a worker there that shares the node's memory files."""

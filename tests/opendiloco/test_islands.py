@@ -254,6 +254,24 @@ def test_bytes_go_to_the_other_machine_once_and_come_back(monkeypatch: pytest.Mo
     asyncio.run(both(use))
 
 
+def test_the_first_machine_learns_what_others_have_kept_but_for_its_own() -> None:
+    """On a disk that they share, a node sees what the volunteer itself has kept."""
+
+    async def first() -> None:
+        async with gathered(FIRST, "run-1", left, "peer-0") as nodes:
+            assert [node.others_steps for node in nodes.others] == [7]
+
+    async def second() -> None:
+        kept = {"peer-0": 50, "peer-1": 7, "peer-2": 3}
+        await NodeAgent(await connect(SECOND, "run-1", kept)).serve()
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(first(), second())
+
+    asyncio.run(story())
+
+
 def test_the_first_machine_listens_on_the_same_port_of_all_addresses() -> None:
     """When torchrun's store is at a name; several times, since a port is drawn each time."""
 

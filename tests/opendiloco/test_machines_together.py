@@ -72,6 +72,7 @@ class PlayedNode:
     def __init__(self, name: str, answers: tuple[ControlMessage, ...] = ()) -> None:
         self.name = name
         self.cores = 1
+        self.others_steps = 0
         self._answers = answers
 
     async def start_worker(self, threads: int) -> WorkerHandle:
@@ -280,6 +281,26 @@ def test_a_machine_that_would_train_on_other_text_ends_the_volunteer_before_it_t
         assert caught.value.exit_code == 15
         assert "same data" in caught.value.remedy
         assert await group.wait_for_death() is caught.value
+        await group.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("index", "is_refused"), [(0, True), (39, True), (40, False), (55, False)])
+def test_a_volunteer_trains_no_outer_step_that_another_of_its_machines_has_on_its_disk(
+    index: int, is_refused: bool, small_config: RunConfig
+) -> None:
+    """torchrun has made another machine the first one, and nobody else in the run has the state either."""
+
+    async def story() -> None:
+        node = PlayedNode("node 1")
+        node.others_steps = 40
+        group = WorkerGroup(small_config, WorkerOptions(), Nodes([node]))
+        group._crew.workers = [PlayedWorker(None, (LeaseDigested(lease_digest=""),))]
+        command = RunInnerLoop(number=1, index=index, samples=(SampleRange(0, 8),), steps=4, tokens=0)
+        said = f"node 1 has this run's state after outer step 40 on its disk; here, .* after outer step {index}"
+        with pytest.raises(IslandError, match=said) if is_refused else pytest.raises(AttributeError, match="vectors"):
+            await group._ask(command, InnerLoopDone)
         await group.close()
 
     asyncio.run(story())
