@@ -321,8 +321,7 @@ async def show_screen(volunteer: Volunteer, console: Console) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    from opendiloco.reachability import reach_lines
-    from opendiloco.screen import held_out_lines, peers_table, row_of
+    from opendiloco.screen import held_out_lines, peers_table, reach_lines, row_of
 
     config = volunteer.run.config
     with Live(console=console, auto_refresh=False) as live:

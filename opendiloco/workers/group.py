@@ -40,13 +40,12 @@ from opendiloco.workers.crew import Crew
 from opendiloco.workers.failures import UnexpectedWorkerError
 from opendiloco.workers.handle import Answer, WorkerHandle
 from opendiloco.workers.moments import WorkersMoments
-from opendiloco.workers.nodes import Nodes
+from opendiloco.workers.nodes import Nodes, SpreadWeights
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from opendiloco.workers.process import Inherited
 from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.restarts import LOST, Restarts
 from opendiloco.workers.telemetry import Telemetry
-from opendiloco.workers.weights import SpreadWeights
 from peers.errors import DilocoPeerError
 from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
 
