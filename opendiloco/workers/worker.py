@@ -137,15 +137,15 @@ class Worker:
 
         at_stage("importing transformers")
         with nothing_collected():
-            from opendiloco.inner.attention import document_attention
             from opendiloco.inner.replica import ModelReplica
             from opendiloco.inner.team import MeetingPlace, Team
             from opendiloco.model.utilisation import flops_per_token
-            from opendiloco.workers.assembly import assemble_model
+            from opendiloco.workers.assembly import assemble_model, in_fitting_precision
 
         place = MeetingPlace(command.port, command.host, command.key, descriptors.listener)
         here = range(command.first_here, command.first_here + (command.here or command.workers))
         self._team = Team.meet(device, command.rank, command.workers, place, here, command.options.replicas)
+        self._config = in_fitting_precision(self._config, self._team)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
         whole_layers = command.options.whole_layers
@@ -154,9 +154,8 @@ class Worker:
         )
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
-        end = self._data.samples.document_end
-        if end is not None and command.options.trains and command.options.compile is not False:
-            self._replica.attention = document_attention(self._replica, self._team, end)
+        if command.options.trains:
+            self._try_what_is_compiled()
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
         parameters, length = self._replica.layout.size, self._config.training.sequence_length
@@ -173,6 +172,17 @@ class Worker:
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             parts=self._replica.parts(self._vectors.local_part[0]),
         )
+
+    def _try_what_is_compiled(self) -> None:
+        """Choose how attention is computed, and whether blocks are compiled, by what works here."""
+        from opendiloco.inner.attention import document_attention
+        from opendiloco.inner.trials import keep_compiled_if_it_works
+
+        end = self._data.samples.document_end
+        if end is not None and self._options.compile is not False:
+            self._replica.attention = document_attention(self._replica, self._team, end)
+        if self._replica.attention is None:
+            keep_compiled_if_it_works(self._replica, self._team)
 
     def _choose_micro_batch(self) -> int:
         """Return what this machine's owner says; else as many windows as fit, up to what the run recommends."""
