@@ -38,6 +38,7 @@ BARE, VOLUNTEER = "bare loop", "volunteer"
 WORKER = b"opendiloco.workers.worker\0"
 START_SECONDS = 600.0
 TURN_SECONDS = 3600.0
+FIRST_GPU = "cuda:0"
 AT_LEAST, AT_LEAST_ON_A_GPU = 0.97, 0.98
 
 
@@ -175,7 +176,7 @@ def row_of(name: str, measured: Measured, machine: Machine) -> dict[str, Any]:
 @click.option("--repetitions", default=8, show_default=True, type=click.IntRange(min=1), help="Turns that count.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Of each worker.")
 @click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="The volunteer's.")
-@click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda:0.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda, the first, or cuda:1.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
 def main(
     run_file: Path,
@@ -187,10 +188,11 @@ def main(
     json_file: Path | None,
 ) -> None:
     config = prepared(RunConfig.from_toml(run_file), steps, repetitions)
-    machine = Machine(device, threads, cpu_workers)
+    machine = Machine(FIRST_GPU if device == "cuda" else device, threads, cpu_workers)  # "cuda" means all of them
     measured = asyncio.run(measure(config, machine, repetitions))
     size, inner_steps = measured.parameters / 1e6, config.training.inner_steps
-    title = f"training {config.name}, {size:.3g} M parameters, on {device}: {repetitions} turns of {inner_steps} steps"
+    what = f"training {config.name}, {size:.3g} M parameters, on {machine.device}"
+    title = f"{what}: {repetitions} turns of {inner_steps} steps"
     at_least = AT_LEAST if device == "cpu" else AT_LEAST_ON_A_GPU
     bars = [Bar("tokens/s of the volunteer / of the bare loop", measured.ratio, at_least)]
     report(title, [row_of(name, measured, machine) for name in (BARE, VOLUNTEER)], bars, json_file)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,9 @@ from typing import Any, Self
 import torch
 
 from opendiloco.anchorage import ask_for_anchors
+from opendiloco.config.run_config import RunConfig
 from opendiloco.curves import Curves, configuration_of
+from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
@@ -189,20 +191,28 @@ class DiLoCo:
         self._loss = float(loss)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """The run's text, batch by batch, until the run is over: token ids of shape (batch_size, sequence_length + 1).
+        """Yield the run's text, batch by batch, until the run is over: token ids of shape (batch_size,
+        sequence_length + 1).
 
-        Each batch is for one inner step. Raises: DataError.
+        Each batch is for one inner step. The next shard of a source with shards is tokenized meanwhile, by a process
+        that ends with this iterator. Raises: DataError.
         """
         read = self.run.with_data(self._data)
         config, self._has_runs_text = read.config, read.has_runs_text
+        with closing(Ahead(config)) as ahead:
+            self._text = data = self._load(config, ahead)
+            size = config.training.batch_size
+            while (outer_step := self._outer_step) is not None:
+                lease, first = numbers_of(outer_step.work.samples), outer_step.steps_done * size
+                data.samples.expect(lease)
+                yield torch.from_numpy(data.samples.read(lease[first : first + size]))
+
+    def _load(self, config: RunConfig, ahead: Ahead) -> TrainingData:
         tokenizer = build_tokenizer(config.tokenizer)
-        self._text = load_data(config, tokenizer)
-        per_token = self._text.held_out.bytes_per_token(config.evaluation.windows, tokenizer)
+        data = load_data(config, tokenizer, tokenize_ahead=ahead.tokenize)
+        per_token = data.held_out.bytes_per_token(config.evaluation.windows, tokenizer)
         self._joined.worker.telemetry.bytes_per_token = per_token
-        size = config.training.batch_size
-        while (outer_step := self._outer_step) is not None:
-            first = outer_step.steps_done * size
-            yield torch.from_numpy(self._text.samples.read(numbers_of(outer_step.work.samples)[first : first + size]))
+        return data
 
     # The training thread --------------------------------------------------------------------------------------
     def _begin_outer_step(self) -> None:

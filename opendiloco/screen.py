@@ -1,17 +1,18 @@
-"""A run on a terminal: one table row for each peer, from heartbeats alone."""
+"""A run on a terminal, from heartbeats alone: one table row for each peer, and how peers reach each other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte, newest_held_out
-from opendiloco.reachability import reachability
-from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.links.contacts import host_of, is_numeric, is_public
+from peers.links.sockets import parse_endpoint
+from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
 
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest", "reach")
 HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest", "reach")
@@ -25,6 +26,7 @@ STYLES = {
 }
 FINISHED = "finished"
 LARGEST_EXPONENT = 100.0  # others may claim any loss
+OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
 
 
 @dataclass(frozen=True)
@@ -93,3 +95,35 @@ def plain_line(row: Row) -> str:
     """The same as one line for a log."""
     said = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[1:], row.cells, strict=False))
     return f"{row.name}: {said}"
+
+
+def reachability(beat: Heartbeat) -> str:
+    """Return whether others can dial a peer: "open"; "NAT" where only nodes that introduce it can be; "-": unknown."""
+    hosts = [parse_endpoint(endpoint)[0] for endpoint in beat.endpoints]
+    if any(map(_is_on_the_internet, hosts)) or (
+        hosts and not any(_is_on_the_internet(host_of(relay)) for relay in beat.relays)
+    ):
+        return OPEN
+    return BEHIND_NAT if beat.relays else UNKNOWN
+
+
+def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
+    """Return a line for each peer that reaches others only through relays, or not at all, or whose work is in vain."""
+    lines = []
+    for beat in heartbeats:
+        said = [f"relayed to {_count(beat.relayed)}"] if beat.relayed else []
+        said += [f"cannot reach {_count(beat.unreached)} ({', '.join(beat.unreached)})"] if beat.unreached else []
+        said += [beat.trouble] if beat.trouble else []
+        if said:
+            lines.append(f"…{beat.peer[-8:]}: {'; '.join(said)}")
+    return lines
+
+
+def _count(tails: Sequence[str]) -> str:
+    """A heartbeat names only so many."""
+    return f"{len(tails)}{' or more' if len(tails) == NAMED_PEERS else ''}"
+
+
+def _is_on_the_internet(host: str | None) -> bool:
+    """Whether it is a public address, or a name: nobody else has one."""
+    return host is not None and (is_public(host) or not is_numeric(host))

@@ -36,7 +36,7 @@ ADDRESS = "/ip4/192.0.2.2/tcp/31337/p2p/12D3KooWADA2vJXLmyk1SHLyFogztmUkYfacm9C2
 # Prints the distributions of everything that a bootstrap node has imported by the time that it runs.
 BOOTSTRAP_IMPORTS = f"""
 import sys
-from importlib.metadata import packages_distributions
+from importlib.metadata import distribution, packages_distributions
 before = set(sys.modules)
 import opendiloco.checkpoints.archive, opendiloco.checkpoints.writer, opendiloco.cli.bootstrap
 import opendiloco.identity_file, opendiloco.interrupts, peers.net.bootstrap
@@ -44,8 +44,11 @@ from peers.net.daemon import parse_addresses
 parse_addresses([{ADDRESS!r}], needs_peer_id=True)
 parse_addresses(["/dns4/bootstrap/tcp/31337", "/ip6/::1/udp/31337/quic"], needs_peer_id=False)
 owners = packages_distributions()
-modules = {{name.split(".")[0] for name in set(sys.modules) - before}}
-print(*sorted({{owner for module in modules for owner in owners.get(module, [])}}))
+new = set(sys.modules) - before
+files = {{getattr(sys.modules[name], "__file__", None) for name in new}}
+possible = {{owner for name in new for owner in owners.get(name.split(".")[0], [])}}
+# Several share a name such as `google`.
+print(*sorted(one for one in possible if files & {{str(path.locate()) for path in distribution(one).files or ()}}))
 """
 
 

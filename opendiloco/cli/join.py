@@ -173,7 +173,7 @@ def command(
     invite = parse_run(run, initial_peers)
     placement = Placement.read(os.environ)
     if placement is not None and not placement.is_first:
-        run_interruptible(lambda interrupts: serve_as_node(placement, invite.run_id, interrupts))
+        run_interruptible(lambda interrupts: serve_as_node(placement, invite.run_id, state, interrupts))
         return
     shown = None if ticket is None else read_ticket(ticket)
     record = None if journal is None else Journal.open(journal)
@@ -188,7 +188,7 @@ def command(
         remembered = before.remembered_peers()
         links = relay_settings(data_port, relay_limit)
         async with (
-            other_machines(placement, invite.run_id, interrupts) as nodes,
+            other_machines(placement, invite.run_id, key.peer_id, interrupts) as nodes,
             connected(
                 key, invite.addresses, listen, announce, links=links, remembered=remembered.addresses
             ) as transport,
@@ -227,7 +227,9 @@ def command(
 
 
 @asynccontextmanager
-async def other_machines(placement: Placement | None, run_id: str, interrupts: Interrupts) -> AsyncIterator[Nodes]:
+async def other_machines(
+    placement: Placement | None, run_id: str, peer_id: str, interrupts: Interrupts
+) -> AsyncIterator[Nodes]:
     """The other machines of this volunteer, if torchrun has started any. Raises: IslandError."""
     from opendiloco.island.first import gathered
     from opendiloco.workers.nodes import Nodes
@@ -240,16 +242,23 @@ async def other_machines(placement: Placement | None, run_id: str, interrupts: I
         yield Nodes()
         return
     say(f"waiting for the other machines of this volunteer: {placement.size} in all", None)
-    async with gathered(placement, run_id, leave) as nodes:
+    async with gathered(placement, run_id, leave, peer_id) as nodes:
         yield nodes
 
 
-async def serve_as_node(placement: Placement, run_id: str, interrupts: Interrupts) -> None:
+async def serve_as_node(placement: Placement, run_id: str, state: Path | None, interrupts: Interrupts) -> None:
     """Lend this machine to the volunteer whose peer process is on the first one. Raises: IslandError."""
-    from opendiloco.island.agent import NodeAgent, connect
+    from opendiloco.checkpoints.loading import newest_by_peer
+    from opendiloco.checkpoints.run_folder import default_state_folder
+    from opendiloco.island.agent import NodeAgent
+    from opendiloco.island.arrival import VolunteerLeftError, connect
 
     say(f"waiting for the first machine of this volunteer, {placement.host}; this is node {placement.rank}", None)
-    agent = NodeAgent(await connect(placement, run_id))
+    try:
+        kept = newest_by_peer((state or default_state_folder()) / run_id, run_id)
+        agent = NodeAgent(await connect(placement, run_id, kept))
+    except VolunteerLeftError as left:
+        return say(f"left the run: {left}", None)
     say("this machine trains for the peer on the first one; Ctrl-C to leave with it", None)
     interrupts.polite = agent.ask_to_leave
     await agent.serve()
@@ -312,8 +321,7 @@ async def show_screen(volunteer: Volunteer, console: Console) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    from opendiloco.reachability import reach_lines
-    from opendiloco.screen import held_out_lines, peers_table, row_of
+    from opendiloco.screen import held_out_lines, peers_table, reach_lines, row_of
 
     config = volunteer.run.config
     with Live(console=console, auto_refresh=False) as live:

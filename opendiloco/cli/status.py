@@ -111,8 +111,7 @@ def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement, anchors
     from rich.console import Group
 
     from opendiloco.anchorage import anchor_lines
-    from opendiloco.reachability import reach_lines
-    from opendiloco.screen import held_out_lines, peers_table, row_of
+    from opendiloco.screen import held_out_lines, peers_table, reach_lines, row_of
 
     if not heartbeats:
         return Group(run.run_id, NOBODY, *anchor_lines(anchors))
@@ -128,8 +127,7 @@ def plain_anchors(anchors: Anchors) -> list[dict[str, object]]:
 
 def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     """A heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on the peer's clock."""
-    from opendiloco.reachability import reachability
-    from opendiloco.screen import shown_state
+    from opendiloco.screen import reachability, shown_state
 
     return {
         "peer": beat.peer,

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from peers.values.leases import SampleRange
@@ -188,7 +189,7 @@ class SampleOrder:
 
     def expect(self, lease: Numbers) -> None:
         """Say which samples are read from now on. The lease after this one is expected as far on as this one was."""
-        if not len(lease):
+        if not len(lease) or np.array_equal(lease, self._leased):
             return
         before, self._leased = self._leased, lease
         step = int(lease[0] - before[0]) if len(before) and lease[0] > before[-1] else int(lease[-1] - lease[0]) + 1
@@ -196,11 +197,22 @@ class SampleOrder:
         for source, here in _groups(sources):
             self._sources[source].expect(positions[here])
 
+    def digest(self, lease: Numbers, samples: int) -> str:
+        """Return that of the first so many samples of a lease that is read from now on."""
+        self.expect(lease)
+        return digest_of_windows(self.read(lease[:samples]), self.document_end)
+
     def read(self, numbers: Numbers) -> Numbers:
         """The samples with these numbers as token ids, shape (len(numbers), sequence_length + 1)."""
         sources, positions = self._mixture.assign(numbers)
         parts = [(here, self._sources[source].read(positions[here])) for source, here in _groups(sources)]
         return _together(len(numbers), parts)
+
+
+def digest_of_windows(windows: Numbers, document_end: int | None) -> str:
+    """Return 64 hexadecimal digits, of windows of token ids and of what closes their documents."""
+    little = windows.astype("<u4")
+    return str(blake3(repr((little.shape, document_end)).encode() + little.tobytes()).hexdigest())
 
 
 def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:

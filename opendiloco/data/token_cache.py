@@ -21,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from opendiloco.config.data import TokenizerSection
-from opendiloco.data.token_files import ABOUT, PARTS, Piece, Tokens, map_part, write_parts
+from opendiloco.data.token_files import ABOUT, PARTS, Piece, Tokens, digest_of_parts, map_part, write_parts
 from opendiloco.errors import MachineError
 from opendiloco.stages import at_stage
 
@@ -131,7 +131,9 @@ class TokenCache:
             dtype = np.dtype(about["dtype"])
             if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
                 raise ValueError(f"tokens of type {dtype}")
-            tokens = Tokens(*(map_part(folder / part, dtype, about["digests"][part]) for part in PARTS))
+            parts = [map_part(folder / part, dtype, about["digests"][part]) for part in PARTS]
+            facts = [(dtype.str, part.size, about["digests"][name]) for part, name in zip(parts, PARTS, strict=True)]
+            tokens = Tokens(*parts, known_digest=digest_of_parts(facts))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:

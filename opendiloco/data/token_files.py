@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,11 @@ Piece = tuple[bool, TokenArray]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A source's documents, or a shard's, one after another."""
+    """A source's documents, or a shard's, one after another; and `digest_of_tokens`, where it has been read already."""
 
     training: TokenArray
     held_out: TokenArray
+    known_digest: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def digest_of_tokens(tokens: Tokens) -> str:
 
     It is that of the bytes in files, so the same whether the tokens lie in files, in memory, or on another machine.
     """
+    if tokens.known_digest is not None:
+        return tokens.known_digest
     parts = [
         (part.dtype.newbyteorder("<").str, part.size, _digest(part)) for part in (tokens.training, tokens.held_out)
     ]

@@ -119,7 +119,7 @@ def open_token_folder(source: str, tokenizer: Tokenizer, split: float, cache: To
         _check_size(path, part.tokens * np.dtype(about.dtype).itemsize)
     key = blake3(json.dumps([about.model_dump_json(), *map(_state_of, paths)]).encode()).hexdigest(16)
     cache.once(str(key), lambda: _check_values(folder, about))
-    return Tokens(*(map_part(path, np.dtype(about.dtype)) for path in paths))
+    return Tokens(*(map_part(path, np.dtype(about.dtype)) for path in paths), known_digest=about.digest)
 
 
 def read_about(folder: Path) -> About:

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.sample_order import Mixture, SampleOrder, ShuffledShards, ShuffledWindows, Source
+from opendiloco.data.sample_order import (
+    Mixture,
+    SampleOrder,
+    ShuffledShards,
+    ShuffledWindows,
+    Source,
+    digest_of_windows,
+)
 from opendiloco.data.token_cache import TokenCache
 from opendiloco.data.token_files import Tokens, digest_of_tokens
 from opendiloco.data.token_folder import is_token_folder, open_token_folder
@@ -52,8 +59,7 @@ class HeldOutWindows:
 
         Losses can be compared where it is the same.
         """
-        read = self.read(self.spread(windows)).astype("<u4")
-        return str(blake3(repr((read.shape, self.document_end)).encode() + read.tobytes()).hexdigest())
+        return digest_of_windows(self.read(self.spread(windows)), self.document_end)
 
     def bytes_per_token(self, windows: int, tokenizer: Tokenizer) -> float:
         """Return how many bytes of text a token stands for that an evaluation on so many windows predicts."""
@@ -76,10 +82,12 @@ class HeldOutWindows:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The sample order for training, and the windows for evaluation."""
+    """The sample order for training, and the windows for evaluation. `digest` is that of all tokens of the sources that
+    have no shards."""
 
     samples: SampleOrder
     held_out: HeldOutWindows
+    digest: str
 
 
 TokenizeAhead = Callable[[int, int], None]
@@ -99,17 +107,20 @@ def load_data(
     """
     data, mixture = config.data, Mixture(config.data.shares)
     end = tokenizer.end if config.training.document_mask else None
-    orders, held_out = list[Source](), list[Windows]()
+    orders, held_out, digests = list[Source](), list[Windows](), list[str]()
     for place, section in enumerate(data.all_sources):
         ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
         seed, kept = data.shuffle_seed + place, cache or TokenCache()
         if section.shards is not None:
             order, windows = _sharded(section, config, tokenizer, kept, seed, ahead)
         else:
-            order, windows = _whole(section, config, tokenizer, kept, seed)
+            tokens = read_tokens(section, data.held_out, tokenizer, kept)
+            digests.append(digest_of_tokens(tokens))
+            order, windows = _whole(section, config, tokens, seed)
         orders.append(order)
         held_out.append(windows)
-    return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
+    digest = str(blake3(repr(digests).encode()).hexdigest())
+    return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end), digest)
 
 
 def read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:
@@ -161,10 +172,8 @@ def _sharded(
     return ShuffledShards(shards, seed), held_out
 
 
-def _whole(
-    section: SourceSection, config: RunConfig, tokenizer: Tokenizer, cache: TokenCache, seed: int
-) -> tuple[Source, Windows]:
-    tokens, length = read_tokens(section, config.data.held_out, tokenizer, cache), config.training.sequence_length
+def _whole(section: SourceSection, config: RunConfig, tokens: Tokens, seed: int) -> tuple[Source, Windows]:
+    length = config.training.sequence_length
     training, held_out = Windows(tokens.training, length), Windows(tokens.held_out, length)
     _check_count(section, config, "training", training)
     _check_count(section, config, "held-out", held_out)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opendiloco.errors import first_line
+from opendiloco.errors import MachineError, first_line
 from opendiloco.inner.device_facts import compiling_lacks
 from opendiloco.inner.team import Team
+from opendiloco.inner.trials import trial, trial_windows
 from opendiloco.stages import at_stage
 
 if TYPE_CHECKING:
@@ -58,19 +59,20 @@ def document_attention(replica: ModelReplica, team: Team, end: int) -> str | Non
 
 
 def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) -> str | None:
-    """Return in a line why a window of two documents cannot be trained with flex attention; None if it can."""
-    ids = torch.arange(replica.window_length, device=device).remainder(replica.model.config.vocab_size)
-    ids[len(ids) // 2] = end
+    """Return in a line why windows of two documents cannot be trained with flex attention; None if they can."""
+    windows = trial_windows(replica, device)
+    windows[:, windows.shape[1] // 2] = end
     try:
-        with torch.no_grad():
-            expected = float(replica.loss(ids.unsqueeze(0)))
-        with attending_by(replica.model, FLEX):
-            loss = replica.loss(ids.unsqueeze(0))
-            loss.backward()
+        with trial(replica, device):
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # that is compiled for training alone
+                expected = float(replica.loss(windows))
+            with attending_by(replica.model, FLEX):
+                loss = replica.loss(windows)
+                loss.backward()
+    except MachineError:
+        raise
     except Exception as error:  # PyTorch's compiler, Triton and transformers each have their own
         return first_line(error)
-    finally:
-        replica.model.zero_grad(set_to_none=True)
     found = float(loss.detach())
     if math.isclose(found, expected, rel_tol=TOLERANCE):
         return None

@@ -51,6 +51,11 @@ def compiling_lacks(device: torch.device) -> str | None:
     return None if any(map(shutil.which, compilers)) else "there is no C compiler here; install gcc"
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Return whether a device computes in bf16 itself. GPUs older than Ampere convert each value, and are slower."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def forget_peak_memory(device: torch.device) -> None:
     """`peak_memory` counts from now on. That of the CPU cannot be forgotten."""
     if device.type == "cuda":

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from opendiloco.inner.moments import STEPS_BYTES, Moments
+from opendiloco.inner.moments import NAMES, STEPS_BYTES, Moments
 from opendiloco.inner.moments_file import FORMAT, UNSEALED, VALUE_BYTES, header_of, read_header
 from opendiloco.model.layout import Layout, Parameter
 from opendiloco.model.shards import Shards
@@ -31,7 +31,7 @@ def store_moments(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], shards: Shards, out: Moments
 ) -> ByteRanges:
     """optimizer → out: this worker's part. A parameter that has never had a gradient has moments of zero. Returns which
-    bytes these are."""
+    bytes of moments these are."""
     out.steps[0] = step_count(optimizer)
     for moment, vector in out.vectors.items():
         moments = {name: optimizer.state.get(parameter, {}).get(moment) for name, parameter in parameters.items()}
@@ -39,7 +39,16 @@ def store_moments(
             name: torch.zeros_like(parameters[name]) if values is None else values for name, values in moments.items()
         }
         shards.store(present, vector)
-    starts = [STEPS_BYTES + number * vector.nbytes for number, vector in enumerate(out.vectors.values())]
+    return _parts(shards, out.vectors["exp_avg"].size)
+
+
+def parts_to_load(shards: Shards, values: int) -> ByteRanges:
+    """Return which bytes of the `Moments` of so many values `load_moments` reads."""
+    return ((0, STEPS_BYTES), *_parts(shards, values))
+
+
+def _parts(shards: Shards, values: int) -> ByteRanges:
+    starts = [STEPS_BYTES + number * VALUE_BYTES * values for number in range(len(NAMES))]
     return tuple(chain.from_iterable(map(shards.byte_ranges, starts)))
 
 
@@ -120,20 +129,11 @@ def read_state(
 
     Raises: SnapshotError, and changes nothing, when it is of another optimizer, or of another model; OSError.
     """
-    try:
-        with path.open("rb") as file:
-            said, layout, start = read_header(file)
-    except ValueError as error:
-        raise SnapshotError(str(error)) from error
-    for key, wanted in (metadata | {"format": FORMAT, "torch": _torch_version()}).items():
-        if said.get(key) != wanted:
-            raise SnapshotError(f"its {key} is {said.get(key)!r}, not {wanted!r}")
+    said, layout, start = _read_fitting_header(path, parameters, metadata)
     state: dict[str, dict[str, torch.Tensor]] = {}
     tensors = {}
     for tensor in layout:
         name, _, key = tensor.name.rpartition("/")
-        if name not in parameters or len(tensor.shape) > parameters[name].ndim:
-            raise SnapshotError(f"it has {tensor.name!r} of shape {tensor.shape}, which no parameter here can have")
         like = parameters[name]
         made = torch.empty_like(like) if tensor.shape == tuple(like.shape) else torch.empty(tensor.shape)
         state.setdefault(name, {})[key] = tensors[tensor.name] = made
@@ -146,6 +146,34 @@ def read_state(
     optimizer.zero_grad(set_to_none=True)
     optimizer.load_state_dict({"state": by_place, "param_groups": groups})
     return said
+
+
+def parts_to_read(
+    path: Path, parameters: Mapping[str, torch.Tensor], shards: Shards, metadata: dict[str, str]
+) -> ByteRanges:
+    """Return which bytes `read_state` reads of a file, beside its header, which must be there. Raises: as it does."""
+    _, layout, start = _read_fitting_header(path, parameters, metadata)
+    ways = _ways(layout, parameters, shards, reads=True)
+    return tuple(chain.from_iterable(way.byte_ranges(start) for way in ways))
+
+
+def _read_fitting_header(
+    path: Path, parameters: Mapping[str, torch.Tensor], metadata: dict[str, str]
+) -> tuple[dict[str, str], Layout, int]:
+    """Return what `read_header` does, of a file for these parameters. Raises: SnapshotError; OSError."""
+    try:
+        with path.open("rb") as file:
+            said, layout, start = read_header(file)
+    except ValueError as error:
+        raise SnapshotError(str(error)) from error
+    for key, wanted in (metadata | {"format": FORMAT, "torch": _torch_version()}).items():
+        if said.get(key) != wanted:
+            raise SnapshotError(f"its {key} is {said.get(key)!r}, not {wanted!r}")
+    for tensor in layout:
+        name, _, _ = tensor.name.rpartition("/")
+        if name not in parameters or len(tensor.shape) > parameters[name].ndim:
+            raise SnapshotError(f"it has {tensor.name!r} of shape {tensor.shape}, which no parameter here can have")
+    return said, layout, start
 
 
 def _tensors(

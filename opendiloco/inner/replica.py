@@ -26,6 +26,8 @@ from opendiloco.inner.moments import Moments
 from opendiloco.inner.optimizer_state import (
     ByteRanges,
     load_moments,
+    parts_to_load,
+    parts_to_read,
     read_state,
     step_count,
     store_moments,
@@ -136,6 +138,13 @@ class ModelReplica:
         """Go on with what such a file has. Raises: SnapshotError when it does not fit, and changes nothing; OSError."""
         said = read_state(path, self._optimizer, self._parameters(), self._shards, self._kept_by(run))
         self._warmed_up, self._kept_at = int(said["warmed_up"]), int(said["index"])
+
+    def parts_of_moments(self, path: Path | None, run: str) -> ByteRanges:
+        """Return which bytes of such a file `recall_moments` reads beside its header; with None, which ones of another
+        replica's moments `load_moments` does. Raises: as `recall_moments`."""
+        if path is None:
+            return parts_to_load(self._shards, self.layout.size)
+        return parts_to_read(path, self._parameters(), self._shards, self._kept_by(run))
 
     def _kept_by(self, run: str) -> dict[str, str]:
         """What a file of moments must say of itself."""

@@ -46,8 +46,8 @@ class MeetingPlace:
             shared = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
             return PrefixStore(f"diloco-peer/workers/{self.key}", shared)
         if self.listener is None:
-            return TCPStore(self.host, self.port, size)
-        return TCPStore(self.host, self.port, size, is_master=True, master_listen_fd=self.listener)
+            return TCPStore(self.host, self.port, size, timeout=PATIENCE)
+        return TCPStore(self.host, self.port, size, is_master=True, timeout=PATIENCE, master_listen_fd=self.listener)
 
 
 class Team:

@@ -4,99 +4,31 @@ workers, and passes on what they and the peer process say to each other. It ends
 from __future__ import annotations
 
 import asyncio
-import hmac
-import logging
 import os
-import time
 
 from pydantic import ValidationError
 
-from opendiloco.cores import usable_cores
 from opendiloco.errors import IslandError
-from opendiloco.island.environment import Placement
+from opendiloco.island.arrival import Connection
 from opendiloco.island.frames import (
-    BUFFER,
     REMEDY,
     Frame,
-    Hello,
     Kind,
-    Place,
     Reason,
     Wanted,
     parse,
     read_frame,
     write_frame,
 )
-from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, key_of, proof, versions
 from opendiloco.island.remote import notice_loss, pieces
-from opendiloco.island.store import PATIENCE, StoreClient, store_client
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.workers.control import Export, Generate, KeepMoments, RecallMoments, parse_command
+from opendiloco.workers.control import Export, Generate, KeepMoments, LocateMoments, RecallMoments, parse_command
 from opendiloco.workers.nodes import Region
 from opendiloco.workers.process import Inherited, WorkerProcess
 from peers.errors import DilocoPeerError
 
-logger = logging.getLogger(__name__)
-
-AGAIN_SECONDS = 0.5
 LACKING = "See what it lacks: memory, open files or processes; torchrun --max-restarts N starts all machines again."
 COMMANDS = (Kind.START, Kind.KILL, Kind.LINE, Kind.RESIZE, Kind.PUT, Kind.GET, Kind.BYE, Kind.REFUSED)
-
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def connect(placement: Placement, run: str) -> Connection:
-    """Return a connection to the first machine, which has let us in.
-
-    Raises: IslandError when it does not, or does not come.
-    """
-    deadline = time.monotonic() + PATIENCE.total_seconds()
-    async with store_client(placement.host, placement.port) as store:
-        while True:
-            try:
-                return await _try_once(placement, run, store)
-            except (OSError, TimeoutError, _StaleError) as error:  # what the store says is of an earlier start
-                if time.monotonic() > deadline:
-                    raise IslandError(
-                        f"the first machine, at {placement.host}, does not answer: {error}.", REMEDY
-                    ) from error
-            await asyncio.sleep(AGAIN_SECONDS)
-
-
-class _StaleError(Exception):
-    """Somebody answers, but not who the store says, or he hangs up."""
-
-
-async def _try_once(placement: Placement, run: str, store: StoreClient) -> Connection:
-    place = parse(Place, (await store.get(key_of(placement.job))).encode())
-    async with asyncio.timeout(GREETING_SECONDS):
-        reader, writer = await asyncio.open_connection(placement.host, place.port, limit=BUFFER)
-        try:
-            challenge = bytes((await read_frame(reader, Kind.CHALLENGE)).body)
-            own_challenge, secret = os.urandom(SECRET_BYTES), bytes.fromhex(place.secret)
-            hello = Hello(
-                proof=proof(secret, challenge),
-                challenge=own_challenge.hex(),
-                rank=placement.rank,
-                run=run,
-                versions=versions(),
-                cores=usable_cores(),
-            )
-            write_frame(writer, Frame(Kind.HELLO, 0, 0, hello.packed()))
-            answer = await read_frame(reader, Kind.WELCOME, Kind.REFUSED)
-            expected = proof(secret, challenge + own_challenge).encode()
-            if answer.kind is Kind.WELCOME and not hmac.compare_digest(answer.body, expected):
-                raise IslandError("it does not know the secret in torchrun's store.")
-        except IslandError as error:
-            writer.close()
-            raise _StaleError(str(error)) from error
-        except BaseException:
-            writer.close()
-            raise
-    if answer.kind is Kind.REFUSED:
-        writer.close()
-        raise IslandError(*parse(Reason, answer.body).said)
-    return reader, writer
 
 
 class _RelayedWorker(WorkerProcess):
@@ -110,7 +42,7 @@ class _RelayedWorker(WorkerProcess):
 
     def end(self, death: DilocoPeerError) -> None:
         super().end(death)
-        self.agent.write(Frame(Kind.DIED, self.number, 0, Reason(message=death.message, remedy=death.remedy).packed()))
+        self.agent.write(Frame(Kind.DIED, self.number, 0, Reason.of(death).packed()))
 
 
 class NodeAgent:
@@ -162,7 +94,7 @@ class NodeAgent:
             await self._carry_out(frame)
 
     def _say_why(self, error: IslandError) -> None:
-        self.write(Frame(Kind.REFUSED, 0, 0, Reason(message=error.message, remedy=error.remedy).packed()))
+        self.write(Frame(Kind.REFUSED, 0, 0, Reason.of(error).packed()))
 
     async def _carry_out(self, frame: Frame) -> None:
         """Raises: IslandError when it cannot be meant."""
@@ -202,7 +134,7 @@ class NodeAgent:
             raise IslandError("the first machine sent no command that is known here.", REMEDY) from error
         if isinstance(command, Export | Generate):
             raise IslandError(f"the first machine sent {command.kind}, which only its own worker is to do.", REMEDY)
-        if isinstance(command, KeepMoments | RecallMoments):
+        if isinstance(command, KeepMoments | LocateMoments | RecallMoments) and command.path is not None:
             command = command.model_copy(update={"path": f"/proc/self/fd/{self._files[Region.MOMENTS]}"})
         if isinstance(command, KeepMoments):  # of what other machines write there is nothing here
             command = command.model_copy(update={"reserves": False})

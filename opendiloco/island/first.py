@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager, suppress
 
 from opendiloco.errors import IslandError
 from opendiloco.island.environment import Placement
-from opendiloco.island.frames import BUFFER, Frame, Hello, Kind, Place, Reason, parse, read_frame, write_frame
-from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, key_of, proof, versions
+from opendiloco.island.frames import BUFFER, Ended, Frame, Hello, Kind, Place, Reason, parse, read_frame, write_frame
+from opendiloco.island.greeting import GREETING_SECONDS, SECRET_BYTES, end_key, key_of, proof, tell_end, versions
 from opendiloco.island.remote import RemoteNode
-from opendiloco.island.store import PATIENCE, store_client
+from opendiloco.island.store import PATIENCE, StoreClient, store_client
 from opendiloco.workers.nodes import LOOPBACK, Nodes
 from peers.errors import DilocoPeerError
 from peers.links.sockets import listen
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 EVERYWHERE = ("0.0.0.0", "::")
 STRANGERS_AT_ONCE = 64
 """Connections of whoever has not shown the secret yet; another one costs the oldest its place."""
+LOOK_SECONDS = 0.5
+"""Between two looks into torchrun's store, whether somebody has left."""
 WARNINGS = 3
 """Wrong proofs that the log tells of."""
 
@@ -33,7 +35,7 @@ WARNINGS = 3
 class _Gathering:
     """Who has come so far."""
 
-    def __init__(self, placement: Placement, run: str, secret: bytes, on_leave: Callable[[], None]) -> None:
+    def __init__(self, placement: Placement, run: str, secret: bytes, on_leave: Callable[[], None], peer: str) -> None:
         self.nodes: dict[int, RemoteNode] = {}
         self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._servers = list[asyncio.Server]()
@@ -45,6 +47,7 @@ class _Gathering:
         self._run = run
         self._secret = secret
         self._on_leave = on_leave
+        self._peer = peer
 
     async def listen(self) -> int:
         """Wait for machines; return the port."""
@@ -59,6 +62,41 @@ class _Gathering:
             server.close()
         for stranger in self._strangers:
             stranger.transport.abort()
+
+    async def all_are_here(self, store: StoreClient) -> None:
+        """Wait for them. A machine that is still waiting when this fails learns so from the store.
+
+        Raises: IslandError when they do not come, or one does not fit.
+        """
+        listening = asyncio.create_task(self._heed_leavers(store))
+        try:
+            await asyncio.wait_for(self.complete, PATIENCE.total_seconds())
+        except asyncio.CancelledError:
+            await tell_end(store, self._secret, Ended(by="node 0"))
+            raise
+        except (IslandError, TimeoutError) as error:
+            problem = error if isinstance(error, IslandError) else self._missing()
+            await tell_end(store, self._secret, Ended(by="node 0", reason=Reason.of(problem)))
+            raise problem from error
+        finally:
+            listening.cancel()
+        self.close()
+
+    def _missing(self) -> IslandError:
+        missing = sorted(set(range(1, self._placement.size)) - self.nodes.keys())
+        return IslandError(
+            f"{len(missing)} of {self._placement.size} machines have not come: node {missing[0]} first.",
+            "See what torchrun says there; its first machine must be reachable on any port.",
+        )
+
+    async def _heed_leavers(self, store: StoreClient) -> None:
+        """Leave when a machine is asked to before it is let in."""
+        with suppress(IslandError):
+            while not await store.has(end_key(self._secret)):
+                await asyncio.sleep(LOOK_SECONDS)
+            ended = parse(Ended, (await store.get(end_key(self._secret))).encode())
+            logger.info("%s is asked to leave before all machines are here: this volunteer leaves", ended.by)
+            self._on_leave()
 
     async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a machine in, if it is one of ours; what is wrong with one of ours ends the gathering."""
@@ -75,14 +113,13 @@ class _Gathering:
             self._strangers.pop(writer, None)
         problem = self._problem(hello)
         if problem is not None:
-            reason = Reason(message=problem.message, remedy=problem.remedy)
-            write_frame(writer, Frame(Kind.REFUSED, 0, 0, reason.packed()))
+            write_frame(writer, Frame(Kind.REFUSED, 0, 0, Reason.of(problem).packed()))
             writer.close()
             if not self.complete.done():
                 self.complete.set_exception(problem)
             return
         write_frame(writer, Frame(Kind.WELCOME, 0, 0, own_proof))
-        self.nodes[hello.rank] = RemoteNode(hello, reader, writer, self._on_leave)
+        self.nodes[hello.rank] = RemoteNode(hello, reader, writer, self._on_leave, self._peer)
         logger.info("%d of %d machines are here", 1 + len(self.nodes), self._placement.size)
         if len(self.nodes) == self._placement.size - 1 and not self.complete.done():
             self.complete.set_result(None)
@@ -122,29 +159,23 @@ class _Gathering:
 
 
 @asynccontextmanager
-async def gathered(placement: Placement, run: str, on_leave: Callable[[], None]) -> AsyncIterator[Nodes]:
-    """Wait for all machines of this volunteer; when the context ends, they do, too.
+async def gathered(
+    placement: Placement, run: str, on_leave: Callable[[], None], peer: str = ""
+) -> AsyncIterator[Nodes]:
+    """Wait for all machines of this volunteer, whose id is `peer`; when the context ends, they do, too.
 
     `on_leave` is called when somebody on another machine asks the volunteer to leave, also while others are missing.
 
     Raises: IslandError when they do not come, or one does not fit.
     """
     secret = os.urandom(SECRET_BYTES)
-    gathering = _Gathering(placement, run, secret, on_leave)
+    gathering = _Gathering(placement, run, secret, on_leave, peer)
     failure: Reason | None = None
     try:
         async with store_client(placement.host, placement.port) as store:
             place = Place(port=await gathering.listen(), secret=secret.hex())
             await store.set(key_of(placement.job), place.packed().decode())
-        try:
-            await asyncio.wait_for(gathering.complete, PATIENCE.total_seconds())
-        except TimeoutError:
-            missing = sorted(set(range(1, placement.size)) - gathering.nodes.keys())
-            raise IslandError(
-                f"{len(missing)} of {placement.size} machines have not come: node {missing[0]} first.",
-                "See what torchrun says there; its first machine must be reachable on any port.",
-            ) from None
-        gathering.close()
+            await gathering.all_are_here(store)
         nodes = [gathering.nodes[rank] for rank in sorted(gathering.nodes)]
         yield Nodes(nodes, placement.host, placement.port)
     except DilocoPeerError as error:

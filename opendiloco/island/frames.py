@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opendiloco.errors import IslandError
 from opendiloco.workers.control import LINE_LIMIT
+from peers.errors import DilocoPeerError
 from peers.values.wire import printable
 
 HEADER = Struct(">BIQI")
@@ -23,6 +24,8 @@ PIECE = 1 << 22
 BUFFER = 2 * PIECE
 """Bytes that are read ahead of whoever waits for them."""
 WORDS_LIMIT = 1 << 16
+WORTH_READING = 5_000
+"""Characters."""
 PARTS_LIMIT = 1 << 24
 REMEDY = "Check the network between the machines; torchrun --max-restarts N starts all of them again."
 
@@ -88,13 +91,15 @@ class Body(BaseModel):
 
 class Hello(Body):
     """Which node this is, of which run, in which versions. `proof` shows that it knows the secret, and `challenge` has
-    the first machine show that it does."""
+    the first machine show that it does. `kept` says after how many outer steps each peer that was on this machine has
+    kept its newest checkpoint of the run."""
 
     proof: Word
     challenge: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     rank: Annotated[int, Field(ge=1, le=1 << 16)]
     run: Word
     versions: dict[Word, Word]
+    kept: dict[Word, Offset] = {}
     cores: Annotated[int, Field(ge=1, le=1 << 16)]
 
 
@@ -111,10 +116,22 @@ class Reason(Body):
     message: Sentence
     remedy: Sentence = ""
 
+    @classmethod
+    def of(cls, error: DilocoPeerError) -> Reason:
+        """Return an error's, cut off where it is too long to be read."""
+        return cls(message=error.message[:WORTH_READING], remedy=error.remedy[:WORTH_READING])
+
     @property
     def said(self) -> tuple[str, str]:
         """The message and the remedy, fit for a terminal."""
         return printable(self.message), printable(self.remedy)
+
+
+class Ended(Body):
+    """That the machines of a start will not come together: why, or that somebody on the machine `by` asked to leave."""
+
+    by: Word
+    reason: Reason | None = None
 
 
 class Wanted(Body):

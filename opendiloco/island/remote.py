@@ -84,14 +84,20 @@ class _Fetching(NamedTuple):
 class RemoteNode:
     """Another machine of this volunteer; implements `opendiloco.workers.nodes.Node`. `close` ends it.
 
-    `on_leave` is called when somebody there asks this volunteer to leave.
+    `on_leave` is called when somebody there asks this volunteer to leave. `peer` is the volunteer's id.
     """
 
     def __init__(
-        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_leave: Callable[[], None]
+        self,
+        hello: Hello,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_leave: Callable[[], None],
+        peer: str = "",
     ) -> None:
         self.name = f"node {hello.rank}"
         self.cores = hello.cores
+        self.others_steps = max((steps for other, steps in hello.kept.items() if other != peer), default=0)
         self._on_leave = on_leave
         self._reader, self._writer = reader, writer
         self._workers: list[RemoteWorker] = []

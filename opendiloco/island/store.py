@@ -1,7 +1,8 @@
 """torchrun's store, as a process of its own asks it: the peer process has no torch in it.
 
 Started as `python -m opendiloco.island.store HOST PORT`; each line on its standard input is a request in JSON, `["set",
-KEY, VALUE]` or `["get", KEY]`, which waits until there is a value. It answers each with a line, the value as JSON.
+KEY, VALUE]`, `["get", KEY]`, which waits until there is a value, or `["has", KEY]`. It answers each with a line, as
+JSON: the value, or of `has` a text that is empty where there is none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
@@ -21,7 +22,7 @@ from peers.net.signals import signals_held_back
 
 PATIENCE = timedelta(minutes=10)
 """How long machines may take to start, one after another."""
-VALUE_LIMIT = 1 << 12
+VALUE_LIMIT = 1 << 14
 
 
 class StoreClient:
@@ -30,6 +31,7 @@ class StoreClient:
     def __init__(self, process: asyncio.subprocess.Process, where: str) -> None:
         self._process = process
         self._where = where
+        self._turn = asyncio.Lock()
 
     async def set(self, key: str, value: str) -> None:
         """Put a value into the store. Raises: IslandError."""
@@ -39,12 +41,23 @@ class StoreClient:
         """Return a value once it is there. Raises: IslandError."""
         return await self._ask("get", key)
 
+    async def has(self, key: str) -> bool:
+        """Return whether there is a value. Raises: IslandError."""
+        return bool(await self._ask("has", key))
+
     async def _ask(self, *request: str) -> str:
+        """Each request waits for its answer, also when whoever asks is cancelled: the next one gets its own."""
+        asking = asyncio.create_task(self._exchange(request))
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(asking)
+
+    async def _exchange(self, request: Sequence[str]) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            answer = json.loads(await self._process.stdout.readline())
+            async with self._turn:
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                answer = json.loads(await self._process.stdout.readline())
         except (ValueError, OSError) as error:
             raise self._unreachable() from error
         if not isinstance(answer, str) or len(answer) > VALUE_LIMIT:
@@ -91,7 +104,8 @@ def main(host: str, port: int) -> None:
         what, key, *values = json.loads(requests.get())
         if what == "set":
             store.set(key, values[0])
-        print(json.dumps(store.get(key).decode()), flush=True)
+        is_there = what != "has" or store.check([key])
+        print(json.dumps(store.get(key).decode() if is_there else ""), flush=True)
 
 
 def _read_into(requests: queue.SimpleQueue[bytes]) -> None:

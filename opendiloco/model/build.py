@@ -36,18 +36,20 @@ def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
     return model.float()
 
 
-def build_model(config: RunConfig, tokenizer: Tokenizer, weights: int | None = None, draws: bool = True) -> Any:
+def build_model(
+    config: RunConfig, tokenizer: Tokenizer, weights: int | None = None, draws: bool = True, threads: int | None = None
+) -> Any:
     """The run's causal language model in fp32 on the CPU, with its initial weights. If it is known that these are so
     many values, whoever watches is told how many have been drawn.
 
     Unless it `draws`, zeros stand where values would be drawn: for who loads theta into it, all of whose parameters are
-    trained. To draw 10 billion takes two minutes of CPU time, shared out among the cores.
+    trained. To draw 10 billion takes two minutes of CPU time, shared out among `threads` (None: see `draw`).
 
     Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
     cannot keep documents apart where it should.
     """
     path = config.model.path
-    drawing = PortableNormal(config.model.init_seed, weights) if draws else Undrawn()  # type: ignore[no-untyped-call]
+    drawing = PortableNormal(config.model.init_seed, weights, threads) if draws else Undrawn()  # type: ignore[no-untyped-call]
     model = _load(AutoModelForCausalLM, path) if path else _from_config(config, tokenizer, drawing)
     _check_size(model, config, tokenizer)
     model = model.float()

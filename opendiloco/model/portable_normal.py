@@ -33,11 +33,12 @@ THREADS_AT_MOST = 16
 class PortableNormal(TorchDispatchMode):
     """Within it, `normal_` gives such values: those of a seed, and of how many calls there were before."""
 
-    def __init__(self, seed: int, total: int | None = None) -> None:
-        """Of `total` values to be drawn, if that is known, it tells how many have been."""
+    def __init__(self, seed: int, total: int | None = None, threads: int | None = None) -> None:
+        """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `draw`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._total = total
+        self._threads = threads
         self._calls = self._drawn = 0
 
     def __torch_dispatch__(
@@ -46,7 +47,7 @@ class PortableNormal(TorchDispatchMode):
         if func is not torch.ops.aten.normal_.default:
             return func(*args, **(kwargs or {}))
         self._drawn += args[0].numel()
-        result = _fill(self._seed, self._calls, *args, **(kwargs or {}))
+        result = _fill(self._seed, self._calls, *args, threads=self._threads, **(kwargs or {}))
         self._calls += 1
         if self._total:
             at_stage("drawing the initial weights", min(self._drawn / self._total, 1.0))
@@ -86,11 +87,18 @@ def _draw_block(seed: int, call: int, block: int, out: Vector) -> None:
 
 
 def _fill(
-    seed: int, call: int, tensor: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
+    seed: int,
+    call: int,
+    tensor: torch.Tensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    *,
+    generator: Any = None,
+    threads: int | None = None,
 ) -> torch.Tensor:
     """What `normal_` does; a generator of the caller's is passed over."""
     if tensor.is_meta:
         return tensor
     values = torch.empty(tensor.numel(), dtype=torch.float32)
-    draw(seed, call, values.numpy())
+    draw(seed, call, values.numpy(), threads)
     return tensor.copy_(values.mul_(std).add_(mean).view(tensor.shape))

@@ -10,15 +10,24 @@ from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory
-from opendiloco.inner.device_facts import compiling_lacks
-from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
+from opendiloco.inner.device_facts import compiling_lacks, has_bf16
+from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model
 from opendiloco.inner.team import Team
+from opendiloco.inner.trials import compile_blocks
 from opendiloco.kernels import FORMATS, Format
 from opendiloco.model.build import build_model, build_skeleton, is_all_trained, layout_of, store_weights
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
 from opendiloco.stages import at_stage
 from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
+
+
+def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
+    """Return a run as these workers compute it: in fp32 where bf16 is asked for, and one of them does not have it."""
+    if config.training.precision != "bf16" or team.smallest(has_bf16(team.device)):
+        return config
+    at_stage("computing in fp32, since a GPU of this volunteer has no bf16")
+    return config.model_copy(update={"training": config.training.model_copy(update={"precision": "fp32"})})
 
 
 def assemble_model(
@@ -43,7 +52,9 @@ def assemble_model(
     at_stage("building the model")
     # Where theta is already in the shared memory, nobody draws the initial weights again.
     draws = memory_descriptor is not None or each_builds or not is_all_trained(skeleton)
-    whole = build_model(config, tokenizer, memory.weights, draws) if team.rank == 0 or each_builds else None
+    whole: Any = None
+    if team.rank == 0 or each_builds:
+        whole = build_model(config, tokenizer, memory.weights, draws, options.threads)
     if memory_descriptor is not None and team.rank == 0:
         store_weights(whole, SharedVectors(memory_descriptor, layout_of(skeleton).size).theta)
     model: Any = whole if team.mesh is None or each_builds else skeleton
@@ -58,8 +69,7 @@ def assemble_model(
         if not each_builds:
             fill_untrained(model, whole, team)
     if _is_compiled(options, team.device):
-        at_stage("compiling, which goes on in the first inner step")
-        _compile_blocks(model)
+        compile_blocks(model)
     team.wait_for_all()  # the others map the shared memory now, which must have its size
     return model
 
@@ -75,23 +85,13 @@ def _checkpoint_activations(model: Any) -> None:
 
 
 def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
-    """Whether blocks are compiled: as the owner says; else on GPUs, where that is possible."""
-    if options.compile is not None or device.type != "cuda":
+    """Return whether blocks are compiled: as the owner says; else to train on GPUs, where that is possible."""
+    if options.compile is not None or device.type != "cuda" or not options.trains:
         return bool(options.compile)
     lacking = compiling_lacks(device)
     if lacking is not None:
         at_stage(f"not compiling, which would be faster: {lacking}")
     return lacking is None
-
-
-def _compile_blocks(model: Any) -> None:
-    """Compile each block's forward pass. To be called on a sharded model, not before it is sharded.
-
-    FSDP2 gives a block another class, whose forward is the one that checkpoints activations; a forward that was bound
-    before that checkpoints nothing.
-    """
-    for block in transformer_blocks(model):
-        block.forward = torch.compile(block.forward)
 
 
 def _check_memory(memory: WorkerMemory, team: Team, trains: bool, format: Format) -> None:

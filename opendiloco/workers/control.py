@@ -35,7 +35,9 @@ class CountDevices(ControlMessage):
 
 
 class Configure(ControlMessage):
-    """Build model, data and optimizer as worker `rank` of `workers`. Answered by `Configured` when all have.
+    """Build model, data and optimizer as worker `rank` of `workers`, with so many CPU `threads`.
+
+    Answered by `Configured` when all have.
 
     On its machine are `here` workers (0: all), the first of them of rank `first_here`. They meet at the store on `port`
     of `host`: that of the first worker, or with a `key` torchrun's, of which no other key is theirs. With `fresh`, the
@@ -50,10 +52,19 @@ class Configure(ControlMessage):
     workers: int
     port: int
     fresh: bool
+    threads: int = 1
     first_here: int = 0
     here: int = 0
     host: str = "127.0.0.1"
     key: str = ""
+
+
+class DigestLease(ControlMessage):
+    """Read the first `samples` samples of a lease that is to be trained next. Answered by `LeaseDigested`."""
+
+    kind: Literal["digest_lease"] = "digest_lease"
+    lease: tuple[SampleRange, ...]
+    samples: int
 
 
 class RunInnerLoop(ControlMessage):
@@ -149,6 +160,15 @@ class RecallMoments(ControlMessage):
     run: str
 
 
+class LocateMoments(ControlMessage):
+    """Say which bytes this worker reads of such a file beside its header, or without a `path` of the memory for the
+    inner optimizer's state. Answered by `MomentsMoved`."""
+
+    kind: Literal["locate_moments"] = "locate_moments"
+    path: str | None = None
+    run: str = ""
+
+
 class DevicesCounted(ControlMessage):
     """How many GPUs torch sees."""
 
@@ -160,8 +180,9 @@ class Configured(ControlMessage):
     """The worker is ready. `parameters` is the number of trainable values, the length of theta.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
-    windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads, and
-    `bytes_per_token` how much text a token of theirs stands for. `parts` are the ranges of bytes that it writes when it
+    windows go through the model at once. `text_digest` is that of all tokens of sources without shards,
+    `held_out_digest` that of the windows that evaluation reads, and `bytes_per_token` how much text a token of theirs
+    stands for. `parts` are the ranges of bytes that it writes when it
     stores its weights in `local`.
     """
 
@@ -172,9 +193,17 @@ class Configured(ControlMessage):
     device_name: str
     flops_per_token: float | None
     micro_batch: int
+    text_digest: str
     held_out_digest: str
     bytes_per_token: float
     parts: tuple[tuple[int, int], ...] = ()
+
+
+class LeaseDigested(ControlMessage):
+    """`lease_digest` is that of the samples."""
+
+    kind: Literal["lease_digested"] = "lease_digested"
+    lease_digest: str
 
 
 class InnerStepDone(ControlMessage):
@@ -234,7 +263,7 @@ class Exported(ControlMessage):
 
 class MomentsMoved(ControlMessage):
     """The moments are there, or `problem` says why not. Training goes on in any case. `parts` are the ranges of bytes
-    that the worker has written of their memory, or of their file."""
+    that the worker has written of their memory, or of their file; or that it will read."""
 
     kind: Literal["moments_moved"] = "moments_moved"
     problem: str | None = None
@@ -251,13 +280,16 @@ class Failed(ControlMessage):
     traceback: str
 
 
-MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments
+MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments | LocateMoments
 """Between two inner steps, if the worker is alone."""
-Command = CountDevices | Configure | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | MoveMoments
+Command = (
+    CountDevices | Configure | DigestLease | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | MoveMoments
+)
 Reply = (
     AtStage
     | DevicesCounted
     | Configured
+    | LeaseDigested
     | InnerStepDone
     | InnerLoopDone
     | Evaluated

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.cores import usable_cores
 from opendiloco.errors import IslandError, WorkerError
-from opendiloco.workers.control import Configure, Configured, CountDevices, DevicesCounted
+from opendiloco.workers.control import (
+    Configure,
+    Configured,
+    ControlMessage,
+    CountDevices,
+    DevicesCounted,
+    LeaseDigested,
+)
 from opendiloco.workers.handle import WorkerHandle
 from opendiloco.workers.nodes import LOOPBACK, Node, Nodes
 from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count
@@ -20,8 +27,11 @@ from opendiloco.workers.process import Inherited, WorkerProcess
 from opendiloco.workers.start_up import StartUp
 
 KEY_BYTES = 8
-MUST_AGREE = ("parameters", "tokens_per_sample", "held_out_digest", "bytes_per_token")
-"""Of what a worker says of itself: what follows from the run and its data alone."""
+MUST_AGREE: Mapping[type[ControlMessage], Sequence[str]] = {
+    Configured: ("parameters", "tokens_per_sample", "text_digest", "held_out_digest", "bytes_per_token"),
+    LeaseDigested: ("lease_digest",),
+}
+"""Of what a worker says: what follows from the run and its data alone."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,8 @@ class Crew:
             commands += [
                 Configure(
                     manifest_content=content,
-                    options=replace(options, threads=place.threads),
+                    options=options,
+                    threads=place.threads,
                     device=place.device,
                     rank=first + number,
                     workers=len(self.workers),
@@ -97,10 +108,10 @@ class Crew:
             ]
         return commands
 
-    def check_alike(self, answers: Sequence[Configured]) -> None:
+    def check_alike(self, answers: Sequence[Configured] | Sequence[LeaseDigested]) -> None:
         """Compare what the workers have made of the run. Raises: IslandError, which names the first that differs."""
         for worker, answer in zip(self.workers, answers, strict=True):
-            for name in MUST_AGREE:
+            for name in MUST_AGREE[type(answer)]:
                 here, there = getattr(answers[0], name), getattr(answer, name)
                 if here != there:
                     raise IslandError(

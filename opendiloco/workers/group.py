@@ -23,6 +23,7 @@ from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.workers.control import (
     Configured,
     ControlMessage,
+    DigestLease,
     EndInnerLoop,
     Evaluate,
     Evaluated,
@@ -32,18 +33,19 @@ from opendiloco.workers.control import (
     Generated,
     InnerLoopDone,
     InnerStepDone,
+    LeaseDigested,
     RunInnerLoop,
 )
 from opendiloco.workers.crew import Crew
-from opendiloco.workers.handle import Answer, UnexpectedWorkerError, WorkerHandle
+from opendiloco.workers.failures import UnexpectedWorkerError
+from opendiloco.workers.handle import Answer, WorkerHandle
 from opendiloco.workers.moments import WorkersMoments
-from opendiloco.workers.nodes import Nodes
+from opendiloco.workers.nodes import Nodes, SpreadWeights
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from opendiloco.workers.process import Inherited
 from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.restarts import LOST, Restarts
 from opendiloco.workers.telemetry import Telemetry
-from opendiloco.workers.weights import SpreadWeights
 from peers.errors import DilocoPeerError
 from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
 
@@ -305,6 +307,9 @@ class WorkerGroup:
         if self._lost is not None:
             await self._replace_after(self._lost)
         try:
+            if isinstance(command, RunInnerLoop) and self._nodes.others:
+                self._check_that_it_is_new(command)
+                await self._check_text(command)
             await self.weights.bring(command, self.vectors)
             [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_progress)
             if isinstance(answered, InnerLoopDone):
@@ -319,6 +324,23 @@ class WorkerGroup:
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
             self._restarts.begin_anew()
         return answered
+
+    def _check_that_it_is_new(self, command: RunInnerLoop) -> None:
+        """Raises: IslandError when another machine was the first one before, and has a later state of the run on its
+        disk than anybody had who was there now."""
+        for node in self._nodes.others:
+            if node.others_steps > command.index:
+                raise IslandError(
+                    f"{node.name} has this run's state after outer step {node.others_steps} on its disk; here, on node "
+                    f"0, training would go on after outer step {command.index}.",
+                    "Start torchrun so that it numbers the machines as before, or give --state and --identity on a "
+                    "disk that all machines share. If that state is not wanted, remove it there.",
+                )
+
+    async def _check_text(self, command: RunInnerLoop) -> None:
+        """Have all workers read what is trained first. Raises: IslandError when a machine has other text there."""
+        digest = DigestLease(lease=command.samples, samples=self._config.training.batch_size)
+        self._crew.check_alike(await self._exchange([digest] * len(self._workers), LeaseDigested))
 
     async def _replace_after(self, error: DilocoPeerError) -> None:
         """Start workers in the place of lost ones, whose moments are lost, too; again, if those are lost as they start.

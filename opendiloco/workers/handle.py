@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
+from opendiloco.errors import WorkerError
 from opendiloco.workers.control import (
     AtStage,
     ControlMessage,
@@ -19,23 +18,14 @@ from opendiloco.workers.control import (
     Reply,
     parse_reply,
 )
-from peers.errors import DilocoPeerError, ManifestError
+from opendiloco.workers.failures import rebuild
+from peers.errors import DilocoPeerError
 from peers.values.workload import SnapshotError
 
 if TYPE_CHECKING:
     from opendiloco.workers.nodes import Node
 
-logger = logging.getLogger(__name__)
-
 Answer = TypeVar("Answer", bound=ControlMessage)
-
-EXPECTED_ERRORS: dict[str, type[DilocoPeerError]] = {
-    error.__name__: error for error in (DataError, DeviceMemoryError, MachineError, ManifestError, WorkerError)
-}
-
-
-class UnexpectedWorkerError(WorkerError):
-    """The worker failed in a way that none of ours describes."""
 
 
 class WorkerDeathError(WorkerError):
@@ -80,7 +70,7 @@ class WorkerHandle(ABC):
             if isinstance(reply, InnerStepDone):
                 on_progress(reply)
             elif isinstance(reply, Failed):
-                raise _rebuild(reply)
+                raise rebuild(reply)
             elif isinstance(reply, answer):
                 return reply
             else:
@@ -127,17 +117,3 @@ class WorkerHandle(ABC):
             self._replies.put_nowait(None)
             raise self._death.result()
         return reply
-
-
-def _rebuild(failure: Failed) -> DilocoPeerError:
-    """The worker's error as one of ours; unexpected ones as a WorkerError, with the worker's traceback as a note."""
-    expected = EXPECTED_ERRORS.get(failure.error)
-    error: DilocoPeerError
-    if expected is not None:
-        error = expected(failure.message, failure.remedy)
-    else:
-        logger.error("in the worker:\n%s", failure.traceback.rstrip())
-        said = f"the worker failed: {failure.error}: {failure.message}."
-        error = UnexpectedWorkerError(said, "This may be a bug; report it.")
-    error.add_note(f"In the worker:\n{failure.traceback}")
-    return error

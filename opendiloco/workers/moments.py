@@ -5,25 +5,37 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from opendiloco.errors import IslandError
+from opendiloco.inner.moments_file import read_header
 from opendiloco.shared_memory import copy_bytes
 from opendiloco.workers.control import (
     KeepMoments,
     LoadMoments,
-    MomentsMoved,
-    MoveMoments,
+    LocateMoments,
     RecallMoments,
     StoreMoments,
 )
 from opendiloco.workers.handle import WorkerDeathError, WorkerHandle
-from opendiloco.workers.nodes import Parts, Region
+from opendiloco.workers.nodes import Node, Region
 from opendiloco.workers.request_queue import RequestQueue
 from peers.transfer.memory_file import MemoryFile
 from peers.values.workload import SnapshotError
+
+Moved = TypeVar("Moved")
+
+
+class _Given(NamedTuple):
+    """Moments for workers to read: as bytes, of which the first `header` are for all of them; and what to ask a worker
+    that is to say which others it reads."""
+
+    data: memoryview
+    locate: LocateMoments
+    header: int = 0
 
 
 class WorkersMoments:
@@ -87,67 +99,101 @@ class WorkersMoments:
             task = self._requests.add(in_turn)
         await asyncio.shield(task)
 
-    async def _through_memory(self, command: MoveMoments, moments: memoryview) -> None:
+    async def _through_memory(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
         """Through memory that all processes see, and that is taken only for so long."""
         memory = await asyncio.to_thread(MemoryFile, os.dup(self.descriptor), len(moments))
         try:
-            if isinstance(command, LoadMoments):
-                await asyncio.to_thread(copy_bytes, moments, memory.data)
-            await self._tell(command, lambda: memory.data, len(moments))
             if isinstance(command, StoreMoments):
+                await self._write(command, lambda: memory.data, len(moments))
                 await asyncio.to_thread(copy_bytes, memory.data, moments)
+            else:
+                await asyncio.to_thread(copy_bytes, moments, memory.data)
+                await self._read(command, _Given(memory.data, LocateMoments()))
         finally:
             os.truncate(memory.descriptor, 0)
 
     async def _through_file(self, command: KeepMoments | RecallMoments) -> None:
-        """Through a file, of which other machines have a copy in memory meanwhile: the first worker gives it its size
-        here, and each machine's first worker there."""
+        """Through a file, to which the first worker gives its size here, and each machine's first worker there."""
         path = Path(command.path)
-        size = _size(path) if isinstance(command, RecallMoments) else 0
-        await self._tell(command, lambda: _mapped(path), size)
+        if isinstance(command, KeepMoments):
+            await self._write(command, lambda: _mapped(path, writes=True), 0)
+        else:
+            given = _Given(
+                _mapped(path, writes=False), LocateMoments(path=command.path, run=command.run), _header_length(path)
+            )
+            await self._read(command, given)
 
-    async def _tell(self, command: MoveMoments, data: Callable[[], memoryview], size: int) -> None:
-        """Have all workers move moments: those of other machines to or from a copy of `data`, of so many bytes."""
+    async def _write(self, command: StoreMoments | KeepMoments, data: Callable[[], memoryview], room: int) -> None:
+        """Have all workers write moments; what those of other machines write is brought into `data`.
+
+        Each of these machines has memory for it, of `room` bytes to begin with.
+        """
         workers = self._workers()
         nodes = list(dict.fromkeys(worker.node for worker in workers if worker.node is not None))
         try:
             for node in nodes:
-                await node.resize(Region.MOMENTS, size)
-                if isinstance(command, LoadMoments | RecallMoments):
-                    await node.send(Region.MOMENTS, data(), (0, size))
-            moved = await self._gather(command, workers)
-            for worker, parts in zip(workers, moved, strict=True):
-                if worker.node is not None and parts:
-                    await worker.node.fetch(Region.MOMENTS, data(), parts)
+                await node.resize(Region.MOMENTS, room)
+            written = await self._gather(worker.move_moments(command) for worker in workers)
+            for worker, moved in zip(workers, written, strict=True):
+                if worker.node is not None and moved.parts:
+                    await worker.node.fetch(Region.MOMENTS, data(), moved.parts)
         finally:
             with suppress(IslandError):
                 for node in nodes:
                     await node.resize(Region.MOMENTS, 0)
 
-    async def _gather(self, command: MoveMoments, workers: Sequence[WorkerHandle]) -> list[Parts]:
-        """Return which bytes each worker has written."""
-        moved = await asyncio.gather(*(worker.move_moments(command) for worker in workers), return_exceptions=True)
+    async def _read(self, command: LoadMoments | RecallMoments, given: _Given) -> None:
+        """Have all workers read moments: on other machines in turns, each a copy of what it reads and no more."""
+        by_node: dict[Node | None, list[WorkerHandle]] = {}
+        for worker in self._workers():
+            by_node.setdefault(worker.node, []).append(worker)
+        here = [worker.move_moments(command) for worker in by_node.pop(None, [])]
+        there = [_read_in_turns(node, workers, command, given) for node, workers in by_node.items() if node is not None]
+        await self._gather([*here, *there])
+
+    async def _gather(self, moves: Iterable[Awaitable[Moved]]) -> list[Moved]:
+        """Return what all of them return, once all have ended. Raises: what one of them does."""
+        moved = await asyncio.gather(*moves, return_exceptions=True)
         problems = [said for said in moved if isinstance(said, BaseException)]
         if problems and isinstance(problems[0], WorkerDeathError) and not self._is_over():
             raise SnapshotError("the worker is gone")  # another takes its place
         if problems:
             raise problems[0]
-        return [said.parts for said in moved if isinstance(said, MomentsMoved)]
+        return [said for said in moved if not isinstance(said, BaseException)]
 
 
-def _size(path: Path) -> int:
+async def _read_in_turns(
+    node: Node, workers: Sequence[WorkerHandle], command: LoadMoments | RecallMoments, given: _Given
+) -> None:
+    """Have workers of another machine read moments one after the other. Its memory for them has room for all of them,
+    and takes no more than what is sent there."""
+    for worker in workers:
+        try:
+            await node.resize(Region.MOMENTS, len(given.data))
+            await node.send(Region.MOMENTS, given.data, (0, given.header))
+            located = await worker.move_moments(given.locate)
+            for part in located.parts:
+                await node.send(Region.MOMENTS, given.data, part)
+            await worker.move_moments(command)
+        finally:
+            with suppress(IslandError):
+                await node.resize(Region.MOMENTS, 0)
+
+
+def _header_length(path: Path) -> int:
     """Raises: SnapshotError."""
     try:
-        return path.stat().st_size
-    except OSError as error:
+        with path.open("rb") as file:
+            return read_header(file)[2]
+    except (OSError, ValueError) as error:
         raise _unusable(error) from error
 
 
-def _mapped(path: Path) -> memoryview:
+def _mapped(path: Path, writes: bool) -> memoryview:
     """Raises: SnapshotError."""
     try:
-        with path.open("r+b") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0))
+        with path.open("r+b" if writes else "rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ))
     except (OSError, ValueError) as error:  # ValueError: the file is empty
         raise _unusable(error) from error
 

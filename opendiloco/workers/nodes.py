@@ -1,4 +1,4 @@
-"""The other machines of a volunteer, as far as commanding their workers needs to know them.
+"""The other machines of a volunteer, as far as commanding their workers needs to know them; and the weights there.
 
 What workers share with the peer process lies in memory files. Each machine has its own; a node keeps its copy of them,
 and the peer process moves bytes from the one to the other: an offset means the same in both.
@@ -6,11 +6,14 @@ and the peer process moves bytes from the one to the other: an offset means the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeAlias
 
+from opendiloco.shared_memory import SharedVectors
+from opendiloco.workers.control import ControlMessage, Evaluate, RunInnerLoop
 from opendiloco.workers.handle import WorkerHandle
 
 LOOPBACK = "127.0.0.1"
@@ -30,6 +33,8 @@ class Node(Protocol):
 
     name: str
     cores: int
+    others_steps: int
+    """After how many outer steps of this run another peer has kept its newest checkpoint there; 0: none has."""
 
     async def start_worker(self, threads: int) -> WorkerHandle:
         """Start a worker there that shares the node's memory files."""
@@ -55,3 +60,33 @@ class Nodes:
     others: Sequence[Node] = ()
     host: str = LOOPBACK
     port: int = 0
+
+
+class SpreadWeights:
+    """Brings what other machines need of `SharedVectors` there before training or evaluation, and takes it back."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes.others
+        self._parts: list[tuple[Node, Parts]] = []
+
+    def written_by(self, workers: Iterable[tuple[WorkerHandle, Parts]]) -> None:
+        """Learn which bytes each worker writes when it has trained."""
+        self._parts = [(worker.node, parts) for worker, parts in workers if worker.node is not None]
+
+    async def bring(self, command: ControlMessage, vectors: SharedVectors) -> None:
+        """Send to each machine, once, what a command has its workers begin with. Raises: IslandError."""
+        if not self._nodes or not isinstance(command, RunInnerLoop | Evaluate):
+            return
+        is_local = isinstance(command, RunInnerLoop) and command.from_local
+        part = vectors.local_part if is_local else vectors.theta_part
+        sending = [node.send(Region.VECTORS, vectors.data, part, keeps=not is_local) for node in self._nodes]
+        await asyncio.gather(*sending)
+
+    async def take(self, vectors: SharedVectors) -> None:
+        """Copy what workers of other machines have trained into our own memory. Raises: IslandError."""
+        await asyncio.gather(*(node.fetch(Region.VECTORS, vectors.data, parts) for node, parts in self._parts))
+
+    async def theta_is_sent(self) -> None:
+        """Return once theta may change: no machine is being sent it any more."""
+        for node in self._nodes:
+            await node.sent()

@@ -15,9 +15,10 @@ TEMPERATURE = 0.8
 class WorkerOptions:
     """`device` is "auto" (all GPUs if torch sees any, else the CPU), "cpu", "cuda" (all GPUs) or one, as "cuda:1".
 
-    `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs. Each worker has `threads` CPU threads (None: see
-    `choose_threads`; it is 1 unless told otherwise, since more of them sum in another order). `micro_batch` is
-    how many windows go through the model at once (None: as many as fit, up to what the run recommends).
+    `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs. Each worker has `threads` CPU threads, also to draw the
+    initial weights (None: see `choose_threads`, and all cores to draw; it is 1 unless told otherwise, since more of
+    them sum in another order). `micro_batch` is how many windows go through the model at once (None: as many as fit, up
+    to what the run recommends).
     `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
     where the run says fp32. With `whole_layers`, workers that share a model keep its layers whole from the forward to
     the backward pass, and their gradients until a batch's last window. They share it `replicas` times, each of so many

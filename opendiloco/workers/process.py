@@ -1,4 +1,4 @@
-"""The handle on one worker process of this machine. Knows no torch.
+"""The handle on one worker process of this machine, and what that prints. Knows no torch.
 
 The worker's death is noticed at once, since its end of the control channel closes with it.
 """
@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import re
 import signal
 import socket
 import sys
+from collections import deque
 from typing import NamedTuple, Self
 
 from pydantic import ValidationError
 
 from opendiloco.workers.control import LINE_LIMIT, ControlMessage
 from opendiloco.workers.handle import WorkerDeathError, WorkerHandle
-from opendiloco.workers.last_words import LastWords
 from peers.net.signals import signals_held_back
 
+logger = logging.getLogger(__name__)
+
 CLOSE_SECONDS = 2.0
+LINES_KEPT = 60
+"""As many as a traceback through torch has."""
+LINE_LENGTH = 500
+IN_A_SENTENCE = 3
+"""Lines that an error repeats, the last ones; the log has all that were kept."""
+TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -39,6 +49,31 @@ class Inherited(NamedTuple):
         """Return the descriptors by the worker's options for them."""
         numbers = {"memory": self.memory, "moments": self.moments, "listener": self.listener}
         return {name: number for name, number in numbers.items() if number is not None}
+
+
+class LastWords:
+    """The last lines that a worker has printed, fit for a terminal: without colours, progress bars as they ended."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+
+    def heard(self, line: str) -> None:
+        """Take a line."""
+        plain = TERMINAL_COMMANDS.sub("", line).rstrip().rpartition("\r")[2].replace("\t", "    ")[:LINE_LENGTH]
+        shown = "".join(character if character.isprintable() else " " for character in plain)
+        if shown.strip():
+            self._lines.append(shown)
+            logger.debug("the worker says: %s", shown)
+
+    def sentence(self) -> str:
+        """Return the last lines as the end of an error's message; nothing if there are none."""
+        lines = [line.strip() for line in self._lines][-IN_A_SENTENCE:]
+        return f" Its last words: {' | '.join(lines)}" if lines else ""
+
+    def log(self, name: str) -> None:
+        """Log all that was kept."""
+        if self._lines:
+            logger.error("%s printed last:\n%s", name, "\n".join(f"    {line}" for line in self._lines))
 
 
 class WorkerProcess(WorkerHandle):

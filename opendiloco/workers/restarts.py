@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from opendiloco.errors import DeviceMemoryError
-from opendiloco.workers.handle import UnexpectedWorkerError, WorkerDeathError
+from opendiloco.workers.failures import UnexpectedWorkerError
+from opendiloco.workers.handle import WorkerDeathError
 from peers.errors import DilocoPeerError
 
 logger = logging.getLogger(__name__)

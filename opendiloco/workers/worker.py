@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
+from opendiloco.data.sample_order import numbers_of
+from opendiloco.errors import WorkerError
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.workers.control import (
@@ -34,18 +35,20 @@ from opendiloco.workers.control import (
     ControlMessage,
     CountDevices,
     DevicesCounted,
+    DigestLease,
     EndInnerLoop,
     Evaluate,
     Evaluated,
     Export,
     Exported,
-    Failed,
     Generate,
     Generated,
     InnerLoopDone,
     InnerStepDone,
     KeepMoments,
+    LeaseDigested,
     LoadMoments,
+    LocateMoments,
     MomentsMoved,
     MoveMoments,
     RecallMoments,
@@ -53,7 +56,7 @@ from opendiloco.workers.control import (
     StoreMoments,
     parse_command,
 )
-from peers.errors import DilocoPeerError
+from opendiloco.workers.failures import describe_failure
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
@@ -121,7 +124,7 @@ class Worker:
             from opendiloco.data.training_data import load_data
             from opendiloco.inner.device_facts import choose_device, device_name
 
-        torch.set_num_threads(command.options.threads or 1)
+        torch.set_num_threads(command.threads)
         torch.set_float32_matmul_precision("high" if command.options.tf32 else "highest")
         self._channel = channel
         self._options = command.options
@@ -134,15 +137,15 @@ class Worker:
 
         at_stage("importing transformers")
         with nothing_collected():
-            from opendiloco.inner.attention import document_attention
             from opendiloco.inner.replica import ModelReplica
             from opendiloco.inner.team import MeetingPlace, Team
             from opendiloco.model.utilisation import flops_per_token
-            from opendiloco.workers.assembly import assemble_model
+            from opendiloco.workers.assembly import assemble_model, in_fitting_precision
 
         place = MeetingPlace(command.port, command.host, command.key, descriptors.listener)
         here = range(command.first_here, command.first_here + (command.here or command.workers))
         self._team = Team.meet(device, command.rank, command.workers, place, here, command.options.replicas)
+        self._config = in_fitting_precision(self._config, self._team)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
         whole_layers = command.options.whole_layers
@@ -151,9 +154,8 @@ class Worker:
         )
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
-        end = self._data.samples.document_end
-        if end is not None and command.options.trains and command.options.compile is not False:
-            self._replica.attention = document_attention(self._replica, self._team, end)
+        if command.options.trains:
+            self._try_what_is_compiled()
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
         parameters, length = self._replica.layout.size, self._config.training.sequence_length
@@ -165,10 +167,22 @@ class Worker:
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, parameters, length),
             micro_batch=self._replica.micro_batch,
+            text_digest=self._data.digest,
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             parts=self._replica.parts(self._vectors.local_part[0]),
         )
+
+    def _try_what_is_compiled(self) -> None:
+        """Choose how attention is computed, and whether blocks are compiled, by what works here."""
+        from opendiloco.inner.attention import document_attention
+        from opendiloco.inner.trials import keep_compiled_if_it_works
+
+        end = self._data.samples.document_end
+        if end is not None and self._options.compile is not False:
+            self._replica.attention = document_attention(self._replica, self._team, end)
+        if self._replica.attention is None:
+            keep_compiled_if_it_works(self._replica, self._team)
 
     def _choose_micro_batch(self) -> int:
         """Return what this machine's owner says; else as many windows as fit, up to what the run recommends."""
@@ -183,6 +197,8 @@ class Worker:
     def carry_out(self, command: Command) -> ControlMessage:
         """The reply to one command."""
         match command:
+            case DigestLease():
+                return LeaseDigested(lease_digest=self._data.samples.digest(numbers_of(command.lease), command.samples))
             case RunInnerLoop():
                 return self._train(command)
             case Evaluate():
@@ -191,7 +207,7 @@ class Worker:
                 return self._generate(command)
             case Export():
                 return self._export(command)
-            case StoreMoments() | LoadMoments() | KeepMoments() | RecallMoments():
+            case StoreMoments() | LoadMoments() | KeepMoments() | RecallMoments() | LocateMoments():
                 return self._move_moments(command)
             case _:
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
@@ -254,6 +270,9 @@ class Worker:
                     return MomentsMoved(parts=parts)
                 case RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
+                case LocateMoments():
+                    path = None if command.path is None else Path(command.path)
+                    return MomentsMoved(parts=self._replica.parts_of_moments(path, command.run))
                 case StoreMoments():
                     return MomentsMoved(parts=self._replica.store_moments(self._moments()))
                 case LoadMoments():
@@ -299,7 +318,8 @@ class Worker:
         if self._team.mesh is None:
             self._replica.load(self._vectors.theta)
             return self._replica.model
-        model = build_model(self._config, self._tokenizer, draws=not is_all_trained(self._replica.model))
+        draws = not is_all_trained(self._replica.model)
+        model = build_model(self._config, self._tokenizer, draws=draws, threads=self._options.threads)
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
         return model
 
@@ -341,36 +361,6 @@ def count_devices() -> DevicesCounted:
     import torch
 
     return DevicesCounted(gpus=torch.cuda.device_count())
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device has no memory left. Torch has a class for its own allocator alone; what CUDA's libraries and
-    NCCL could not get, they say in words."""
-    said = str(error).lower()
-    return type(error).__name__ == "OutOfMemoryError" or (
-        isinstance(error, RuntimeError) and ("out of memory" in said or "cublas_status_alloc_failed" in said)
-    )
-
-
-def is_short_of_shared_memory(error: Exception) -> bool:
-    """Whether NCCL found too little in /dev/shm, of which a container has 64 MB unless told otherwise."""
-    said = str(error)
-    return isinstance(error, RuntimeError) and "/dev/shm" in said and ("segment" in said or "No space left" in said)
-
-
-def describe_failure(error: Exception) -> Failed:
-    """What the peer process needs to raise the same error on its side."""
-    trace = "".join(traceback.format_exception(error))
-    if isinstance(error, ImportError):
-        error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
-    if is_short_of_shared_memory(error):
-        remedy = "In a container, give it more: docker run --shm-size 1g, or --ipc host. Else train on one GPU."
-        error = MachineError("/dev/shm has too little room for what this machine's GPUs tell each other.", remedy)
-    if is_out_of_memory(error):
-        remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
-        error = DeviceMemoryError("the device ran out of memory.", remedy)
-    message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
-    return Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
 
 
 def main() -> None:

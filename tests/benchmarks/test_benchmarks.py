@@ -10,8 +10,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import accuracy, checkpoint, codecs
+from benchmarks import accuracy, checkpoint, codecs, training
 from benchmarks.reporting import Bar, report, speed_ratio, time_interleaved
+from opendiloco.config.run_config import RunConfig
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -32,6 +33,27 @@ def test_a_benchmark_reports(command: click.Command, arguments: Sequence[str], n
     content = json.loads(figures.read_text())
     assert names <= {next(iter(row.values())) for row in content["rows"]}
     assert all(bar["ratio"] > 0 for bar in content["bars"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "bar"), [("cuda", "cuda:0", 0.98), ("cuda:1", "cuda:1", 0.98), ("cpu", "cpu", 0.97)]
+)
+def test_both_train_on_one_device(asked: str, device: str, bar: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volunteer that is told "cuda" would train on all GPUs."""
+    machines = list[training.Machine]()
+
+    async def measure(config: RunConfig, machine: training.Machine, repetitions: int) -> training.Measured:
+        machines.append(machine)
+        turns = {name: training.Turns([1.0] * repetitions) for name in (training.BARE, training.VOLUNTEER)}
+        return training.Measured(turns, 1_000_000)
+
+    monkeypatch.setattr(training, "measure", measure)
+    run = str(ROOT / "examples" / "tiny.toml")
+    done = CliRunner().invoke(training.main, ["--run", run, "--device", asked], catch_exceptions=False)
+    [machine] = machines
+    assert machine.bare_arguments[:2] == machine.volunteer_arguments[:2] == ["--device", device]
+    assert f"on {device}:" in done.output
+    assert str(bar) in done.output
 
 
 def test_contenders_take_turns() -> None:

@@ -96,8 +96,8 @@ def test_without_lm_eval_the_remedy_installs_it(model: Path, monkeypatch: pytest
 
 
 def test_a_local_task(small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real lm-eval, where it is installed: importing it takes long."""
-    pytest.importorskip("lm_eval", reason="an extra that is not installed")
+    """With the real lm-eval, which takes long to import."""
+    pytest.importorskip("lm_eval", reason="a development package that is not installed")
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))

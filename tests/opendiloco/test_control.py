@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from opendiloco.workers.control import Evaluated, Failed, RunInnerLoop, parse_command, parse_reply
-from opendiloco.workers.worker import describe_failure
+from opendiloco.workers.failures import describe_failure
 from peers.values.leases import SampleRange
 from tests.opendiloco.trainings import training_done
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import MachineError
 from opendiloco.inner.device_facts import choose_device, compiling_lacks
+from opendiloco.inner.team import Team
 from opendiloco.stages import watched_by
-from opendiloco.workers.assembly import _is_compiled
+from opendiloco.workers.assembly import _is_compiled, in_fitting_precision
 from opendiloco.workers.options import WorkerOptions
 
 
@@ -56,3 +60,30 @@ def test_a_gpu_without_what_compiling_takes_trains_all_the_same(
         assert _is_compiled(WorkerOptions(compile=True), gpu)
     assert said == ([f"not compiling, which would be faster: {lacking}"] if lacking else [])
     assert not _is_compiled(WorkerOptions(), torch.device("cpu"))
+    assert not _is_compiled(WorkerOptions(trains=False), gpu)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "asked", "computed"),
+    [
+        ("cuda:0", (9, 0), "bf16", "bf16"),
+        ("cuda:0", (7, 5), "bf16", "fp32"),
+        ("cuda:0", (7, 5), "fp32", "fp32"),
+        ("cpu", (0, 0), "bf16", "bf16"),
+    ],
+)
+def test_a_gpu_without_bf16_computes_in_fp32_and_says_so(
+    device: str,
+    capability: tuple[int, int],
+    asked: str,
+    computed: str,
+    small_content: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
+    training = small_content["training"] | {"precision": asked}
+    config, said = RunConfig.from_manifest_content(small_content | {"training": training}), list[str]()
+    with watched_by(lambda stage, share: said.append(stage)):
+        assert in_fitting_precision(config, Team(torch.device(device))).training.precision == computed
+    assert bool(said) == (asked != computed)
+    assert config.training.precision == asked

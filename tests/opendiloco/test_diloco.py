@@ -6,7 +6,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opendiloco import diloco as diloco_module
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.ahead import Ahead
+from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.diloco import DiLoCo, _Joined
@@ -33,7 +36,10 @@ from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from peers.errors import ManifestError
 from peers.values.identity import Identity
+from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
+from peers.values.workload import InnerLoop
+from tests.opendiloco.test_data import sharded
 from tests.opendiloco.test_loop_worker import new_workload
 
 
@@ -211,6 +217,44 @@ def test_a_loop_evaluates_theta_as_everybody_does_if_it_reads_the_runs_text(
     assert found.is_runs_text
     assert model.training == (mode == "train")
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class LoopsOuterStep(NamedTuple):
+    """What `batches` asks of one."""
+
+    work: InnerLoop
+    steps_done: int
+
+
+def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
+    small_content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards that its lease visits, and then the one after it; by a process that ends with the iterator."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, _ = sharded(tmp_path)
+    data = {"sources": [source], "held_out": 0.2}
+    config = RunConfig.from_manifest_content(small_content | {"data": data})
+    foreseen, asked, closed = list[tuple[int, int]](), list[tuple[int, int]](), list[Ahead]()
+    samples = load_data(config, ByteTokenizer(), None, lambda *wanted: foreseen.append(wanted)).samples
+    monkeypatch.setattr(Ahead, "tokenize", lambda ahead, *wanted: asked.append(wanted))
+    monkeypatch.setattr(Ahead, "close", lambda ahead: closed.append(ahead))
+    loop = loop_of_its_own(monkeypatch)
+    worker = LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
+    loop._joined = _Joined(LoopWorkload(worker, Run.sign(config, Identity.generate())), lambda: None)
+    lease = (SampleRange(0, 2), SampleRange(60, 64))
+    loop._data = (tmp_path / "text",)
+    numbers, batches = numbers_of(lease), loop.batches()
+    samples.expect(numbers)
+    for steps_done in range(3):
+        loop._outer_step = LoopsOuterStep(InnerLoop(0, lease, 3, 0), steps_done)  # type: ignore[assignment]
+        assert np.array_equal(next(batches).numpy(), samples.read(numbers[2 * steps_done : 2 * steps_done + 2]))
+        loop._text = None  # as it is when the model cannot be evaluated
+    assert asked == foreseen
+    assert len(set(asked)) == 2, "the lease's second shard, and the one after the lease"
+    loop._outer_step = None
+    assert not closed
+    assert next(batches, None) is None
+    assert len(closed) == 1
 
 
 def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -20,15 +21,18 @@ from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import IslandError
 from opendiloco.island import agent as agent_module
+from opendiloco.island import arrival as arrival_module
 from opendiloco.island import first as first_module
 from opendiloco.island import remote as remote_module
-from opendiloco.island.agent import NodeAgent, connect
+from opendiloco.island.agent import NodeAgent
+from opendiloco.island.arrival import Connection, VolunteerLeftError, connect
 from opendiloco.island.environment import Placement
 from opendiloco.island.first import STRANGERS_AT_ONCE, gathered
 from opendiloco.island.frames import (
     HEADER,
     LIMITS,
     PIECE,
+    Ended,
     Frame,
     Hello,
     Kind,
@@ -38,7 +42,7 @@ from opendiloco.island.frames import (
     read_frame,
     write_frame,
 )
-from opendiloco.island.greeting import key_of, proof
+from opendiloco.island.greeting import end_key, key_of, proof
 from opendiloco.island.greeting import versions as own_versions
 from opendiloco.island.remote import RemoteNode
 from opendiloco.model.card import RunFacts
@@ -179,6 +183,9 @@ class Store:
             await asyncio.sleep(0)
         return self.values[key]
 
+    async def has(self, key: str) -> bool:
+        return key in self.values
+
 
 @pytest.fixture(autouse=True)
 def _store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +195,7 @@ def _store(monkeypatch: pytest.MonkeyPatch) -> None:
     async def store_client(host: str, port: int) -> AsyncIterator[Store]:
         yield Store()
 
-    for module in (agent_module, first_module):
+    for module in (arrival_module, first_module):
         monkeypatch.setattr(module, "store_client", store_client)
 
 
@@ -245,6 +252,24 @@ def test_bytes_go_to_the_other_machine_once_and_come_back(monkeypatch: pytest.Mo
         await node.sent()
 
     asyncio.run(both(use))
+
+
+def test_the_first_machine_learns_what_others_have_kept_but_for_its_own() -> None:
+    """On a disk that they share, a node sees what the volunteer itself has kept."""
+
+    async def first() -> None:
+        async with gathered(FIRST, "run-1", left, "peer-0") as nodes:
+            assert [node.others_steps for node in nodes.others] == [7]
+
+    async def second() -> None:
+        kept = {"peer-0": 50, "peer-1": 7, "peer-2": 3}
+        await NodeAgent(await connect(SECOND, "run-1", kept)).serve()
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(first(), second())
+
+    asyncio.run(story())
 
 
 def test_the_first_machine_listens_on_the_same_port_of_all_addresses() -> None:
@@ -366,6 +391,105 @@ def test_somebody_can_ask_to_leave_while_machines_are_still_missing() -> None:
     asyncio.run(story())
 
 
+@pytest.fixture
+def _let_in_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other machines find the first one, but cannot show that they know the secret, and look again and again."""
+    monkeypatch.setattr(arrival_module, "proof", lambda *known: "no")
+    monkeypatch.setattr(arrival_module, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(arrival_module, "BELIEVING_SECONDS", 0)
+    monkeypatch.setattr(first_module, "LOOK_SECONDS", 0)
+
+
+@pytest.mark.usefixtures("_let_in_nobody")
+def test_the_first_machine_hears_that_one_leaves_which_was_not_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def story() -> None:
+        def stop() -> None:
+            first.cancel()
+
+        async with asyncio.timeout(SECONDS):
+            first = asyncio.create_task(gather(lambda nodes: asyncio.sleep(0), stop))
+            second = asyncio.create_task(connect(SECOND, "run-1"))
+            await Store().get(key_of(FIRST.job))
+            second.cancel()
+            for left in (second, first):
+                with pytest.raises(asyncio.CancelledError):
+                    await left
+
+    asyncio.run(story())
+    assert "node 1 is asked to leave before all machines are here: this volunteer leaves" in caplog.messages
+
+
+@pytest.mark.usefixtures("_let_in_nobody")
+def test_a_machine_that_was_not_let_in_hears_that_the_first_one_leaves() -> None:
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            first = asyncio.create_task(gather(lambda nodes: asyncio.sleep(0)))
+            second = asyncio.create_task(connect(SECOND, "run-1"))
+            await Store().get(key_of(FIRST.job))
+            first.cancel()
+            with pytest.raises(VolunteerLeftError, match="node 0 of this volunteer was asked to leave"):
+                await second
+
+    asyncio.run(story())
+
+
+def test_a_machine_that_was_not_let_in_hears_which_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three, the third one wants to join another run, and the second one cannot reach the first."""
+    dial = arrival_module._Arrival._dial
+
+    async def dial_unless_second(arrival: arrival_module._Arrival, place: Place) -> Connection:
+        if arrival._placement.rank == 1:
+            raise OSError("out of reach")
+        return await dial(arrival, place)
+
+    async def come(rank: int, run: str) -> None:
+        await connect(replace(SECOND, rank=rank, size=3), run)
+
+    async def first() -> None:
+        async with gathered(replace(FIRST, size=3), "run-1", left):
+            pytest.fail("one of them does not fit")
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            machines = first(), come(1, "run-1"), come(2, "run-2")
+            for error in await asyncio.gather(*machines, return_exceptions=True):
+                assert isinstance(error, IslandError)
+                assert "node 2 wants to join the run run-2, node 0 the run run-1" in error.message
+
+    monkeypatch.setattr(arrival_module._Arrival, "_dial", dial_unless_second)
+    monkeypatch.setattr(arrival_module, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(arrival_module, "BELIEVING_SECONDS", 0)
+    asyncio.run(story())
+
+
+def test_what_the_store_says_of_an_earlier_start_ends_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens where the first machine was then, and somebody had left."""
+    monkeypatch.setattr(arrival_module, "AGAIN_SECONDS", 0)
+    secret, ends = bytes(32), list[str]()
+    Store.values[end_key(secret)] = Ended(by="node 0").packed().decode()
+
+    async def check_end(arrival: object, place: Place) -> None:
+        ends.append(place.secret)
+
+    async def story() -> None:
+        async with asyncio.timeout(SECONDS):
+            with socket.create_server(("127.0.0.1", 0)) as closed:
+                port = closed.getsockname()[1]
+            await Store().set(key_of(FIRST.job), Place(port=port, secret=secret.hex()).packed().decode())
+            second = asyncio.create_task(connect(SECOND, "run-1"))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            serving = asyncio.create_task(gather(lambda nodes: asyncio.sleep(0)))
+            await NodeAgent(await second).serve()
+            await serving
+
+    monkeypatch.setattr(arrival_module._Arrival, "_check_end", check_end)
+    asyncio.run(story())
+    assert not ends
+
+
 def test_a_machine_that_is_lost_is_named_to_all_that_wait_for_it() -> None:
     async def story() -> None:
         async def use(nodes: Nodes) -> None:
@@ -438,7 +562,7 @@ def test_a_machine_that_hangs_holds_up_neither_restart_nor_leave(monkeypatch: py
 def test_machines_that_differ_hear_both_why(
     run: str, versions: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_module, "versions", lambda: own_versions() | versions)
+    monkeypatch.setattr(arrival_module, "versions", lambda: own_versions() | versions)
 
     async def story() -> tuple[object, object]:
         async with asyncio.timeout(SECONDS):
@@ -454,7 +578,7 @@ def test_machines_that_differ_hear_both_why(
 def test_who_does_not_know_the_secret_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps nobody out: the store may still say what an earlier start wrote."""
     wrong = iter([True])
-    monkeypatch.setattr(agent_module, "proof", lambda *known: "no" if next(wrong, False) else proof(*known))
+    monkeypatch.setattr(arrival_module, "proof", lambda *known: "no" if next(wrong, False) else proof(*known))
 
     async def use(nodes: Nodes) -> None:
         assert len(nodes.others) == 1
@@ -502,7 +626,7 @@ async def first_machines_port() -> int:
 
 def test_who_answers_as_the_first_machine_must_know_the_secret_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else may have its port by now: the node dials until the store says where the first machine is."""
-    monkeypatch.setattr(agent_module, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(arrival_module, "AGAIN_SECONDS", 0)
     welcomed = asyncio.Event()
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -536,8 +660,8 @@ def test_the_log_tells_of_a_few_wrong_proofs_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = iter([True] * 10)
-    monkeypatch.setattr(agent_module, "AGAIN_SECONDS", 0)
-    monkeypatch.setattr(agent_module, "proof", lambda *known: "no" if next(wrong, False) else proof(*known))
+    monkeypatch.setattr(arrival_module, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(arrival_module, "proof", lambda *known: "no" if next(wrong, False) else proof(*known))
 
     async def use(nodes: Nodes) -> None:
         assert len(nodes.others) == 1

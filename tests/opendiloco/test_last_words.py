@@ -12,8 +12,7 @@ import pytest
 from opendiloco.workers import process
 from opendiloco.workers.control import CountDevices, DevicesCounted
 from opendiloco.workers.handle import WorkerDeathError
-from opendiloco.workers.last_words import LINE_LENGTH, LINES_KEPT, LastWords
-from opendiloco.workers.process import Inherited, WorkerProcess
+from opendiloco.workers.process import LINE_LENGTH, LINES_KEPT, Inherited, LastWords, WorkerProcess
 
 SECONDS = 120.0
 RAISES = """

@@ -13,11 +13,10 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import HostMemory
 from opendiloco.inner import micro_batch, optimizers
-from opendiloco.inner.micro_batch import WindowMemory, fitting_micro_batch, trying
+from opendiloco.inner.micro_batch import WindowMemory, fitting_micro_batch, peak_while, trying
 from opendiloco.inner.moments import Moments, moments_size
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
-from opendiloco.inner.tensor_memory import peak_while
 from opendiloco.kernels import INT8
 from opendiloco.model.build import build_model
 from opendiloco.workers import needs

@@ -13,8 +13,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows, load_data
+from opendiloco.inner.micro_batch import peak_while
 from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.tensor_memory import peak_while
 from opendiloco.model import packing
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss

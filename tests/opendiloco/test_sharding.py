@@ -6,6 +6,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.sample_order import Mixture, SampleOrder
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import MachineError
@@ -27,10 +29,12 @@ from opendiloco.inner.micro_batch import trying
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
 from opendiloco.inner.team import MeetingPlace, Team
+from opendiloco.inner.trials import compile_blocks, keep_compiled_if_it_works
 from opendiloco.model import portable_normal
 from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
 from opendiloco.model.shards import Shards, local_part, shard_rows
 from opendiloco.shared_memory import SharedVectors, create_memory_file
+from opendiloco.stages import watched_by
 from opendiloco.workers import assembly
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.options import WorkerOptions
@@ -242,6 +246,95 @@ def test_workers_that_start_again_draw_no_weights_that_theta_has(
     os.close(first)
     Shards(layout_of(again)).load(theta, trainable(again))
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize("threads", [1, 3, None])
+def test_initial_weights_are_drawn_by_as_many_threads_as_the_owner_allows(
+    small_config: RunConfig, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all cores where nothing is said: the other workers wait meanwhile."""
+    pools = list[int]()
+
+    class Noting(ThreadPoolExecutor):
+        def __init__(self, size: int) -> None:
+            pools.append(size)
+            super().__init__(size)
+
+    monkeypatch.setattr(portable_normal, "ThreadPoolExecutor", Noting)
+    monkeypatch.setattr(portable_normal, "usable_cores", lambda: 7)
+    memory = create_memory_file()
+    assemble_model(small_config, ByteTokenizer(), Team(CPU), WorkerOptions(threads=threads), memory)
+    os.close(memory)
+    assert set(pools) == {threads or 7}
+
+
+class Failing(torch.autograd.Function):
+    """The identity, of which no gradient can be had."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor) -> torch.Tensor:
+        return values * 1
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError("fatal error: Python.h: No such file\nand more")
+
+
+class Broken:
+    """A block's forward pass that the compiler can make, unlike its backward pass, in any number of windows."""
+
+    def __init__(self, forward: Any) -> None:
+        self.windows: int | None = None
+        self._forward = forward
+
+    def __call__(self, hidden: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        self.windows = len(hidden)
+        computed: torch.Tensor = Failing.apply(self._forward(hidden, *arguments, **options))  # type: ignore[no-untyped-call]
+        return computed
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_model_that_cannot_be_compiled_trains_all_the_same(
+    is_sharded: bool, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if nobody had tried: FSDP2 would take the first batch's backward pass for the rest of the failed one."""
+    team = only_one() if is_sharded else Team(CPU)
+    if not is_sharded:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    config = with_model(small_config.to_manifest_content(), MODELS["llama"], num_hidden_layers=2)
+    weights, said = list[Any](), list[str]()
+    for fails in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", Broken)
+            model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(compile=fails), None)
+        replica = ModelReplica(config, model, load_data(config, ByteTokenizer()).samples, team, micro_batch=2)
+        with watched_by(lambda stage, share: said.append(stage)):
+            broken = [block.forward for block in transformer_blocks(model) if fails]
+            keep_compiled_if_it_works(replica, team)
+        assert all("forward" not in vars(block) for block in transformer_blocks(model))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        theta = initial_theta(config)
+        replica.train(theta, 0, LEASE, 3)
+        replica.store(theta)
+        weights.append(theta)
+    assert said == ["compiling", "not compiling, which would be faster: fatal error: Python.h: No such file."]
+    assert broken[0].windows == 2, "it is compiled for what is trained at once"
+    assert np.array_equal(*weights)
+
+
+def test_a_gpu_that_is_full_is_no_fault_of_the_compiler(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = ModelReplica(small_config, build_model(small_config, ByteTokenizer()), SampleOrder([], Mixture()))
+
+    def full(*arguments: Any, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "compile", lambda forward: full)
+    compile_blocks(replica.model)
+    with pytest.raises(torch.OutOfMemoryError):
+        keep_compiled_if_it_works(replica, Team(CPU))
 
 
 @pytest.mark.usefixtures("_process_group_ends")

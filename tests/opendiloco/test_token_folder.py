@@ -16,7 +16,7 @@ from opendiloco.cli import main
 from opendiloco.cli.run import with_tokens_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.token_cache import TokenCache
-from opendiloco.data.token_files import Piece, digest_of_tokens
+from opendiloco.data.token_files import Piece, Tokens, digest_of_tokens
 from opendiloco.data.token_folder import open_token_folder, read_about, write_token_folder
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import TrainingData, load_data, read_tokens
@@ -81,6 +81,7 @@ def test_they_are_mapped_and_nothing_is_copied(folder: Path, cache: TokenCache, 
     tokens = open_token_folder(str(folder), TOKENIZER, SPLIT, cache)
     assert isinstance(tokens.training, np.memmap)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert digest_of_tokens(Tokens(tokens.training, tokens.held_out)) == read_about(folder).digest
     assert digest_of_tokens(tokens) == read_about(folder).digest
 
 

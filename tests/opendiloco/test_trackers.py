@@ -183,7 +183,7 @@ def test_tensorboard_shows_the_configuration(tmp_path: Path) -> None:
 
 def test_weights_and_biases_keeps_all_of_it_without_a_network(tmp_path: Path) -> None:
     """With the real package, in a process of its own, since it starts another one."""
-    pytest.importorskip("wandb", reason="an extra that is not installed")
+    pytest.importorskip("wandb", reason="a development extra that is not installed")
     code = (
         "import sys; from opendiloco.workers.trackers import Choice, tracking\n"
         "with tracking([Choice('wandb', 'mine')], 'run-1', 'peer-1') as opened:\n"

@@ -78,6 +78,7 @@ class Played(WorkerProcess):
                 device_name="cpu",
                 flops_per_token=100.0,
                 micro_batch=min(command.options.micro_batch or 8, 8),
+                text_digest="cd" * 32,
                 held_out_digest="ab" * 32,
                 bytes_per_token=1.0,
             )

@@ -72,16 +72,23 @@ class Island(NamedTuple):
 
 
 @contextmanager
-def island(site: Site, *arguments: str, restarts: int = 0) -> Iterator[Island]:
-    """Two machines whose volunteer has joined; torchrun chooses which is the first."""
+def machines_of(site: Site, *arguments: str, restarts: int = 0) -> Iterator[list[Command]]:
+    """Two machines that come together; torchrun chooses which is the first."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SECONDS))
     torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d")
     meeting = ("--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", uuid.uuid4().hex, "--local-addr", "127.0.0.1")
     program = ("--max-restarts", str(restarts), "-m", "--", "opendiloco.cli", *arguments)
     with ExitStack() as stack:
         agents = [stack.enter_context(Command(site, (*torchrun, *meeting, *program))) for _ in range(2)]
-        yield in_order(agents)
+        yield agents
     del store
+
+
+@contextmanager
+def island(site: Site, *arguments: str, restarts: int = 0) -> Iterator[Island]:
+    """Two machines whose volunteer has joined."""
+    with machines_of(site, *arguments, restarts=restarts) as agents:
+        yield in_order(agents)
 
 
 def in_order(agents: list[Command]) -> Island:
@@ -153,6 +160,19 @@ def test_what_is_killed_on_the_second_machine_is_started_again(site: Site, runs:
             agent.signal(signal.SIGTERM)
         for agent in machines:
             agent.finish()
+
+
+def test_ctrl_c_on_a_machine_that_is_not_let_in_yet_ends_both(site: Site, runs: Runs) -> None:
+    """It waits for torchrun's store then, of which it must not be in the middle."""
+    with machines_of(site, *runs.endless.join_arguments("island")) as agents:
+        eventually(
+            lambda: any(agent.said("waiting for the first machine") for agent in agents), "no machine is the second"
+        )
+        first, second = sorted(agents, key=lambda agent: bool(agent.said("waiting for the first machine")))
+        os.kill(process_of(second), signal.SIGINT)
+        first.line("this volunteer leaves|asks this volunteer to leave", "the first machine does not hear of it")
+        for agent in agents:
+            assert agent.finish().code == 0
 
 
 def go_on(machines: Island, why: str) -> None:
