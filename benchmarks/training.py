@@ -1,15 +1,18 @@
 """How much of a bare training loop's speed a volunteer has between rounds: `python -m benchmarks.training`.
 
-Two contenders, with the same model, optimizer, batches and number of threads. They live side by side and take turns of
+The contenders have the same model, optimizer, batches and number of threads. They live side by side and take turns of
 one outer step's inner steps; the first turn only warms up.
 
 - The bare loop (benchmarks/bare_loop.py) is one process. Its windows are read before its clock starts.
+- The loop by hand is the same with a Llama written for training alone (benchmarks/plain_llama.py), in the manner of
+  nanochat. By default it takes part on a GPU; see `--by-hand`.
 - The volunteer (benchmarks/gated_volunteer.py) is a peer process with its workers, alone in its run. Its clock runs
   from theta in shared memory to the trained weights there, with the peer process at work beside it: heartbeats, the
   digest of the last outer step's state, and now and then a snapshot and a checkpoint. Rounds and evaluations are not
   part of it. Heartbeats go on, too, while the bare loop has its turn.
 
-"of bare" is the median over turns of the volunteer's tokens a second over those of the bare loop in the same turn.
+"of bare" is the median over turns of a contender's tokens a second over those of the bare loop in the same turn. "MFU"
+is model FLOPs utilisation (opendiloco/model/utilisation.py), where the device's peak is known.
 
 "memory" is at the end of a training, at most, what the contender has beyond its libraries and the corpus. "formula" is
 docs/training.md's, which knows no activations; of a GPU's memory nothing is counted.
@@ -34,12 +37,14 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import HostMemory, WorkerMemory
 from opendiloco.kernels import INT8
 
-BARE, VOLUNTEER = "bare loop", "volunteer"
+BARE, BY_HAND, VOLUNTEER = "bare loop", "loop by hand", "volunteer"
 WORKER = b"opendiloco.workers.worker\0"
 START_SECONDS = 600.0
 TURN_SECONDS = 3600.0
 FIRST_GPU = "cuda:0"
 AT_LEAST, AT_LEAST_ON_A_GPU = 0.97, 0.98
+LEAST_UTILISATION = 0.4
+"""Of an H100 that trains the 150M Llama in bf16."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,20 @@ class Turns:
 class Measured:
     turns: dict[str, Turns]
     parameters: int
+    peak: float | None = None
+    """Tokens a second of the device if it did nothing but the model's arithmetic; None: nobody knows."""
+    device_name: str = ""
 
-    @property
-    def ratio(self) -> float:
-        return speed_ratio({name: each.seconds_per_token for name, each in self.turns.items()}, VOLUNTEER, BARE)
+    def ratio(self, name: str) -> float:
+        """A contender's speed as a share of the bare loop's."""
+        return speed_ratio({name: each.seconds_per_token for name, each in self.turns.items()}, name, BARE)
+
+    def speed(self, name: str) -> float:
+        """Tokens a second, the median over turns."""
+        return statistics.median(1 / seconds for seconds in self.turns[name].seconds_per_token)
+
+    def utilisation(self, name: str) -> float | None:
+        return self.speed(name) / self.peak if self.peak else None
 
 
 def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfig:
@@ -104,28 +119,33 @@ def prepared(config: RunConfig, steps: int | None, repetitions: int) -> RunConfi
     )
 
 
-async def measure(config: RunConfig, machine: Machine, repetitions: int) -> Measured:
-    """Both contenders' turns. Raises: PeerProcessError."""
-    turns = {VOLUNTEER: Turns(), BARE: Turns()}
+async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand: bool) -> Measured:
+    """All contenders' turns. Raises: PeerProcessError."""
+    turns = {name: Turns() for name in (BARE, *([BY_HAND] if by_hand else []), VOLUNTEER)}
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="training-")))
         manifest = folder / "manifest.json"
         manifest.write_text(json.dumps(config.to_manifest_content()), encoding="utf-8")
-        bare = await start(stack, ["benchmarks.bare_loop", manifest, *machine.bare_arguments], folder)
-        loaded = (await bare.event("loaded", START_SECONDS))["memory"]
+        loops, loop = dict[str, PeerProcess](), ["benchmarks.bare_loop", manifest, *machine.bare_arguments]
+        for name in turns.keys() - {VOLUNTEER}:
+            (stem := folder / name.replace(" ", "-")).mkdir()
+            loops[name] = await start(stack, [*loop, *(["--by-hand"] if name == BY_HAND else [])], stem)
+            loaded = (await loops[name].event("loaded", START_SECONDS))["memory"]
         volunteer = await start(stack, ["benchmarks.gated_volunteer", manifest, *machine.volunteer_arguments], folder)
         connected = (await volunteer.event("connected", START_SECONDS))["memory"]
         for turn in range(repetitions + 1):
             if turn:
                 volunteer.tell("go")
             ours = await volunteer.event("trained", TURN_SECONDS)
-            bare.tell(json.dumps(ours["samples"]))
-            theirs = await bare.event("trained", TURN_SECONDS)
             if turn:
                 workers = [memory_of(process) - loaded for process in workers_of(volunteer)]
                 turns[VOLUNTEER].add(ours, [memory_of(volunteer.process_id) - connected, *workers])
-                turns[BARE].add(theirs, [memory_of(bare.process_id) - loaded])
-    return Measured(turns, ours["parameters"])
+            for name, process in loops.items():
+                process.tell(json.dumps(ours["samples"]))
+                theirs = await process.event("trained", TURN_SECONDS)
+                if turn:
+                    turns[name].add(theirs, [memory_of(process.process_id) - loaded])
+    return Measured(turns, ours["parameters"], theirs["peak"], theirs["device"])
 
 
 async def start(stack: AsyncExitStack, command: list[object], folder: Path) -> PeerProcess:
@@ -148,19 +168,29 @@ def workers_of(volunteer: PeerProcess) -> list[int]:
 def row_of(name: str, measured: Measured, machine: Machine) -> dict[str, Any]:
     """One line of the table."""
     turns, formula = measured.turns[name], machine.formula(name, measured.parameters)
-    speeds = [1 / seconds for seconds in turns.seconds_per_token]
+    utilisation = measured.utilisation(name)
     return {
         "contender": name,
         "processes": turns.processes,
         "threads": machine.threads * machine.cpu_workers,
-        "tokens/s": statistics.median(speeds),
-        "slowest turn": min(speeds),
-        "of bare": measured.ratio if name == VOLUNTEER else 1.0,
+        "tokens/s": measured.speed(name),
+        "slowest turn": 1 / max(turns.seconds_per_token),
+        "of bare": measured.ratio(name),
+        "MFU": "unknown" if utilisation is None else utilisation,
         "loss": turns.loss,
         "memory MB": turns.memory / 1e6,
         "formula MB": formula / 1e6,
         "beyond it MB": (turns.memory - formula) / 1e6,
     }
+
+
+def bars_of(config: RunConfig, measured: Measured, device: str) -> list[Bar]:
+    at_least = AT_LEAST if device == "cpu" else AT_LEAST_ON_A_GPU
+    bars = [Bar("tokens/s of the volunteer / of the bare loop", measured.ratio(VOLUNTEER), at_least)]
+    is_of_an_h100 = "H100" in measured.device_name and config.training.precision == "bf16"
+    if is_of_an_h100 and config.name == "llama-150m" and (utilisation := measured.utilisation(VOLUNTEER)):
+        bars.append(Bar("MFU of the volunteer", utilisation, LEAST_UTILISATION))
+    return bars
 
 
 @click.command(help=__doc__)
@@ -176,6 +206,7 @@ def row_of(name: str, measured: Measured, machine: Machine) -> dict[str, Any]:
 @click.option("--repetitions", default=8, show_default=True, type=click.IntRange(min=1), help="Turns that count.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Of each worker.")
 @click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="The volunteer's.")
+@click.option("--by-hand/--no-by-hand", default=None, help="Also a Llama written by hand.  [default: on a GPU]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda, the first, or cuda:1.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
 def main(
@@ -184,18 +215,19 @@ def main(
     repetitions: int,
     threads: int,
     cpu_workers: int,
+    by_hand: bool | None,
     device: str,
     json_file: Path | None,
 ) -> None:
     config = prepared(RunConfig.from_toml(run_file), steps, repetitions)
     machine = Machine(FIRST_GPU if device == "cuda" else device, threads, cpu_workers)  # "cuda" means all of them
-    measured = asyncio.run(measure(config, machine, repetitions))
+    by_hand = machine.device != "cpu" if by_hand is None else by_hand
+    measured = asyncio.run(measure(config, machine, repetitions, by_hand))
     size, inner_steps = measured.parameters / 1e6, config.training.inner_steps
     what = f"training {config.name}, {size:.3g} M parameters, on {machine.device}"
     title = f"{what}: {repetitions} turns of {inner_steps} steps"
-    at_least = AT_LEAST if device == "cpu" else AT_LEAST_ON_A_GPU
-    bars = [Bar("tokens/s of the volunteer / of the bare loop", measured.ratio, at_least)]
-    report(title, [row_of(name, measured, machine) for name in (BARE, VOLUNTEER)], bars, json_file)
+    rows = [row_of(name, measured, machine) for name in measured.turns]
+    report(title, rows, bars_of(config, measured, device), json_file)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import accuracy, checkpoint, codecs, training
+from benchmarks.plain_llama import PlainLlama
 from benchmarks.reporting import Bar, report, speed_ratio, time_interleaved
 from opendiloco.config.run_config import RunConfig
 
 ROOT = Path(__file__).parent.parent.parent
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -42,8 +56,11 @@ def test_both_train_on_one_device(asked: str, device: str, bar: float, monkeypat
     """A volunteer that is told "cuda" would train on all GPUs."""
     machines = list[training.Machine]()
 
-    async def measure(config: RunConfig, machine: training.Machine, repetitions: int) -> training.Measured:
+    async def measure(
+        config: RunConfig, machine: training.Machine, repetitions: int, by_hand: bool
+    ) -> training.Measured:
         machines.append(machine)
+        assert by_hand == (device != "cpu")
         turns = {name: training.Turns([1.0] * repetitions) for name in (training.BARE, training.VOLUNTEER)}
         return training.Measured(turns, 1_000_000)
 
@@ -54,6 +71,50 @@ def test_both_train_on_one_device(asked: str, device: str, bar: float, monkeypat
     assert machine.bare_arguments[:2] == machine.volunteer_arguments[:2] == ["--device", device]
     assert f"on {device}:" in done.output
     assert str(bar) in done.output
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2, "tie_word_embeddings": False}])
+def test_the_model_by_hand_is_the_same_model(changes: dict[str, object]) -> None:
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=6
+    )
+    config.update({"max_position_embeddings": 32, "tie_word_embeddings": True} | changes)
+    model, ids = LlamaForCausalLM(config), torch.arange(64).remainder(61).view(2, 32)
+    by_hand = PlainLlama.like(model)
+    torch.testing.assert_close(by_hand(ids), model(input_ids=ids, use_cache=False).logits)
+    assert {name for name, _ in by_hand.named_parameters()} == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("change", [{"attention_bias": True}, {"hidden_act": "gelu"}, {"model_type": "qwen2"}])
+def test_what_the_model_by_hand_does_not_know_it_says(change: dict[str, object]) -> None:
+    config = LlamaConfig(**SMALL)
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"does not know {next(iter(change))}"):
+        PlainLlama(config)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "precision", "bars"),
+    [
+        ("NVIDIA H100 80GB HBM3", "llama-150m", "bf16", [0.98, 0.4]),
+        ("NVIDIA H100 80GB HBM3", "llama-150m", "fp32", [0.98]),
+        ("NVIDIA H100 80GB HBM3", "another", "bf16", [0.98]),
+        ("NVIDIA L40S", "llama-150m", "bf16", [0.98]),
+    ],
+)
+def test_utilisation_has_a_bar_on_one_gpu_with_one_model(
+    device: str, name: str, precision: str, bars: list[float]
+) -> None:
+    config = RunConfig.from_toml(ROOT / "examples" / "tiny.toml")
+    config = config.model_copy(
+        update={"name": name, "training": config.training.model_copy(update={"precision": precision})}
+    )
+    turns = {training.BARE: training.Turns([1.0]), training.VOLUNTEER: training.Turns([1.25])}
+    measured = training.Measured(turns, 1_000_000, peak=2.0, device_name=device)
+    found = training.bars_of(config, measured, "cuda:0")
+    assert [bar.at_least for bar in found] == bars
+    assert [bar.ratio for bar in found] == [0.8, 0.4][: len(bars)]
 
 
 def test_contenders_take_turns() -> None:

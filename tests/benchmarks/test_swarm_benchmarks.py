@@ -74,14 +74,16 @@ def test_joining_reports(tmp_path: Path) -> None:
 @pytest.mark.swarm
 def test_training_reports(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    arguments = ["--run", str(TINY), "--steps", "2", "--repetitions", "1", "--json", str(figures)]
+    arguments = ["--run", str(TINY), "--steps", "2", "--repetitions", "1", "--by-hand", "--json", str(figures)]
     done = CliRunner().invoke(training.main, arguments, catch_exceptions=False)
     assert done.output.strip().splitlines()[-1].startswith("verdict: ")
     content = json.loads(figures.read_text())
-    bare, volunteer = content["rows"]
-    assert (bare["contender"], volunteer["contender"]) == (training.BARE, training.VOLUNTEER)
-    assert (bare["processes"], volunteer["processes"]) == (1, 2)
-    for row in (bare, volunteer):
+    bare, by_hand, volunteer = content["rows"]
+    assert [row["contender"] for row in content["rows"]] == [training.BARE, training.BY_HAND, training.VOLUNTEER]
+    assert [row["processes"] for row in content["rows"]] == [1, 1, 2]
+    assert by_hand["loss"] == pytest.approx(bare["loss"], rel=1e-4), "it is the same model"
+    assert bare["MFU"] == "unknown", "of a CPU"
+    for row in content["rows"]:
         assert row["tokens/s"] == row["slowest turn"] > 0
         assert 0 < row["loss"] < 6
         assert row["memory MB"] > row["formula MB"] > 0
