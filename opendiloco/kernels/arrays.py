@@ -43,7 +43,7 @@ class FloatView:
         self.size: int = array.size
         self.is_bfloat16: bool = array.dtype == _BFLOAT16
         self.is_writable: bool = flags.writeable
-        self.address = _address(array) if array.size else 0
+        self.address = _address(array.data) if array.size else 0
 
 
 Floats: TypeAlias = FloatView | FloatArray
@@ -56,7 +56,7 @@ class Payload:
     CorruptPayloadError if their number is wrong; it is blamed on the first block that is incomplete or superfluous.
     """
 
-    __slots__ = ("_exported", "address", "buffer", "format", "is_writable", "values")
+    __slots__ = ("address", "buffer", "format", "is_writable", "values")
 
     def __init__(self, format: Format, values: int, buffer: PayloadBytes | None = None) -> None:
         size = format.payload_size(values)
@@ -70,8 +70,10 @@ class Payload:
         self.values = values
         self.buffer = view
         self.is_writable = not view.readonly
-        self._exported = ffi.from_buffer(view)
-        self.address = int(ffi.cast("uintptr_t", self._exported))
+        # The view alone keeps the buffer as it is. What cffi exports from a memoryview must not outlive this call:
+        # Python before 3.12.7 crashes when it collects a cycle of both, and comes by the view first
+        # (python/cpython#77894).
+        self.address = _address(view)
 
     def __bytes__(self) -> bytes:
         return bytes(self.buffer)
@@ -91,8 +93,8 @@ def _bytes(buffer: PayloadBytes) -> memoryview:
     return buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
 
 
-def _address(buffer: npt.NDArray[np.generic]) -> int:
-    return int(ffi.cast("uintptr_t", ffi.from_buffer(buffer.data)))
+def _address(view: memoryview) -> int:
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(view)))
 
 
 def _kind(value: object) -> str:
