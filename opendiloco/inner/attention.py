@@ -6,16 +6,14 @@ With the mask that transformers makes otherwise, all pairs of tokens are compute
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from opendiloco.errors import MachineError, first_line
+from opendiloco.errors import first_line
 from opendiloco.inner.device_facts import compiling_lacks
 from opendiloco.inner.team import Team
-from opendiloco.inner.trials import trial, trial_windows
+from opendiloco.inner.trials import Trial, trial_windows
 from opendiloco.stages import at_stage
 
 if TYPE_CHECKING:
@@ -26,20 +24,6 @@ FLEX = "flex_attention"
 FLEX_ON = {"cuda"}
 TOLERANCE = 0.01
 """The share by which the trial's loss may differ: both ways are right, but round differently in bf16."""
-
-
-@contextmanager
-def attending_by(model: Any, attention: str | None) -> Iterator[None]:
-    """Have a transformers model compute attention by the implementation of this name; None leaves it as it is."""
-    if attention is None:
-        yield
-        return
-    config = model.config
-    before, config._attn_implementation = config._attn_implementation, attention
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def document_attention(replica: ModelReplica, team: Team, end: int) -> str | None:
@@ -62,18 +46,12 @@ def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) ->
     """Return in a line why windows of two documents cannot be trained with flex attention; None if they can."""
     windows = trial_windows(replica, device)
     windows[:, windows.shape[1] // 2] = end
-    try:
-        with trial(replica, device):
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # that is compiled for training alone
-                expected = float(replica.loss(windows))
-            with attending_by(replica.model, FLEX):
-                loss = replica.loss(windows)
-                loss.backward()
-    except MachineError:
-        raise
-    except Exception as error:  # PyTorch's compiler, Triton and transformers each have their own
-        return first_line(error)
-    found = float(loss.detach())
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # that is compiled for training alone
+        expected = float(replica.loss(windows))
+    trial = Trial(replica, FLEX)
+    found = trial.loss(windows)
+    if trial.error is not None:
+        return first_line(trial.error)
     if math.isclose(found, expected, rel_tol=TOLERANCE):
         return None
     return f"flex attention gives a loss of {found:.4f} instead of {expected:.4f}."

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import SampleOrder
-from opendiloco.inner.attention import attending_by
 from opendiloco.inner.inner_steps import InnerSteps, ReplicaTrained, StepTaken
 from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.inner.moments import Moments
@@ -35,6 +34,7 @@ from opendiloco.inner.optimizer_state import (
 )
 from opendiloco.inner.optimizers import build_inner_optimizer
 from opendiloco.inner.team import Team
+from opendiloco.inner.trials import attending_by
 from opendiloco.kernels import FORMATS
 from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.packing import predicted_tokens, router_loss_weight, window_loss

@@ -1,15 +1,20 @@
-"""What is tried before training, so that nothing breaks in it: compiled blocks, and whatever else may not work here."""
+"""What is tried before training, so that nothing breaks in it: compiled blocks, and whatever else may not work here.
+
+Workers that share a model wait for each other at each of its blocks. So a worker on which something fails must not
+leave the pass: it goes on without it, at the same block, and all compare notes when the pass is over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from opendiloco.errors import MachineError, first_line
+from opendiloco.errors import first_line
 from opendiloco.inner.sharding import transformer_blocks
 from opendiloco.inner.team import Team
 from opendiloco.stages import at_stage
@@ -18,33 +23,105 @@ if TYPE_CHECKING:
     from opendiloco.inner.replica import ModelReplica
 
 
-@contextmanager
-def trial(replica: ModelReplica, device: torch.device) -> Iterator[None]:
-    """Leave no gradient behind and no random numbers used, nor half a pass where what is tried fails.
+class Trial:
+    """A pass forward in which each block also trains, by itself, on what it is given there.
 
-    Raises: MachineError when torch cannot make a sharded model whole again after that.
+    With an `attention`, the model attends by that implementation. `error` is the first one of this worker.
     """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        except Exception as error:
-            replica.model.zero_grad(set_to_none=True)  # of whole parameters, before FSDP2 puts them out of sight
-            _forget_half_a_pass(replica.model, error)
-            raise
-        finally:
-            replica.model.zero_grad(set_to_none=True)
+
+    def __init__(self, replica: ModelReplica, attention: str | None = None) -> None:
+        self.error: Exception | None = None
+        self._replica = replica
+        self._attention = attention
+        self._is_in_blocks = False
+
+    def loss(self, windows: torch.Tensor) -> float:
+        """Return the loss of windows; it says nothing after an error. Leaves no gradient behind, and no random numbers
+        used. Workers call this together.
+
+        Raises: what cannot be got round, so that the worker ends, and the others with it.
+        """
+        model, device = self._replica.model, windows.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), ExitStack() as stack:
+            for block in transformer_blocks(model):
+                stack.enter_context(_with_forward(block, self._tried(block)))
+            if self._attention is not None:
+                stack.enter_context(_with_forward(model, self._attending(model)))
+            return float(self._replica.loss(windows))
+
+    def _tried(self, block: Any) -> Callable[..., Any]:
+        """Return a block's forward pass that tries training; and, once something has failed, tries nothing."""
+        forward, plain = block.forward, partial(type(block).forward, block)
+
+        def computed(*arguments: Any, **options: Any) -> Any:
+            self._is_in_blocks = True
+            if self.error is None:
+                try:
+                    return _trained(block, forward, arguments, options)
+                except Exception as error:  # PyTorch's compiler, Triton and a C compiler each have their own
+                    self.error = error
+            with torch.compiler.set_stance("force_eager"):
+                return plain(*arguments, **options)
+
+        return computed
+
+    def _attending(self, model: Any) -> Callable[..., Any]:
+        """Return the model's forward pass by the other implementation; by its own where the first block is not reached
+        so, as when the mask cannot be made."""
+        forward = model.forward
+
+        def computed(*arguments: Any, **options: Any) -> Any:
+            try:
+                with attending_by(model, self._attention):
+                    return forward(*arguments, **options)
+            except Exception as error:
+                if self._is_in_blocks:
+                    raise
+                self.error = error
+            return forward(*arguments, **options)
+
+        return computed
 
 
-def _forget_half_a_pass(model: Any, error: Exception) -> None:
-    """FSDP2 would take the next backward pass for a part of the one that failed, and sum no gradients in it."""
-    if not isinstance(model, FSDPModule):
+def _trained(block: Any, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return what a block makes of its input, after a pass back through this block alone.
+
+    Nothing waits for another worker here: FSDP2 has gathered the block's weights, and hears of no gradient.
+    """
+    inputs = [one.detach().requires_grad_() for one in arguments[:1]]  # hidden states come first, and they alone vary
+    with torch.enable_grad():
+        output = forward(*inputs, *arguments[1:], **options)
+        made = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
+        wanted = [one for one in (*inputs, *block.parameters()) if one.requires_grad]
+        torch.autograd.grad(made, wanted, [torch.ones_like(one) for one in made], allow_unused=True)
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+
+@contextmanager
+def _with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Have a module's forward pass replaced. One of its own, such as a compiled one, is there again afterwards."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+@contextmanager
+def attending_by(model: Any, attention: str | None) -> Iterator[None]:
+    """Have a transformers model compute attention by the implementation of this name; None leaves it as it is."""
+    if attention is None:
+        yield
         return
-    if not hasattr(model, "reset_iter_state"):  # until torch 2.12
-        raise MachineError(
-            f"a trial has failed, after which torch {torch.__version__} cannot go on: {first_line(error)}",
-            "Use --no-compile, or the torch in constraints.txt.",
-        ) from error
-    model.reset_iter_state()
+    config = model.config
+    before, config._attn_implementation = config._attn_implementation, attention
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def trial_windows(replica: ModelReplica, device: torch.device) -> torch.Tensor:
@@ -64,25 +141,23 @@ def compile_blocks(model: Any) -> None:
 
 
 def keep_compiled_if_it_works(replica: ModelReplica, team: Team) -> None:
-    """Compile now, for training, in a pass forward and back that changes nothing. Where that fails on any worker, all
-    train without, and say why. Workers call this together.
+    """Compile now, for training, in a pass that changes nothing. Where that fails on any worker, all train without, and
+    say why. Workers call this together.
 
-    Raises: torch.OutOfMemoryError, which is no fault of the compiler; MachineError, see `trial`.
+    Raises: torch.OutOfMemoryError, which is no fault of the compiler.
     """
     compiled = [block for block in transformer_blocks(replica.model) if "forward" in vars(block)]
     if not compiled:
         return
     at_stage("compiling")
-    problem = None
-    try:
-        with trial(replica, team.device):
-            replica.loss(trial_windows(replica, team.device)).backward()
-    except (torch.OutOfMemoryError, MachineError):
-        raise
-    except Exception as error:  # PyTorch's compiler, Triton and a C compiler each have their own
-        problem = first_line(error)
-    if team.smallest(problem is None):
+    trial = Trial(replica)
+    trial.loss(trial_windows(replica, team.device))
+    works_everywhere = team.smallest(trial.error is None)
+    if isinstance(trial.error, torch.OutOfMemoryError):
+        raise trial.error
+    if works_everywhere:
         return
     for block in compiled:
         del block.forward
-    at_stage(f"not compiling, which would be faster: {problem or 'another worker cannot.'}")
+    problem = "another worker cannot." if trial.error is None else first_line(trial.error)
+    at_stage(f"not compiling, which would be faster: {problem}")

@@ -154,9 +154,9 @@ class Worker:
         )
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
+        self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         if command.options.trains:
             self._try_what_is_compiled()
-        self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         self._moments_descriptor = descriptors.moments
         parameters, length = self._replica.layout.size, self._config.training.sequence_length
         held_out, windows = self._data.held_out, self._config.evaluation.windows
@@ -178,6 +178,7 @@ class Worker:
         from opendiloco.inner.attention import document_attention
         from opendiloco.inner.trials import keep_compiled_if_it_works
 
+        self._replica.load(self._vectors.theta)  # so far shards have whatever was in memory, and its loss may be none
         end = self._data.samples.document_end
         if end is not None and self._options.compile is not False:
             self._replica.attention = document_attention(self._replica, self._team, end)

@@ -14,9 +14,10 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.inner import attention
-from opendiloco.inner.attention import FLEX, attending_by, document_attention
+from opendiloco.inner.attention import FLEX, document_attention
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
+from opendiloco.inner.trials import attending_by
 from opendiloco.model.build import build_model
 from opendiloco.stages import watched_by
 from peers.values.leases import SampleRange
