@@ -121,7 +121,7 @@ class DiLoCo:
         self._loss: float | None = None
         self._text: TrainingData | None = None
         self._has_runs_text = True
-        self._trackers = ExitStack()
+        self._until_leaving = ExitStack()
         self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
         self._joining: Future[_Joined] = Future()
         self._thread = threading.Thread(target=self._live, name="diloco-peer", daemon=True)
@@ -148,7 +148,7 @@ class DiLoCo:
             self._give_up()
             raise
         finally:
-            self._trackers.close()
+            self._until_leaving.close()
 
     def _give_up(self) -> None:
         """End the swarm's thread, wherever it is."""
@@ -182,7 +182,7 @@ class DiLoCo:
         Raises: ValueError for anything else; MachineError when the package for it is missing.
         """
         chosen = [Choice.parse(choice)]
-        opened = self._trackers.enter_context(tracking(chosen, self.run.run_id, self._identity.peer_id))
+        opened = self._until_leaving.enter_context(tracking(chosen, self.run.run_id, self._identity.peer_id))
         configuration = configuration_of(self.run, self._identity.peer_id, self._joined.worker.device)
         self._joined.worker.telemetry.track_with(opened, configuration)
 
@@ -195,11 +195,12 @@ class DiLoCo:
         sequence_length + 1).
 
         Each batch is for one inner step. The next shard of a source with shards is tokenized meanwhile, by a process
-        that ends with this iterator. Raises: DataError.
+        that ends with this iterator, or when the loop leaves. Raises: DataError.
         """
         read = self.run.with_data(self._data)
         config, self._has_runs_text = read.config, read.has_runs_text
         with closing(Ahead(config)) as ahead:
+            self._until_leaving.callback(ahead.close)  # an iterator may outlive its loop
             self._text = data = self._load(config, ahead)
             size = config.training.batch_size
             while (outer_step := self._outer_step) is not None:

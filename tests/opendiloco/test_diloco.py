@@ -255,6 +255,14 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     assert not closed
     assert next(batches, None) is None
     assert len(closed) == 1
+    loop._outer_step = LoopsOuterStep(InnerLoop(0, lease, 3, 0), 0)  # type: ignore[assignment]
+    batches = loop.batches()
+    next(batches)
+    loop._hook = loop._inner_optimizer.register_step_post_hook(lambda *_: None)
+    loop._thread = threading.Thread()
+    loop._thread.start()
+    loop.__exit__(None, None, None)
+    assert len(set(closed)) == 2, "also of an iterator that outlives its loop"
 
 
 def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
