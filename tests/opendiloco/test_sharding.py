@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.sample_order import Mixture, SampleOrder
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import MachineError
@@ -326,15 +325,19 @@ def test_a_model_that_cannot_be_compiled_trains_all_the_same(
 def test_a_gpu_that_is_full_is_no_fault_of_the_compiler(
     small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica = ModelReplica(small_config, build_model(small_config, ByteTokenizer()), SampleOrder([], Mixture()))
+    """It stays compiled for training, which runs out of memory as well, and then goes on with half the windows."""
+    samples = load_data(small_config, ByteTokenizer()).samples
 
     def full(*arguments: Any, **options: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(torch, "compile", lambda forward: full)
+    replica = ModelReplica(small_config, build_model(small_config, ByteTokenizer()), samples, micro_batch=2)
     compile_blocks(replica.model)
+    keep_compiled_if_it_works(replica, Team(CPU))
+    assert all(block.forward is full for block in transformer_blocks(replica.model))
     with pytest.raises(torch.OutOfMemoryError):
-        keep_compiled_if_it_works(replica, Team(CPU))
+        replica.train(initial_theta(small_config), 0, LEASE, 1)
 
 
 @pytest.mark.usefixtures("_process_group_ends")
