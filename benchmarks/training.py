@@ -127,7 +127,7 @@ async def measure(config: RunConfig, machine: Machine, repetitions: int, by_hand
         manifest = folder / "manifest.json"
         manifest.write_text(json.dumps(config.to_manifest_content()), encoding="utf-8")
         loops, loop = dict[str, PeerProcess](), ["benchmarks.bare_loop", manifest, *machine.bare_arguments]
-        for name in turns.keys() - {VOLUNTEER}:
+        for name in [name for name in turns if name != VOLUNTEER]:
             (stem := folder / name.replace(" ", "-")).mkdir()
             loops[name] = await start(stack, [*loop, *(["--by-hand"] if name == BY_HAND else [])], stem)
             loaded = (await loops[name].event("loaded", START_SECONDS))["memory"]
