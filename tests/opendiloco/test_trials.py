@@ -7,21 +7,28 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import load_data
 from opendiloco.inner import trials
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.model.build import initial_theta
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
+from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.control import Configure
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.worker import ControlChannel, Descriptors, Worker
+from peers.values.leases import SampleRange
 
 PATIENCE = 300.0
 """Seconds: each worker starts torch and transformers, on a busy machine."""
@@ -156,3 +163,26 @@ def test_a_worker_tries_with_the_weights_that_it_trains(
     )
     Worker(configure, Descriptors(memory, create_memory_file(), None), ControlChannel(socket.socketpair()[0]))
     assert np.array_equal(tried, [theta])
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_what_is_compiled_in_the_trial_is_what_trains(
+    checkpoints: bool, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training compiles nothing more: it has the same shapes, and the same gradients are wanted."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    options = WorkerOptions(compile=True, activation_checkpointing=checkpoints)
+    team, samples = Team(torch.device("cpu")), load_data(small_config, ByteTokenizer()).samples
+    model = assemble_model(small_config, ByteTokenizer(), team, options, None)
+    replica = ModelReplica(small_config, model, samples, team, micro_batch=2)
+    trials.keep_compiled_if_it_works(replica, team)
+    tried = len(graphs)
+    replica.train(initial_theta(small_config), 0, (SampleRange(0, 8),), 2)
+    assert len(graphs) == tried > 0
