@@ -187,8 +187,8 @@ class DiLoCo:
         self._joined.worker.telemetry.track_with(opened, configuration)
 
     def report(self, loss: torch.Tensor | float) -> None:
-        """The loss of the inner step under way, to be shown to others."""
-        self._loss = float(loss)
+        """Take the loss of the inner step under way, to be shown to others."""
+        self._loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     def batches(self) -> Iterator[torch.Tensor]:
         """Yield the run's text, batch by batch, until the run is over: token ids of shape (batch_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -217,6 +218,14 @@ def test_a_loop_evaluates_theta_as_everybody_does_if_it_reads_the_runs_text(
     assert found.is_runs_text
     assert model.training == (mode == "train")
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it comes from the model, with its gradient."""
+    loop = loop_of_its_own(monkeypatch)
+    with warnings.catch_warnings(action="error"):
+        loop.report(torch.tensor(1.5, requires_grad=True))
+    assert loop._loss == 1.5
 
 
 class LoopsOuterStep(NamedTuple):
