@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opendiloco.errors import first_line
@@ -33,6 +34,7 @@ class Trial:
         self.error: Exception | None = None
         self._replica = replica
         self._attention = attention
+        self._own_attention = None if attention is None else replica.model.config._attn_implementation
         self._is_in_blocks = False
 
     def loss(self, windows: torch.Tensor) -> float:
@@ -60,8 +62,11 @@ class Trial:
                     return _trained(block, forward, arguments, options)
                 except Exception as error:  # PyTorch's compiler, Triton and a C compiler each have their own
                     self.error = error
-            with torch.compiler.set_stance("force_eager"):
-                return plain(*arguments, **options)
+            with torch.compiler.set_stance("force_eager"), attending_by(self._replica.model, self._own_attention):
+                return plain(
+                    *map(_without_block_mask, arguments),
+                    **{name: _without_block_mask(value) for name, value in options.items()},
+                )
 
         return computed
 
@@ -95,6 +100,12 @@ def _trained(block: Any, forward: Callable[..., Any], arguments: tuple[Any, ...]
         wanted = [one for one in (*inputs, *block.parameters()) if one.requires_grad]
         torch.autograd.grad(made, wanted, [torch.ones_like(one) for one in made], allow_unused=True)
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+
+def _without_block_mask(value: Any) -> Any:
+    """Return an argument, or None in the place of a mask that flex attention alone knows. Uncompiled, that would take
+    memory for all pairs of tokens."""
+    return None if isinstance(value, BlockMask) else value
 
 
 @contextmanager

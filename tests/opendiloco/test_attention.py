@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers.integrations.flex_attention import WrappedFlexAttention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
@@ -76,6 +77,19 @@ def test_where_it_cannot_be_trained_the_model_goes_on_as_before(replica: ModelRe
     assert "FlexAttention does not support backward on CPU" in said[-1]
     assert replica.model.config._attn_implementation == own
     assert all(parameter.grad is None for parameter in replica.model.parameters())
+
+
+def test_what_does_not_work_at_all_is_not_asked_again(
+    replica: ModelReplica, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass goes on to its end with the model's own attention, as other workers may be in it, too."""
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, FLEX, refuse)
+    assert tried(replica, said) is None
+    assert said[-1].endswith("masked: no such kernel.")
 
 
 def test_another_loss_is_not_taken(replica: ModelReplica, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
