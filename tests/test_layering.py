@@ -45,13 +45,14 @@ def is_in(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def importers(imported: str) -> set[str]:
+@cache
+def importers(imported: str) -> frozenset[str]:
     """The modules that import a package or anything in it, other than that package's own."""
-    return {
+    return frozenset(
         module_name(path)
         for path in SOURCES
         if not is_in(module_name(path), imported) and any(is_in(name, imported) for name in imports(path))
-    }
+    )
 
 
 def test_the_walk_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

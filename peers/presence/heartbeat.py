@@ -161,6 +161,10 @@ class Heartbeat(Value):
         """Seconds since the epoch. Part of what is signed, so that nobody can keep an old heartbeat alive."""
         return self.sequence / 1000 + self.lifetime
 
+    def repeats(self, earlier: Heartbeat) -> bool:
+        """Return whether it says nothing that the earlier one did not, but that its peer is still there."""
+        return self.__dict__ | {"sequence": earlier.sequence, "seal": earlier.seal} == earlier.__dict__
+
     def sign(self, identity: Identity) -> bytes:
         """The signed envelope, at most SIZE_LIMIT bytes. Raises: ValueError when it is not `identity`'s heartbeat."""
         if identity.peer_id != self.peer:

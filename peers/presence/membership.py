@@ -85,9 +85,12 @@ class Membership:
         """Whether this is the peer's own signature of its departure."""
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float, silences: Mapping[str, float] | None = None) -> None:
-        """Take in the heartbeats that were heard, some of them `silences` seconds ago; old ones change nothing."""
+        """Take in the heartbeats that were heard, some of them `silences` seconds ago; old ones change nothing.
+
+        The roll stays the same object where all say what they said before: what follows from it need not be worked out
+        again.
+        """
         self.polled = True
-        self._live = None
         for peer in [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]:
             del self._seen[peer]
             self._departed.discard(peer)
@@ -96,6 +99,9 @@ class Membership:
             if peer == self._me or (sighting and heartbeat.sequence <= sighting.heartbeat.sequence):
                 continue
             heard_at = now - silences.get(peer, 0.0) if silences else now
+            said_before = self._live.get(peer) if self._live is not None else None
+            if said_before is None or not heartbeat.repeats(said_before):
+                self._live = None
             if sighting is None:
                 sighting = self._seen[peer] = _Sighting(heartbeat, heard_at)
             else:

@@ -302,9 +302,12 @@ def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[byt
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:
     """Whether a question is the one that was asked last: with many peers, the answer takes long to find."""
-    return len(asked) == len(before) and all(
-        one is other or (isinstance(one, frozenset) and one == other) for one, other in zip(asked, before, strict=True)
-    )
+    if len(asked) != len(before):
+        return False
+    for one, other in zip(asked, before, strict=True):  # `all` takes twice as long, and this is asked at each event
+        if one is not other and not (isinstance(one, frozenset) and one == other):
+            return False
+    return True
 
 
 def _inverted(digest: bytes) -> int:

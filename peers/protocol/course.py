@@ -70,10 +70,10 @@ class Course:
             return State.APPLYING
         if self.trainer.is_training:
             return State.TRAINING
-        if self._is_averaging:
+        slots = [slot.state for slot in self.slots.values()]
+        if SlotState.AVERAGING in slots:
             return State.AVERAGING
-        is_ready = SlotState.READY in [slot.state for slot in self.slots.values()]
-        return State.READY if is_ready else State.JOINING
+        return State.READY if SlotState.READY in slots else State.JOINING
 
     def tick(self) -> None:
         if self._leave_by is not None and self._desk.now >= self._leave_by:

@@ -11,15 +11,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Protocol, get_type_hints
 
-import msgpack
-
 from peers.log.header import Position
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
 from peers.protocol.messages import KINDS, Commit, Message, Unread
 from peers.protocol.rounds import Attempt
 from peers.protocol.short_forms import FORMS, Form, lengthen_attempt, shorten_attempt
-from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, to_plain
+from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, pack_plain
 
 DEFLATED_FROM = 256  # bytes of a message's body
 PLACE = len(Position.model_fields)  # that a body begins with
@@ -63,11 +61,10 @@ def pack_message(run: str, message: Message, log: LogState | None) -> bytes:
             value = form.shorten(value, log)
         elif isinstance(value, Attempt):
             value = shorten_attempt(value, position)
-        body.append(to_plain(value))
-    packed: bytes = msgpack.packb(body, use_bin_type=True)
+        body.append(value)
+    packed = pack_plain(body)
     content = zlib.compress(packed) if len(packed) >= DEFLATED_FROM else body
-    envelope: bytes = msgpack.packb([PROTOCOL_VERSION, run, message.kind, content], use_bin_type=True)
-    return envelope
+    return pack_plain([PROTOCOL_VERSION, run, message.kind, content])
 
 
 def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[object]]:

@@ -238,6 +238,12 @@ def report(life: Life) -> str:
     return f"{trace}\n{what}\n{life}"
 
 
+def _look_seldom_for_garbage() -> None:
+    """And only among what lives have made: what is imported stays."""
+    gc.set_threshold(*SELDOM)
+    gc.freeze()
+
+
 def failing_seeds(seeds: range, fragments: int, kinds: tuple[str, ...]) -> list[int]:
     return [seed for seed in seeds if failure(draw_life(seed, fragments, kinds))]
 
@@ -260,7 +266,7 @@ def main() -> None:
     kinds = () if options.liars is None else tuple(options.liars) or WITHSTOOD
     stop = options.first + options.seeds
     batches = [range(first, min(first + BATCH, stop)) for first in range(options.first, stop, BATCH)]
-    with ProcessPoolExecutor(options.jobs, initializer=gc.set_threshold, initargs=SELDOM) as pool:
+    with ProcessPoolExecutor(options.jobs, initializer=_look_seldom_for_garbage) as pool:
         found = pool.map(failing_seeds, batches, repeat(options.fragments), repeat(kinds))
         failed = [seed for seeds in found for seed in seeds]
     if failed:

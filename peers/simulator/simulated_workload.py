@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from operator import mul
 from typing import TypeVar
 
 from peers.transfer.buffers import PayloadBuffers
@@ -46,7 +47,7 @@ class SimulatedWorkload:
     def squared_norm(self, blocks: Blocks, first_block: int) -> float:
         """Take bytes for values."""
         self.check(blocks, first_block)
-        return float(sum(value * value for value in blocks))
+        return float(sum(map(mul, blocks, blocks)))
 
     async def reduce(self, reduction: Reduction) -> bytes:
         plain = [(bytes(blocks), weight) for blocks, weight in reduction.contributions]

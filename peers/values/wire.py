@@ -6,7 +6,6 @@ bytes, so digests can be taken of them), bounded in size, and checked field by f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -20,7 +19,6 @@ from peers.values.leases import SampleRange
 PROTOCOL_VERSION = 9
 DIGEST_BYTES = 32
 REASON_LIMIT = 500  # characters
-SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
 LONGEST_WAIT = 30 * 86400.0  # seconds
 MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
 
@@ -88,24 +86,21 @@ def digest_of(data: bytes | bytearray | memoryview) -> bytes:
     return blake3(data).digest()
 
 
-def to_plain(value: object) -> object:
-    """A model as nested lists in field order."""
-    if type(value) in SCALARS:
-        return value
-    if isinstance(value, Value):
-        fields = value.__dict__
-        items: Iterable[object] = [fields[name] for name in field_names(type(value))]
-    elif isinstance(value, tuple | list):
-        items = value
-    else:
-        return value
-    return [item if type(item) in SCALARS else to_plain(item) for item in items]
+def _plain_fields(value: Value) -> list[object]:
+    """Return a model's fields in their order: msgpack asks for the plain form of what it does not know."""
+    fields = value.__dict__
+    return [fields[name] for name in field_names(type(value))]
+
+
+def pack_plain(value: object) -> bytes:
+    """Return the canonical bytes of plain values, and of models among them."""
+    packed: bytes = msgpack.packb(value, default=_plain_fields, use_bin_type=True)
+    return packed
 
 
 def pack(value: Value) -> bytes:
-    """Canonical bytes of a value."""
-    packed: bytes = msgpack.packb(to_plain(value), use_bin_type=True)
-    return packed
+    """Return the canonical bytes of a value."""
+    return pack_plain(value)
 
 
 class WireError(ValueError):

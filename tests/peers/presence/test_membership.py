@@ -36,6 +36,18 @@ def test_the_same_heartbeat_again_keeps_nobody_alive() -> None:
     assert list(membership.live(15.0)) == ["b"]
 
 
+def test_the_roll_is_a_new_one_only_when_somebody_says_something_new() -> None:
+    membership = Membership("me", 10.0)
+    membership.observe([beat("a", LOG, sequence=1), beat("b", LOG, sequence=1)], 0.0)
+    roll = membership.live(0.0)
+    membership.observe([beat("a", LOG, sequence=2), beat("b", LOG, sequence=2)], 8.0)
+    assert membership.live(8.0) is roll
+    membership.observe([beat("a", LOG, PeerState.READY, sequence=3), beat("b", LOG, sequence=3)], 9.0)
+    assert membership.live(9.0)["a"].state is PeerState.READY
+    assert membership.live(18.5) == membership.live(9.0), "both have been heard of 9.5 seconds ago"
+    assert not membership.live(19.5)
+
+
 def test_an_older_heartbeat_changes_nothing() -> None:
     membership = seen()
     membership.observe([beat("a", LOG, PeerState.READY, sequence=5)], 1.0)
