@@ -46,6 +46,7 @@ from peers.values.wire import digest_of
 from peers.values.workload import Blocks, InnerLoop, Progress, Trained
 
 TOKENS_PER_SAMPLE = 8
+OUTER_STEPS = 1_000_000
 CHUNK = 1 << 20
 FOLLOWING_PAUSE = 0.2
 GATED_TIMING = Timing(heartbeat_expiry=30.0, grace=30.0, round_timeout=600.0, partition_grace=3600.0)
@@ -222,7 +223,9 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
 
 
 def run_config() -> RunConfig:
-    return RunConfig.from_toml(Path(opendiloco.__file__).with_name("demo.toml"))
+    """Return the demo's, of a run that no benchmark comes to the end of."""
+    config = RunConfig.from_toml(Path(opendiloco.__file__).with_name("demo.toml"))
+    return config.model_copy(update={"outer_steps": OUTER_STEPS})
 
 
 async def follow(transport: HivemindTransport, part: Part) -> None:

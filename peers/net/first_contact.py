@@ -6,8 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
+
+from peers.errors import SwarmUnreachableError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +41,21 @@ async def first_contacts(initial_peers: Sequence[str], remembered: Sequence[str]
     ]
     logger.debug("%d of %d addresses answer", len(answering), len(candidates))
     return chosen[:CONTACT_LIMIT] or list(initial_peers)
+
+
+async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T:
+    """Start what needs to reach one of these nodes, and once more if it does not, though a node answers: libp2p's
+    daemon has but one try, of five seconds, and the node or this machine may be busy.
+
+    Raises: SwarmUnreachableError, and whatever `start` raises.
+    """
+    try:
+        return await start()
+    except SwarmUnreachableError:
+        if not await which_answer(contacts):
+            raise
+    logger.info("a bootstrap node answers, but was not reached in time: trying once more")
+    return await start()
 
 
 async def which_answer(addresses: Sequence[str]) -> set[str]:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self
 
 from peers import metrics
@@ -32,7 +33,7 @@ from peers.net.daemon import (
 )
 from peers.net.dht_storage import bounded
 from peers.net.doors import REVOCATIONS, Doors
-from peers.net.first_contact import first_contacts
+from peers.net.first_contact import first_contacts, reach
 from peers.net.foothold import Foothold
 from peers.net.records import heartbeats_key, manifest_key, record_is_valid
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
@@ -129,7 +130,8 @@ class HivemindNode:
         exposure = _exposure(local, public)
         waits = bool(initial_peers) and exposure in (Exposure.PRIVATE, Exposure.UNKNOWN)
         doors = Doors()
-        daemon = await start_daemon(identity, contacts, listen, announce, client_mode, exposure)
+        start = partial(start_daemon, identity, contacts, listen, announce, client_mode, exposure)
+        daemon = await reach(start, contacts)
         try:
             node = await HIVEMIND.node.DHTNode.create(
                 p2p=daemon,

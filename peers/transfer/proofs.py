@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 
@@ -29,6 +29,7 @@ PULLS = 1  # of one peer at once
 TIMEOUT = 60.0  # seconds for an answer: a megabyte at 1 Mbit/s takes 8, and the donor may be in a round
 AT_ONCE = 16  # proofs that are asked for after an entry
 ASKED = 4  # peers that are asked for one of them
+TIMES = 4  # that one peer is asked for a proof: it may have had no place, or have got it since
 PATIENCE = 16  # peers without it after which a proof is not asked for any more
 
 
@@ -72,7 +73,7 @@ class MissingProofs:
         self._transport = transport
         self._log = log
         self._lacking: dict[bytes, None] = {}
-        self._refused: Counter[bytes] = Counter()
+        self._asked: defaultdict[bytes, Counter[str]] = defaultdict(Counter)  # by proof: whom in vain, and how often
         self._looked = (0, 0, b"")  # at entries [first, stop) of the lineage with this digest at its end
         self._turn = asyncio.Lock()
 
@@ -94,7 +95,9 @@ class MissingProofs:
             return
         async with self._turn:
             for proof in list(self._lacking)[:AT_ONCE]:
-                for donor in shuffled(self._transport, donors, CHANCE)[:ASKED]:
+                asked = self._asked[proof]
+                left = [donor for donor in shuffled(self._transport, donors, CHANCE) if asked[donor] < TIMES]
+                for donor in left[:ASKED]:
                     if await self._fetch(proof, donor):
                         break
 
@@ -104,10 +107,11 @@ class MissingProofs:
             data = await fetch_proof(self._transport, donor, self._log.empty_log.run, proof)
             await asyncio.to_thread(self._log.keep_proofs, [data])
         except (PeerUnreachableError, RemoteProtocolError):
-            self._refused[proof] += 1
-            if self._refused[proof] < PATIENCE:
+            asked = self._asked[proof]
+            asked[donor] += 1
+            if sum(times == TIMES for times in asked.values()) < PATIENCE:
                 return False
         except LogFolderError as error:
             logger.warning("a proof is not kept: %s", error)
-        self._lacking.pop(proof, None)
+        del self._lacking[proof], self._asked[proof]
         return True

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from peers.errors import SwarmUnreachableError
 from peers.net import first_contact
-from peers.net.first_contact import CONTACT_LIMIT, GREETING, endpoint, first_contacts, which_answer
+from peers.net.first_contact import CONTACT_LIMIT, GREETING, endpoint, first_contacts, reach, which_answer
 from peers.values.identity import Identity
 
 PEERS = [Identity.generate().peer_id for _ in range(12)]
@@ -110,5 +111,29 @@ def test_silence_of_all_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with node(PEERS[0], b"") as silent:
             assert await which_answer([silent, "/dns4/no such host\udc80/tcp/1/p2p/X"]) == set()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("failures", "answers", "tries"), [(0, True, 1), (1, True, 2), (2, True, 2), (1, False, 1)])
+def test_who_does_not_reach_a_node_that_answers_tries_once_more(failures: int, answers: bool, tries: int) -> None:
+    async def scenario() -> None:
+        tried = 0
+
+        async def start() -> str:
+            nonlocal tried
+            tried += 1
+            if tried <= failures:
+                raise SwarmUnreachableError("no bootstrap node answered", "Check the address.")
+            return "started"
+
+        async with node(PEERS[0]) as address:
+            contacts = [address if answers else dead(PEERS[0])]
+            if tries > failures:
+                assert await reach(start, contacts) == "started"
+            else:
+                with pytest.raises(SwarmUnreachableError):
+                    await reach(start, contacts)
+        assert tried == tries
 
     asyncio.run(scenario())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from peers.log.folder import LogFolder, MemoryLog, RunLog
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.streams.channel import PeerRefusedError, RefusalError
-from peers.transfer.proofs import ASKED, PATIENCE, PROOF, MissingProofs, ProofRequest, fetch_proof, serve_proofs
+from peers.transfer.proofs import ASKED, PATIENCE, PROOF, TIMES, MissingProofs, ProofRequest, fetch_proof, serve_proofs
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import LOG, PAYLOAD, RUN, chain_of, first_log
 from tests.peers.fakes import FakeTransport
@@ -204,7 +205,44 @@ def test_what_nobody_has_is_not_asked_for_without_end(tmp_path: Path) -> None:
         for _ in range(PATIENCE):
             missing.look()
             await missing.fetch("abcdefgh")
-        assert len(place.asked()) == PATIENCE
+        assert Counter(place.asked()) == dict.fromkeys("abcdefgh", TIMES)
+
+    asyncio.run(scenario())
+
+
+def test_one_that_refuses_keeps_nobody_from_getting_it_of_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        place = Place(tmp_path)
+        await place.donor("a")
+        log = place.log()
+        taken(log, ENTRIES)
+        missing = MissingProofs(place.me, log)
+        missing.look()
+        for _ in range(2 * PATIENCE):
+            await missing.fetch("a")
+        assert place.asked() == ["a"] * TIMES
+        await place.donor("b", DATA)
+        await missing.fetch("ab")
+        assert log.proof(DIGEST) == DATA
+
+    asyncio.run(scenario())
+
+
+def test_a_crowd_that_refuses_is_believed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        place, crowd = Place(tmp_path), [f"peer {number}" for number in range(PATIENCE)]
+        for name in crowd:
+            await place.donor(name)
+        log = place.log()
+        taken(log, ENTRIES)
+        missing = MissingProofs(place.me, log)
+        missing.look()
+        for _ in range(PATIENCE * TIMES):
+            await missing.fetch(crowd)
+        await place.donor("b", DATA)
+        await missing.fetch("b")
+        assert log.proof(DIGEST) is None
+        assert "b" not in place.asked()
 
     asyncio.run(scenario())
 
