@@ -71,6 +71,12 @@ def held_up_by(
     return owing if owing and set(owing) <= set(found) else found
 
 
+def are_apart(slow: Sequence[str], waiting: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether two members hold the attempt up, each of which waits for the other alone: it seems that nothing
+    comes from one to the other, and nobody else can tell who of them is to blame."""
+    return len(slow) == 2 and all(waiting.get(one) == (other,) for one, other in (slow, slow[::-1]))
+
+
 def _owe_blocks(round: Round, waiting: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return the members that average nothing and that most reducers wait for, two at least: what these lack is blocks,
     for which nobody need wait."""

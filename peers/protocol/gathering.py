@@ -23,6 +23,8 @@ from peers.values.chunks import PayloadSize
 from peers.values.leases import Lease
 from peers.values.wire import printable
 
+LEAVES = 1
+"""How often a member may leave an attempt at one position until the others go on without it."""
 OVERTAKING_LIMIT = 8
 """How often one peer may make the others at a position say Ready again."""
 

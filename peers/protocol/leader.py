@@ -17,22 +17,20 @@ from peers.log.state import LogError, LogState
 from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
-from peers.protocol.attempts import annex_of, held_up_by, is_connected, reducers, told
+from peers.protocol.attempts import annex_of, are_apart, held_up_by, is_connected, reducers, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier, passers
 from peers.protocol.claims import Claim, disclaimers
 from peers.protocol.commitment import Contribution
 from peers.protocol.disputes import Disputes
 from peers.protocol.effects import Effect, Note, Send
-from peers.protocol.gathering import Gathering
+from peers.protocol.gathering import LEAVES, Gathering
 from peers.protocol.judge import Judge
-from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Ready, Waiting
+from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Prepared, Ready, Waiting
 from peers.protocol.planning import deal, foreseen
 from peers.protocol.rounds import Attempt, Holder, Round, Share
+from peers.protocol.tally import Tally
 from peers.values.chunks import PayloadSize
 from peers.values.wire import printable
-
-LEAVES = 1
-"""How often a member may leave an attempt at one position until the others go on without it."""
 
 
 class Leader(Gathering):
@@ -59,7 +57,7 @@ class Leader(Gathering):
         self._moved: dict[str, int] = {}  # chunks, as members say
         self._unseen_since: dict[str, float] = {}
         self._disputes = Disputes(settings.timing)
-        self._complete: dict[str, Complete] = {}
+        self._tally = Tally()
         self._waiting: dict[str, tuple[float, tuple[str, ...]]] = {}  # when each said so last, and for whom
         self._left: Counter[str] = Counter()
         self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
@@ -99,8 +97,7 @@ class Leader(Gathering):
         if not (self._log.roster or is_cut_off or self._enough(self._ready)) and self._barred:
             return self.take_in_barred(now)
         effects: list[Effect] = []
-        plan = self._plan()
-        claim = self._claim()
+        plan, claim = self._plan(), self._claim()
         if claim is not None and self._may_be_disclaimed(claim, now, live):
             return []
         is_new = not claim and not self._unfinished_round()
@@ -121,11 +118,10 @@ class Leader(Gathering):
         round = self._unfinished_round()
         if round is not None:
             return self._exchange(round, (), "goes on with a round", now)
-        name = self._attempt(self._last_number + 1)
         if not self._has_work and not self._log.closes:
             self._pass_over_claims()
             return self._skip(now)
-        round = self._new_round(name)
+        round = self._new_round(self._attempt(self._last_number + 1))
         committed = (self._ready[member.peer].commitment for member in round.contributors)
         return self._exchange(round, tuple(one.contribution for one in committed if one), "begins", now)
 
@@ -195,7 +191,7 @@ class Leader(Gathering):
         self._unseen_since.clear()
         self._disputes = Disputes(self._settings.timing)
         self._differing_since = None
-        self._complete, self._waiting = {}, {}
+        self._tally, self._waiting = Tally(), {}
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
         return [note, *self._tell(members, self._ready, now)]
 
@@ -238,13 +234,9 @@ class Leader(Gathering):
 
     def _watch(self, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
         """Who has been silent for a heartbeat's time is lost; so are those who hold all others up for too long."""
-        for peer in self._members:
-            if peer in live or peer == self._me:
-                self._unseen_since.pop(peer, None)
-            else:
-                self._unseen_since.setdefault(peer, now)
-        patience = self._settings.timing.heartbeat
-        dead = [peer for peer, since in self._unseen_since.items() if now - since >= patience]
+        unseen = [peer for peer in self._members if peer not in live and peer != self._me]
+        self._unseen_since = {peer: self._unseen_since.get(peer, now) for peer in unseen}
+        dead = [peer for peer, since in self._unseen_since.items() if now - since >= self._settings.timing.heartbeat]
         if dead:
             return self._lose(dead, f"{', '.join(dead)} is gone", now)
         has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
@@ -253,7 +245,9 @@ class Leader(Gathering):
         assert self._running is not None
         silent = now - self._settings.timing.heartbeat_expiry  # who waits says so again and again
         waiting = {peer: missing for peer, (said_at, missing) in self._waiting.items() if said_at > silent}
-        slow = held_up_by(self._running, self._members, self._complete, waiting)
+        slow = held_up_by(self._running, self._members, self._tally.complete, waiting)
+        if isinstance(self._running, Begin) and are_apart(slow, waiting) and self._standing.may_replan(slow[0]):
+            return self._part(self._running.round, slow[0], slow[1:], f"{' and '.join(slow)} wait for each other")
         for peer in slow:
             self._bar(peer, now)
         why = "nothing moves" if has_stalled else "time is up"
@@ -295,9 +289,8 @@ class Leader(Gathering):
         self._disputes.says(sender, others, now)
         if not others or not isinstance(self._running, Begin):
             return []
-        round = self._running.round
+        round, pairs = self._running.round, self._standing.pairs(self._members)
         able = reducers(round)
-        pairs = self._standing.pairs(self._members)
         known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
         broken = (others if sender in able else others & able) - known
         broken = {other for other in broken if self._disputes.has_lasted(sender, other, now)}
@@ -309,7 +302,11 @@ class Leader(Gathering):
         reason = f"{sender} can't exchange data with {', '.join(sorted(broken))}"
         if sender != self._me and not self._standing.may_replan(sender):
             return self._leave_behind([sender], f"has a round planned anew once more: {reason}", now)
-        self._standing.failed(sender, broken)
+        return self._part(round, sender, broken, reason)
+
+    def _part(self, round: Round, peer: str, others: Collection[str], reason: str) -> list[Effect]:
+        """The next round does without what the peer and these would exchange."""
+        self._standing.failed(peer, others)
         self._spoiled.add(round.name)
         return self._abort(reason)
 
@@ -335,50 +332,53 @@ class Leader(Gathering):
             return self._leave_behind([accuse.accused], f"sent {sender} bad blocks: {accuse.reason}", now)
         return self._leave_behind([sender], f"accuses {accuse.accused} without evidence: {accuse.reason}", now)
 
-    def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
-        running = self._running
-        if running is None or running.attempt != complete.attempt or sender not in self._members:
-            return self._set_right(sender, complete.attempt, now)
+    def on_prepared(self, sender: str, said: Prepared | Complete, now: float) -> list[Effect]:
+        """A member says what has come of the round. Nobody is lost for holding another payload than most before it is
+        seen who has given it that."""
+        if not self._is_running(said.attempt) or sender not in self._members:
+            return self._set_right(sender, said.attempt, now)
         self._disputes.heard(sender, now)
-        if sender not in self._complete:
-            self._moved_at = now
-        absent = {peer for peer, _ in complete.missed}
-        if isinstance(running, Begin) and not absent <= set(running.round.lost):
-            self._spoiled.add(running.round.name)  # should it be aborted
-            return self._leave_behind([sender], "does without blocks of members that are not lost", now)
-        self._complete[sender] = complete
-        if len(self._complete) < len(self._members):
+        self._moved_at = now if self._tally.hear(sender, said) else self._moved_at
+        if not isinstance(self._running, Begin):
             return []
+        round, wrong = self._running.round, self._tally.differing(self._members)
+        makes_absent = not {peer for peer, _ in said.missed} <= set(round.lost)
+        if not (makes_absent or wrong):
+            return []
+        self._spoiled.add(round.name)  # should it be aborted
+        if makes_absent:
+            return self._leave_behind([sender], "does without blocks of members that are not lost", now)
+        return self._compare(said.attempt, wrong, now)
+
+    def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
+        effects, running = self.on_prepared(sender, complete, now), self._running
+        if effects or running is None or not self._tally.is_complete(self._members):
+            return effects
         if isinstance(running, Adopt):
             return self._commit_if_signed(running.header, running, now)
-        outcomes = {peer: (said.payload, said.missed) for peer, said in self._complete.items()}
-        (payload, missed), _ = Counter(outcomes.values()).most_common(1)[0]
-        wrong = [peer for peer, outcome in outcomes.items() if outcome != (payload, missed)]
         try:
-            header = self._log.next_header(running.round.entry_roster(dict(missed)), payload, running.round.faults)
+            roster = running.round.entry_roster(dict(complete.missed))
+            header = self._log.next_header(roster, complete.payload, running.round.faults)
         except LogError as error:
             return self._abort(f"what its members say can be no entry: {error}")
-        if not wrong:
-            return self._commit_if_signed(header, running, now)
-        self._spoiled.add(running.round.name)  # should it be aborted
-        return self._compare(wrong, now)
+        return self._commit_if_signed(header, running, now)
 
-    def _compare(self, wrong: Sequence[str], now: float) -> list[Effect]:
+    def _compare(self, attempt: Attempt, wrong: Sequence[str], now: float) -> list[Effect]:
         """Who holds something else than we do may show who has given us different averages. If for a while nobody does,
         those who are alone with what they hold are lost."""
-        assert self._running is not None
-        if self._differing_since is None:
-            self._differing_since = now
+        self._differing_since = now if self._differing_since is None else self._differing_since
         if now - self._differing_since >= self._settings.timing.heartbeat_expiry:
             return self._leave_behind(wrong, "hold another payload", now)
-        mine = self._complete.get(self._me)  # a leader need not be a member
-        compare = Compare(attempt=self._running.attempt, marks=self._judge.marks)
-        return [Send(peer, compare) for peer, said in self._complete.items() if mine and said.outcome != mine.outcome]
+        others = self._tally.unlike(self._me)
+        if others is None:
+            return self._abort("its members hold different payloads, and its leader is in it with none")
+        compare = Compare(attempt=attempt, marks=self._judge.marks)
+        return [Send(peer, compare) for peer in others]
 
     def _commit_if_signed(self, header: Header, running: Begin | Adopt, now: float) -> list[Effect]:
         """All say the same. Who has signed something else is lost."""
         name = running.attempt.name
-        said = {peer: complete.signature for peer, complete in self._complete.items()}
+        said = {peer: complete.signature for peer, complete in self._tally.complete.items()}
         signed = self._certifier.signed(header, name, said)
         voters = self._counted(self._members) & set(self._log.voters)
         unsigned = sorted(voters - signed.keys()) if 2 * len(signed) <= len(self._log.voters) else []

@@ -8,7 +8,7 @@ from peers.log.certificate import Departure
 from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import Event, ReducedArrived, Tick
-from peers.protocol.messages import Accuse, Begin, Complete, LeaseRequest, Leaving, Message, Ready, Unread
+from peers.protocol.messages import Accuse, Begin, Complete, LeaseRequest, Leaving, Message, Prepared, Ready, Unread
 from peers.protocol.rounds import Attempt
 from peers.simulator.liars import Liar, Lie, Said, invented
 from peers.simulator.simulated_log import Frozen
@@ -232,6 +232,15 @@ class ManyCompletes(Lie):
         yield to, message.model_copy(update={"payload": payload, "signature": signature})
 
 
+class ManyPayloads(Lie):
+    """It tells each member, and its leader, that it has another payload."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Prepared):
+            message = message.model_copy(update={"payload": invented((to, message.payload))})
+        yield to, message
+
+
 class FalseSignatures(Lie):
     """What it signs is not what it says."""
 
@@ -273,6 +282,7 @@ MEMBERS_LIES: dict[str, type[Lie]] = {
     "all absent": AllAbsent,
     "accuser": Accuser,
     "many completes": ManyCompletes,
+    "many payloads": ManyPayloads,
     "false signatures": FalseSignatures,
     "many readys": ManyReadys,
 }

@@ -21,7 +21,7 @@ from peers.protocol.effects import Dropped, Effect, FetchPayload, FetchSnapshot,
 from peers.protocol.events import Undelivered
 from peers.protocol.exchange import Exchange
 from peers.protocol.leader import Leader
-from peers.protocol.messages import Adopt, Begin, Commit, Complete, Message, Ready
+from peers.protocol.messages import Adopt, Begin, Commit, Complete, Message, Prepared, Ready
 from peers.protocol.rounds import Attempt
 from peers.protocol.slot import Slot
 from peers.protocol.states import State
@@ -40,7 +40,7 @@ BATCH = 10
 
 
 class OneOutcome:
-    """Raises InvariantError when two members of one attempt are complete with different payloads."""
+    """Raises InvariantError when two members of one attempt say that they have different payloads."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._outcomes: dict[Attempt, object] = {}
@@ -48,7 +48,7 @@ class OneOutcome:
         swarm.on_message = self.see
 
     def see(self, sender: str, to: str, message: Message) -> Message | None:
-        if isinstance(message, Complete):
+        if isinstance(message, Prepared | Complete):
             outcome = message.payload, message.missed
             if self._outcomes.setdefault(message.attempt, outcome) != outcome:
                 raise InvariantError(f"two payloads in attempt {message.attempt}")

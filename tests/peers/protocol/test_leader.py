@@ -31,6 +31,7 @@ from peers.protocol.messages import (
     Complete,
     LeaseGrant,
     LeaseRequest,
+    Prepared,
     Refuse,
     Waiting,
 )
@@ -435,18 +436,6 @@ def accuses_with_anothers_lie(lead: Lead, begin: Begin) -> list[Effect]:
     return lead.accuse("c", begin, "b", evidence(lead.log, "c"))
 
 
-def test_a_leader_that_takes_no_part_in_its_round_has_nothing_to_compare_with_what_others_hold() -> None:
-    """Regression: it looked for its own payload, and died."""
-    lead = Lead()
-    lead.ready("bc")
-    begin: Begin = sends(lead.tick(after=TIMING.grace + STEP), Begin)[0][1]
-    assert begin.round.peers == ("b", "c")
-    lead.complete("b", begin)
-    assert not lead.complete("c", begin, OTHER)
-    lead.now += TIMING.heartbeat_expiry
-    assert sends(lead.complete("c", begin, OTHER), Abort), "for a while; then those are lost who are alone with it"
-
-
 def lags(lead: Lead, begin: Begin) -> list[Effect]:
     lead.waiting("a", begin, "c")
     lead.waiting("b", begin, "c")
@@ -573,6 +562,38 @@ def test_members_must_agree_on_who_lacks() -> None:
     lead.complete("a", begin)
     lead.complete("b", begin)
     goes_on(lead.complete("c", begin, missed=(("b", 1),)), "ab", lost="c")
+
+
+def test_who_has_given_what_is_looked_for_before_anybody_signs() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    said = Prepared(attempt=begin.attempt, payload=PAYLOAD, missed=())
+    other = said.model_copy(update={"payload": OTHER})
+    assert lead.leader.on_prepared("a", said, lead.now) == []
+    assert lead.leader.on_prepared("b", said, lead.now) == []
+    assert [to for to, _ in sends(lead.leader.on_prepared("c", other, lead.now), Compare)] == ["c"]
+    assert lead.leader.on_prepared("c", said, lead.now) == [], "it was behind by a message"
+    effects = lead.all_complete("abc", begin)
+    assert sends(effects, Commit), "who says it is still to sign it"
+
+
+def test_what_is_said_of_another_attempt_is_set_right() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    late = Prepared(attempt=attempt(LOG, 7), payload=PAYLOAD, missed=())
+    assert [message for _, message in sends(lead.leader.on_prepared("b", late, lead.now), Begin)] == [begin]
+
+
+def test_a_leader_that_is_no_member_ends_an_attempt_whose_members_differ() -> None:
+    """Regression: it looked for what it held itself, and fell over that."""
+    lead = Lead()
+    lead.ready("bc")
+    begin = sends(lead.tick("bc", after=TIMING.grace), Begin)[0][1]
+    assert begin.round.peers == ("b", "c")
+    lead.complete("b", begin)
+    effects = lead.complete("c", begin, OTHER)
+    assert {to for to, _ in sends(effects, Abort)} == {"b", "c"}
+    assert not lead.leader.running
 
 
 def test_a_leader_that_holds_another_payload_than_the_others_ends_the_attempt() -> None:
