@@ -7,17 +7,18 @@ another one does not have. The leader hears it, too, and finds out who has given
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
 from peers.protocol.certifier import OPEN_LIMIT
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.effects import Send
-from peers.protocol.messages import Prepared, Waiting
+from peers.protocol.messages import Prepared, Told, Waiting
+from peers.protocol.rounds import Attempt
 
 SILENCE = 3
-"""How often somebody may have said nothing until it is not waited for."""
+"""How often somebody may have said nothing until it is not waited for; once where it was so in a round before."""
 
 
 class Agreement:
@@ -38,7 +39,6 @@ class Agreement:
             return True
         if mine != self._mine:
             self._mine, self._since = mine, self._desk.now
-            self._acceptor.prepare(mine)
             self._word.at_once()
         others, leader = set(members) - {self._desk.me}, mine.attempt.leader
         lacking = self._lacking(mine, others)
@@ -50,11 +50,21 @@ class Agreement:
             self._desk.emit(Send(leader, waiting))
         return not lacking
 
-    def _lacking(self, mine: Prepared, others: Collection[str]) -> set[str]:
+    def hear(self, sender: str, said: Told, attempt: Attempt | None) -> None:
+        """A member's payload is whole. One that says so and does not know yet what we have signed is told."""
+        self._acceptor.heard_told(sender, said)
+        signed = self._acceptor.signed_in(attempt)
+        if isinstance(said, Prepared) and signed is not None and said.attempt == attempt:
+            self._desk.emit(Send(sender, signed))
+
+    def _lacking(self, mine: Prepared, others: Set[str]) -> set[str]:
         """Return who says something else, or nothing yet. Who can't be heard is not waited for, nor for long who says
         nothing, perhaps only to us. It will hear what we sign, and sign nothing else."""
         told = self._acceptor.told(mine.attempt, others)
         differing = {peer for peer, outcome in told.items() if outcome != mine.outcome}
-        if self._desk.now - self._since > SILENCE * self._desk.settings.timing.resend:
-            return differing
-        return differing | (set(others) - told.keys() - self._presence.unreached)
+        silent = {peer for peer in others - told.keys() if self._presence.can_hear(peer)}
+        self._presence.quiet -= told.keys()
+        turns = (self._desk.now - self._since) / self._desk.settings.timing.resend
+        if turns > SILENCE:
+            self._presence.quiet |= silent
+        return differing | {peer for peer in silent if turns <= (1 if peer in self._presence.quiet else SILENCE)}

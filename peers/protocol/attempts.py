@@ -48,6 +48,17 @@ def _holds(ready: Ready, adopt: Adopt) -> bool:
     return ready.held is not None and ready.held.header == adopt.header
 
 
+def still_in_round(me: str, ready: Mapping[str, Ready]) -> Round | None:
+    """Return the round that we are in the midst of, without those who are not, or are lost to one of us."""
+    rounds = {peer: one.round for peer, one in ready.items() if one.round}
+    mine = rounds.get(me)
+    if mine is None:
+        return None
+    others = {peer: round for peer, round in rounds.items() if round.is_same(mine)}
+    lost = {peer for round in others.values() for peer in round.lost}
+    return mine.without(lost.union(peer for peer in mine.peers if peer not in others))
+
+
 def is_connected(round: Round, pairs: Pairs) -> bool:
     """Whether all who remain can exchange data with all of them who reduce, as far as is known."""
     return not any(pairs.broken_with(peer) for peer in reducers(round))

@@ -17,7 +17,7 @@ from peers.log.state import LogError, LogState
 from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
-from peers.protocol.attempts import annex_of, are_apart, held_up_by, is_connected, reducers, told
+from peers.protocol.attempts import annex_of, are_apart, held_up_by, is_connected, reducers, still_in_round, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier, passers
 from peers.protocol.claims import Claim, disclaimers
 from peers.protocol.commitment import Contribution
@@ -25,9 +25,8 @@ from peers.protocol.disputes import Disputes
 from peers.protocol.effects import Effect, Note, Send
 from peers.protocol.gathering import LEAVES, Gathering
 from peers.protocol.judge import Judge
-from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Prepared, Ready, Waiting
-from peers.protocol.planning import deal, foreseen
-from peers.protocol.rounds import Attempt, Holder, Round, Share
+from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Ready, Told, Waiting
+from peers.protocol.rounds import Attempt, Holder, Round
 from peers.protocol.tally import Tally
 from peers.values.chunks import PayloadSize
 from peers.values.wire import printable
@@ -49,7 +48,6 @@ class Leader(Gathering):
     ) -> None:
         super().__init__(me, log, state_digest, settings, payload, standing, certifier)
         self._judge = judge
-        self._differing_since: float | None = None
         self._running: Begin | Adopt | None = None
         self._members: dict[str, None] = {}  # who remains in the running attempt, in order
         self._in_minority = False
@@ -58,7 +56,6 @@ class Leader(Gathering):
         self._unseen_since: dict[str, float] = {}
         self._disputes = Disputes(settings.timing)
         self._tally = Tally()
-        self._waiting: dict[str, tuple[float, tuple[str, ...]]] = {}  # when each said so last, and for whom
         self._left: Counter[str] = Counter()
         self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
 
@@ -133,42 +130,27 @@ class Leader(Gathering):
 
     def _new_round(self, name: Attempt) -> Round:
         """Those whom all others reach reduce parts, sized so that all links are done together."""
-        offers = self._offers()
-        roster = [offers[peer] for peer in take_order(self._log.roster, offers)]
-        part = deal(self._payload.chunks, len(roster), self._plan().reducers, self._rates(offers))
-        shares = tuple(Share(member=member, chunks=part.get(member.peer, 0)) for member in roster)
-        faults = () if name.alone else self._judge.annex(offers)
+        shares = self._shares()
+        faults = () if name.alone else self._judge.annex({share.member.peer for share in shares})
         return Round(name=name, shares=shares, lost=(), faults=faults)
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
-        rounds = {peer: ready.round for peer, ready in self._ready.items() if ready.round}
-        mine = rounds.get(self._me)
-        if mine is None or mine.name in self._spoiled or (self._in_minority and mine.faults):
+        round = still_in_round(self._me, self._ready)
+        if round is None or round.name in self._spoiled or (self._in_minority and round.faults):
             return None
-        others = {peer: round for peer, round in rounds.items() if round.is_same(mine)}
-        lost = {peer for round in others.values() for peer in round.lost}
-        round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
         able = self._me in round.remaining and bool(reducers(round))
         able = able and is_connected(round, self._standing.pairs(round.remaining))
         return round if able and self._is_enough(round.remaining) else None
 
     def _exchange(self, round: Round, commitments: tuple[Contribution, ...], what: str, now: float) -> list[Effect]:
-        """Run an attempt in which the members that remain exchange blocks.
-
-        All who go on with another leader's round know the `commitments` already.
-        """
+        """Have those who remain exchange blocks. Who goes on with another leader's round knows its `commitments`."""
         members = round.remaining
-        rates = self._rates(members)
-        measured = {peer: rates[peer] for peer in rates if self._ready[peer].rate}
-        chunks = {share.member.peer: share.chunks for share in round.shares}
-        seconds = self._schedule.attempt(foreseen(chunks, members, measured, self._payload.bytes))
-        is_open = bool(self._log.roster) and not self._in_minority and len(members) <= OPEN_LIMIT
         begin = Begin(
             attempt=self._next_attempt(),
             round=round,
-            seconds=seconds,
-            open=is_open,
+            seconds=self._seconds_for(round),
+            open=bool(self._log.roster) and not self._in_minority and len(members) <= OPEN_LIMIT,
             commitments=commitments,
             disclaimers=disclaimers(self._ready) if self._claims.proven(self._ready) else (),
         )
@@ -190,8 +172,7 @@ class Leader(Gathering):
         self._taken_in.clear()
         self._unseen_since.clear()
         self._disputes = Disputes(self._settings.timing)
-        self._differing_since = None
-        self._tally, self._waiting = Tally(), {}
+        self._tally = Tally()
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
         return [note, *self._tell(members, self._ready, now)]
 
@@ -240,23 +221,37 @@ class Leader(Gathering):
         if dead:
             return self._lose(dead, f"{', '.join(dead)} is gone", now)
         has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
-        if not has_stalled and now - self._began_at <= self._seconds:
-            return []
+        if has_stalled or now - self._began_at > self._seconds:
+            return self._hurry("nothing moves" if has_stalled else "time is up", has_stalled, now)
+        return []
+
+    def _hurry(self, why: str, has_stalled: bool, now: float) -> list[Effect]:
+        """Go on without those who hold the attempt up, or begin another one."""
         assert self._running is not None
-        silent = now - self._settings.timing.heartbeat_expiry  # who waits says so again and again
-        waiting = {peer: missing for peer, (said_at, missing) in self._waiting.items() if said_at > silent}
-        slow = held_up_by(self._running, self._members, self._tally.complete, waiting)
-        if isinstance(self._running, Begin) and are_apart(slow, waiting) and self._standing.may_replan(slow[0]):
-            return self._part(self._running.round, slow[0], slow[1:], f"{' and '.join(slow)} wait for each other")
+        running, tally, expiry = self._running, self._tally, self._settings.timing.heartbeat_expiry
+        waiting = tally.waiting(since=now - expiry)  # who waits says so again and again
+        slow = held_up_by(running, self._members, tally.complete, waiting)
+        if isinstance(running, Begin):
+            late = [peer for peer in self._members if peer not in tally.complete]
+            if late and self._me not in late and not tally.differing and self._is_enough(tally.complete):
+                return self._do_without(late, waiting, now)
+            is_still = now - self._moved_at > expiry  # else they need time, and the next attempt goes on with the round
+            if is_still and are_apart(slow, waiting) and self._standing.may_replan(slow[0]):
+                return self._part(running.round, slow[0], slow[1:], f"{' and '.join(slow)} wait for each other")
         for peer in slow:
             self._bar(peer, now)
-        why = "nothing moves" if has_stalled else "time is up"
         reason = f"{why}; held up by {', '.join(slow) or 'nobody in particular'}"
-        stalled = self._running
         effects = self._lose(slow, reason, now) or self._abort(reason)
-        if has_stalled and isinstance(stalled, Begin) and not self.running:
-            self._spoiled.add(stalled.round.name)  # whatever is wrong with it: a new one begins with all blocks
+        if has_stalled and isinstance(running, Begin) and not self.running:
+            self._spoiled.add(running.round.name)  # whatever is wrong with it: a new one begins with all blocks
         return effects
+
+    def _do_without(self, late: Sequence[str], waiting: Mapping[str, tuple[str, ...]], now: float) -> list[Effect]:
+        """Enough have signed, and wait for nobody else. Whoever says for whom it waits is believed a few times."""
+        for peer in late:
+            if not (waiting.get(peer) and self._standing.may_replan(peer)):
+                self._bar(peer, now)
+        return self._lose(late, f"enough have signed without {', '.join(late)}", now)
 
     def _ends(self, attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
         abort = Abort(attempt=attempt, reason=printable(reason))
@@ -277,7 +272,7 @@ class Leader(Gathering):
         if sender not in self._members:
             return []
         self._disputes.heard(sender, now)
-        self._waiting[sender] = now, waiting.missing
+        self._tally.waits(sender, waiting.missing, now)
         if waiting.moved > self._moved.get(sender, 0):
             self._moved[sender] = waiting.moved
             self._moved_at = now
@@ -332,16 +327,16 @@ class Leader(Gathering):
             return self._leave_behind([accuse.accused], f"sent {sender} bad blocks: {accuse.reason}", now)
         return self._leave_behind([sender], f"accuses {accuse.accused} without evidence: {accuse.reason}", now)
 
-    def on_prepared(self, sender: str, said: Prepared | Complete, now: float) -> list[Effect]:
+    def on_prepared(self, sender: str, said: Told, now: float) -> list[Effect]:
         """A member says what has come of the round. Nobody is lost for holding another payload than most before it is
         seen who has given it that."""
         if not self._is_running(said.attempt) or sender not in self._members:
             return self._set_right(sender, said.attempt, now)
         self._disputes.heard(sender, now)
-        self._moved_at = now if self._tally.hear(sender, said) else self._moved_at
+        self._moved_at = now if self._tally.hear(sender, said, now) else self._moved_at
         if not isinstance(self._running, Begin):
             return []
-        round, wrong = self._running.round, self._tally.differing(self._members)
+        round, wrong = self._running.round, self._tally.differing
         makes_absent = not {peer for peer, _ in said.missed} <= set(round.lost)
         if not (makes_absent or wrong):
             return []
@@ -366,14 +361,13 @@ class Leader(Gathering):
     def _compare(self, attempt: Attempt, wrong: Sequence[str], now: float) -> list[Effect]:
         """Who holds something else than we do may show who has given us different averages. If for a while nobody does,
         those who are alone with what they hold are lost."""
-        self._differing_since = now if self._differing_since is None else self._differing_since
-        if now - self._differing_since >= self._settings.timing.heartbeat_expiry:
+        timing = self._settings.timing
+        if self._tally.have_spoken(self._members) and now - self._tally.differing_since >= timing.heartbeat_expiry:
             return self._leave_behind(wrong, "hold another payload", now)
-        others = self._tally.unlike(self._me)
-        if others is None:
+        if self._me not in self._members:
             return self._abort("its members hold different payloads, and its leader is in it with none")
         compare = Compare(attempt=attempt, marks=self._judge.marks)
-        return [Send(peer, compare) for peer in others]
+        return [Send(peer, compare) for peer in self._tally.to_ask(self._me, now, timing.resend)]
 
     def _commit_if_signed(self, header: Header, running: Begin | Adopt, now: float) -> list[Effect]:
         """All say the same. Who has signed something else is lost."""

@@ -359,7 +359,7 @@ class Slot(Part):
         """A member of an attempt, which we may not have heard of yet, has a whole payload, and may have signed it."""
         if sender == self._desk.me or not self._presence.is_live(sender):
             return
-        self.acceptor.heard_prepared(sender, said)
+        self._agreement.hear(sender, said, self.attempt)
         exchange, has_signed = self.exchange, self.acceptor.said_in == self.attempt
         if self.state is AVERAGING and not has_signed and not self.adopting and exchange and exchange.payload:
             self._hold_round(exchange)
