@@ -105,6 +105,12 @@ def test_who_is_last_on_purpose_costs_each_round_little(kind: str, least: float)
     assert entries_beside(kind) >= least * entries_beside(None)
 
 
+@pytest.mark.parametrize("seed", [880143, 880101])
+def test_who_signs_another_average_for_each_keeps_nobody_from_an_entry(seed: int) -> None:
+    """Regression: each held an entry of its own, which its author and the author's allies may have signed, too."""
+    live(draw_life(seed, kinds=("signed averages",)))
+
+
 FOUNDING = (Deceit("peer0", ("refuses all",), 0, inf),)
 
 
