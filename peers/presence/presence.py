@@ -39,6 +39,8 @@ class Presence:
         """Bytes a second that our link was seen to carry each way; 0: not measured yet."""
         self.vote: str | None = None
         """Whom we would take for the leader by ourselves, where we last looked."""
+        self.quiet = set[str]()
+        """Peers that said nothing to us in a round, when we waited for that longest."""
         self._me = me
         self._distrust = distrust
         self._distrusted = Distrust(distrust)
@@ -119,6 +121,11 @@ class Presence:
         """Have nothing against a peer any more: to have nobody to ask is worse."""
         self._distrusted.lift(peer)
         self._gave_nothing_until.pop(peer, None)
+
+    def can_hear(self, peer: str) -> bool:
+        """Return whether the peer is alive, and neither of us says that we can't exchange anything."""
+        beat = self.live().get(peer)
+        return beat is not None and peer not in self.unreached and self._me[-TAIL:] not in beat.unreached
 
     def _still(self, untils: Mapping[str, float]) -> dict[str, float]:
         if not untils:

@@ -11,11 +11,12 @@ it is nobody.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from peers.log.certificate import Departure, ballot
 from peers.log.header import Header, Position
 from peers.presence.election import LATENESS, highest_attempt
-from peers.protocol.messages import Complete, Leaving
+from peers.protocol.messages import Complete, Leaving, Result, Told
 from peers.protocol.rounds import Attempt, Held, Round
 from peers.values.signing import Keys
 from peers.values.sum_tree import Sum
@@ -37,6 +38,7 @@ class Acceptor:
         self._round = 0  # the number of the last round that we have been in
         self._root: Sum | None = None
         self._completes: dict[str, Complete] = {}
+        self._told: dict[str, Result] = {}  # what each member said last of its payload, signed or not
 
     def pledge(self, leader: str | None) -> bool:
         """Be led by this peer from now on. Returns whether it is another one than before."""
@@ -86,6 +88,22 @@ class Acceptor:
         complete = Complete(attempt=attempt, payload=header.payload, missed=missed, signature=signature)
         self._completes[self._me] = complete
         return complete, is_new
+
+    def signed_in(self, attempt: Attempt | None) -> Complete | None:
+        """Return what we have signed in this attempt, if anything."""
+        mine = self._completes.get(self._me)
+        return mine if mine is not None and mine.attempt == attempt else None
+
+    def heard_told(self, sender: str, said: Told) -> None:
+        """A member's payload is whole."""
+        known = self._told.get(sender)
+        if known is None or known[0].name <= said.attempt.name:
+            self._told[sender] = said.outcome
+
+    def told(self, attempt: Attempt, members: Iterable[str]) -> dict[str, Result]:
+        """Return what these members have said of their payloads in an attempt."""
+        said = {peer: self._told[peer] for peer in members if peer in self._told}
+        return {peer: told for peer, told in said.items() if told[0] == attempt}
 
     def heard(self, sender: str, complete: Complete) -> bool:
         """A member holds the whole payload. Returns whether that is new."""

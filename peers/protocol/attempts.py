@@ -48,6 +48,17 @@ def _holds(ready: Ready, adopt: Adopt) -> bool:
     return ready.held is not None and ready.held.header == adopt.header
 
 
+def still_in_round(me: str, ready: Mapping[str, Ready]) -> Round | None:
+    """Return the round that we are in the midst of, without those who are not, or are lost to one of us."""
+    rounds = {peer: one.round for peer, one in ready.items() if one.round}
+    mine = rounds.get(me)
+    if mine is None:
+        return None
+    others = {peer: round for peer, round in rounds.items() if round.is_same(mine)}
+    lost = {peer for round in others.values() for peer in round.lost}
+    return mine.without(lost.union(peer for peer in mine.peers if peer not in others))
+
+
 def is_connected(round: Round, pairs: Pairs) -> bool:
     """Whether all who remain can exchange data with all of them who reduce, as far as is known."""
     return not any(pairs.broken_with(peer) for peer in reducers(round))
@@ -69,6 +80,12 @@ def held_up_by(
     found = culprits(members, complete, waiting)
     owing = _owe_blocks(running.round, waiting) if isinstance(running, Begin) else ()
     return owing if owing and set(owing) <= set(found) else found
+
+
+def are_apart(slow: Sequence[str], waiting: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether two members hold the attempt up, each of which waits for the other alone: it seems that nothing
+    comes from one to the other, and nobody else can tell who of them is to blame."""
+    return len(slow) == 2 and all(waiting.get(one) == (other,) for one, other in (slow, slow[::-1]))
 
 
 def _owe_blocks(round: Round, waiting: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

@@ -16,13 +16,15 @@ from peers.protocol.certifier import Certifier
 from peers.protocol.claims import Claim, Claims, Founding
 from peers.protocol.effects import Dropped, Effect, Send
 from peers.protocol.messages import Abort, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
-from peers.protocol.planning import Plan, credible_rates, plan
-from peers.protocol.rounds import Attempt
+from peers.protocol.planning import Plan, credible_rates, deal, foreseen, plan
+from peers.protocol.rounds import Attempt, Round, Share
 from peers.protocol.schedule import Schedule
 from peers.values.chunks import PayloadSize
 from peers.values.leases import Lease
 from peers.values.wire import printable
 
+LEAVES = 1
+"""How often a member may leave an attempt at one position until the others go on without it."""
 OVERTAKING_LIMIT = 8
 """How often one peer may make the others at a position say Ready again."""
 
@@ -323,6 +325,20 @@ class Gathering:
         ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}
         claimed = {peer: one.rate for peer, one in ready.items()}
         return credible_rates(claimed, {peer: dict(one.seen) for peer, one in ready.items()})
+
+    def _shares(self) -> tuple[Share, ...]:
+        """Return all who are ready, and how many chunks each is to average, so that all links are done together."""
+        offers = self._offers()
+        roster = [offers[peer] for peer in take_order(self._log.roster, offers)]
+        part = deal(self._payload.chunks, len(roster), self._plan().reducers, self._rates(offers))
+        return tuple(Share(member=member, chunks=part.get(member.peer, 0)) for member in roster)
+
+    def _seconds_for(self, round: Round) -> float:
+        """Return how long an attempt of those who remain in a round may take."""
+        rates = self._rates(round.remaining)
+        measured = {peer: rates[peer] for peer in rates if self._ready[peer].rate}
+        chunks = {share.member.peer: share.chunks for share in round.shares}
+        return self._schedule.attempt(foreseen(chunks, round.remaining, measured, self._payload.bytes))
 
     # What they hold -------------------------------------------------------------------------------------------
     def _claim(self, coming: Mapping[str, int] | None = None) -> Claim | None:

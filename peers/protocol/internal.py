@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
 from peers.log.state import LogState
 from peers.values.leases import Lease
 from peers.values.workload import Trained
+
+if TYPE_CHECKING:
+    from peers.protocol.slot import Slot
 
 
 # To the trainer -------------------------------------------------------------------------------------------------
@@ -67,3 +71,13 @@ class WorkDone:
     """We have trained this for the slot's entry."""
 
     trained: Trained
+
+
+class Owner(Protocol):
+    """Whoever decides what a slot's news means for the rest of the peer."""
+
+    def entry_made(self, header: Header, certificate: Certificate | None) -> None:
+        """The slot's entry is committed, and its payload is here."""
+
+    def attempt_over(self, slot: Slot) -> None:
+        """Nothing is under way in the slot: whoever wants to leave may do so."""

@@ -17,22 +17,19 @@ from peers.log.state import LogError, LogState
 from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
-from peers.protocol.attempts import annex_of, held_up_by, is_connected, reducers, told
+from peers.protocol.attempts import annex_of, are_apart, held_up_by, is_connected, reducers, still_in_round, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier, passers
 from peers.protocol.claims import Claim, disclaimers
 from peers.protocol.commitment import Contribution
 from peers.protocol.disputes import Disputes
 from peers.protocol.effects import Effect, Note, Send
-from peers.protocol.gathering import Gathering
+from peers.protocol.gathering import LEAVES, Gathering
 from peers.protocol.judge import Judge
-from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Ready, Waiting
-from peers.protocol.planning import deal, foreseen
-from peers.protocol.rounds import Attempt, Holder, Round, Share
+from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Ready, Told, Waiting
+from peers.protocol.rounds import Attempt, Holder, Round
+from peers.protocol.tally import Tally
 from peers.values.chunks import PayloadSize
 from peers.values.wire import printable
-
-LEAVES = 1
-"""How often a member may leave an attempt at one position until the others go on without it."""
 
 
 class Leader(Gathering):
@@ -51,7 +48,6 @@ class Leader(Gathering):
     ) -> None:
         super().__init__(me, log, state_digest, settings, payload, standing, certifier)
         self._judge = judge
-        self._differing_since: float | None = None
         self._running: Begin | Adopt | None = None
         self._members: dict[str, None] = {}  # who remains in the running attempt, in order
         self._in_minority = False
@@ -59,8 +55,7 @@ class Leader(Gathering):
         self._moved: dict[str, int] = {}  # chunks, as members say
         self._unseen_since: dict[str, float] = {}
         self._disputes = Disputes(settings.timing)
-        self._complete: dict[str, Complete] = {}
-        self._waiting: dict[str, tuple[float, tuple[str, ...]]] = {}  # when each said so last, and for whom
+        self._tally = Tally()
         self._left: Counter[str] = Counter()
         self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
 
@@ -99,8 +94,7 @@ class Leader(Gathering):
         if not (self._log.roster or is_cut_off or self._enough(self._ready)) and self._barred:
             return self.take_in_barred(now)
         effects: list[Effect] = []
-        plan = self._plan()
-        claim = self._claim()
+        plan, claim = self._plan(), self._claim()
         if claim is not None and self._may_be_disclaimed(claim, now, live):
             return []
         is_new = not claim and not self._unfinished_round()
@@ -121,11 +115,10 @@ class Leader(Gathering):
         round = self._unfinished_round()
         if round is not None:
             return self._exchange(round, (), "goes on with a round", now)
-        name = self._attempt(self._last_number + 1)
         if not self._has_work and not self._log.closes:
             self._pass_over_claims()
             return self._skip(now)
-        round = self._new_round(name)
+        round = self._new_round(self._attempt(self._last_number + 1))
         committed = (self._ready[member.peer].commitment for member in round.contributors)
         return self._exchange(round, tuple(one.contribution for one in committed if one), "begins", now)
 
@@ -137,42 +130,27 @@ class Leader(Gathering):
 
     def _new_round(self, name: Attempt) -> Round:
         """Those whom all others reach reduce parts, sized so that all links are done together."""
-        offers = self._offers()
-        roster = [offers[peer] for peer in take_order(self._log.roster, offers)]
-        part = deal(self._payload.chunks, len(roster), self._plan().reducers, self._rates(offers))
-        shares = tuple(Share(member=member, chunks=part.get(member.peer, 0)) for member in roster)
-        faults = () if name.alone else self._judge.annex(offers)
+        shares = self._shares()
+        faults = () if name.alone else self._judge.annex({share.member.peer for share in shares})
         return Round(name=name, shares=shares, lost=(), faults=faults)
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
-        rounds = {peer: ready.round for peer, ready in self._ready.items() if ready.round}
-        mine = rounds.get(self._me)
-        if mine is None or mine.name in self._spoiled or (self._in_minority and mine.faults):
+        round = still_in_round(self._me, self._ready)
+        if round is None or round.name in self._spoiled or (self._in_minority and round.faults):
             return None
-        others = {peer: round for peer, round in rounds.items() if round.is_same(mine)}
-        lost = {peer for round in others.values() for peer in round.lost}
-        round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
         able = self._me in round.remaining and bool(reducers(round))
         able = able and is_connected(round, self._standing.pairs(round.remaining))
         return round if able and self._is_enough(round.remaining) else None
 
     def _exchange(self, round: Round, commitments: tuple[Contribution, ...], what: str, now: float) -> list[Effect]:
-        """Run an attempt in which the members that remain exchange blocks.
-
-        All who go on with another leader's round know the `commitments` already.
-        """
+        """Have those who remain exchange blocks. Who goes on with another leader's round knows its `commitments`."""
         members = round.remaining
-        rates = self._rates(members)
-        measured = {peer: rates[peer] for peer in rates if self._ready[peer].rate}
-        chunks = {share.member.peer: share.chunks for share in round.shares}
-        seconds = self._schedule.attempt(foreseen(chunks, members, measured, self._payload.bytes))
-        is_open = bool(self._log.roster) and not self._in_minority and len(members) <= OPEN_LIMIT
         begin = Begin(
             attempt=self._next_attempt(),
             round=round,
-            seconds=seconds,
-            open=is_open,
+            seconds=self._seconds_for(round),
+            open=bool(self._log.roster) and not self._in_minority and len(members) <= OPEN_LIMIT,
             commitments=commitments,
             disclaimers=disclaimers(self._ready) if self._claims.proven(self._ready) else (),
         )
@@ -194,8 +172,7 @@ class Leader(Gathering):
         self._taken_in.clear()
         self._unseen_since.clear()
         self._disputes = Disputes(self._settings.timing)
-        self._differing_since = None
-        self._complete, self._waiting = {}, {}
+        self._tally = Tally()
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
         return [note, *self._tell(members, self._ready, now)]
 
@@ -238,31 +215,43 @@ class Leader(Gathering):
 
     def _watch(self, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
         """Who has been silent for a heartbeat's time is lost; so are those who hold all others up for too long."""
-        for peer in self._members:
-            if peer in live or peer == self._me:
-                self._unseen_since.pop(peer, None)
-            else:
-                self._unseen_since.setdefault(peer, now)
-        patience = self._settings.timing.heartbeat
-        dead = [peer for peer, since in self._unseen_since.items() if now - since >= patience]
+        unseen = [peer for peer in self._members if peer not in live and peer != self._me]
+        self._unseen_since = {peer: self._unseen_since.get(peer, now) for peer in unseen}
+        dead = [peer for peer, since in self._unseen_since.items() if now - since >= self._settings.timing.heartbeat]
         if dead:
             return self._lose(dead, f"{', '.join(dead)} is gone", now)
         has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
-        if not has_stalled and now - self._began_at <= self._seconds:
-            return []
+        if has_stalled or now - self._began_at > self._seconds:
+            return self._hurry("nothing moves" if has_stalled else "time is up", has_stalled, now)
+        return []
+
+    def _hurry(self, why: str, has_stalled: bool, now: float) -> list[Effect]:
+        """Go on without those who hold the attempt up, or begin another one."""
         assert self._running is not None
-        silent = now - self._settings.timing.heartbeat_expiry  # who waits says so again and again
-        waiting = {peer: missing for peer, (said_at, missing) in self._waiting.items() if said_at > silent}
-        slow = held_up_by(self._running, self._members, self._complete, waiting)
+        running, tally, expiry = self._running, self._tally, self._settings.timing.heartbeat_expiry
+        waiting = tally.waiting(since=now - expiry)  # who waits says so again and again
+        slow = held_up_by(running, self._members, tally.complete, waiting)
+        if isinstance(running, Begin):
+            late = [peer for peer in self._members if peer not in tally.complete]
+            if late and self._me not in late and not tally.differing and self._is_enough(tally.complete):
+                return self._do_without(late, waiting, now)
+            is_still = now - self._moved_at > expiry  # else they need time, and the next attempt goes on with the round
+            if is_still and are_apart(slow, waiting) and self._standing.may_replan(slow[0]):
+                return self._part(running.round, slow[0], slow[1:], f"{' and '.join(slow)} wait for each other")
         for peer in slow:
             self._bar(peer, now)
-        why = "nothing moves" if has_stalled else "time is up"
         reason = f"{why}; held up by {', '.join(slow) or 'nobody in particular'}"
-        stalled = self._running
         effects = self._lose(slow, reason, now) or self._abort(reason)
-        if has_stalled and isinstance(stalled, Begin) and not self.running:
-            self._spoiled.add(stalled.round.name)  # whatever is wrong with it: a new one begins with all blocks
+        if has_stalled and isinstance(running, Begin) and not self.running:
+            self._spoiled.add(running.round.name)  # whatever is wrong with it: a new one begins with all blocks
         return effects
+
+    def _do_without(self, late: Sequence[str], waiting: Mapping[str, tuple[str, ...]], now: float) -> list[Effect]:
+        """Enough have signed, and wait for nobody else. Whoever says for whom it waits is believed a few times."""
+        for peer in late:
+            if not (waiting.get(peer) and self._standing.may_replan(peer)):
+                self._bar(peer, now)
+        return self._lose(late, f"enough have signed without {', '.join(late)}", now)
 
     def _ends(self, attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
         abort = Abort(attempt=attempt, reason=printable(reason))
@@ -283,7 +272,7 @@ class Leader(Gathering):
         if sender not in self._members:
             return []
         self._disputes.heard(sender, now)
-        self._waiting[sender] = now, waiting.missing
+        self._tally.waits(sender, waiting.missing, now)
         if waiting.moved > self._moved.get(sender, 0):
             self._moved[sender] = waiting.moved
             self._moved_at = now
@@ -295,9 +284,8 @@ class Leader(Gathering):
         self._disputes.says(sender, others, now)
         if not others or not isinstance(self._running, Begin):
             return []
-        round = self._running.round
+        round, pairs = self._running.round, self._standing.pairs(self._members)
         able = reducers(round)
-        pairs = self._standing.pairs(self._members)
         known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
         broken = (others if sender in able else others & able) - known
         broken = {other for other in broken if self._disputes.has_lasted(sender, other, now)}
@@ -309,7 +297,11 @@ class Leader(Gathering):
         reason = f"{sender} can't exchange data with {', '.join(sorted(broken))}"
         if sender != self._me and not self._standing.may_replan(sender):
             return self._leave_behind([sender], f"has a round planned anew once more: {reason}", now)
-        self._standing.failed(sender, broken)
+        return self._part(round, sender, broken, reason)
+
+    def _part(self, round: Round, peer: str, others: Collection[str], reason: str) -> list[Effect]:
+        """The next round does without what the peer and these would exchange."""
+        self._standing.failed(peer, others)
         self._spoiled.add(round.name)
         return self._abort(reason)
 
@@ -335,50 +327,52 @@ class Leader(Gathering):
             return self._leave_behind([accuse.accused], f"sent {sender} bad blocks: {accuse.reason}", now)
         return self._leave_behind([sender], f"accuses {accuse.accused} without evidence: {accuse.reason}", now)
 
-    def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
-        running = self._running
-        if running is None or running.attempt != complete.attempt or sender not in self._members:
-            return self._set_right(sender, complete.attempt, now)
+    def on_prepared(self, sender: str, said: Told, now: float) -> list[Effect]:
+        """A member says what has come of the round. Nobody is lost for holding another payload than most before it is
+        seen who has given it that."""
+        if not self._is_running(said.attempt) or sender not in self._members:
+            return self._set_right(sender, said.attempt, now)
         self._disputes.heard(sender, now)
-        if sender not in self._complete:
-            self._moved_at = now
-        absent = {peer for peer, _ in complete.missed}
-        if isinstance(running, Begin) and not absent <= set(running.round.lost):
-            self._spoiled.add(running.round.name)  # should it be aborted
-            return self._leave_behind([sender], "does without blocks of members that are not lost", now)
-        self._complete[sender] = complete
-        if len(self._complete) < len(self._members):
+        self._moved_at = now if self._tally.hear(sender, said, now) else self._moved_at
+        if not isinstance(self._running, Begin):
             return []
+        round, wrong = self._running.round, self._tally.differing
+        makes_absent = not {peer for peer, _ in said.missed} <= set(round.lost)
+        if not (makes_absent or wrong):
+            return []
+        self._spoiled.add(round.name)  # should it be aborted
+        if makes_absent:
+            return self._leave_behind([sender], "does without blocks of members that are not lost", now)
+        return self._compare(said.attempt, wrong, now)
+
+    def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
+        effects, running = self.on_prepared(sender, complete, now), self._running
+        if effects or running is None or not self._tally.is_complete(self._members):
+            return effects
         if isinstance(running, Adopt):
             return self._commit_if_signed(running.header, running, now)
-        outcomes = {peer: (said.payload, said.missed) for peer, said in self._complete.items()}
-        (payload, missed), _ = Counter(outcomes.values()).most_common(1)[0]
-        wrong = [peer for peer, outcome in outcomes.items() if outcome != (payload, missed)]
         try:
-            header = self._log.next_header(running.round.entry_roster(dict(missed)), payload, running.round.faults)
+            roster = running.round.entry_roster(dict(complete.missed))
+            header = self._log.next_header(roster, complete.payload, running.round.faults)
         except LogError as error:
             return self._abort(f"what its members say can be no entry: {error}")
-        if not wrong:
-            return self._commit_if_signed(header, running, now)
-        self._spoiled.add(running.round.name)  # should it be aborted
-        return self._compare(wrong, now)
+        return self._commit_if_signed(header, running, now)
 
-    def _compare(self, wrong: Sequence[str], now: float) -> list[Effect]:
+    def _compare(self, attempt: Attempt, wrong: Sequence[str], now: float) -> list[Effect]:
         """Who holds something else than we do may show who has given us different averages. If for a while nobody does,
         those who are alone with what they hold are lost."""
-        assert self._running is not None
-        if self._differing_since is None:
-            self._differing_since = now
-        if now - self._differing_since >= self._settings.timing.heartbeat_expiry:
+        timing = self._settings.timing
+        if self._tally.have_spoken(self._members) and now - self._tally.differing_since >= timing.heartbeat_expiry:
             return self._leave_behind(wrong, "hold another payload", now)
-        mine = self._complete.get(self._me)  # a leader need not be a member
-        compare = Compare(attempt=self._running.attempt, marks=self._judge.marks)
-        return [Send(peer, compare) for peer, said in self._complete.items() if mine and said.outcome != mine.outcome]
+        if self._me not in self._members:
+            return self._abort("its members hold different payloads, and its leader is in it with none")
+        compare = Compare(attempt=attempt, marks=self._judge.marks)
+        return [Send(peer, compare) for peer in self._tally.to_ask(self._me, now, timing.resend)]
 
     def _commit_if_signed(self, header: Header, running: Begin | Adopt, now: float) -> list[Effect]:
         """All say the same. Who has signed something else is lost."""
         name = running.attempt.name
-        said = {peer: complete.signature for peer, complete in self._complete.items()}
+        said = {peer: complete.signature for peer, complete in self._tally.complete.items()}
         signed = self._certifier.signed(header, name, said)
         voters = self._counted(self._members) & set(self._log.voters)
         unsigned = sorted(voters - signed.keys()) if 2 * len(signed) <= len(self._log.voters) else []

@@ -6,7 +6,7 @@ Every message names the position that it is about. An answer about a position th
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
@@ -29,6 +29,7 @@ Disclaimers = Annotated[tuple[Disclaimer, ...], Field(max_length=MEMBER_LIMIT)]
 Missed = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
 """Peers, and in how many chunks their blocks are missing."""
 Proofs = Annotated[tuple[Digest, ...], Field(max_length=FAULT_LIMIT)]
+Result: TypeAlias = tuple[Attempt, bytes, tuple[tuple[str, int], ...]]
 Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
 """Peers, and bytes a second."""
 
@@ -222,24 +223,36 @@ class Compare(Value):
         return self.attempt.position
 
 
-class Complete(Value):
-    """Member → leader, and in an open attempt → all members: I hold the whole payload. This is its digest, and whose
-    blocks lack in how many chunks; the `signature` is of the header that follows from that, in this attempt."""
+class Told(Value):
+    """What a member says has come of a round: the payload's digest, and whose blocks lack in how many chunks."""
 
-    kind: ClassVar[Literal["complete"]] = "complete"
     attempt: Attempt
     payload: Digest
     missed: Missed
-    signature: Signature
 
     @property
-    def outcome(self) -> tuple[Attempt, bytes, tuple[tuple[str, int], ...]]:
+    def outcome(self) -> Result:
         """What all members must say alike."""
         return self.attempt, self.payload, self.missed
 
     @property
     def position(self) -> Position:
         return self.attempt.position
+
+
+class Prepared(Told):
+    """Member → leader and all members, of few: my payload is whole. I sign what follows from it when all of you say the
+    same."""
+
+    kind: ClassVar[Literal["prepared"]] = "prepared"
+
+
+class Complete(Told):
+    """Member → leader, and in an open attempt → all members: I hold the whole payload. The `signature` is of the header
+    that follows from it, in this attempt."""
+
+    kind: ClassVar[Literal["complete"]] = "complete"
+    signature: Signature
 
 
 class Commit(Value):
@@ -327,6 +340,7 @@ Message = (
     | Accuse
     | Prove
     | Compare
+    | Prepared
     | Complete
     | Commit
     | Abort

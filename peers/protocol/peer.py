@@ -66,6 +66,7 @@ from peers.protocol.messages import (
     LeaseRequest,
     Leaving,
     Message,
+    Prepared,
     Prove,
     Ready,
     Refuse,
@@ -227,6 +228,9 @@ class Peer:
                 leadership.on_accuse(message, sender)
             case Prove() if course.answers(sender):
                 slot.witness.hear(sender, message)
+            case Prepared():
+                leadership.on_prepared(message, sender)
+                slot.take(message, sender)
             case Complete():
                 slot.witness.compare_votes(sender, message, slot.exchange.round if slot.exchange else None)
                 leadership.on_complete(message, sender)

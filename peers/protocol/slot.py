@@ -7,12 +7,13 @@ dropped; while it still trains, too, since others may take it for their leader.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from peers.log.certificate import Certificate
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.presence.presence import Presence
+from peers.protocol.agreement import Agreement
 from peers.protocol.certifier import Certifier, passed_on
 from peers.protocol.claims import Takeover, follows
 from peers.protocol.desk import Desk, Repetition
@@ -28,9 +29,9 @@ from peers.protocol.events import (
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.inquiries import Inquiries
-from peers.protocol.internal import WorkDone
+from peers.protocol.internal import Owner, WorkDone
 from peers.protocol.leadership import Leadership
-from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Holding, Want
+from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Holding, Prepared, Want
 from peers.protocol.minority import may_make
 from peers.protocol.offer import Offer
 from peers.protocol.part import Part, Row, Table
@@ -53,23 +54,14 @@ OPEN, READY, AVERAGING, CONCLUDED = SlotState
 COMMITTED: dict[StrEnum, str] = {CONCLUDED: "what we hold is committed"}
 
 
-class Owner(Protocol):
-    """Whoever decides what the slot's news means for the rest of the peer."""
-
-    def entry_made(self, header: Header, certificate: Certificate | None) -> None:
-        """The slot's entry is committed, and its payload is here."""
-
-    def attempt_over(self, slot: Slot) -> None:
-        """Nothing is under way in the slot: whoever wants to leave may do so."""
-
-
 class Slot(Part):
     """One position, one entry. What it knows of the position goes with it when the peer moves on."""
 
     TABLE: ClassVar[Table] = {
         OPEN: {
             WorkDone: Row("_be_ready", {READY: "inner steps are done"}),
-            Complete: Row("_heard_complete"),
+            Prepared: Row("_heard"),
+            Complete: Row("_heard"),
         },
         READY: {
             Tick: Row("say_ready"),
@@ -77,7 +69,8 @@ class Slot(Part):
             Adopt: Row("_adopt", COMMITTED | {AVERAGING: "the leader hands on an entry"}),
             Commit: Row("_committed", COMMITTED),
             Abort: Row("_told_to_wait"),
-            Complete: Row("_heard_complete"),
+            Prepared: Row("_heard"),
+            Complete: Row("_heard"),
             Holding: Row("_talk"),
             Want: Row("_talk"),
             PayloadNotFetched: Row("_not_fetched"),
@@ -89,7 +82,8 @@ class Slot(Part):
             Adopt: Row("_adopt", COMMITTED),
             Commit: Row("_committed", COMMITTED),
             Abort: Row("_aborted", {READY: "the attempt is over"}),
-            Complete: Row("_heard_complete", COMMITTED),
+            Prepared: Row("_heard", COMMITTED),
+            Complete: Row("_heard", COMMITTED),
             Holding: Row("_talk"),
             Want: Row("_talk"),
             Compare: Row("_talk"),
@@ -120,6 +114,7 @@ class Slot(Part):
         self._open_to: tuple[str, ...] = ()  # the members of the attempt, if all tell all that they are complete
         self._offer = Offer(desk, presence, trainer, replica, self.log)
         self._since = self._attempt_ends = self._began_at = self._ready_since = desk.now
+        self._agreement = Agreement(desk, presence, self.acceptor)
         self._takeover = Takeover(desk, presence, self.log, self.certifier, self.acceptor)
         self._patience = Patience(desk, presence, self.log)
         self._inquiries = Inquiries(desk, presence, self.log)
@@ -202,9 +197,7 @@ class Slot(Part):
         """Whether an attempt can lead to nothing else than what we hold, or that can't have been committed."""
         held, exchange = self.acceptor.held, self.exchange if ours else None
         outcome = self._outcome(exchange) if exchange and exchange.payload is not None else None
-        if held is None or held.header == outcome:
-            return True
-        return self._takeover.is_disclaimed(held, begin)
+        return held is None or held.header == outcome or self._takeover.is_disclaimed(held, begin)
 
     def _adopt(self, adopt: Adopt, sender: str) -> None:
         """Take over an entry that may have been committed, unless what we hold is of a weightier attempt."""
@@ -335,9 +328,12 @@ class Slot(Part):
 
     # The entry ------------------------------------------------------------------------------------------------
     def _hold_round(self, exchange: Exchange) -> None:
-        """All chunks are here: what entry do they make?"""
-        assert exchange.payload is not None
-        self._hold(self._outcome(exchange), tuple(exchange.missed().items()))
+        """All chunks are here: hold the entry that they make, if it is the same for all."""
+        assert self.attempt is not None
+        header, missed = self._outcome(exchange), tuple(exchange.missed().items())
+        said = Prepared(attempt=self.attempt, payload=header.payload, missed=missed)
+        if self.holds(header) or self._agreement.is_reached(said, exchange.round.remaining, exchange.moved):
+            self._hold(header, missed)
 
     def _outcome(self, exchange: Exchange) -> Header:
         assert exchange.payload is not None
@@ -359,10 +355,15 @@ class Slot(Part):
             self._desk.emit(*(Send(peer, complete) for peer in self._open_to if peer in others))
         self._conclude()
 
-    def _heard_complete(self, complete: Complete, sender: str) -> None:
-        """A member of an open attempt, which we may not have heard of yet, holds the whole payload."""
-        is_other = sender != self._desk.me and self._presence.is_live(sender)
-        if is_other and self.acceptor.heard(sender, complete):
+    def _heard(self, said: Prepared | Complete, sender: str) -> None:
+        """A member of an attempt, which we may not have heard of yet, has a whole payload, and may have signed it."""
+        if sender == self._desk.me or not self._presence.is_live(sender):
+            return
+        self._agreement.hear(sender, said, self.attempt)
+        exchange, has_signed = self.exchange, self.acceptor.said_in == self.attempt
+        if self.state is AVERAGING and not has_signed and not self.adopting and exchange and exchange.payload:
+            self._hold_round(exchange)
+        if isinstance(said, Complete) and self.acceptor.heard(sender, said):
             self._conclude()
 
     def _conclude(self) -> None:

@@ -7,8 +7,19 @@ from dataclasses import replace
 from peers.log.certificate import Departure
 from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
 from peers.protocol.effects import SendChunk
-from peers.protocol.events import Event, ReducedArrived, Tick
-from peers.protocol.messages import Accuse, Begin, Complete, LeaseRequest, Leaving, Message, Ready, Unread
+from peers.protocol.events import Event, PayloadAssembled, ReducedArrived, Tick
+from peers.protocol.messages import (
+    Accuse,
+    Begin,
+    Complete,
+    LeaseRequest,
+    Leaving,
+    Message,
+    Prepared,
+    Ready,
+    Unread,
+    Waiting,
+)
 from peers.protocol.rounds import Attempt
 from peers.simulator.liars import Liar, Lie, Said, invented
 from peers.simulator.simulated_log import Frozen
@@ -232,6 +243,47 @@ class ManyCompletes(Lie):
         yield to, message.model_copy(update={"payload": payload, "signature": signature})
 
 
+class ManyPayloads(Lie):
+    """It tells each member, and its leader, that it has another payload."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Prepared):
+            message = message.model_copy(update={"payload": invented((to, message.payload))})
+        yield to, message
+
+
+class SpeaksLast(Lie):
+    """It tells nobody what payload it has, and signs when somebody else has."""
+
+    signed: Attempt | None = None  # by somebody
+
+    def hears(self, sender: str, message: Message | Unread) -> Said:
+        if isinstance(message, Complete):
+            self.signed = message.attempt
+        yield from ()
+
+    def says(self, to: str, message: Message) -> Said:
+        is_early = isinstance(message, Complete) and message.attempt != self.signed
+        if not isinstance(message, Prepared) and not is_early:
+            yield to, message
+
+
+class WaitsForItsLeader(Lie):
+    """It gives what it owes, and says for ever that it lacks what its leader owes it."""
+
+    moved = 0
+
+    def notices(self, event: Event) -> Event:
+        is_led = isinstance(event, PayloadAssembled) and event.round_name.leader != self.liar.name
+        return Tick() if is_led else event
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Waiting) and to != self.liar.name:
+            self.moved += 1
+            message = message.model_copy(update={"missing": (to,), "moved": self.moved})
+        yield to, message
+
+
 class FalseSignatures(Lie):
     """What it signs is not what it says."""
 
@@ -273,6 +325,9 @@ MEMBERS_LIES: dict[str, type[Lie]] = {
     "all absent": AllAbsent,
     "accuser": Accuser,
     "many completes": ManyCompletes,
+    "many payloads": ManyPayloads,
+    "speaks last": SpeaksLast,
+    "waits for its leader": WaitsForItsLeader,
     "false signatures": FalseSignatures,
     "many readys": ManyReadys,
 }

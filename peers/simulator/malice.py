@@ -19,8 +19,6 @@ from peers.simulator.simulation import Swarm
 KINDS: dict[str, type[Lie]] = MEMBERS_LIES | LEADERS_LIES | MIXED_LIES | FAULT_LIES
 BREAK = {"leaves out": "nobody else sees why a leader leaves somebody out who is ready: it may have held rounds up"}
 """Kinds of lies that break a swarm today, and why."""
-ALONE = {"signed averages": "allies of its author outlast honest peers of which each holds another entry"}
-"""Kinds that are withstood only where nobody else lies, and why."""
 WITHSTOOD = tuple(kind for kind in KINDS if kind not in BREAK)
 ENTRIES = 2
 """How many entries the honest must make in their time, and each of them must count in one."""
@@ -43,8 +41,6 @@ def draw_deceits(draw: random.Random, names: list[str], kinds: tuple[str, ...]) 
     who are enough.
     """
     liars = draw.sample(names, draw.randint(1, max(1, (len(names) - 1) // 2)))
-    if len(liars) > 1:
-        kinds = tuple(kind for kind in kinds if kind not in ALONE)
     at_once = 3 * len(liars) < len(names)
     ours = tuple(draw.sample(kinds, min(len(kinds), draw.choice((1, 1, 2)))))
     deceits = []

@@ -32,7 +32,18 @@ from peers.protocol.events import (
 from peers.protocol.exchange import Exchange
 from peers.protocol.faults import Court
 from peers.protocol.judge import Judge
-from peers.protocol.messages import Adopt, Begin, Commit, Complete, LeaseGrant, Leaving, Message, Ready, Unread
+from peers.protocol.messages import (
+    Adopt,
+    Begin,
+    Commit,
+    Complete,
+    LeaseGrant,
+    Leaving,
+    Message,
+    Prepared,
+    Ready,
+    Unread,
+)
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt, Held, Holder, Round, Share, Stance
 from peers.protocol.showings import Showings
@@ -347,10 +358,19 @@ class Rig:
         return commit(self.peer.log, header or self.next_header(), by=by)
 
     def holding(self, payload: bytes = PAYLOAD) -> Rig:
-        """All of the present round's payload is here."""
+        """All of the present round's payload is here, and all other members say the same."""
         assert self.peer.exchange is not None
-        self.do(PayloadAssembled(self.peer.exchange.name, payload))
+        self.agreeing(self.do(PayloadAssembled(self.peer.exchange.name, payload)))
         return self
+
+    def agreeing(self, effects: list[Effect]) -> list[Effect]:
+        """If this peer says what its payload is, all other members say the same."""
+        self.effects, exchange = effects, self.peer.exchange
+        for _, said in sends(effects, Prepared)[:1]:
+            for peer in exchange.round.remaining if exchange else ():
+                effects += self.hear(peer, said) if peer != self.peer.me else []
+        self.effects = effects
+        return effects
 
     def applying(self) -> Rig:
         self.hear("a", self.commit())

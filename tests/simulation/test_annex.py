@@ -30,8 +30,9 @@ SIGNED = {
 
 
 def lying(kind: str, settings: RunSettings = SETTINGS, seed: int = 1, peers: int = 5) -> Swarm:
-    """A swarm in which one peer lies from the second entry on."""
-    swarm = Swarm(seed, settings)
+    """A swarm in which one peer lies from the second entry on. Of many blocks it averages some, however slow its link
+    is measured to be."""
+    swarm = Swarm(seed, settings, block_count=28 if kind == "signed averages" else 7)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(0.8, 1.2)  # type: ignore[method-assign]
     plant(swarm, (Deceit(LIAR, (kind,), 2, inf),))
     for number in range(peers):

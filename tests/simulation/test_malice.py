@@ -13,10 +13,11 @@ from peers.log.settings import Timing
 from peers.simulator.history import InvariantError
 from peers.simulator.leading_lies import LEADERS_LIES
 from peers.simulator.liars import Liar
-from peers.simulator.malice import BREAK, KINDS, WITHSTOOD, Deceit
-from peers.simulator.schedules import CALM, FAST, IMPATIENT, TIMINGS, Life, draw_life, live, report
+from peers.simulator.malice import BREAK, KINDS, WITHSTOOD, Deceit, plant
+from peers.simulator.schedules import CALM, EVENLY, FAST, IMPATIENT, TIMINGS, Life, draw_life, live, report
 from peers.simulator.simulation import Swarm
 from peers.transfer.snapshot_fetch import Offered, Vouched
+from tests.simulation.test_schedules import SETTINGS
 
 SEEDS = 40
 BATCH = 10
@@ -83,6 +84,31 @@ def test_who_leads_and_lies_is_withstood_with_short_limits(kind: str) -> None:
     """Regression: whoever said that it holds an entry was believed, and a leader that handed on its own; and a leader
     that named all others absent made an entry that counted nobody else."""
     live(life_with(kind, QUICK, SCENES.get(kind, ("peer0",))))
+
+
+@cache
+def entries_beside(kind: str | None) -> int:
+    """Return how many entries five peers make in twenty minutes, one of which lies for all that time."""
+    swarm = Swarm(1, SETTINGS, unevenness=EVENLY, traced=False)
+    if kind is not None:
+        plant(swarm, (Deceit("peer3", (kind,), 1, inf),))
+    for number in range(5):
+        swarm.start(f"peer{number}")
+    swarm.run(1200.0)
+    return swarm.longest
+
+
+@pytest.mark.parametrize(("kind", "least"), [("waits for its leader", 0.75), ("speaks last", 0.74)])
+def test_who_is_last_on_purpose_costs_each_round_little(kind: str, least: float) -> None:
+    """Regression: one had leader after leader end its attempts, half of the entries; the other cost each round three
+    seconds, a third of them."""
+    assert entries_beside(kind) >= least * entries_beside(None)
+
+
+@pytest.mark.parametrize("seed", [880143, 880101])
+def test_who_signs_another_average_for_each_keeps_nobody_from_an_entry(seed: int) -> None:
+    """Regression: each held an entry of its own, which its author and the author's allies may have signed, too."""
+    live(draw_life(seed, kinds=("signed averages",)))
 
 
 FOUNDING = (Deceit("peer0", ("refuses all",), 0, inf),)

@@ -21,7 +21,7 @@ from peers.protocol.effects import Dropped, Effect, FetchPayload, FetchSnapshot,
 from peers.protocol.events import Undelivered
 from peers.protocol.exchange import Exchange
 from peers.protocol.leader import Leader
-from peers.protocol.messages import Adopt, Begin, Commit, Complete, Message, Ready
+from peers.protocol.messages import Adopt, Begin, Commit, Complete, Message, Prepared, Ready
 from peers.protocol.rounds import Attempt
 from peers.protocol.slot import Slot
 from peers.protocol.states import State
@@ -37,10 +37,12 @@ TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING)
 SEEDS = 60
 BATCH = 10
+BLOCKS, MANY_BLOCKS = 7, 28
+"""In a round; of many each member averages some, however slow its link is measured to be."""
 
 
 class OneOutcome:
-    """Raises InvariantError when two members of one attempt are complete with different payloads."""
+    """Raises InvariantError when two members of one attempt say that they have different payloads."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._outcomes: dict[Attempt, object] = {}
@@ -48,7 +50,7 @@ class OneOutcome:
         swarm.on_message = self.see
 
     def see(self, sender: str, to: str, message: Message) -> Message | None:
-        if isinstance(message, Complete):
+        if isinstance(message, Prepared | Complete):
             outcome = message.payload, message.missed
             if self._outcomes.setdefault(message.attempt, outcome) != outcome:
                 raise InvariantError(f"two payloads in attempt {message.attempt}")
@@ -97,9 +99,11 @@ def test_lives_are_drawn_from_all_there_is() -> None:
 
 
 # Lives by hand -------------------------------------------------------------------------------------------------
-def swarm_of(number: int, seed: int = 1, settings: RunSettings = SETTINGS, one_child: bool = True) -> Swarm:
+def swarm_of(
+    number: int, seed: int = 1, settings: RunSettings = SETTINGS, one_child: bool = True, block_count: int = BLOCKS
+) -> Swarm:
     """A swarm that has made its first entry, on a good network. All train for about as long, so that nobody is late."""
-    swarm = Swarm(seed, settings, one_child=one_child)
+    swarm = Swarm(seed, settings, one_child=one_child, block_count=block_count)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(0.8, 1.2)  # type: ignore[method-assign]
     watched(swarm)
     for name in range(number):
@@ -219,7 +223,7 @@ def reducer_dies_when(
     kill: Callable[[Swarm, str], None] = hangs_up,
 ) -> Swarm:
     """peer3 dies as soon as a chunk goes out at such a moment; the leader lives."""
-    swarm = swarm_of(names, seed)
+    swarm = swarm_of(names, seed, block_count=MANY_BLOCKS)
     assert leader_of(swarm).name != "peer3"
     begun: list[str] = []
 
@@ -572,7 +576,7 @@ pristine_resolve = Exchange._resolve
 
 def dies_when_one_has_its_average(seed: int) -> Swarm:
     """peer3's first average reaches one member only, which is not the one that inherits its chunks."""
-    swarm = swarm_of(5, seed)
+    swarm = swarm_of(5, seed, block_count=MANY_BLOCKS)
     reached: list[SendChunk] = []
 
     def on_chunk(sender: str, send: SendChunk) -> bool:

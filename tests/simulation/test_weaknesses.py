@@ -106,8 +106,9 @@ def test_who_was_late_does_not_outvote_what_those_who_left_have_committed(seed: 
     reach(swarm.run(200.0, until=lambda: one.peer.state is State.TRAINING and one.index >= base), "the late one trains")
 
     def is_round_of_two() -> bool:
-        averaging = all(swarm.peers[name].peer.state is State.AVERAGING for name in (first, second))
-        return swarm.longest > 1 and averaging and one.peer.state is State.TRAINING
+        exchanges = [swarm.peers[name].peer.exchange for name in (first, second)]
+        are_two = all(exchange and exchange.round.peers == (first, second) for exchange in exchanges)
+        return are_two and one.peer.state is State.TRAINING
 
     reach(swarm.run(300.0, until=is_round_of_two), "a round of two")
     swarm.leave(first)

@@ -23,7 +23,7 @@ from peers.log.payload import Payload
 from peers.protocol.commitment import Contribution
 from peers.protocol.effects import Apply, OpenRound, ReduceChunk, SendChunk, TokensLost, Train
 from peers.protocol.events import ContributionArrived, Received, ReducedArrived
-from peers.protocol.messages import Abort, Accuse, Complete, Message, Unread
+from peers.protocol.messages import Abort, Accuse, Complete, Message, Prepared, Unread
 from peers.protocol.packing import Packer, open_envelope, unpack_message
 from peers.protocol.rounds import Attempt
 from peers.protocol.states import State
@@ -296,9 +296,9 @@ def test_a_round_ends_in_a_payload_that_is_kept_and_named(monkeypatch: pytest.Mo
             for sender, chunk in (("a", 0), ("a", 1), ("c", 4), ("c", 5)):
                 driver.receive_average(sender, chunk, b"%d" % chunk * BLOCK)
             await quiet()
-            ((to, complete),) = transport.messages(Complete)
-            kept = driver.buffers.kept.get(complete.payload)
-            assert to == "a"
+            said = transport.messages(Prepared)
+            assert [to for to, _ in said] == ["a", "c"]
+            kept = driver.buffers.kept.get(said[0][1].payload)
             assert kept is not None
             assert kept.data == b"".join(
                 bytes(BLOCK) if chunk in (2, 3) else b"%d" % chunk * BLOCK for chunk in range(6)

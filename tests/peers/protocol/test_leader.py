@@ -31,6 +31,7 @@ from peers.protocol.messages import (
     Complete,
     LeaseGrant,
     LeaseRequest,
+    Prepared,
     Refuse,
     Waiting,
 )
@@ -435,18 +436,6 @@ def accuses_with_anothers_lie(lead: Lead, begin: Begin) -> list[Effect]:
     return lead.accuse("c", begin, "b", evidence(lead.log, "c"))
 
 
-def test_a_leader_that_takes_no_part_in_its_round_has_nothing_to_compare_with_what_others_hold() -> None:
-    """Regression: it looked for its own payload, and died."""
-    lead = Lead()
-    lead.ready("bc")
-    begin: Begin = sends(lead.tick(after=TIMING.grace + STEP), Begin)[0][1]
-    assert begin.round.peers == ("b", "c")
-    lead.complete("b", begin)
-    assert not lead.complete("c", begin, OTHER)
-    lead.now += TIMING.heartbeat_expiry
-    assert sends(lead.complete("c", begin, OTHER), Abort), "for a while; then those are lost who are alone with it"
-
-
 def lags(lead: Lead, begin: Begin) -> list[Effect]:
     lead.waiting("a", begin, "c")
     lead.waiting("b", begin, "c")
@@ -575,13 +564,59 @@ def test_members_must_agree_on_who_lacks() -> None:
     goes_on(lead.complete("c", begin, missed=(("b", 1),)), "ab", lost="c")
 
 
+def test_who_has_given_what_is_looked_for_before_anybody_signs() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    said = Prepared(attempt=begin.attempt, payload=PAYLOAD, missed=())
+    other = said.model_copy(update={"payload": OTHER})
+    assert lead.leader.on_prepared("a", said, lead.now) == []
+    assert lead.leader.on_prepared("b", said, lead.now) == []
+    assert [to for to, _ in sends(lead.leader.on_prepared("c", other, lead.now), Compare)] == ["c"]
+    assert lead.leader.on_prepared("c", said, lead.now) == [], "it was behind by a message"
+    effects = lead.all_complete("abc", begin)
+    assert sends(effects, Commit), "who says it is still to sign it"
+
+
+def test_who_says_nothing_keeps_nobody_from_showing_what_it_was_given() -> None:
+    """Regression: a reducer that gave the leader another average, and said no word, was never looked for."""
+    lead = Lead()
+    begin = lead.begun()
+    said = Prepared(attempt=begin.attempt, payload=PAYLOAD, missed=())
+    lead.leader.on_prepared("a", said, lead.now)
+    other = said.model_copy(update={"payload": OTHER})
+    assert [to for to, _ in sends(lead.leader.on_prepared("b", other, lead.now), Compare)] == ["b"]
+    assert not lead.leader.on_prepared("b", other, lead.now), "who repeats itself is asked once in a while"
+    lead.now += TIMING.heartbeat_expiry
+    assert sends(lead.leader.on_prepared("b", other, lead.now), Compare), "nobody is lost before all have spoken"
+    assert lead.leader.running
+
+
+def test_what_is_said_of_another_attempt_is_set_right() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    late = Prepared(attempt=attempt(LOG, 7), payload=PAYLOAD, missed=())
+    assert [message for _, message in sends(lead.leader.on_prepared("b", late, lead.now), Begin)] == [begin]
+
+
+def test_a_leader_that_is_no_member_ends_an_attempt_whose_members_differ() -> None:
+    """Regression: it looked for what it held itself, and fell over that."""
+    lead = Lead()
+    lead.ready("bc")
+    begin = sends(lead.tick("bc", after=TIMING.grace), Begin)[0][1]
+    assert begin.round.peers == ("b", "c")
+    lead.complete("b", begin)
+    effects = lead.complete("c", begin, OTHER)
+    assert {to for to, _ in sends(effects, Abort)} == {"b", "c"}
+    assert not lead.leader.running
+
+
 def test_a_leader_that_holds_another_payload_than_the_others_ends_the_attempt() -> None:
     """It can't leave itself out, and waiting for the time to be up helps nobody."""
     lead = Lead()
     begin = lead.begun()
     lead.complete("a", begin, OTHER)
-    lead.complete("b", begin)
-    assert [to for to, _ in sends(lead.complete("c", begin), Compare)] == ["b", "c"]
+    for peer in "bc":
+        assert [to for to, _ in sends(lead.complete(peer, begin), Compare)] == [peer]
     lead.now += TIMING.heartbeat_expiry
     assert len(sends(lead.complete("c", begin), Abort)) == 3
 
@@ -707,6 +742,83 @@ def test_where_nothing_moves_nobody_waits_for_the_time_limit() -> None:
     lead.waiting("b", begin, "c", moved=4)
     assert lead.tick(after=SCHEDULE.stall) == []
     goes_on(lead.tick(after=1), "ab", lost="c")
+
+
+def apart(lead: Lead, begin: Begin, moved: int = 0) -> list[Effect]:
+    """Two of three wait for each other; a lacks nothing, and has signed."""
+    lead.complete("a", begin)
+    lead.waiting("b", begin, "c", moved)
+    lead.waiting("c", begin, "b", moved)
+    return lead.tick(after=STEP)
+
+
+def test_two_that_wait_for_each_other_begin_another_round_with_the_others() -> None:
+    """Regression: both were barred, and the others were too few."""
+    lead = Lead()
+    begin = lead.begun(rate=10**9)
+    apart(lead, begin)
+    lead.tick(after=SCHEDULE.death)
+    assert not lead.leader.running
+    assert not lead.leader._standing.barred(lead.now)
+    lead.ready("abc", last_attempt=1)
+    second: Begin = sends(lead.tick(), Begin)[0][1]
+    assert second.round == round_of(second.attempt, ROSTER)
+
+
+def test_two_between_which_data_moves_go_on_with_their_round() -> None:
+    """Regression: on a busy machine, whose time was up while they still exchanged, they began another one."""
+    lead = Lead()
+    begin = lead.begun(rate=10**9)
+    apart(lead, begin)
+    lead.tick(after=SCHEDULE.death - 2 * STEP)
+    assert lead.leader.running
+    apart(lead, begin, moved=3)
+    lead.tick(after=STEP)
+    assert not lead.leader.running
+    assert begin.round.name not in lead.leader._spoiled
+
+
+def is_lost(lead: Lead, number: int) -> None:
+    """All but c sign, and when the time is up the others go on without it."""
+    lead.ready("abc", last_attempt=number, rate=10**9)
+    begin: Begin = sends(lead.tick(), Begin)[0][1]
+    lead.complete("a", begin)
+    lead.complete("b", begin)
+    lead.waiting("c", begin, "a")
+    effects = lead.tick(after=SCHEDULE.death + STEP)
+    goes_on(effects, "ab", lost="c")
+
+
+def test_who_never_signs_is_lost_when_enough_have_signed() -> None:
+    """Regression: whoever said that it waits for its leader had leader after leader given up. It may be right, and is
+    barred only when it says so again and again."""
+    lead = Lead()
+    is_lost(lead, 0)
+    assert not lead.leader._standing.barred(lead.now)
+    for _ in range(2):
+        number = lead.leader._last_number
+        lead.leader._abort("it begins again")
+        is_lost(lead, number)
+    assert lead.leader._standing.barred(lead.now) == {"c"}
+
+
+def test_who_neither_signs_nor_waits_is_barred_when_enough_have_signed() -> None:
+    lead = Lead()
+    begin = lead.begun(rate=10**9)
+    lead.complete("a", begin)
+    lead.complete("b", begin)
+    goes_on(lead.tick(after=SCHEDULE.death + STEP), "ab", lost="c")
+    assert lead.leader._standing.barred(lead.now) == {"c"}
+
+
+def test_nobody_is_lost_for_those_who_sign_different_entries() -> None:
+    lead = Lead()
+    begin = lead.begun(rate=10**9)
+    lead.complete("a", begin)
+    lead.complete("b", begin, OTHER)
+    lead.waiting("c", begin, "a")
+    effects = lead.tick(after=SCHEDULE.death + STEP)
+    assert len(sends(effects, Abort)) == 3
 
 
 def test_on_fast_links_a_death_is_noticed_before_the_time_is_up() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from peers.presence.heartbeat import PeerState
+from peers.protocol.agreement import SILENCE
 from peers.protocol.effects import Apply, StopTraining, Trouble
-from peers.protocol.events import HeartbeatsSeen, ReachSeen, TrainingProgress
-from peers.protocol.messages import Complete, Excluded, LeaseGrant, LeaseRequest, Waiting
+from peers.protocol.events import HeartbeatsSeen, PayloadAssembled, ReachSeen, TrainingProgress
+from peers.protocol.messages import Complete, Excluded, LeaseGrant, LeaseRequest, Prepared, Waiting
 from peers.protocol.states import State
 from peers.protocol.troubles import LOOK_AGAIN, TOLD_AFTER, TRAIN_AGAIN
 from peers.values.reach import Reach
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
-from tests.peers.builders import Rig, beat, of, sends
+from tests.peers.builders import PAYLOAD, TIMING, Rig, beat, of, sends
 
 OTHER = digest_of(b"another payload")
 
@@ -30,10 +33,82 @@ def averaging(is_open: bool = True) -> Rig:
     return rig
 
 
-def test_members_of_an_open_attempt_tell_each_other() -> None:
-    rig = averaging().holding()
-    assert sends(rig.effects, Complete) == [("a", rig.complete("b")), ("c", rig.complete("b"))]
+def whole(rig: Rig) -> Rig:
+    """The payload is here, and nobody has said anything of theirs."""
+    assert rig.peer.exchange is not None
+    rig.do(PayloadAssembled(rig.peer.exchange.name, PAYLOAD))
+    return rig
+
+
+def prepared(rig: Rig, peer: str = "b", **said: Any) -> Prepared:
+    """What the peer says of its payload before it signs."""
+    complete = rig.complete(peer, **said)
+    return Prepared(attempt=complete.attempt, payload=complete.payload, missed=complete.missed)
+
+
+def test_members_of_an_open_attempt_sign_when_all_say_the_same() -> None:
+    rig = whole(averaging())
+    assert sends(rig.effects, Prepared) == [("a", prepared(rig)), ("c", prepared(rig))]
+    assert [waiting.missing for _, waiting in sends(rig.effects, Waiting)] == [("a", "c")], "the leader knows for whom"
+    assert not sends(rig.hear("a", prepared(rig, "a")), Complete)
+    effects = rig.hear("c", prepared(rig, "c"))
+    assert sends(effects, Complete) == [("a", rig.complete("b")), ("c", rig.complete("b"))]
     assert sends(rig.tick(), Complete) == [("a", rig.complete("b"))], "the leader's commit repairs what gets lost"
+
+
+def test_whoever_has_signed_need_not_say_it_before() -> None:
+    """Who hears that all others are ready to sign signs at once, and so says both."""
+    rig = whole(averaging())
+    rig.hear("a", rig.complete("a"))
+    assert sends(rig.hear("c", rig.complete("c")), Complete)
+    rig = averaging()
+    for name in "ac":
+        rig.hear(name, prepared(rig, name))
+    whole(rig)
+    assert not sends(rig.effects, Prepared)
+    assert len(sends(rig.effects, Complete)) == 2
+
+
+@pytest.mark.parametrize("said", [{"payload": OTHER}, {"missed": (("a", 1),)}])
+def test_nobody_signs_what_another_one_does_not_have(said: dict[str, Any]) -> None:
+    """Regression: where somebody gave each another average, each held another entry, and none could be given up."""
+    rig = whole(averaging())
+    rig.hear("a", prepared(rig, "a"))
+    rig.hear("c", prepared(rig, "c", **said))
+    for _ in range(2 * int(TIMING.heartbeat_expiry)):
+        rig.see(state=PeerState.AVERAGING)
+        effects = rig.tick()
+        assert not sends(effects, Complete)
+    assert [waiting.missing for _, waiting in sends(effects, Waiting)] == [("c",)]
+    assert rig.peer.slot.acceptor.held is None
+    assert sends(rig.hear("c", prepared(rig, "c")), Complete), "it may have been behind by one message"
+
+
+def test_who_says_nothing_is_not_waited_for_for_ever() -> None:
+    """Its words may not come here, though they come to the leader."""
+    rig = whole(averaging())
+    rig.hear("a", prepared(rig, "a"))
+    for _ in range(SILENCE):
+        assert not sends(rig.tick(TIMING.resend), Complete)
+    assert sends(rig.tick(TIMING.resend), Complete)
+
+
+def test_whom_we_do_not_reach_is_not_waited_for() -> None:
+    rig = averaging()
+    rig.do(ReachSeen({"c": Reach.NONE, "a": Reach.OPEN}, {}))
+    whole(rig)
+    assert [to for to, _ in sends(rig.effects, Prepared)] == ["a"]
+    assert sends(rig.hear("a", prepared(rig, "a")), Complete)
+
+
+def test_what_was_said_in_an_earlier_attempt_counts_no_more() -> None:
+    rig = averaging()
+    for name in "ac":
+        rig.hear(name, prepared(rig, name))
+    rig.hear("a", rig.begin(2, lost="c", name=rig.attempt()).model_copy(update={"open": True}))
+    whole(rig)
+    assert not sends(rig.effects, Complete)
+    assert sends(rig.hear("a", prepared(rig, "a", number=2)), Complete)
 
 
 @pytest.mark.parametrize("first", ["own", "others"])
@@ -85,8 +160,8 @@ def test_those_who_are_lost_need_not_be_complete() -> None:
     rig = averaging()
     going_on = rig.begin(2, lost="c", name=rig.attempt()).model_copy(update={"open": True})
     rig.hear("a", going_on)
-    rig.holding()
-    assert [to for to, _ in sends(rig.effects, Complete)] == ["a"]
+    whole(rig)
+    assert [to for to, _ in sends(rig.effects, Prepared)] == ["a"]
     assert of(rig.hear("a", rig.complete("a", number=2)), Apply)
 
 

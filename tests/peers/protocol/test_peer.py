@@ -261,7 +261,7 @@ def test_a_whole_round_of_a_member() -> None:
     (_, later), *_ = sends(rig.tick(), Waiting)
     assert (later.missing, later.moved) == (("a", "c"), rig.moved)
     assert later.moved > waiting.moved
-    effects = rig.do(PayloadAssembled(begin.attempt, PAYLOAD))
+    effects = rig.agreeing(rig.do(PayloadAssembled(begin.attempt, PAYLOAD)))
     complete = rig.complete("b")
     assert sends(effects, Complete) == [("a", complete)]
     assert sends(rig.tick(), Complete) == [("a", complete)], "it may not have arrived"
@@ -859,7 +859,7 @@ def test_a_payload_averaged_between_two_attempts_is_held_in_the_next() -> None:
     back_to_ready(rig)
     assert not sends(rig.holding().effects, Complete)
     assert rig.peer.slot.acceptor.held is None
-    effects = rig.hear("a", rig.begin(2, name=name))
+    effects = rig.agreeing(rig.hear("a", rig.begin(2, name=name)))
     assert sends(effects, Complete) == [("a", rig.complete("b", 2))]
 
 

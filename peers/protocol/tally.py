@@ -1,0 +1,64 @@
+"""What the members of an attempt say has come of it, as its leader hears."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from math import inf
+
+from peers.protocol.messages import Complete, Told
+
+
+class Tally:
+    """Of one attempt."""
+
+    def __init__(self) -> None:
+        self.complete: dict[str, Complete] = {}
+        """Who has signed what it says."""
+        self.differing_since = inf
+        """When members were first heard to say different things, if they still do."""
+        self._said: dict[str, Told] = {}
+        self._asked_at: dict[str, float] = {}
+        self._waiting: dict[str, tuple[float, tuple[str, ...]]] = {}  # when each said so last, and for whom
+
+    def hear(self, sender: str, said: Told, now: float) -> bool:
+        """Take in what a member says. Returns whether it is its first word."""
+        is_first = sender not in self._said
+        if isinstance(said, Complete):
+            self.complete[sender] = said
+        if isinstance(said, Complete) or sender not in self.complete:
+            self._said[sender] = said
+        self.differing_since = min(self.differing_since, now) if self.differing else inf
+        return is_first
+
+    def waits(self, sender: str, missing: tuple[str, ...], now: float) -> None:
+        """A member still needs something from these."""
+        self._waiting[sender] = now, missing
+
+    def waiting(self, since: float) -> dict[str, tuple[str, ...]]:
+        """Return for whom members wait that have said so since then."""
+        return {peer: missing for peer, (said_at, missing) in self._waiting.items() if said_at > since}
+
+    def is_complete(self, members: Collection[str]) -> bool:
+        """Return whether all members have signed."""
+        return len(self.complete) >= len(members)
+
+    def have_spoken(self, members: Collection[str]) -> bool:
+        """Return whether all members have said what they have."""
+        return len(self._said) >= len(members)
+
+    @property
+    def differing(self) -> list[str]:
+        """Those who say something else than most do."""
+        outcomes = Counter(said.outcome for said in self._said.values())
+        usual = max(outcomes, key=lambda outcome: outcomes[outcome], default=None)
+        return [peer for peer, said in self._said.items() if said.outcome != usual]
+
+    def to_ask(self, member: str, now: float, pause: float) -> list[str]:
+        """Return those who say something else than this member, if that has said anything, and were not asked for so
+        many seconds who has given them that. They are asked from now on."""
+        mine = self._said.get(member)
+        unlike = [peer for peer, said in self._said.items() if mine and said.outcome != mine.outcome]
+        due = [peer for peer in unlike if now - self._asked_at.get(peer, -inf) >= pause]
+        self._asked_at |= dict.fromkeys(due, now)
+        return due
