@@ -58,6 +58,7 @@ class Gathering:
         self._said_at: dict[str, float] = {}  # when each said last that it is ready
         self._taken_in = set[str]()  # though they are barred
         self._most_are_here = False  # of the last roster, whether they count or not
+        self._most_here_at = -float("inf")  # a heartbeat that is late, or one message that is lost, makes no minority
         self._founders = set[str]()  # all who are here, before the first entry
         self.departed: Collection[str] = ()  # of the last roster
         self.unreached: Collection[str] = ()
@@ -246,7 +247,9 @@ class Gathering:
         since = max(self._together_at, self._first_ready_at)
         is_hopeless = now - self._first_ready_at >= self._schedule.hopeless
         self._founders = set() if self._log.roster or is_hopeless else here - self._standing.barred(now)
-        self._most_are_here = not is_hopeless and self._are_most(here | self._ready.keys())
+        if self._are_most(here | self._ready.keys()):
+            self._most_here_at = now
+        self._most_are_here = not is_hopeless and now - self._most_here_at <= self._schedule.death
         return now - since >= self._settings.timing.partition_grace or is_hopeless
 
     def _is_here(self, beat: Heartbeat) -> bool:

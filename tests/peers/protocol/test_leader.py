@@ -317,6 +317,18 @@ def test_one_who_counts_does_not_go_on_without_those_who_have_forgotten() -> Non
     assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
 
 
+def test_one_who_is_not_heard_for_a_moment_makes_no_minority() -> None:
+    """Regression: one message was lost in the moment in which the grace was over, and two went on alone, each."""
+    lead = Lead()
+    lead.ready("a")
+    lead.starts["b"] = 9  # it has forgotten
+    assert lead.tick(live="b", after=2 * TIMING.partition_grace) == []
+    lead.leader.unreached = {"b"}
+    assert lead.tick(live="b") == []
+    assert lead.tick(live="b", after=SCHEDULE.death - STEP) == []
+    assert sends(lead.tick(live="b", after=2 * STEP), Begin), "it is gone"
+
+
 def test_one_who_counts_goes_on_without_the_forgetful_when_they_are_gone() -> None:
     lead = forgetful()
     assert sends(lead.tick(live="", after=TIMING.partition_grace), Begin)
