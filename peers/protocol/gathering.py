@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
+from peers.log.exclusions import Fault
 from peers.log.header import MEMBER_LIMIT, Member
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
@@ -15,7 +16,7 @@ from peers.presence.standing import Standing
 from peers.protocol.certifier import Certifier
 from peers.protocol.claims import Claim, Claims, Founding
 from peers.protocol.effects import Dropped, Effect, Send
-from peers.protocol.messages import Abort, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.protocol.messages import Abort, Adopt, Begin, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.protocol.planning import Plan, credible_rates, plan
 from peers.protocol.rounds import Attempt
 from peers.protocol.schedule import Schedule
@@ -58,6 +59,9 @@ class Gathering:
         self._most_are_here = False  # of the last roster, whether they count or not
         self._founders = set[str]()  # all who are here, before the first entry
         self.departed: Collection[str] = ()  # of the last roster
+        self.find_gone: Callable[[Collection[str]], tuple[str, ...]] = lambda heard: ()
+        """Return the voters that are gone, given whom others say they hear."""
+        self._heard = set[str]()  # as members say
         self.unreached: Collection[str] = ()
         self.vain: Collection[str] = ()
         """Those whom it is no use to catch up with, though they say that they are further on."""
@@ -75,6 +79,7 @@ class Gathering:
         self._minimum = settings.minimum_peers
         self.grace = settings.timing.grace
         self._last_number = 0
+        self._in_minority = False
 
     # Leases for joiners ---------------------------------------------------------------------------------------
     def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
@@ -318,6 +323,18 @@ class Gathering:
         """What those who are ready bring, as it counts."""
         offers = self._log.weighed([_member(peer, ready) for peer, ready in self._ready.items()])
         return {member.peer: member for member in offers}
+
+    def _gone(self, members: Collection[str], faults: Iterable[Fault] = ()) -> tuple[str, ...]:
+        """The voters that have no say any more, besides those that the entry names. A minority begins anew with those
+        whom it has."""
+        gone = self._log.voters if self._in_minority else self.find_gone(self._heard)
+        named = {*members, *(fault.peer for fault in faults)}
+        return tuple(peer for peer in gone if peer not in named) if self._log.closes else ()
+
+    def _are_missed(self, heard: Collection[str], running: Begin | Adopt) -> bool:
+        """Whether a member hears voters that our round takes for gone, and we believe that."""
+        self._heard.update(heard)
+        return bool(heard) and isinstance(running, Begin) and not set(running.round.gone) <= set(self._gone(()))
 
     def _rates(self, peers: Iterable[str]) -> dict[str, float]:
         ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}

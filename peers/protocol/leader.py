@@ -54,7 +54,6 @@ class Leader(Gathering):
         self._differing_since: float | None = None
         self._running: Begin | Adopt | None = None
         self._members: dict[str, None] = {}  # who remains in the running attempt, in order
-        self._in_minority = False
         self._began_at = self._moved_at = self._seconds = 0.0
         self._moved: dict[str, int] = {}  # chunks, as members say
         self._unseen_since: dict[str, float] = {}
@@ -73,6 +72,8 @@ class Leader(Gathering):
             return super().on_ready(sender, ready, now)
         if sender not in self._members:
             return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
+        if self._are_missed(ready.heard, self._running):
+            return self._abort(f"{sender} hears who seemed to be gone") + super().on_ready(sender, ready, now)
         if ready.last_attempt < self._running.attempt.number:
             return self._tell([sender], {sender: ready}, now)  # it has not heard of the attempt yet, or lacks a proof
         reason = f"{sender} has left the attempt"
@@ -142,14 +143,14 @@ class Leader(Gathering):
         part = deal(self._payload.chunks, len(roster), self._plan().reducers, self._rates(offers))
         shares = tuple(Share(member=member, chunks=part.get(member.peer, 0)) for member in roster)
         faults = () if name.alone else self._judge.annex(offers)
-        return Round(name=name, shares=shares, lost=(), faults=faults)
+        return Round(name=name, shares=shares, lost=(), faults=faults, gone=self._gone(offers, faults))
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
         rounds = {peer: ready.round for peer, ready in self._ready.items() if ready.round}
         mine = rounds.get(self._me)
-        if mine is None or mine.name in self._spoiled or (self._in_minority and mine.faults):
-            return None
+        if mine is None or mine.name in self._spoiled or (mine.faults if self._in_minority else mine.name.alone):
+            return None  # a minority has no annex, and its round takes all others their say
         others = {peer: round for peer, round in rounds.items() if round.is_same(mine)}
         lost = {peer for round in others.values() for peer in round.lost}
         round = mine.without(lost.union(peer for peer in mine.peers if peer not in others))
@@ -244,8 +245,7 @@ class Leader(Gathering):
             else:
                 self._unseen_since.setdefault(peer, now)
         patience = self._settings.timing.heartbeat
-        dead = [peer for peer, since in self._unseen_since.items() if now - since >= patience]
-        if dead:
+        if dead := [peer for peer, since in self._unseen_since.items() if now - since >= patience]:
             return self._lose(dead, f"{', '.join(dead)} is gone", now)
         has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
         if not has_stalled and now - self._began_at <= self._seconds:
@@ -355,7 +355,7 @@ class Leader(Gathering):
         (payload, missed), _ = Counter(outcomes.values()).most_common(1)[0]
         wrong = [peer for peer, outcome in outcomes.items() if outcome != (payload, missed)]
         try:
-            header = self._log.next_header(running.round.entry_roster(dict(missed)), payload, running.round.faults)
+            header = running.round.entry(self._log, dict(missed), payload)
         except LogError as error:
             return self._abort(f"what its members say can be no entry: {error}")
         if not wrong:

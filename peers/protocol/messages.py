@@ -67,7 +67,8 @@ class Ready(Value):
     which it can exchange no data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
     The `commitment` is to its blocks, in the next attempt; who has trained nothing has none. The signature `stance` is
     of its `Stance`: what it holds, and which attempts it takes part in no more. `unproven` are the digests of proofs
-    that the leader has named, and that are not here.
+    that the leader has named, and that are not here; `heard` the voters that are gone, as it has said, and that the
+    sender hears.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -87,6 +88,7 @@ class Ready(Value):
     unreached: Peers
     seen: Rates
     unproven: Proofs = ()
+    heard: Peers = ()
 
     def author(self, sender: str) -> Author:
         """Return as whom the sender commits to its blocks."""

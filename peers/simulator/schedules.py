@@ -12,7 +12,7 @@ from itertools import count, repeat
 
 from peers.log.settings import RunSettings, Timing
 from peers.simulator.history import InvariantError
-from peers.simulator.malice import KINDS, WITHSTOOD, Deceit, draw_deceits, patience, plant, thrive
+from peers.simulator.malice import KINDS, Deceit, draw_deceits, patience, plant, thrive
 from peers.simulator.simulation import Faults, Swarm
 from peers.values.wire import digest_of
 
@@ -254,10 +254,10 @@ def main() -> None:
         nargs="*",
         choices=sorted(KINDS),
         metavar="KIND",
-        help=f"some peers lie, in these ways (default: in all that honest peers withstand): {', '.join(KINDS)}",
+        help=f"some peers lie, in these ways (default: in all): {', '.join(KINDS)}",
     )
     options = parser.parse_args()
-    kinds = () if options.liars is None else tuple(options.liars) or WITHSTOOD
+    kinds = () if options.liars is None else tuple(options.liars or KINDS)
     stop = options.first + options.seeds
     batches = [range(first, min(first + BATCH, stop)) for first in range(options.first, stop, BATCH)]
     with ProcessPoolExecutor(options.jobs, initializer=gc.set_threshold, initargs=SELDOM) as pool:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from peers.errors import RemoteProtocolError
 from peers.values.leases import SampleRange
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 DIGEST_BYTES = 32
 REASON_LIMIT = 500  # characters
 SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
