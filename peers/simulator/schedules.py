@@ -25,7 +25,7 @@ PEACE = 1000.0  # seconds in which everybody must agree again
 TIMINGS = (Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0), Timing())  # the second: as manifests have it
 INNER_STEPS = 5
 EVENLY = 0.1
-"""With liars nobody is late by chance: who misses an entry is not in its roster, where the honest must be most."""
+"""With liars nobody is late by chance: all the honest must count in their time."""
 LONGEST_TRAINING = (1 + EVENLY) * INNER_STEPS / min(SPEEDS)  # seconds
 FAST = 10.0
 """Times the usual speed: entries come faster than heartbeats."""
