@@ -42,7 +42,7 @@ class Abstention:
             self._tell(self._farewell)
             self._desk.emit(Note("warning", "this peer can take part in nothing, and has no say until it can again"))
         elif self._farewell is not None and self._is_due:
-            if log.starts.get(me) == self._farewell.incarnation:
+            if log.starts.get(me) == self._farewell.incarnation and not self._replica.is_behind:
                 self._tell(self._farewell)
             else:
                 self._farewell = None

@@ -93,9 +93,10 @@ class Troubles:
         return not self._presence.unreached.isdisjoint(live) or any(me in beat.unreached for beat in live.trainers)
 
     def left_out(self, reason: str) -> None:
-        """The leader goes on without us."""
+        """The leader goes on without us. Where we reach everybody, it may have heard of others' links a while ago."""
         self._excluded = reason
-        self._ask_at = self._desk.now + LOOK_AGAIN
+        reaches_all = self._presence.unreached.isdisjoint(self._presence.live())
+        self._ask_at = self._desk.now + (TOLD_AFTER if reaches_all else LOOK_AGAIN)
 
     def links_changed(self) -> None:
         self._ask_at = self._desk.now
