@@ -132,8 +132,8 @@ class Offer:
             return "it goes on with another round of the same name"
         if not self._can_lead_to_an_entry(begin.round):
             return "its attempt can lead to no entry"
-        if wrong := self._is_wrongly_alone(begin, ours):
-            return wrong
+        if objection := self._objection_to_minority(begin, ours):
+            return objection
         self._heard = self._forgotten(begin) if ours is None else ()
         if self._heard:
             return f"it takes their say from {', '.join(self._heard)}, who are here"
@@ -148,7 +148,7 @@ class Offer:
         is_early = self._desk.now - self._made_at < self._desk.settings.timing.partition_grace
         return is_early and self._presence.are_most_here(self._log, self._desk.memory.incarnation)
 
-    def _is_wrongly_alone(self, begin: Begin, ours: Round | None) -> str | None:
+    def _objection_to_minority(self, begin: Begin, ours: Round | None) -> str | None:
         """Return why an attempt is no minority's, or its round is one and it is not. What a minority makes takes their
         say from all others, and is never certified."""
         remaining, round = set(begin.round.remaining), begin.round
