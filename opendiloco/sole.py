@@ -69,13 +69,13 @@ def check(transport: ListeningTransport, run_id: str) -> None:
 
 
 async def doubled(
-    transport: ListeningTransport, run_id: str, ours: int, log: Callable[[], LogState]
+    transport: ListeningTransport, run_id: str, incarnation: Callable[[], int], log: Callable[[], LogState]
 ) -> DilocoPeerError:
     """Wait for as long as we may go on beside another machine that speaks with our key, should there be one; returns
     the error to end with.
 
     Of two that began at once, neither heard of the other before, so one must go, and the same one as both see it:
-    whoever is not in the log's last roster; if neither is, the one with the smaller incarnation (`ours` is ours).
+    whoever has no say in the log's next entry; if neither has, the one with the smaller `incarnation`, which is ours.
     """
     me = transport.peer_id
     while True:
@@ -83,6 +83,7 @@ async def doubled(
         other = transport.whereabouts_of(run_id).copies.living(now())
         if other is None:
             continue
+        ours = incarnation()
         counts, others_counts = log().counts(me, ours), log().counts(me, other.incarnation)
         if others_counts or (not counts and ours < other.incarnation):
             return copied(me, other)

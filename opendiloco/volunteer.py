@@ -131,8 +131,9 @@ class Volunteer:
             asyncio.create_task(self._workload.trainer.wait_for_death()),
             asyncio.create_task(self._transport.failure()),
         ]
-        incarnation, log = self._driver.peer.incarnation, lambda: self._driver.peer.log
-        failures.append(asyncio.create_task(doubled(self._transport, self.run.run_id, incarnation, log)))
+        peer = self._driver.peer
+        listening = doubled(self._transport, self.run.run_id, lambda: peer.incarnation, lambda: peer.log)
+        failures.append(asyncio.create_task(listening))
         if self._entrance is not None:
             failures.append(asyncio.create_task(self._entrance.failure()))
         try:

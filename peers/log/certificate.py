@@ -82,7 +82,7 @@ class Certificate(Value):
     leader: PeerId
     alone: Annotated[bool, Field(strict=True)]
     votes: Annotated[tuple[Vote, ...], Field(max_length=MEMBER_LIMIT)]
-    farewells: Annotated[tuple[Farewell, ...], Field(max_length=MEMBER_LIMIT)]
+    farewells: Annotated[tuple[Farewell, ...], Field(max_length=2 * MEMBER_LIMIT)]
 
     @property
     def attempt(self) -> AttemptName:

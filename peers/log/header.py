@@ -19,6 +19,8 @@ from peers.values.wire import DIGEST_BYTES, Count, Digest, PeerId, RunId, Sample
 
 MEMBER_LIMIT = 1000
 """Peers in one entry; what a header costs to check grows with the square of it."""
+BYSTANDER_LIMIT = MEMBER_LIMIT - 2
+"""Voters besides them that one header may name, so that more than half of all are no more than an entry's members."""
 FREE_LIMIT = 4 * MEMBER_LIMIT
 """Free ranges in one header: four for each peer that may be in an entry. Beyond that the smallest are given up."""
 
@@ -72,11 +74,19 @@ class Tenure(Value):
     served: Count
 
 
+class Bystander(Value):
+    """A voter that is not in an entry, and has a say in the next one: as the start that was in an entry last."""
+
+    peer: PeerId
+    incarnation: Count
+
+
 class Header(Value):
     """One link of the chain. `tenures` are those of the roster and of some who were in rosters before; none where the
     run has no probation. `state` is the digest of theta and momentum when its cycle began: whoever signs the entry
     vouches for it, too. `faults` is its annex: the lies that were proven since the entry before; `excluded` are the
-    peers that are excluded from the next cycle for these and earlier ones."""
+    peers that are excluded from the next cycle for these and earlier ones. `bystanders` have a say in the next entry,
+    as the roster has."""
 
     run: RunId
     index: Count
@@ -92,6 +102,7 @@ class Header(Value):
     tenures: Annotated[tuple[Tenure, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
     faults: Faults = ()
     excluded: Exclusions = ()
+    bystanders: Annotated[tuple[Bystander, ...], Field(max_length=BYSTANDER_LIMIT)] = ()
 
     @cached_property
     def digest(self) -> bytes:

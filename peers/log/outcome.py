@@ -8,7 +8,7 @@ position: every peer that is there derives the same header from it, and no other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Annotated
@@ -23,6 +23,8 @@ from peers.values.wire import Count, Digest, PeerId, Value
 
 Column = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MEMBER_LIMIT)]
 """Numbers of some members: how many members stand between this one and the one named before, and its number."""
+Places = Annotated[tuple[Count, ...], Field(max_length=2 * MEMBER_LIMIT)]
+"""Of voters, in their order."""
 
 
 class Newcomer(Value):
@@ -79,7 +81,8 @@ class Turnout(Value):
 
 
 class Outcome(Value):
-    """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` as in the header."""
+    """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` as in the header.
+    `gone` are the places of the voters that have no say any more."""
 
     previous: Digest
     fragment: Count
@@ -87,6 +90,7 @@ class Outcome(Value):
     turnout: Turnout
     payload: Digest
     faults: Faults = ()
+    gone: Places = ()
 
 
 def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
@@ -154,13 +158,28 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
         turnout=turnout,
         payload=header.payload,
         faults=header.faults,
+        gone=places_of(log.gone_in(header), log),
     )
 
 
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
     """One entry is told by each of those who hold it."""
-    return log.in_state(outcome.state).next_header(outcome.turnout.roster(log), outcome.payload, outcome.faults)
+    roster, gone = outcome.turnout.roster(log), voters_at(outcome.gone, log)
+    return log.in_state(outcome.state).next_header(roster, outcome.payload, outcome.faults, gone)
+
+
+def places_of(voters: Iterable[str], log: LogState) -> tuple[int, ...]:
+    """Return the places of these among the log's voters."""
+    places = {peer: place for place, peer in enumerate(log.voters)}
+    return tuple(places[peer] for peer in voters)
+
+
+def voters_at(places: Sequence[int], log: LogState) -> tuple[str, ...]:
+    """Return the voters at these places. Raises: LogError when there are not so many."""
+    if any(place >= len(log.voters) for place in places):
+        raise LogError(f"there is no place {max(places)} among {len(log.voters)} voters")
+    return tuple(log.voters[place] for place in places)
 
 
 def _column(numbers: Mapping[int, int]) -> tuple[tuple[int, int], ...]:

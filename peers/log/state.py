@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from peers.log.electorate import Electorate, wrong_in_gone
 from peers.log.exclusions import Fault, exclusions_after, fault_in_annex
 from peers.log.header import (
     FREE_LIMIT,
@@ -37,8 +38,10 @@ class LogError(ValueError):
     """A header that does not follow from the log. The message says which rule it breaks."""
 
 
-OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0, "tenures": (), "excluded": ()}
-"""What entries that close no cycle say of leases, tokens, tenures and exclusions: nothing."""
+OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0} | dict.fromkeys(
+    ("tenures", "excluded", "bystanders"), ()
+)
+"""What entries that close no cycle say of leases, tokens, tenures, exclusions and bystanders: nothing."""
 
 
 @lru_cache(maxsize=16)
@@ -47,7 +50,7 @@ def _grants(pool: SamplePool, samples_per_lease: int) -> Grants:
 
 
 @dataclass(frozen=True)
-class LogState:
+class LogState(Electorate):
     """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state.
 
     `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
@@ -101,55 +104,6 @@ class LogState:
         """The fragments whose entries are still to be made in the present cycle."""
         made = {header.fragment for header in self.made}
         return tuple(fragment for fragment in range(self.fragments) if fragment not in made)
-
-    @property
-    def roster(self) -> tuple[str, ...]:
-        """Peers of the last entry, first of them the leader's first choice; empty before the first entry."""
-        return self.last.peers if self.last else ()
-
-    @cached_property
-    def incarnations(self) -> dict[str, int]:
-        """The roster, and of each peer in it the start at which it was in the last entry."""
-        return {member.peer: member.incarnation for member in self.last.roster} if self.last else {}
-
-    def counts(self, peer: str, incarnation: int) -> bool:
-        """Whether the peer was in the roster as the start that it is, and so remembers what it did there; and is not on
-        probation."""
-        return self.incarnations.get(peer) == incarnation and not self.is_on_probation(peer)
-
-    @cached_property
-    def served(self) -> dict[str, int]:
-        """In how many outer steps' rosters each peer has been, up to the manifest's `probation`."""
-        return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
-
-    def is_on_probation(self, peer: str) -> bool:
-        """Whether the peer neither counts nor votes yet. Before the first entry nobody is."""
-        return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
-
-    @cached_property
-    def voters(self) -> tuple[str, ...]:
-        """The peers of the roster that have a say in the next entry, in its order: those that are not on probation."""
-        return tuple(peer for peer in self.roster if not self.is_on_probation(peer)) if self.probation else self.roster
-
-    @cached_property
-    def by_standing(self) -> tuple[str, ...]:
-        """The roster, those on probation last."""
-        if not self.probation:
-            return self.roster
-        return (*self.voters, *(peer for peer in self.roster if self.is_on_probation(peer)))
-
-    def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
-        """The roster as it counts: of those on probation nothing, unless all of them are."""
-        new = {member.peer for member in roster if self.is_on_probation(member.peer)}
-        if not new or len(new) == len(roster):
-            return tuple(roster)
-        nothing = {"tokens": 0, "samples": (), "missed": 0}
-        return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
-
-    @cached_property
-    def excluded(self) -> dict[str, int]:
-        """The peers that are excluded from the present cycle for a proven lie; the last cycle from which each is."""
-        return {exclusion.peer: exclusion.until for exclusion in self.last.excluded} if self.last else {}
 
     @property
     def lineage_tokens(self) -> int:
@@ -277,14 +231,17 @@ class LogState:
         except ValueError as error:
             raise LogError(str(error)) from error
 
-    def next_header(self, roster: Sequence[Member], payload: bytes, faults: Sequence[Fault] = ()) -> Header:
-        """The only header that may follow, given who took part, what came out, and which faults are proven.
-
-        Raises: LogError.
+    def next_header(
+        self, roster: Sequence[Member], payload: bytes, faults: Sequence[Fault] = (), gone: Sequence[str] = ()
+    ) -> Header:
+        """The only header that may follow, given who took part, what came out, which faults are proven, and which
+        voters are gone. Raises: LogError.
         """
-        return _next_header(self, tuple(roster), payload, tuple(faults))
+        return _next_header(self, tuple(roster), payload, tuple(faults), tuple(gone))
 
-    def make_header(self, roster: Sequence[Member], payload: bytes, faults: tuple[Fault, ...]) -> Header:
+    def make_header(
+        self, roster: Sequence[Member], payload: bytes, faults: tuple[Fault, ...], gone: tuple[str, ...]
+    ) -> Header:
         """`next_header`, worked out. Raises: LogError."""
         has_trained = any(member.tokens for member in roster)
         if has_trained == (payload == NO_PAYLOAD) or (self.closes and not has_trained):
@@ -296,7 +253,11 @@ class LogState:
             raise LogError("a peer on probation counts in the roster")
         if faults and not (self.closes and self.exclusion):
             raise LogError("it has no annex")
-        if (wrong := fault_in_annex(faults, self.known, peers)) is not None:
+        if gone and not self.closes:
+            raise LogError("only the entry that closes a cycle says who is gone")
+        wrong = fault_in_annex(faults, self.known, peers)
+        wrong = wrong or wrong_in_gone(gone, self.voters, {*peers, *(fault.peer for fault in faults)})
+        if wrong is not None:
             raise LogError(wrong)
         try:
             return Header(
@@ -308,14 +269,14 @@ class LogState:
                 roster=tuple(roster),
                 payload=payload,
                 faults=faults,
-                **_closing(self, tuple(roster), faults),
+                **_closing(self, tuple(roster), faults, gone),
             )
         except ValidationError as error:
             raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
 
-    def closing(self, roster: Sequence[Member], faults: tuple[Fault, ...]) -> dict[str, Any]:
-        """What the entry that closes a cycle says besides: the next leases, the pool, the tokens so far, and who is
-        excluded.
+    def closing(self, roster: Sequence[Member], faults: tuple[Fault, ...], gone: tuple[str, ...]) -> dict[str, Any]:
+        """What the entry that closes a cycle says besides: the next leases, the pool, the tokens so far, who is
+        excluded, and who votes besides its members.
 
         Raises: LogError when a member trained what was not for it.
         """
@@ -331,15 +292,21 @@ class LogState:
         tokens = sum(member.tokens for member in roster if not member.missed)
         tenures, before = (self.last.tenures, self.last.excluded) if self.last else ((), ())
         excluded = exclusions_after(before, faults, index, self.exclusion)
-        gone, peers = {one.peer for one in excluded}, [member.peer for member in roster]
+        liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
         return {
             "leases": (*fresh, *self.carried(roster, faults)),
             "cursor": pool.cursor,
             "free": pool.free,
             "lineage_tokens": self.lineage_tokens + tokens,
-            "tenures": tenures_after(tenures, peers, self.probation, gone),
+            "tenures": tenures_after(tenures, peers, self.probation, liars),
             "excluded": excluded,
+            "bystanders": self.bystanders_besides({*peers, *gone, *(fault.peer for fault in faults)}),
         }
+
+    def gone_in(self, header: Header) -> tuple[str, ...]:
+        """Return the voters that have no say any more, as the next entry says."""
+        here = {*header.peers, *(one.peer for one in header.bystanders), *(fault.peer for fault in header.faults)}
+        return tuple(peer for peer in self.voters if peer not in here) if self.closes else ()
 
     def append(self, header: Header) -> LogState:
         """Raises: LogError naming the first field that does not follow from the log."""
@@ -364,15 +331,19 @@ class LogState:
 
 
 @lru_cache(maxsize=8)
-def _closing(log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...]) -> dict[str, Any]:
+def _closing(
+    log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
+) -> dict[str, Any]:
     """Asked when a round begins, whether it can lead to an entry; and again when it is known to which one."""
-    return log.closing(roster, faults)
+    return log.closing(roster, faults, gone)
 
 
 @lru_cache(maxsize=8)
-def _next_header(log: LogState, roster: tuple[Member, ...], payload: bytes, faults: tuple[Fault, ...]) -> Header:
+def _next_header(
+    log: LogState, roster: tuple[Member, ...], payload: bytes, faults: tuple[Fault, ...], gone: tuple[str, ...]
+) -> Header:
     """A round asks several times for what follows from one outcome, and with many members that is much work."""
-    return log.make_header(roster, payload, faults)
+    return log.make_header(roster, payload, faults, gone)
 
 
 @lru_cache(maxsize=8)
@@ -383,7 +354,7 @@ def _append(log: LogState, header: Header) -> LogState:
     if log.made and header.state != log.made[0].state:
         raise LogError(f"entry {header.index}: it is for another state than the others of its cycle")
     before = log.opening(header.fragment).in_state(header.state)
-    expected = before.next_header(header.roster, header.payload, header.faults)
+    expected = before.next_header(header.roster, header.payload, header.faults, before.gone_in(header))
     for field in Header.model_fields:
         if getattr(header, field) != getattr(expected, field):
             raise LogError(f"entry {header.index}: its {field} does not follow from the log")

@@ -13,6 +13,7 @@ from peers.presence.distrust import Distrust
 from peers.presence.election import broken_pairs, elect, most_named, quorum
 from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.membership import DONATING, Membership, Roll
+from peers.presence.overlooking import Overlooking
 from peers.presence.reachability import Reachability
 from peers.presence.standing import FORGIVEN, Standing
 
@@ -35,6 +36,7 @@ class Presence:
         self.membership = Membership(me, expiry)
         self.reachability = Reachability(expiry)
         self.standing = Standing(bar)
+        self._overlooking = Overlooking()
         self.rate = 0
         """Bytes a second that our link was seen to carry each way; 0: not measured yet."""
         self.vote: str | None = None
@@ -173,6 +175,12 @@ class Presence:
         here = 1 + sum(not lineage.lacks(beat.index, beat.head) for beat in others)
         return None if len(there) == here else len(there) > here
 
+    def voters_here(self, log: LogState, patience: float) -> set[str]:
+        """The other voters that were heard of within so many seconds, as the starts that have a say. Whatever they do
+        or can't do, and whatever others say of them: those are things that liars can bring about."""
+        heard = self.membership.spoke_within(patience, self.now)
+        return {beat.peer for beat in heard if log.counts(beat.peer, beat.incarnation)}
+
     # Who is further on ----------------------------------------------------------------------------------------
     def donors(self) -> set[str]:
         """Peers that have a state to give, and are believed."""
@@ -240,9 +248,9 @@ class Presence:
         return tuple(sorted(claims, key=lambda peer: claims[peer], reverse=True))
 
     def is_behind(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> bool:
-        """Whether those whom one can believe say so: half of those of the last roster that are here, at least. Where
-        nobody of it is here, anybody."""
-        others = {peer for peer in log.roster if peer != self._me and self.is_live(peer)} - self.unreached
+        """Whether those whom one can believe say so: half of the members and bystanders that are here, at least. Where
+        none of them is here, anybody."""
+        others = {peer for peer in log.incarnations if peer != self._me and self.is_live(peer)} - self.unreached
         further = {
             peer for peer in self._claimants(log, lineage, is_astray) if self.live()[peer].index > log.position.index
         }
@@ -258,13 +266,28 @@ class Presence:
         Args:
             at_work: peers that work on the entry, whatever heartbeats say: perhaps ourselves, and whoever gave us work.
         """
-        asked = (self.live(), log, frozenset(at_work), self.distrusted, self.unreached, self.vain)
+        asked = (
+            self.live(),
+            log,
+            frozenset(at_work),
+            self.distrusted,
+            self.unreached,
+            self.vain,
+            self._overlooking.turns,
+        )
         if not _is_same(asked, self._elected[0]):
             vote = self._choose(log, at_work)
             votes = {self._me: (vote or "")[-TAIL:]} if self._me in at_work else {}
             self._elected = asked, (vote, self._leader_of_most(log, votes) or vote)
         self.vote, leader = self._elected[1]
         return leader
+
+    def entry_made(self, log: LogState, members: Collection[str], leader: str) -> None:
+        """An entry was made where the log ended. Whoever was not in it, and says that it was ready, was left out; so
+        were we, if we were not."""
+        live, head = self.live(), log.position.head
+        ready = {peer for peer in live.ready if live[peer].head == head and log.counts(peer, live[peer].incarnation)}
+        self._overlooking.entry_made(leader, ready | ({self._me} & log.starts.keys()), members)
 
     def _leader_of_most(self, log: LogState, votes: Mapping[str, str]) -> str | None:
         """Whom more than half of those who are here vote for: of the last roster; before the first entry, of all. Given
@@ -286,7 +309,8 @@ class Presence:
         failing = distrusted | log.excluded.keys()
         able -= failing | {peer for peer in self.vain & live.keys() if live[peer].index > index}  # not from there
         joining = () if able else (beat.peer for beat in live.trainers if beat.index == index)
-        return elect(log.by_standing, able, {*joining, self._me} - failing, self._broken_pairs(live))
+        order = (*self._overlooking.order(log.voting_members), *log.by_standing)
+        return elect(order, able, {*joining, self._me} - failing, self._broken_pairs(live))
 
     def _broken_pairs(self, live: Roll) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since

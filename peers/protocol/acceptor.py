@@ -171,6 +171,13 @@ class Memory:
             signature=self.keys.sign(departure.text),
         )
 
+    def part(self, position: Position) -> Leaving:
+        """Say farewell as what we are, and be another incarnation from now on. Where we hold an entry that is not
+        concluded, what we are has a say in it yet."""
+        farewell = self.goodbye(position)
+        self.incarnation += 1
+        return farewell
+
     def _forget(self) -> None:
         while len(self._acceptors) > MEMORY:
             _, (index, acceptor) = self._acceptors.popitem(last=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
+from peers.log.exclusions import Fault
 from peers.log.header import MEMBER_LIMIT, Member
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
@@ -15,8 +16,8 @@ from peers.presence.standing import Standing
 from peers.protocol.certifier import Certifier
 from peers.protocol.claims import Claim, Claims, Founding
 from peers.protocol.effects import Dropped, Effect, Send
-from peers.protocol.messages import Abort, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
-from peers.protocol.planning import Plan, credible_rates, deal, foreseen, plan
+from peers.protocol.messages import Abort, Adopt, Begin, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.protocol.planning import Plan, credible_rates, deal, foreseen, plan, why_left_out
 from peers.protocol.rounds import Attempt, Round, Share
 from peers.protocol.schedule import Schedule
 from peers.values.chunks import PayloadSize
@@ -61,6 +62,9 @@ class Gathering:
         self._most_here_at = -float("inf")  # a heartbeat that is late, or one message that is lost, makes no minority
         self._founders = set[str]()  # all who are here, before the first entry
         self.departed: Collection[str] = ()  # of the last roster
+        self.find_gone: Callable[[Collection[str]], tuple[str, ...]] = lambda heard: ()
+        """Return the voters that are gone, given whom others say they hear."""
+        self._heard = set[str]()  # as members say
         self.unreached: Collection[str] = ()
         self.vain: Collection[str] = ()
         """Those whom it is no use to catch up with, though they say that they are further on."""
@@ -78,6 +82,7 @@ class Gathering:
         self._minimum = settings.minimum_peers
         self.grace = settings.timing.grace
         self._last_number = 0
+        self._in_minority = False
 
     # Leases for joiners ---------------------------------------------------------------------------------------
     def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
@@ -176,7 +181,7 @@ class Gathering:
         others = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
         if lease and sender != self._me and (others or lease == self.lease):
             raise LogError("its samples were given to another joiner")
-        self._log.check_member(_member(sender, ready))
+        self._log.check_member(ready.member(sender))
         self._check_commitment(sender, ready)
         for peer in others:  # whoever has what we trained: we can't do without ourselves
             del self._granted[peer]
@@ -271,9 +276,7 @@ class Gathering:
         return [self._exclude(peer, members) for peer in sorted(plan.left_out)]
 
     def _exclude(self, peer: str, members: Collection[str]) -> Effect:
-        others = sorted(self._standing.pairs(members).broken_with(peer))
-        named = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-        reason = f"no data can be exchanged between this peer and {named}, and somebody must reach everybody"
+        reason = why_left_out(self._standing.pairs(members).broken_with(peer))
         return Send(peer, Excluded(position=self._log.position, reason=printable(reason)))
 
     def _enough(self, peers: Collection[str]) -> bool:
@@ -321,8 +324,20 @@ class Gathering:
 
     def _offers(self) -> dict[str, Member]:
         """What those who are ready bring, as it counts."""
-        offers = self._log.weighed([_member(peer, ready) for peer, ready in self._ready.items()])
+        offers = self._log.weighed([ready.member(peer) for peer, ready in self._ready.items()])
         return {member.peer: member for member in offers}
+
+    def _gone(self, members: Collection[str], faults: Iterable[Fault] = ()) -> tuple[str, ...]:
+        """The voters that have no say any more, besides those that the entry names. A minority begins anew with those
+        whom it has."""
+        gone = self._log.voters if self._in_minority else self.find_gone(self._heard)
+        named = {*members, *(fault.peer for fault in faults)}
+        return tuple(peer for peer in gone if peer not in named) if self._log.closes else ()
+
+    def _are_missed(self, heard: Collection[str], running: Begin | Adopt) -> bool:
+        """Whether a member hears voters that our round takes for gone, and we believe that."""
+        self._heard.update(heard)
+        return bool(heard) and isinstance(running, Begin) and not set(running.round.gone) <= set(self._gone(()))
 
     def _rates(self, peers: Iterable[str]) -> dict[str, float]:
         ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}
@@ -380,9 +395,3 @@ class Gathering:
     def _refuse(self, peer: str, reason: str) -> Effect:
         refuse = Refuse(position=self._log.position, state_digest=self._state_digest, reason=printable(reason))
         return Send(peer, refuse)
-
-
-def _member(peer: str, ready: Ready) -> Member:
-    return Member(
-        peer=peer, tokens=ready.tokens, samples=ready.samples, wants=ready.wants, incarnation=ready.incarnation
-    )

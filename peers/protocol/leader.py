@@ -50,7 +50,6 @@ class Leader(Gathering):
         self._judge = judge
         self._running: Begin | Adopt | None = None
         self._members: dict[str, None] = {}  # who remains in the running attempt, in order
-        self._in_minority = False
         self._began_at = self._moved_at = self._seconds = 0.0
         self._moved: dict[str, int] = {}  # chunks, as members say
         self._unseen_since: dict[str, float] = {}
@@ -68,6 +67,8 @@ class Leader(Gathering):
             return super().on_ready(sender, ready, now)
         if sender not in self._members:
             return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
+        if self._are_missed(ready.heard, self._running):
+            return self._abort(f"{sender} hears who seemed to be gone") + super().on_ready(sender, ready, now)
         if ready.last_attempt < self._running.attempt.number:
             return self._tell([sender], {sender: ready}, now)  # it has not heard of the attempt yet, or lacks a proof
         reason = f"{sender} has left the attempt"
@@ -131,14 +132,15 @@ class Leader(Gathering):
     def _new_round(self, name: Attempt) -> Round:
         """Those whom all others reach reduce parts, sized so that all links are done together."""
         shares = self._shares()
-        faults = () if name.alone else self._judge.annex({share.member.peer for share in shares})
-        return Round(name=name, shares=shares, lost=(), faults=faults)
+        members = {share.member.peer for share in shares}
+        faults = () if name.alone else self._judge.annex(members)
+        return Round(name=name, shares=shares, lost=(), faults=faults, gone=self._gone(members, faults))
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
         round = still_in_round(self._me, self._ready)
-        if round is None or round.name in self._spoiled or (self._in_minority and round.faults):
-            return None
+        if round is None or round.name in self._spoiled or (round.faults if self._in_minority else round.name.alone):
+            return None  # a minority has no annex, and its round takes all others their say
         able = self._me in round.remaining and bool(reducers(round))
         able = able and is_connected(round, self._standing.pairs(round.remaining))
         return round if able and self._is_enough(round.remaining) else None
@@ -352,8 +354,7 @@ class Leader(Gathering):
         if isinstance(running, Adopt):
             return self._commit_if_signed(running.header, running, now)
         try:
-            roster = running.round.entry_roster(dict(complete.missed))
-            header = self._log.next_header(roster, complete.payload, running.round.faults)
+            header = running.round.entry(self._log, dict(complete.missed), complete.payload)
         except LogError as error:
             return self._abort(f"what its members say can be no entry: {error}")
         return self._commit_if_signed(header, running, now)

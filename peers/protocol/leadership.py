@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from peers.log.state import LogState
@@ -82,8 +83,19 @@ class Leadership:
             self._leader.is_behind = self._replica.is_behind
             self._leader.met = self._presence.membership.met
             self._leader.vain = self._presence.vain
+            self._leader.find_gone = self._gone
             departed = self._presence.membership.departed(self._log)
             self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), departed))
+
+    def _gone(self, heard: Collection[str]) -> tuple[str, ...]:
+        """The voters that are gone. We are more patient than members are, and believe them for the partition grace if
+        they say that they hear one: else whoever says so would keep the dead in."""
+        here = self._presence.voters_here(self._log, self._desk.schedule.death)
+        late = self._presence.voters_here(self._log, self._desk.settings.timing.partition_grace)
+        here |= late.intersection(heard)
+        if self._log.counts(self._desk.me, self._desk.memory.incarnation):
+            here.add(self._desk.me)
+        return tuple(peer for peer in self._log.voters if peer not in here)
 
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
         step = self._trainer.inner_step()

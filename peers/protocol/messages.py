@@ -12,7 +12,7 @@ from pydantic import Field
 
 from peers.log.certificate import Certificate
 from peers.log.exclusions import FAULT_LIMIT, Kind
-from peers.log.header import MEMBER_LIMIT, Header, Position
+from peers.log.header import MEMBER_LIMIT, Header, Member, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
 from peers.protocol.commitment import Author, Commitment, Contribution, Evidence
@@ -68,7 +68,8 @@ class Ready(Value):
     which it can exchange no data. `seen`: at how many bytes a second data of some others came to it in recent rounds.
     The `commitment` is to its blocks, in the next attempt; who has trained nothing has none. The signature `stance` is
     of its `Stance`: what it holds, and which attempts it takes part in no more. `unproven` are the digests of proofs
-    that the leader has named, and that are not here.
+    that the leader has named, and that are not here; `heard` the voters that are gone, as it has said, and that the
+    sender hears.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -88,11 +89,17 @@ class Ready(Value):
     unreached: Peers
     seen: Rates
     unproven: Proofs = ()
+    heard: Peers = ()
 
     def author(self, sender: str) -> Author:
         """Return as whom the sender commits to its blocks."""
         after, position = self.last_attempt, self.position
         return Author(peer=sender, incarnation=self.incarnation, position=position, after=after)
+
+    def member(self, sender: str) -> Member:
+        """Return what the sender would be in the round's roster."""
+        tokens, samples, wants = self.tokens, self.samples, self.wants
+        return Member(peer=sender, tokens=tokens, samples=samples, wants=wants, incarnation=self.incarnation)
 
 
 class Begin(Value):

@@ -32,6 +32,7 @@ class Offer:
         self._wants = 0  # samples of the next lease; 0: a whole one
         self._signed: tuple[Stance, bytes] | None = None
         self._committed: tuple[Sum, Author, Commitment] | None = None
+        self._heard: tuple[str, ...] = ()  # though the leader says that they are gone
 
     def make(self, trained: Trained) -> None:
         """Offer this, and decide how much to ask for next: a round must take all of the offer as it was made."""
@@ -62,6 +63,7 @@ class Offer:
             unreached=presence.named(presence.unreached),
             seen=presence.reachability.seen(self._desk.me),
             unproven=unproven,
+            heard=self._heard,
         )
 
     def _stance(self, acceptor: Acceptor) -> bytes:
@@ -128,10 +130,13 @@ class Offer:
             return "its round has a later name than the attempt"
         if ours is not None and not ours.is_same(begin.round):
             return "it goes on with another round of the same name"
-        if begin.attempt.alone and self._sees_most():
-            return "it goes on alone, though most are here"
         if not self._can_lead_to_an_entry(begin.round):
             return "its attempt can lead to no entry"
+        if objection := self._objection_to_minority(begin, ours):
+            return objection
+        self._heard = self._forgotten(begin) if ours is None else ()
+        if self._heard:
+            return f"it takes their say from {', '.join(self._heard)}, who are here"
         if ours is None and not self._knows_commitments(begin):
             return "it does not say what all members have committed to"
         if ours is None and not acceptor.may_enter(begin.round):
@@ -143,10 +148,32 @@ class Offer:
         is_early = self._desk.now - self._made_at < self._desk.settings.timing.partition_grace
         return is_early and self._presence.are_most_here(self._log, self._desk.memory.incarnation)
 
+    def _objection_to_minority(self, begin: Begin, ours: Round | None) -> str | None:
+        """Return why an attempt is no minority's, or its round is one and it is not. What a minority makes takes their
+        say from all others, and is never certified."""
+        remaining, round = set(begin.round.remaining), begin.round
+        if round.name.alone != begin.attempt.alone and (ours is None or round.name.alone):
+            return "its round is a minority's, and it is not, or it is the other way round"
+        starts = [(member.peer, member.incarnation) for member in round.roster if member.peer in remaining]
+        if begin.attempt.alone and (self._log.is_majority(starts) or self._sees_most()):
+            return "it goes on alone, though most are here"
+        return None
+
+    def _forgotten(self, begin: Begin) -> tuple[str, ...]:
+        """Return the voters that we hear, and that would have no say any more: they are said to be gone, or to have
+        started again. Nobody but they themselves can bring that about."""
+        if begin.attempt.alone or not self._log.closes or not self._log.voters:
+            return ()
+        here = self._presence.voters_here(self._log, self._desk.settings.timing.heartbeat_expiry)
+        if self._log.counts(self._desk.me, self._desk.memory.incarnation):
+            here.add(self._desk.me)
+        other = {one.peer for one in begin.round.roster if not self._log.counts(one.peer, one.incarnation)}
+        return tuple(sorted(here & {*begin.round.gone, *other}))
+
     def _can_lead_to_an_entry(self, round: Round) -> bool:
         """Whether the round's roster follows from the log, and its parts are the payload."""
         try:
-            self._log.next_header(round.roster, self._log.position.head, round.faults)  # any digest will do
+            round.entry(self._log, {}, self._log.position.head)  # any digest will do
         except LogError:
             return False
         reduces = {share.member.peer for share in round.shares if share.chunks}

@@ -41,6 +41,14 @@ class Patience:
         self._is_given_up = False
         self._declined = None
 
+    def turn_away(self, leader: str | None) -> None:
+        """Most are for another one from now on. Whoever goes with them gives this leader up, too: else it would go back
+        as soon as votes are split."""
+        has_waited = self._desk.now - self._since > self._desk.schedule.begin(everyone_is_ready=True) / 2
+        if leader not in (None, self._desk.me) and leader == self._presence.vote and has_waited:
+            self._presence.distrust(leader, self._desk.now - self._since)
+        self.begin()
+
     def join(self, leader: str, seconds: float) -> float:
         """We take part in an attempt of the leader, which it ends after so many seconds. Returns when to give it up.
 

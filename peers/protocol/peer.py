@@ -23,6 +23,7 @@ from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.presence.membership import Membership
 from peers.presence.presence import Presence
+from peers.protocol.abstention import Abstention
 from peers.protocol.course import Course
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Effect
@@ -110,6 +111,7 @@ class Peer:
         self.trainer: Trainer = self._course.trainer
         self.replica: Replica = self._course.replica
         self.troubles: Troubles = self._course.troubles
+        self._abstention = Abstention(self._desk, self.presence, self.trainer, self.replica, self.troubles)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event at time `now` (seconds, monotonic). Raises: LocalProtocolError for an illegal event."""
@@ -132,6 +134,7 @@ class Peer:
                 course.check_state()
                 course.catch_up()
                 course.look_for_trouble()
+                self._abstention.look(self.slots.values())
             case AnchorsSeen():
                 self.replica.hear_anchors(event)
             case HeadsSeen(index, heads):

@@ -115,3 +115,10 @@ def foreseen(chunks: Mapping[str, int], members: Sequence[str], rates: Mapping[s
     whole = max(sum(chunks.values()), 1)
     moved = {peer: payloads_moved(len(members), chunks.get(peer, 0) / whole) for peer in members}
     return [size * max(moved[peer], LEAST_PAYLOADS) / rates[peer] if rates.get(peer) else 0.0 for peer in members]
+
+
+def why_left_out(broken: Collection[str]) -> str:
+    """Return what a peer is told that can exchange no data with these."""
+    others = sorted(broken)
+    named = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+    return f"no data can be exchanged between this peer and {named}, and somebody must reach everybody"

@@ -121,6 +121,8 @@ class Replica(Part):
         return doubt is not None and not (self._presence.are_all_gone(doubt) or are_most(doubt, self.log.roster))
 
     def _apply(self, made: EntryMade) -> None:
+        if made.certificate is not None and self.log.is_closing(made.header):
+            self._presence.entry_made(self.log, made.header.peers, made.certificate.leader)
         self.log = self.log.append(made.header)
         self.lineage.append(made.header, self.log, made.certificate)
         self._behind, self._advanced_at = None, self._desk.now

@@ -11,6 +11,7 @@ from pydantic import Field
 from peers.log.certificate import AttemptName
 from peers.log.exclusions import Faults
 from peers.log.header import MEMBER_LIMIT, Header, Member, Position
+from peers.log.state import LogState
 from peers.protocol.commitment import Author
 from peers.values.signing import Signature
 from peers.values.wire import Count, Digest, PeerId, Value, pack
@@ -99,12 +100,14 @@ class Round(Value):
 
     Everybody in it sends everybody else the blocks of that one's chunks. The chunks of who is lost fall to the next in
     line; blocks of its own that had arrived count, the others don't. `faults` is the annex of the entry that it makes.
+    `gone` are the voters that have no say in the next one.
     """
 
     name: Attempt
     shares: Annotated[tuple[Share, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
     lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
     faults: Faults = ()
+    gone: Annotated[tuple[PeerId, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
 
     @cached_property
     def roster(self) -> tuple[Member, ...]:
@@ -133,11 +136,15 @@ class Round(Value):
         roster = (member.lacking(missed.get(member.peer, 0)) for member in self.roster)
         return tuple(member for member in roster if member.missed < self.chunks)
 
+    def entry(self, log: LogState, missed: Mapping[str, int], payload: bytes) -> Header:
+        """Return what the round leads to, at this end of the log. Raises: LogError when it can lead to no entry."""
+        return log.next_header(self.entry_roster(missed), payload, self.faults, self.gone)
+
     def without(self, lost: Iterable[str]) -> Round:
         """The same round with more peers lost."""
-        gone = {*self.lost, *lost}
-        lost = tuple(peer for peer in self.peers if peer in gone)
-        return Round(name=self.name, shares=self.shares, lost=lost, faults=self.faults)
+        all_lost = {*self.lost, *lost}
+        lost = tuple(peer for peer in self.peers if peer in all_lost)
+        return Round(name=self.name, shares=self.shares, lost=lost, faults=self.faults, gone=self.gone)
 
     def author(self, member: Member) -> Author:
         """Return as whom a member has committed to what it contributes."""
@@ -146,4 +153,5 @@ class Round(Value):
 
     def is_same(self, other: Round) -> bool:
         """Whether it leads to the same entry, whoever is lost. Two rounds of one leader may have one name."""
-        return (self.name, self.shares, self.faults) == (other.name, other.shares, other.faults)
+        ours, theirs = (self.name, self.shares, self.faults), (other.name, other.shares, other.faults)
+        return (*ours, self.gone) == (*theirs, other.gone)

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from peers.log.exclusions import Faults
 from peers.log.header import MEMBER_LIMIT, Header, Position
-from peers.log.outcome import Outcome, Turnout, header_of, outcome_of, turnout_of
+from peers.log.outcome import Outcome, Places, Turnout, header_of, outcome_of, places_of, turnout_of, voters_at
 from peers.log.state import LogError, LogState
 from peers.protocol.chunk_sets import chunk_set, chunks_in
 from peers.protocol.messages import Disclaimers, Holders, Missed, Peers, Rates
@@ -57,13 +57,15 @@ class ShortDisclaimers(Value):
 
 
 class ShortRound(Value):
-    """A round at the message's position: the chunks that each member reduces, and the places of the lost."""
+    """A round at the message's position: the chunks that each member reduces, and the places of the lost. Those of
+    the voters that are gone are among the log's voters."""
 
     name: ShortAttempt
     turnout: Turnout
     chunks: Annotated[tuple[Count, ...], Field(max_length=MEMBER_LIMIT)]
     lost: PeerSet
     faults: Faults
+    gone: Places
 
 
 class ShortPeers(Value):
@@ -205,6 +207,7 @@ def _short_round(round: Round, log: LogState) -> ShortRound:
         chunks=tuple(share.chunks for share in round.shares),
         lost=chunk_set(places[peer] for peer in round.lost),
         faults=round.faults,
+        gone=places_of(round.gone, log),
     )
 
 
@@ -221,7 +224,8 @@ def _in_full(short: ShortRound, log: LogState) -> Round:
     shares = tuple(Share(member=member, chunks=chunks) for member, chunks in zip(roster, short.chunks, strict=True))
     lost = tuple(_at([member.peer for member in roster], short.lost))
     name = _attempt(short.name, log.position)
-    return from_plain(Round, {"name": name, "shares": shares, "lost": lost, "faults": short.faults})
+    besides = {"faults": short.faults, "gone": voters_at(short.gone, log)}
+    return from_plain(Round, {"name": name, "shares": shares, "lost": lost, **besides})
 
 
 def _optional(form: Form, empty: object) -> Form:

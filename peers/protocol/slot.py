@@ -153,9 +153,9 @@ class Slot(Part):
             return
         if self._patience.is_over(self.acceptor.pledged_to):
             self._patience.give_up(self.acceptor.pledged_to)
-        leader = self.leadership.elect()
+        leader, before = self.leadership.elect(), self.acceptor.pledged_to
         if self.acceptor.pledge(leader):
-            self._patience.begin()
+            self._patience.turn_away(before)
             self._word.at_once()
         if leader is None or not self._word.is_due:
             return
@@ -337,8 +337,7 @@ class Slot(Part):
 
     def _outcome(self, exchange: Exchange) -> Header:
         assert exchange.payload is not None
-        round = exchange.round
-        return self._here.next_header(round.entry_roster(exchange.missed()), exchange.payload, round.faults)
+        return exchange.round.entry(self._here, exchange.missed(), exchange.payload)
 
     @property
     def _here(self) -> LogState:

@@ -16,6 +16,8 @@ from peers.values.leases import Lease, sample_count
 from peers.values.workload import Progress, Trained
 
 GRACE_SHARE = 0.5
+STUCK = 3.0
+"""Times the longest pause between two signs of progress, after which a worker seems to hang."""
 EQUALLY_FAST = 0.8
 """Of the fastest peer's speed: who comes close trains as much as it."""
 
@@ -59,18 +61,27 @@ class Trainer(Part):
         self.speed = 0.0  # tokens a second, when we last trained
         self.in_vain = 0  # leases in a row of which nothing came into an entry
         self._desk = desk
-        self._began_at = desk.now
+        self._began_at = self._moved_at = desk.now
+        self._silent = 0.0  # seconds of trainings that were ended since the worker last showed progress
+        self._longest_pause: float | None = None  # between two signs of progress, in trainings that came to an end
+        self._pause = 0.0  # the longest one in the present training
         self._seconds: float | None = None
 
     # What happens ---------------------------------------------------------------------------------------------
     def _begin(self, leased: Leased) -> None:
         self.lease, self._began_at = leased.lease, self._desk.now
+        self._moved_at, self._pause = self._desk.now, 0.0
         self._enter(TRAINING)
         self._desk.emit(Train(leased.log.position.index, leased.lease, leased.steps, leased.log.lineage_tokens))
 
     def _progressed(self, event: TrainingProgress) -> None:
         self.progress = event.progress
+        self._moves()
         self._measure(event)
+
+    def _moves(self) -> None:
+        self._pause = max(self._pause, self._silence)
+        self._moved_at, self._silent = self._desk.now, 0.0
 
     def _late_progress(self, event: TrainingProgress) -> None:
         self.progress = None
@@ -81,12 +92,15 @@ class Trainer(Part):
 
     def _done(self, event: TrainingDone) -> None:
         self.trained = event.trained
+        self._moves()
+        self._longest_pause = max(self._pause, self._longest_pause or 0.0)
         self._seconds = self._desk.now - self._began_at
         self._enter(TRAINED)
 
     def _end(self, ends: WorkEnds) -> None:
         """What we have trained is in an entry, or void."""
         self.stop()
+        self._silent = self._silence
         if ends.entry is not None and ends.entry.tokens_of(self._desk.me):
             self.in_vain = 0
         else:
@@ -123,6 +137,19 @@ class Trainer(Part):
     def is_training(self) -> bool:
         """Whether the worker is at work; also while an entry that was missed is applied beside it."""
         return self.state is TRAINING
+
+    @property
+    def _silence(self) -> float:
+        """For how long the worker has trained and shown no progress, whichever leases it had."""
+        return self._silent + (self._desk.now - self._moved_at if self.state is TRAINING else 0.0)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the worker has shown nothing for much longer than it ever took: it hangs, or is started again."""
+        if self.state is not TRAINING or self._longest_pause is None:
+            return False
+        patience = max(self._desk.settings.timing.partition_grace, STUCK * self._longest_pause)
+        return self._silence > patience
 
     def outlives(self, entry: Header) -> bool:
         """Whether what we are training, or have trained, can go into a cycle after the one that this entry closes

@@ -48,7 +48,7 @@ class Troubles:
         self._excluded = ""
         self._hindrance: Hindrance | None = None
         self._told_kind: str | None = None
-        self._hindered_since = self._aside_since = self._ask_at = desk.now
+        self._hindered_since = self._aside_since = self._ask_at = self._alone_since = desk.now
 
     def look(self, leader: str | None) -> None:
         """See what keeps our work from counting, and for how long it has."""
@@ -56,7 +56,15 @@ class Troubles:
         if found is None or self._hindrance is None or found.kind != self._hindrance.kind:
             self._hindered_since = now
         self._hindrance = found
+        others = {beat.peer for beat in self._presence.live().trainers}
+        if not others or not others <= self._presence.unreached:
+            self._alone_since = now
         self.is_aside = self._lasting is not None and self._lasting.is_vain
+
+    @property
+    def reaches_nobody(self) -> bool:
+        """Whether we could exchange data with nobody who is there, for long enough to be sure."""
+        return self._desk.now - self._alone_since >= TOLD_AFTER
 
     @property
     def _lasting(self) -> Hindrance | None:
@@ -85,9 +93,10 @@ class Troubles:
         return not self._presence.unreached.isdisjoint(live) or any(me in beat.unreached for beat in live.trainers)
 
     def left_out(self, reason: str) -> None:
-        """The leader goes on without us."""
+        """The leader goes on without us. Where we reach everybody, it may have heard of others' links a while ago."""
         self._excluded = reason
-        self._ask_at = self._desk.now + LOOK_AGAIN
+        reaches_all = self._presence.unreached.isdisjoint(self._presence.live())
+        self._ask_at = self._desk.now + (TOLD_AFTER if reaches_all else LOOK_AGAIN)
 
     def links_changed(self) -> None:
         self._ask_at = self._desk.now

@@ -100,7 +100,7 @@ class Votes:
     def _entry(self, said: Complete, round: Round) -> bytes | None:
         """Return the digest of the entry that a member has signed when it said so; None where none comes of that."""
         with suppress(LogError):
-            return self._log().next_header(round.entry_roster(dict(said.missed)), said.payload, round.faults).digest
+            return round.entry(self._log(), dict(said.missed), said.payload).digest
         return None
 
 

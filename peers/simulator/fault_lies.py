@@ -70,7 +70,7 @@ def another_entry(liar: Means, to: str, message: Message) -> Complete | None:
     if not isinstance(message, Complete) or exchange is None or exchange.payload is None:
         return None
     payload, log = invented((to, message.payload)), liar.log.of(message.position.fragment)
-    header = log.next_header(exchange.round.entry_roster(dict(message.missed)), payload, exchange.round.faults)
+    header = exchange.round.entry(log, dict(message.missed), payload)
     signature = liar.sign(header, message.attempt)
     return message.model_copy(update={"payload": payload, "signature": signature})
 

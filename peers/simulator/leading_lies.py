@@ -97,6 +97,24 @@ class LeavesOut(Lie):
         return Tick() if event.sender == max(self.liar.others, default="") else event
 
 
+class KeepsFew(Lie):
+    """It takes in its allies and just as many others as make a majority with them, and says that all the rest are gone,
+    so that its allies are the majority from then on."""
+
+    def __init__(self, liar: Means, draw: random.Random) -> None:
+        super().__init__(liar, draw)
+        liar.peer.presence.voters_here = lambda log, patience: set()  # type: ignore[method-assign]
+
+    def notices(self, event: Event) -> Event:
+        """It hears no Ready of those that it does not need."""
+        if not isinstance(event, Received) or not isinstance(event.message, Ready):
+            return event
+        voters = self.liar.log.voters
+        others = sorted(set(voters) - set(self.liar.allies))
+        needed = others[: len(voters) // 2 + 1 - len(set(voters) - set(others))]
+        return event if event.sender in (*needed, *self.liar.allies) or not voters else Tick()
+
+
 class RefusesAll(Lie):
     """Whoever says Ready to it, or asks for a lease, is told that its state is wrong."""
 
@@ -248,6 +266,7 @@ LEADERS_LIES: dict[str, type[Lie]] = {
     "begins again": BeginsAgain,
     "commits to some": CommitsToSome,
     "leaves out": LeavesOut,
+    "keeps few": KeepsFew,
     "refuses all": RefusesAll,
     "excludes all": ExcludesAll,
     "aborts all": AbortsAll,

@@ -238,7 +238,7 @@ class ManyCompletes(Lie):
             yield to, message
             return
         payload, log = invented((to, message.payload)), self.liar.log.of(message.position.fragment)
-        header = log.next_header(exchange.round.entry_roster(dict(message.missed)), payload)
+        header = exchange.round.entry(log, dict(message.missed), payload)
         signature = self.liar.sign(header, message.attempt)
         yield to, message.model_copy(update={"payload": payload, "signature": signature})
 

@@ -17,9 +17,6 @@ from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm
 
 KINDS: dict[str, type[Lie]] = MEMBERS_LIES | LEADERS_LIES | MIXED_LIES | FAULT_LIES
-BREAK = {"leaves out": "nobody else sees why a leader leaves somebody out who is ready: it may have held rounds up"}
-"""Kinds of lies that break a swarm today, and why."""
-WITHSTOOD = tuple(kind for kind in KINDS if kind not in BREAK)
 ENTRIES = 2
 """How many entries the honest must make in their time, and each of them must count in one."""
 

@@ -12,7 +12,7 @@ from itertools import count, repeat
 
 from peers.log.settings import RunSettings, Timing
 from peers.simulator.history import InvariantError
-from peers.simulator.malice import KINDS, WITHSTOOD, Deceit, draw_deceits, patience, plant, thrive
+from peers.simulator.malice import KINDS, Deceit, draw_deceits, patience, plant, thrive
 from peers.simulator.simulation import Faults, Swarm
 from peers.values.wire import digest_of
 
@@ -25,7 +25,7 @@ PEACE = 1000.0  # seconds in which everybody must agree again
 TIMINGS = (Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0), Timing())  # the second: as manifests have it
 INNER_STEPS = 5
 EVENLY = 0.1
-"""With liars nobody is late by chance: who misses an entry is not in its roster, where the honest must be most."""
+"""With liars nobody is late by chance: all the honest must count in their time."""
 LONGEST_TRAINING = (1 + EVENLY) * INNER_STEPS / min(SPEEDS)  # seconds
 FAST = 10.0
 """Times the usual speed: entries come faster than heartbeats."""
@@ -260,10 +260,10 @@ def main() -> None:
         nargs="*",
         choices=sorted(KINDS),
         metavar="KIND",
-        help=f"some peers lie, in these ways (default: in all that honest peers withstand): {', '.join(KINDS)}",
+        help=f"some peers lie, in these ways (default: in all): {', '.join(KINDS)}",
     )
     options = parser.parse_args()
-    kinds = () if options.liars is None else tuple(options.liars) or WITHSTOOD
+    kinds = () if options.liars is None else tuple(options.liars or KINDS)
     stop = options.first + options.seeds
     batches = [range(first, min(first + BATCH, stop)) for first in range(options.first, stop, BATCH)]
     with ProcessPoolExecutor(options.jobs, initializer=_look_seldom_for_garbage) as pool:

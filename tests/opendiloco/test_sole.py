@@ -95,7 +95,7 @@ def test_of_two_that_began_at_once_one_goes(
 
     async def scenario() -> bool:
         log: LogState = Log(*roster)  # type: ignore[assignment]
-        waiting = asyncio.create_task(doubled(network, RUN, ours, lambda: log))
+        waiting = asyncio.create_task(doubled(network, RUN, lambda: ours, lambda: log))
         for _ in range(30):
             await network.heartbeats(RUN)
             await asyncio.sleep(0)

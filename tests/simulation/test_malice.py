@@ -1,4 +1,4 @@
-"""Swarms in which some peers lie: random lives, each kind of lie by itself, and those that break a swarm today."""
+"""Swarms in which some peers lie: random lives, and each kind of lie by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peers.log.settings import Timing
 from peers.simulator.history import InvariantError
 from peers.simulator.leading_lies import LEADERS_LIES
 from peers.simulator.liars import Liar
-from peers.simulator.malice import BREAK, KINDS, WITHSTOOD, Deceit, plant
+from peers.simulator.malice import KINDS, Deceit, plant
 from peers.simulator.schedules import CALM, EVENLY, FAST, IMPATIENT, TIMINGS, Life, draw_life, live, report
 from peers.simulator.simulation import Swarm
 from peers.transfer.snapshot_fetch import Offered, Vouched
@@ -38,7 +38,7 @@ def life_with(kind: str, timing: Timing = TIMINGS[0], liars: Sequence[str] = ())
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
 def test_random_lives_with_liars(first: int) -> None:
     for seed in range(first, first + BATCH):
-        life = draw_life(seed, kinds=WITHSTOOD)
+        life = draw_life(seed, kinds=tuple(KINDS))
         try:
             live(life)
         except Exception:
@@ -46,9 +46,9 @@ def test_random_lives_with_liars(first: int) -> None:
 
 
 def test_lives_with_liars_are_drawn_from_all_there_is() -> None:
-    lives = [draw_life(seed, kinds=WITHSTOOD) for seed in range(400)]
-    assert draw_life(3, kinds=WITHSTOOD) == lives[3]
-    assert {kind for life in lives for liar in life.liars for kind in liar.kinds} == set(WITHSTOOD)
+    lives = [draw_life(seed, kinds=tuple(KINDS)) for seed in range(400)]
+    assert draw_life(3, kinds=tuple(KINDS)) == lives[3]
+    assert {kind for life in lives for liar in life.liars for kind in liar.kinds} == set(KINDS)
     assert {blow.kind for life in lives for blow in life.blows} == {"kill", "leave", "cut off", "deafen", "stop"}
     assert {life.timing for life in lives} == {*TIMINGS, IMPATIENT}
     assert {life.pace for life in lives} == {1.0, FAST}
@@ -61,12 +61,6 @@ def test_lives_with_liars_are_drawn_from_all_there_is() -> None:
     assert any(2 * len(life.liars) + 1 == life.peers for life in lives), "sybils up to just below half"
 
 
-@pytest.mark.parametrize("kind", BREAK)
-@pytest.mark.xfail(strict=True, raises=InvariantError, reason="what BREAK says of it")
-def test_an_honest_majority_does_not_withstand_all(kind: str) -> None:
-    live(life_with(kind, QUICK))
-
-
 @cache
 def messages_a_second(life: Life) -> float:
     """Live a life, once for all tests that want it. Return how often peer3 spoke. Raises: InvariantError."""
@@ -74,7 +68,7 @@ def messages_a_second(life: Life) -> float:
     return swarm.messages["peer3"] / swarm.now
 
 
-@pytest.mark.parametrize("kind", WITHSTOOD)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_honest_majority_withstands(kind: str) -> None:
     assert messages_a_second(life_with(kind)) > 0
 
@@ -111,12 +105,30 @@ def test_who_signs_another_average_for_each_keeps_nobody_from_an_entry(seed: int
     live(draw_life(seed, kinds=("signed averages",)))
 
 
+@pytest.mark.parametrize("kind", ["keeps few", "leaves out"])
+@pytest.mark.parametrize(("peers", "liars"), [(5, 2), (11, 5)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_liars_of_whom_one_leads_do_not_become_the_majority(kind: str, peers: int, liars: int, first: int) -> None:
+    """Regression: with one entry, of as few as make a majority, allies that were nearly half became more than half of
+    its roster, and certified all that followed by themselves."""
+    names = [f"peer{number}" for number in range(first, first + liars)]
+    live(replace(life_with(kind, QUICK, names), peers=peers))
+
+
 FOUNDING = (Deceit("peer0", ("refuses all",), 0, inf),)
 
 
 def test_who_refuses_all_at_the_founding_keeps_nobody_from_it() -> None:
     """Regression: a liar that founded a run alone led those who waited, though they did not believe its founding."""
     live(replace(life_with("refuses all", QUICK), liars=FOUNDING))
+
+
+@pytest.mark.xfail(strict=True, raises=InvariantError, reason="two who lead in turn refuse what each of them gave")
+def test_whoever_gives_false_leases_at_the_founding_keeps_nobody_from_it() -> None:
+    """Five honest peers of which all are needed to found the run go from it to another leader and back, for as long as
+    its lead lasts; after twenty minutes they follow its own founding."""
+    liar, timing = Deceit("peer0", ("other leases",), 0, inf), replace(TIMINGS[1], grace=10.0)
+    live(Life(175, 6, replace(CALM, longest_delay=0.05), (), timing, pace=FAST, liars=(liar,)))
 
 
 def test_nobody_founds_a_run_alone_while_others_wait_to_do_so() -> None:
@@ -180,4 +192,3 @@ def test_a_liar_that_falls_over_its_own_lies_harms_nobody() -> None:
     [swarm] = swarms
     assert any("stumbles" in line for line in swarm.trace)
     assert isinstance(swarm.peers["peer3"], Liar)
-    assert set(BREAK) | set(WITHSTOOD) == set(KINDS)

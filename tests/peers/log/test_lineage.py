@@ -248,7 +248,8 @@ def kept(log: RunLog, *signers: str | None, first: int = 0) -> LogState:
     if not first:
         log.append(here.last, None, None, commit(LOG, here.last).certificate)
     for by in signers:
-        header = here.next_header([here.expected(peer) for peer in by or here.roster], PAYLOAD)
+        gone = [peer for peer in here.voters if by is not None and peer not in by]
+        header = here.next_header([here.expected(peer) for peer in by or here.roster], PAYLOAD, (), gone)
         if header.index >= first:
             log.append(header, None, None, None if by is None else commit(here, header, by=by).certificate)
         here = here.append(header)

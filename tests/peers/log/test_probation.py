@@ -25,7 +25,9 @@ def bringing(log: LogState, names: Iterable[str]) -> list[Member]:
 
 
 def after(log: LogState, names: Iterable[str]) -> LogState:
-    return log.append(log.next_header(log.weighed(bringing(log, names)), PAYLOAD))
+    """The log after an entry of these, all others being gone."""
+    gone = [peer for peer in log.voters if peer not in names]
+    return log.append(log.next_header(log.weighed(bringing(log, names)), PAYLOAD, (), gone))
 
 
 def founded(names: str = "abc") -> LogState:

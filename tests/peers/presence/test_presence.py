@@ -39,6 +39,47 @@ def test_who_is_excluded_leads_nobody() -> None:
     assert seeing(allowed, names="c").elect(allowed, set()) == "c"
 
 
+def here(patience: float = EXPIRY, now: float = 0.0, **more: Any) -> set[str]:
+    presence = seeing(**more)
+    presence.now = now
+    return presence.voters_here(AHEAD, patience)
+
+
+@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.TRAINING, PeerState.READY, PeerState.AVERAGING])
+def test_a_voter_that_is_heard_of_is_here_whatever_it_does(state: PeerState) -> None:
+    assert here(state=state) == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"trouble": "the leader says that it leaves this peer out"},
+        {"head": digest_of(b"another branch")},
+        {"index": 2},
+        {"index": 40, "head": digest_of(b"ahead")},
+        {"unreached": ("peer0two", "peerfour")},
+    ],
+)
+def test_what_liars_can_bring_about_takes_nobody_its_say(more: dict[str, Any]) -> None:
+    """Regression: who said of itself that it had a trouble, or could not reach a member, had no say any more."""
+    assert here(**more) == {"a", "c"}
+
+
+def test_who_has_left_or_started_again_is_not_here_as_what_it_was() -> None:
+    assert here(state=PeerState.LEAVING) == set()
+    assert here(incarnation=1) == set()
+
+
+def test_who_is_silent_is_here_for_as_long_as_one_is_patient() -> None:
+    assert here(now=EXPIRY) == {"a", "c"}
+    assert here(now=EXPIRY + 1) == set()
+    assert here(now=EXPIRY + 1, patience=EXPIRY + 4) == {"a", "c"}
+
+
+def test_strangers_are_no_voters() -> None:
+    assert here(names="acz") == {"a", "c"}
+
+
 def claimant(presence: Presence, log: LogState) -> str | None:
     return presence.claimant(log, Lineage(log))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.log.certificate import Certificate, Proof
+from peers.log.certificate import Certificate, Departure, Proof
 from peers.protocol.acceptor import MEMORY, Memory
 from peers.protocol.certifier import FANOUT, OPEN_LIMIT, Certifier, told_by
 from peers.protocol.effects import Apply, Dropped, FetchPayload
@@ -72,8 +72,9 @@ def test_with_too_few_signatures_the_leader_of_our_attempt_alone_is_believed() -
         rig = waiting(at_second().trained(), TIMING.partition_grace)
         begin = rig.begin()
         ours = begin.attempt.model_copy(update={"alone": is_alone})
-        rig.hear("a", begin.model_copy(update={"attempt": ours, "round": round_of(ours, rig.roster())}))
-        header = rig.holding().next_header()
+        roster = [one.model_copy(update={"incarnation": int(is_alone and one.peer != "b")}) for one in rig.roster()]
+        rig.hear("a", begin.model_copy(update={"attempt": ours, "round": round_of(ours, roster)}))
+        header = rig.holding().peer.log.in_state(rig.peer.state_digest).next_header(roster, PAYLOAD)
         for sender, at in (("c", attempt(rig.peer.log, 2, "c")), ("c", ours), ("z", ours)):
             assert not of(rig.hear(sender, commit(rig.peer.log, header, at, by="c")), Apply)
         assert not of(rig.hear("a", Commit(header=header, certificate=None)), Apply)
@@ -191,6 +192,16 @@ def test_promises_are_kept_by_position() -> None:
     assert kept.at(first_log().position).pledged_to is None
     assert kept.at(LOG.position).pledged_to == "b"
     assert kept.incarnation == 7
+
+
+def test_whoever_says_farewell_is_another_from_then_on() -> None:
+    kept = memory()
+    kept.at(LOG.position).pledge("b")
+    said = kept.part(LOG.position)
+    assert (said.incarnation, said.departure, kept.incarnation) == (7, 0, 8)
+    text = Departure(run=RUN, peer="a", incarnation=7, index=0).text
+    assert SimulatedKeys("a").verify("a", text, said.signature)
+    assert kept.at(LOG.position).pledged_to == "b", "and keeps its promises all the same"
 
 
 def test_who_comes_back_to_where_it_may_have_forgotten_something_is_another() -> None:

@@ -278,19 +278,21 @@ NEWCOMERS = [[0, "newcomer", None]] * (MEMBER_LIMIT + 1)
 @pytest.mark.parametrize(
     ("round", "field"),
     [
-        ([NAME, NOBODY, [], b"", []], "shares"),
-        ([NAME, [[], NEWCOMERS, [], [], [], [], []], [1] * (MEMBER_LIMIT + 1), b"", []], "newcomers"),
-        ([NAME, ALL, [1] * (MEMBER_LIMIT + 1), b"", []], "chunks"),
-        ([NAME, ALL, [1, 1], b"", []], "2 parts for 3 members"),
-        ([NAME, ALL, [1, 1, 1], b"\x08", []], "no place 3"),
-        ([NAME, ALL, [1, 1, 1], bytes(MEMBER_LIMIT), []], "lost"),
-        ([NAME, ALL, [1, 1, 1], ["a"], []], "lost"),
-        ([NAME, ALL, [1, 1, -1], b"", []], "chunks"),
-        ([NAME, ALL, [1, 1, True], b"", []], "chunks"),
-        ([NAME, [[[0, 4]], [], [], [], [], [], []], [1] * 4, b"", []], "no places 0 to 4"),
-        ([NAME, [[[0, 3]], [], [[3, 1]], [], [], [], []], [1] * 3, b"", []], "no place 3"),
-        ([NAME, ALL, [1, 1, 1], b""], "needs 5 fields"),
-        ([None, ALL, [1, 1, 1], b"", []], "name"),
+        ([NAME, NOBODY, [], b"", [], []], "shares"),
+        ([NAME, [[], NEWCOMERS, [], [], [], [], []], [1] * (MEMBER_LIMIT + 1), b"", [], []], "newcomers"),
+        ([NAME, ALL, [1] * (MEMBER_LIMIT + 1), b"", [], []], "chunks"),
+        ([NAME, ALL, [1, 1], b"", [], []], "2 parts for 3 members"),
+        ([NAME, ALL, [1, 1, 1], b"\x08", [], []], "no place 3"),
+        ([NAME, ALL, [1, 1, 1], bytes(MEMBER_LIMIT), [], []], "lost"),
+        ([NAME, ALL, [1, 1, 1], ["a"], [], []], "lost"),
+        ([NAME, ALL, [1, 1, -1], b"", [], []], "chunks"),
+        ([NAME, ALL, [1, 1, True], b"", [], []], "chunks"),
+        ([NAME, [[[0, 4]], [], [], [], [], [], []], [1] * 4, b"", [], []], "no places 0 to 4"),
+        ([NAME, [[[0, 3]], [], [[3, 1]], [], [], [], []], [1] * 3, b"", [], []], "no place 3"),
+        ([NAME, ALL, [1, 1, 1], b"", []], "needs 6 fields"),
+        ([NAME, ALL, [1, 1, 1], b"", [], [3]], "no place 3"),
+        ([NAME, ALL, [1, 1, 1], b"", [], [0] * (2 * MEMBER_LIMIT + 1)], "gone"),
+        ([None, ALL, [1, 1, 1], b"", [], []], "name"),
         (None, "round"),
     ],
 )
@@ -321,11 +323,11 @@ def test_who_holds_an_entry_is_named_with_its_signature(holders: object) -> None
 
 def test_an_entry_is_adopted_whole() -> None:
     assert "Adopt.header" in refused(of(Adopt), "header", None)
-    previous, fragment, state, turnout, payload, faults = body_of(of(Adopt))[PLACE + 1]
-    assert "payload" in refused(of(Adopt), "header", [previous, fragment, state, turnout, payload[:31], faults])
-    assert "does not follow" in refused(of(Adopt), "header", [STATE, fragment, state, turnout, payload, faults])
-    assert "nobody" in refused(of(Adopt), "header", [previous, fragment, state, NOBODY, payload, faults])
-    assert "fragment 1" in refused(of(Adopt), "header", [previous, 1, state, turnout, payload, faults])
+    previous, fragment, state, turnout, payload, *rest = body_of(of(Adopt))[PLACE + 1]
+    assert "payload" in refused(of(Adopt), "header", [previous, fragment, state, turnout, payload[:31], *rest])
+    assert "does not follow" in refused(of(Adopt), "header", [STATE, fragment, state, turnout, payload, *rest])
+    assert "nobody" in refused(of(Adopt), "header", [previous, fragment, state, NOBODY, payload, *rest])
+    assert "fragment 1" in refused(of(Adopt), "header", [previous, 1, state, turnout, payload, *rest])
     name, outcome, _ = body_of(of(Ready))[list(Ready.model_fields).index("held") + PLACE - 1]
     assert "Ready.held" in refused(of(Ready), "held", [name, outcome, bytes(63)])
 

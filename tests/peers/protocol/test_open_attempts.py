@@ -194,6 +194,22 @@ def test_who_is_left_out_is_told_stops_and_asks_again_later() -> None:
     assert rig.is_in(State.TRAINING)
 
 
+def test_who_is_left_out_and_reaches_everybody_asks_again_soon() -> None:
+    """Regression: the leader had heard of the others' broken links before they were mended, and a minute was lost."""
+    rig = at_second().trained()
+    rig.do(ReachSeen({"c": Reach.NONE}, {}))
+    for reach, seconds in ((Reach.NONE, LOOK_AGAIN), (Reach.OPEN, TOLD_AFTER)):
+        rig.do(ReachSeen({"c": reach}, {}))
+        one = rig.peer.troubles
+        one.left_out("for some reason")
+        rig.now += seconds - 1
+        rig.see()
+        assert not one.may_ask
+        rig.now += 1
+        rig.see()
+        assert one.may_ask
+
+
 def test_a_leader_that_leaves_out_a_peer_whom_all_reach_is_not_believed() -> None:
     """Regression: a leader that left out all others made its entries alone, for ever."""
     rig = at_second().trained()

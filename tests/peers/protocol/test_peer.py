@@ -172,7 +172,8 @@ def ahead_by(rig: Rig, entries: int, payload: bytes = OTHER) -> LogState:
         pool_start = log.pool.cursor
         leases = log.leases
         samples = leases.get("a", (SampleRange(pool_start, pool_start + 20),))
-        log = log.append(log.next_header([member("a", samples[0].start, samples[0].stop)], payload))
+        gone = [peer for peer in log.voters if peer != "a"]
+        log = log.append(log.next_header([member("a", samples[0].start, samples[0].stop)], payload, (), gone))
     return log
 
 

@@ -11,7 +11,7 @@ from peers.protocol.desk import Desk
 from peers.protocol.effects import StopTraining, TokensLost, Train
 from peers.protocol.events import TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
-from peers.protocol.trainer import Trainer, TrainerState
+from peers.protocol.trainer import STUCK, Trainer, TrainerState
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.leases import SampleRange
 from peers.values.workload import Progress, Trained
@@ -120,3 +120,29 @@ def test_work_outlives_an_entry_that_leaves_us_our_lease() -> None:
     assert not bench.trainer.outlives(kept), "the worker has not loaded theta yet, and it changes"
     assert bench.at_step(1).trainer.outlives(kept)
     assert not bench.trainer.outlives(returned), "the lease went back into the pool"
+
+
+def test_a_worker_is_stuck_that_shows_nothing_for_much_longer_than_it_ever_took() -> None:
+    bench, grace = Bench().training(), TIMING.partition_grace
+    bench.desk.now += 100 * grace
+    assert not bench.trainer.is_stuck, "nobody knows yet how long it takes"
+    bench.trained(after=grace).trainer.take(WorkEnds(LOG.position))
+    longest = 101 * grace
+    bench.desk.now += 10 * longest
+    assert not bench.trainer.is_stuck, "it has no lease"
+    bench.training()
+    bench.desk.now += STUCK * longest
+    assert not bench.trainer.is_stuck
+    bench.desk.now += 1
+    assert bench.trainer.is_stuck
+    assert not bench.at_step(1).trainer.is_stuck
+
+
+def test_a_worker_that_is_given_other_leases_meanwhile_is_stuck_all_the_same() -> None:
+    bench = Bench().training().trained()
+    bench.trainer.take(WorkEnds(LOG.position))
+    for times in range(5):
+        bench.training()
+        assert bench.trainer.is_stuck == (times > 3)
+        bench.desk.now += TIMING.partition_grace / 3
+        bench.trainer.take(WorkEnds(LOG.position))

@@ -1,0 +1,125 @@
+"""Who has a say in the next entry: the roster, and all that had one before and are not gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from peers.log.certificate import electorate
+from peers.log.exclusions import Fault
+from peers.log.header import BYSTANDER_LIMIT, MEMBER_LIMIT, Header, Member
+from peers.log.outcome import follow, outcome_of
+from peers.log.state import LogError, LogState
+from peers.values.wire import pack, unpack
+from tests.peers.builders import LOG, PAYLOAD, member
+
+
+def founded(empty: LogState = LOG) -> LogState:
+    roster = [member(name, 20 * place, 20 * place + 20) for place, name in enumerate("abcde")]
+    return empty.append(empty.next_header(roster, PAYLOAD))
+
+
+FOUNDED = founded()
+
+
+def entry(log: LogState, names: str, gone: Sequence[str] = (), faults: Sequence[Fault] = ()) -> Header:
+    roster = [log.expected(name, None if name in log.known else 0) for name in names]
+    return log.next_header(roster, PAYLOAD, faults, gone)
+
+
+def test_whoever_has_a_say_keeps_it_until_it_is_gone() -> None:
+    log = FOUNDED.append(entry(FOUNDED, "abc", "e"))
+    assert log.roster == ("a", "b", "c")
+    assert log.voters == ("a", "b", "c", "d"), "e is gone"
+    assert electorate(log, entry(log, "ab")) == (("a", 0), ("b", 0), ("c", 0), ("d", 0))
+    log = log.append(entry(log, "ab"))
+    assert log.voters == ("a", "b", "c", "d")
+    assert log.append(entry(log, "abd")).voters == ("a", "b", "d", "c")
+    assert log.append(entry(log, "abcde"[:2], "cd")).voters == ("a", "b")
+
+
+def test_a_voter_counts_as_the_start_that_was_in_an_entry_last() -> None:
+    log = FOUNDED.append(entry(FOUNDED, "abc"))
+    assert log.counts("d", 0)
+    assert not log.counts("d", 1), "it has started again"
+    again = log.expected("d").model_copy(update={"incarnation": 1})
+    log = log.append(log.next_header([log.expected("a"), again], PAYLOAD))
+    assert log.counts("d", 1)
+    assert not log.counts("d", 0)
+
+
+def test_more_than_half_of_the_voters_are_most_whether_they_are_in_the_entry_or_not() -> None:
+    log = FOUNDED.append(entry(FOUNDED, "ab"))
+    assert log.is_majority([("c", 0), ("d", 0), ("e", 0)])
+    assert not log.is_majority([("a", 0), ("b", 0)])
+    assert not log.is_majority([("c", 0), ("d", 0), ("e", 1)]), "one has forgotten what it was"
+    assert not log.is_majority([("a", 0), ("b", 0), ("x", 0)]), "one is a stranger"
+
+
+@pytest.mark.parametrize(
+    ("names", "gone", "reason"),
+    [("abc", "z", "no voter"), ("abc", "ed", "order"), ("abc", "dd", "order"), ("abc", "c", "a member")],
+)
+def test_an_entry_names_each_voter_once_that_is_gone(names: str, gone: str, reason: str) -> None:
+    with pytest.raises(LogError, match=reason):
+        entry(FOUNDED, names, gone)
+
+
+def test_whoever_an_annex_names_has_no_say_any_more() -> None:
+    fault = [Fault(peer="e", kind="averages", proof=bytes(32))]
+    assert FOUNDED.append(entry(FOUNDED, "abc", (), fault)).voters == ("a", "b", "c", "d")
+    with pytest.raises(LogError, match="named in its annex"):
+        entry(FOUNDED, "abc", "e", fault)
+
+
+def test_nobody_is_gone_before_the_first_entry() -> None:
+    with pytest.raises(LogError, match="no voter"):
+        LOG.next_header([member("a", 0, 20)], PAYLOAD, (), "b")
+
+
+def test_only_the_entry_that_closes_a_cycle_says_who_is_gone() -> None:
+    log, without_samples = replace(LOG, fragments=2), [member("a", 0, 20).model_copy(update={"samples": ()})]
+    log = log.append(log.next_header(without_samples, PAYLOAD))
+    log = log.append(log.of(1).next_header([member("a", 0, 20), member("b", 20, 40)], PAYLOAD))
+    with pytest.raises(LogError, match="closes"):
+        log.next_header(without_samples, PAYLOAD, (), "b")
+    log = log.append(log.next_header(without_samples, PAYLOAD))
+    assert log.voters == ("a", "b")
+    assert log.append(log.of(1).next_header([log.of(1).expected("a")], PAYLOAD, (), "b")).voters == ("a",)
+
+
+def test_who_is_gone_is_told_in_brief_and_bystanders_are_kept() -> None:
+    header = entry(FOUNDED, "abc", "e")
+    outcome = outcome_of(FOUNDED, header)
+    assert outcome.gone == (4,), "by its place; nothing is said of d"
+    assert follow(FOUNDED, outcome).last == header
+    assert unpack(Header, pack(header)) == header
+    with pytest.raises(LogError, match="no place 5"):
+        follow(FOUNDED, outcome.model_copy(update={"gone": (5,)}))
+
+
+def test_of_too_many_bystanders_those_stay_that_were_in_an_entry_last() -> None:
+    names = [f"peer{number:04}" for number in range(1, MEMBER_LIMIT)]
+    idle = [Member(peer=name, tokens=0, samples=()) for name in names]
+    crowd = LOG.append(LOG.next_header([*idle, member("a", 0, 20)], PAYLOAD))
+    crowd = crowd.append(crowd.next_header([crowd.expected("z", 0)], PAYLOAD))
+    assert len(crowd.voters) == BYSTANDER_LIMIT + 1
+    assert crowd.voters[:2] == ("z", "peer0001")
+    header = crowd.next_header([crowd.expected("z")], PAYLOAD)
+    assert follow(crowd, outcome_of(crowd, header)).last == header
+
+
+def test_members_lead_before_bystanders() -> None:
+    log = FOUNDED.append(entry(FOUNDED, "bcde"))
+    assert log.by_standing == tuple("bcdea")
+
+
+def test_those_on_probation_do_not_vote_and_lead_last() -> None:
+    log = founded(replace(LOG, probation=2))
+    roster = log.weighed([log.expected("a"), log.expected("z", 0)])
+    log = log.append(log.next_header(roster, PAYLOAD, (), "cde"))
+    assert log.voters == ("a", "b")
+    assert log.by_standing[-1] == "z"
+    assert not log.counts("z", 0)
