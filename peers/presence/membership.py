@@ -169,12 +169,13 @@ class Membership:
             self._live_until = oldest + self._expiry
         return self._live
 
-    def spoke_within(self, seconds: float, now: float) -> list[Heartbeat]:
-        """Return the latest heartbeats of those that have not left, and were heard of so short a while ago.
+    def spoke_within(self, seconds: float, now: float, even_leavers: bool = False) -> list[Heartbeat]:
+        """Return the latest heartbeats of those that have not left, and were heard of so short a while ago; with
+        `even_leavers` also of those that go on after a farewell.
 
         Links fail for a moment: who does not answer just now is there all the same.
         """
-        seen = [sighting for sighting in self._seen.values() if not sighting.has_left]
+        seen = [sighting for sighting in self._seen.values() if even_leavers or not sighting.has_left]
         return [sighting.heartbeat for sighting in seen if now - sighting.advanced_at <= seconds]
 
     def is_live(self, peer: str, now: float) -> bool:

@@ -175,10 +175,10 @@ class Presence:
         here = 1 + sum(not lineage.lacks(beat.index, beat.head) for beat in others)
         return None if len(there) == here else len(there) > here
 
-    def voters_here(self, log: LogState, patience: float) -> set[str]:
+    def voters_here(self, log: LogState, patience: float, even_leavers: bool = False) -> set[str]:
         """The other voters that were heard of within so many seconds, as the starts that have a say. Whatever they do
         or can't do, and whatever others say of them: those are things that liars can bring about."""
-        heard = self.membership.spoke_within(patience, self.now)
+        heard = self.membership.spoke_within(patience, self.now, even_leavers)
         return {beat.peer for beat in heard if log.counts(beat.peer, beat.incarnation)}
 
     # Who is further on ----------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ class Acceptor:
         known = self.held
         if known is None or known.header != header or known.attempt.weight < attempt.weight:
             self.held = Held(attempt=attempt, header=header, signature=signature)
-        complete = Complete(attempt=attempt, payload=header.payload, missed=missed, signature=signature)
+        complete = Complete(
+            attempt=attempt, payload=header.payload, missed=missed, entry=header.digest, signature=signature
+        )
         self._completes[self._me] = complete
         return complete, is_new
 
@@ -171,12 +173,9 @@ class Memory:
             signature=self.keys.sign(departure.text),
         )
 
-    def part(self, position: Position) -> Leaving:
-        """Say farewell as what we are, and be another incarnation from now on. Where we hold an entry that is not
-        concluded, what we are has a say in it yet."""
-        farewell = self.goodbye(position)
+    def begin_anew(self) -> None:
+        """Be another incarnation from now on, which remembers all the same. As what we were we sign nothing more."""
         self.incarnation += 1
-        return farewell
 
     def _forget(self) -> None:
         while len(self._acceptors) > MEMORY:

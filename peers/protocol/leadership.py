@@ -89,9 +89,10 @@ class Leadership:
 
     def _gone(self, heard: Collection[str]) -> tuple[str, ...]:
         """The voters that are gone. We are more patient than members are, and believe them for the partition grace if
-        they say that they hear one: else whoever says so would keep the dead in."""
+        they say that they hear one, though it may have said farewell to us alone: else whoever says so would keep
+        the dead in."""
         here = self._presence.voters_here(self._log, self._desk.schedule.death)
-        late = self._presence.voters_here(self._log, self._desk.settings.timing.partition_grace)
+        late = self._presence.voters_here(self._log, self._desk.settings.timing.partition_grace, even_leavers=True)
         here |= late.intersection(heard)
         if self._log.counts(self._desk.me, self._desk.memory.incarnation):
             here.add(self._desk.me)
@@ -105,9 +106,18 @@ class Leadership:
 
     def on_ready(self, ready: Ready, sender: str) -> None:
         leader = self._lead()
+        if self._is_two(sender, ready.incarnation):
+            return
         self._desk.emit(*leader.on_ready(sender, ready, self._desk.now))
         if leader.is_full and not leader.running:
             self.tick()  # at once: a round does not wait for the clock
+
+    def _is_two(self, peer: str, incarnation: int) -> bool:
+        """Whether a voter says Ready as another start than it is heard as. Members sign no entry that takes its say;
+        one that has started again is heard as that start in a moment."""
+        if self._log.starts.get(peer, incarnation) == incarnation or peer == self._desk.me:
+            return False
+        return peer in self._presence.voters_here(self._log, self._desk.settings.timing.heartbeat_expiry)
 
     def on_waiting(self, waiting: Waiting, sender: str) -> None:
         if self._leader is not None:

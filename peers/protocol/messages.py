@@ -29,7 +29,7 @@ Disclaimers = Annotated[tuple[Disclaimer, ...], Field(max_length=MEMBER_LIMIT)]
 Missed = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
 """Peers, and in how many chunks their blocks are missing."""
 Proofs = Annotated[tuple[Digest, ...], Field(max_length=FAULT_LIMIT)]
-Result: TypeAlias = tuple[Attempt, bytes, tuple[tuple[str, int], ...]]
+Result: TypeAlias = tuple[Attempt, bytes, tuple[tuple[str, int], ...], bytes]
 Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
 """Peers, and bytes a second."""
 
@@ -236,11 +236,12 @@ class Told(Value):
     attempt: Attempt
     payload: Digest
     missed: Missed
+    entry: Digest
 
     @property
     def outcome(self) -> Result:
-        """What all members must say alike."""
-        return self.attempt, self.payload, self.missed
+        """What all members must say alike: also the entry itself, of which each is told by its leader."""
+        return self.attempt, self.payload, self.missed, self.entry
 
     @property
     def position(self) -> Position:

@@ -331,7 +331,7 @@ class Slot(Part):
         """All chunks are here: hold the entry that they make, if it is the same for all."""
         assert self.attempt is not None
         header, missed = self._outcome(exchange), tuple(exchange.missed().items())
-        said = Prepared(attempt=self.attempt, payload=header.payload, missed=missed)
+        said = Prepared(attempt=self.attempt, payload=header.payload, missed=missed, entry=header.digest)
         if self.holds(header) or self._agreement.is_reached(said, exchange.round.remaining, exchange.moved):
             self._hold(header, missed)
 

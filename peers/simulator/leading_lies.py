@@ -21,11 +21,12 @@ from peers.protocol.messages import (
     LeaseGrant,
     LeaseRequest,
     Message,
+    Prepared,
     Ready,
     Refuse,
     Unread,
 )
-from peers.protocol.rounds import Round
+from peers.protocol.rounds import Round, Share
 from peers.simulator.fault_lies import NamesHonest
 from peers.simulator.liars import Lie, Means, Said, invented
 from peers.values.wire import LONGEST_WAIT
@@ -103,7 +104,7 @@ class KeepsFew(Lie):
 
     def __init__(self, liar: Means, draw: random.Random) -> None:
         super().__init__(liar, draw)
-        liar.peer.presence.voters_here = lambda log, patience: set()  # type: ignore[method-assign]
+        liar.peer.presence.voters_here = lambda log, patience, even_leavers=False: set()  # type: ignore[method-assign]
 
     def notices(self, event: Event) -> Event:
         """It hears no Ready of those that it does not need."""
@@ -193,6 +194,48 @@ class ManyBegins(Lie):
         return round.model_copy(update={"shares": shares})
 
 
+class TwoRosters(Lie):
+    """It begins one round with two rosters: to half of the others it says that it wants another lease next. They come
+    to the same payload, and to two entries; it signs both."""
+
+    _round: Round | None = None
+
+    def says(self, to: str, message: Message) -> Said:
+        is_mine = isinstance(message, Begin | Prepared | Complete) and message.attempt.leader == self.liar.name
+        if is_mine and isinstance(message, Begin):
+            self._round = message.round
+        if is_mine and self._round is not None and self._is_in_other_half(to, self._round):
+            message = self._another(message, self._altered(self._round))
+        yield to, message
+
+    def _is_in_other_half(self, peer: str, round: Round) -> bool:
+        others = [member for member in round.remaining if member != self.liar.name]
+        return peer in others[len(others) // 2 :]
+
+    def _another(self, message: Message, round: Round) -> Message:
+        if isinstance(message, Begin):
+            return message.model_copy(update={"round": round})
+        assert isinstance(message, Prepared | Complete)
+        try:
+            entry = round.entry(self.liar.log, dict(message.missed), message.payload)
+        except LogError:  # that was a round ago
+            return message
+        changes: dict[str, object] = {"entry": entry.digest}
+        if isinstance(message, Complete):
+            changes["signature"] = self.liar.sign(entry, message.attempt)
+        return message.model_copy(update=changes)
+
+    def _altered(self, round: Round) -> Round:
+        """Return another object, since a copy would keep the roster that was worked out before."""
+        me = self.liar.name
+        wants = {share: share.member.wants + (share.member.peer == me) for share in round.shares}
+        shares = [
+            Share(member=share.member.model_copy(update={"wants": wants[share]}), chunks=share.chunks)
+            for share in round.shares
+        ]
+        return Round(**{**dict(round), "shares": tuple(shares)})
+
+
 class InventedRoots(Lie):
     """It tells each of the others what some of them have committed to, who have not."""
 
@@ -273,6 +316,7 @@ LEADERS_LIES: dict[str, type[Lie]] = {
     "one lease for all": OneLeaseForAll,
     "other leases": OtherLeases,
     "many begins": ManyBegins,
+    "two rosters": TwoRosters,
     "invented roots": InventedRoots,
     "hands on its own": HandsOnItsOwn,
     "two entries": TwoEntries,

@@ -203,7 +203,8 @@ def holders_of(held: Held, peers: str) -> tuple[Holder, ...]:
 
 def complete(header: Header, at: Attempt, peer: str, missed: tuple[tuple[str, int], ...] = ()) -> Complete:
     """A member holds the whole payload of the entry."""
-    return Complete(attempt=at, payload=header.payload, missed=missed, signature=vote(header, at, peer))
+    signature = vote(header, at, peer)
+    return Complete(attempt=at, payload=header.payload, missed=missed, entry=header.digest, signature=signature)
 
 
 def commit(log: LogState, header: Header, at: Attempt | None = None, by: Iterable[str] | None = None) -> Commit:

@@ -20,7 +20,8 @@ def pledged() -> Acceptor:
 
 
 def complete(number: int = 1, payload: bytes = PAYLOAD) -> Complete:
-    return Complete(attempt=attempt(LOG, number), payload=payload, missed=(), signature=SIGNATURE)
+    entry = HEADER.digest if payload == PAYLOAD else payload
+    return Complete(attempt=attempt(LOG, number), payload=payload, missed=(), entry=entry, signature=SIGNATURE)
 
 
 def test_a_pledge_to_another_leader_leaves_room_for_what_the_first_may_still_begin() -> None:

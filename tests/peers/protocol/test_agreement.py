@@ -42,7 +42,7 @@ class Scene:
         self.see()
 
     def prepared(self, payload: bytes = PAYLOAD, number: int = 1) -> Prepared:
-        return Prepared(attempt=attempt(LOG, number), payload=payload, missed=())
+        return Prepared(attempt=attempt(LOG, number), payload=payload, missed=(), entry=payload)
 
     def hears(self, names: str, payload: bytes = PAYLOAD, number: int = 1) -> None:
         for name in names:

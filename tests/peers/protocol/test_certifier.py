@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.log.certificate import Certificate, Departure, Proof
+from peers.log.certificate import Certificate, Proof
 from peers.protocol.acceptor import MEMORY, Memory
 from peers.protocol.certifier import FANOUT, OPEN_LIMIT, Certifier, told_by
 from peers.protocol.effects import Apply, Dropped, FetchPayload
@@ -194,13 +194,11 @@ def test_promises_are_kept_by_position() -> None:
     assert kept.incarnation == 7
 
 
-def test_whoever_says_farewell_is_another_from_then_on() -> None:
+def test_whoever_begins_anew_is_another_from_then_on() -> None:
     kept = memory()
     kept.at(LOG.position).pledge("b")
-    said = kept.part(LOG.position)
-    assert (said.incarnation, said.departure, kept.incarnation) == (7, 0, 8)
-    text = Departure(run=RUN, peer="a", incarnation=7, index=0).text
-    assert SimulatedKeys("a").verify("a", text, said.signature)
+    kept.begin_anew()
+    assert kept.incarnation == 8
     assert kept.at(LOG.position).pledged_to == "b", "and keeps its promises all the same"
 
 

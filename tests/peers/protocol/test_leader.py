@@ -137,7 +137,7 @@ class Lead:
             header = running.header if isinstance(running, Adopt) else self.header(running, payload, missed)
             said = complete(header, running.attempt, peer, missed).model_copy(update={"payload": payload})
         except LogError:
-            said = Complete(attempt=running.attempt, payload=payload, missed=missed, signature=bytes(64))
+            said = Complete(attempt=running.attempt, payload=payload, missed=missed, entry=payload, signature=bytes(64))
         return self.leader.on_complete(peer, said, self.now)
 
     def header(self, begin: Begin, payload: bytes, missed: tuple[tuple[str, int], ...]) -> Header:
@@ -579,7 +579,7 @@ def test_members_must_agree_on_who_lacks() -> None:
 def test_who_has_given_what_is_looked_for_before_anybody_signs() -> None:
     lead = Lead()
     begin = lead.begun()
-    said = Prepared(attempt=begin.attempt, payload=PAYLOAD, missed=())
+    said = Prepared(attempt=begin.attempt, payload=PAYLOAD, missed=(), entry=PAYLOAD)
     other = said.model_copy(update={"payload": OTHER})
     assert lead.leader.on_prepared("a", said, lead.now) == []
     assert lead.leader.on_prepared("b", said, lead.now) == []
@@ -593,7 +593,7 @@ def test_who_says_nothing_keeps_nobody_from_showing_what_it_was_given() -> None:
     """Regression: a reducer that gave the leader another average, and said no word, was never looked for."""
     lead = Lead()
     begin = lead.begun()
-    said = Prepared(attempt=begin.attempt, payload=PAYLOAD, missed=())
+    said = Prepared(attempt=begin.attempt, payload=PAYLOAD, missed=(), entry=PAYLOAD)
     lead.leader.on_prepared("a", said, lead.now)
     other = said.model_copy(update={"payload": OTHER})
     assert [to for to, _ in sends(lead.leader.on_prepared("b", other, lead.now), Compare)] == ["b"]
@@ -606,7 +606,7 @@ def test_who_says_nothing_keeps_nobody_from_showing_what_it_was_given() -> None:
 def test_what_is_said_of_another_attempt_is_set_right() -> None:
     lead = Lead()
     begin = lead.begun()
-    late = Prepared(attempt=attempt(LOG, 7), payload=PAYLOAD, missed=())
+    late = Prepared(attempt=attempt(LOG, 7), payload=PAYLOAD, missed=(), entry=PAYLOAD)
     assert [message for _, message in sends(lead.leader.on_prepared("b", late, lead.now), Begin)] == [begin]
 
 
@@ -1399,7 +1399,8 @@ def test_who_signs_something_else_is_lost_where_a_signature_is_missing() -> None
     begin = lead.begun()
     lead.complete("a", begin)
     for name in "bc":
-        said = complete(lead.header(begin, OTHER, ()), begin.attempt, name).model_copy(update={"payload": PAYLOAD})
+        said = complete(lead.header(begin, OTHER, ()), begin.attempt, name)
+        said = said.model_copy(update={"payload": PAYLOAD, "entry": lead.header(begin, PAYLOAD, ()).digest})
         effects = lead.leader.on_complete(name, said, lead.now)
     assert not sends(effects, Commit)
     assert [peer for peer, _ in sends(effects, Abort)] == ["a", "b", "c"]
@@ -1421,7 +1422,8 @@ def test_who_started_again_need_not_sign_as_the_one_that_it_was() -> None:
     begin = lead.begun("b", incarnation=9, live="bc")
     lead.complete("a", begin)
     lead.complete("c", begin)
-    stranger = Complete(attempt=begin.attempt, payload=PAYLOAD, missed=(), signature=bytes(64))
+    entry = lead.header(begin, PAYLOAD, ()).digest
+    stranger = Complete(attempt=begin.attempt, payload=PAYLOAD, missed=(), entry=entry, signature=bytes(64))
     [commit] = {message for _, message in sends(lead.leader.on_complete("b", stranger, lead.now), Commit)}
     assert Certifier(SimulatedKeys("z"), LOG, dict).proof(commit.header, commit.certificate) == Proof(True, 2)
 

@@ -100,8 +100,10 @@ MESSAGES: tuple[Message, ...] = (
     ),
     Prove(position=LOG.position, fault="averages", proof=bytes(range(40))),
     Compare(attempt=attempt(LOG), marks=bytes(range(16))),
-    Prepared(attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),)),
-    Complete(attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),), signature=bytes(range(64))),
+    Prepared(attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),), entry=HEADER.digest),
+    Complete(
+        attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),), entry=HEADER.digest, signature=bytes(range(64))
+    ),
     commit(LOG, HEADER),
     Abort(attempt=attempt(LOG), reason="time is up"),
     Refuse(position=LOG.position, state_digest=STATE, reason="no"),

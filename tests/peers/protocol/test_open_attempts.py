@@ -43,7 +43,7 @@ def whole(rig: Rig) -> Rig:
 def prepared(rig: Rig, peer: str = "b", **said: Any) -> Prepared:
     """What the peer says of its payload before it signs."""
     complete = rig.complete(peer, **said)
-    return Prepared(attempt=complete.attempt, payload=complete.payload, missed=complete.missed)
+    return Prepared(**complete.model_dump(include={"payload", "missed", "entry"}), attempt=complete.attempt)
 
 
 def test_members_of_an_open_attempt_sign_when_all_say_the_same() -> None:

@@ -244,7 +244,13 @@ def test_what_is_said_to_a_thousand_members_is_small(absent: int, unequal: int, 
         "in a takeover": (ready(CROWD, NAMES[3], held=held, round=round), for_round + for_entry + 170),
         "waiting": (Waiting(attempt=attempt(CROWD), missing=missing, moved=9, unreached=()), 350),
         "complete": (
-            Complete(attempt=attempt(CROWD), payload=PAYLOAD, missed=((NAMES[5], 3),), signature=bytes(range(64))),
+            Complete(
+                attempt=attempt(CROWD),
+                payload=PAYLOAD,
+                missed=((NAMES[5], 3),),
+                entry=header.digest,
+                signature=bytes(range(64)),
+            ),
             250,
         ),
     }

@@ -1759,7 +1759,7 @@ def hostile_messages(rig: Rig, draw: random.Random) -> Message:
         Want(attempt=which, reduced=mask, own=draw.choice([b"", mask])),
         Waiting(attempt=which, missing=("a", "z"), moved=0, unreached=()),
         Accuse(attempt=which, accused=draw.choice("abz"), reason="x"),
-        Complete(attempt=which, payload=digest, missed=missed, signature=bytes(64)),
+        Complete(attempt=which, payload=digest, missed=missed, entry=digest, signature=bytes(64)),
         Commit(header=header, certificate=None),
         Abort(attempt=which, reason="x"),
         Refuse(position=position, state_digest=STATE, reason="x"),
