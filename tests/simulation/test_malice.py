@@ -105,6 +105,17 @@ def test_who_signs_another_average_for_each_keeps_nobody_from_an_entry(seed: int
     live(draw_life(seed, kinds=("signed averages",)))
 
 
+@pytest.mark.parametrize("liar", ["peer0", "peer1", "peer2"])  # one of them leads
+@pytest.mark.parametrize("peers", [3, 5, 7])
+def test_a_leader_that_begins_one_round_with_two_rosters_makes_no_two_entries(peers: int, liar: str) -> None:
+    """Regression: all came to the same payload, and each half of the members to an entry of its own, certified."""
+    swarm = Swarm(1, replace(SETTINGS, timing=Timing(), minimum_peers=peers), speeds=(1.0,), unevenness=EVENLY)
+    plant(swarm, (Deceit(liar, ("two rosters",), 2, inf),))
+    for number in range(peers):
+        swarm.start(f"peer{number}")
+    assert swarm.run(1000.0, until=lambda: swarm.longest >= 10)
+
+
 @pytest.mark.parametrize("kind", ["keeps few", "leaves out"])
 @pytest.mark.parametrize(("peers", "liars"), [(5, 2), (11, 5)])
 @pytest.mark.parametrize("first", [0, 1])
