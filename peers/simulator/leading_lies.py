@@ -227,13 +227,16 @@ class TwoRosters(Lie):
 
     def _altered(self, round: Round) -> Round:
         """Return another object, since a copy would keep the roster that was worked out before."""
-        me = self.liar.name
-        wants = {share: share.member.wants + (share.member.peer == me) for share in round.shares}
         shares = [
-            Share(member=share.member.model_copy(update={"wants": wants[share]}), chunks=share.chunks)
+            Share(member=self._wanting_more(share.member), chunks=share.chunks)
+            if share.member.peer == self.liar.name
+            else share
             for share in round.shares
         ]
-        return Round(**{**dict(round), "shares": tuple(shares)})
+        return Round(name=round.name, shares=tuple(shares), lost=round.lost, faults=round.faults, gone=round.gone)
+
+    def _wanting_more(self, member: Member) -> Member:
+        return member.model_copy(update={"wants": member.wants + 1})
 
 
 class InventedRoots(Lie):
