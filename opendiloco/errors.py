@@ -6,8 +6,10 @@ from peers.errors import DilocoPeerError
 
 
 def first_line(error: Exception) -> str:
-    """What a library says, as the end of a sentence of ours: its first line, or the error's name, with a full stop."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What a library says, as the end of a sentence of ours: its first line, or the error's name, with a full stop. A
+    line that only announces the next one has that with it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return said if said.endswith((".", "!", "?")) else f"{said}."
 
 

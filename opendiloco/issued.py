@@ -9,7 +9,7 @@ from pathlib import Path
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.errors import MachineError
 from peers.errors import AdmissionError
-from peers.values.tickets import REVOKED_LIMIT, Revocations, Ticket
+from peers.values.tickets import ID_BYTES, REVOKED_LIMIT, Revocations, Ticket
 from peers.values.whole_files import write_whole
 from peers.values.wire import pack
 
@@ -96,7 +96,7 @@ class Issued:
         found = dict.fromkeys((*self.revoked, *known))
         for one in ids:
             try:
-                found[bytes.fromhex(one)] = None
+                found[_id(one)] = None
             except ValueError:
                 raise AdmissionError(f"{one!r:.40} is not the id of a ticket.", "`invite list` shows them.") from None
         if len(found) > REVOKED_LIMIT:
@@ -109,3 +109,11 @@ class Issued:
         return MachineError(
             f"the folder {self._folder} cannot be written to: {error.strerror}.", "Name another one with --state."
         )
+
+
+def _id(text: str) -> bytes:
+    """Raises: ValueError."""
+    found = bytes.fromhex(text)
+    if len(found) != ID_BYTES:
+        raise ValueError(f"{len(found)} bytes")
+    return found

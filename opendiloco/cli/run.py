@@ -71,7 +71,7 @@ def create(
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}\nTo train in it, type on any machine:")
     if run.manifest.is_by_invitation:
         click.echo(f"  diloco-peer join --run {invite} --ticket TICKET\nGive out such tickets with")
-        click.echo(f"  diloco-peer invite create {path}")
+        click.echo(f"  diloco-peer invite create {path}" + (f" --identity {identity}" if identity else ""))
     else:
         click.echo(f"  diloco-peer join --run {invite}")
 

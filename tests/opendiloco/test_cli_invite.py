@@ -10,7 +10,9 @@ from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
+from opendiloco.issued import Issued
 from opendiloco.run import Run
+from peers.errors import AdmissionError
 from peers.values.identity import Identity
 from peers.values.tickets import Ticket, place_of
 
@@ -124,3 +126,10 @@ def test_an_open_run_needs_none(small_config: RunConfig, tmp_path: Path) -> None
     refused = desk(small_config, tmp_path, "open").invite("create", str(tmp_path / "run.manifest"))
     assert refused.exit_code == 13
     assert "is open" in refused.stderr
+
+
+@pytest.mark.parametrize("text", ["zzzz", "35b9", "00" * 9, ""])
+def test_what_is_no_tickets_id_is_not_revoked(tmp_path: Path, text: str) -> None:
+    """Regression: a part of one was signed, and then seemed to be a bug."""
+    with pytest.raises(AdmissionError, match="is not the id of a ticket"):
+        Issued("tiny", "me", tmp_path).all_revoked((text,))

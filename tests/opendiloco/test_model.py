@@ -133,6 +133,14 @@ def test_flat_vectors_and_models_hold_the_same_values(small_config: RunConfig) -
     assert np.array_equal(back, flat)
 
 
+def test_what_transformers_objects_to_is_said_whole(small_content: dict[str, Any]) -> None:
+    """Regression: it announces its reason on one line, and gives it on the next."""
+    content = copy.deepcopy(small_content)
+    content["model"]["config"]["hidden_size"] = 63
+    with pytest.raises(ManifestError, match=r"hidden size \(63\) is not a multiple of the number of attention heads"):
+        build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

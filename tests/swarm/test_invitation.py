@@ -45,7 +45,7 @@ def party(tmp_path: Path) -> Iterator[Party]:
         created = site.run("run", "create", "run.toml", "--initial-peer", address, "--identity", "organiser.pem")
         assert created.code == 0, created.err
         [invite] = re.findall(r"^invite: +(\S+)$", created.out, re.MULTILINE)
-        [manifest] = re.findall(r"diloco-peer invite create (\S+)$", created.out, re.MULTILINE)
+        [manifest] = re.findall(r"diloco-peer invite create (\S+)", created.out, re.MULTILINE)
         yield Party(site, address, invite, manifest)
     site.assert_nothing_is_left()
 
