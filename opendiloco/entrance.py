@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two looks at whether we may stay
 YOUNG = 60.0  # seconds after which a newcomer does not give way to another one any more
+CONTESTED = 10.0  # seconds after which a peer that is alone gives up a place that another one shows, too
 TICKET_FILE, REVOCATIONS_FILE = "ticket", "revocations"
 TEXT_LIMIT = 10_000  # characters of a file with a ticket
 
@@ -50,6 +51,7 @@ class Entrance:
         self._ticket = ticket
         self._began = time.monotonic()
         self._lost = set[int]()  # places that turned out to be others'
+        self._contested: float | None = None  # since when another peer has shown our place
 
     def take_place(self) -> None:
         """Show the chain of a place that nobody else seems to have. Raises: AdmissionError when there is none."""
@@ -135,20 +137,31 @@ class Entrance:
 
     def _gives_way(self) -> bool:
         """Whether our place is another one's: it is in the log's last roster and we are not; or both are new, and by
-        their names."""
-        rival, incumbents = self._guests.rival, self._guests.incumbents
-        if rival is None or self._me in incumbents:
+        their names.
+
+        That we are in a roster of our own proves nothing: another peer may have founded a log in the same second, and
+        peers that show one place answer each other never. So a peer that is alone takes another place, if one is free.
+        """
+        rival, incumbents, now = self._guests.rival, self._guests.incumbents, time.monotonic()
+        self._contested = None if rival is None else self._contested or now
+        if rival is None or self._contested is None or (self._me in incumbents and len(incumbents) > 1):
             return False
-        is_young = time.monotonic() - self._began < YOUNG
-        return rival in incumbents or (is_young and rival < self._me)
+        is_for_long = self._me in incumbents and now - self._contested >= CONTESTED and self._has_another_place()
+        return rival in incumbents or is_for_long or (now - self._began < YOUNG and rival < self._me)
+
+    def _has_another_place(self) -> bool:
+        """Whether a place of our ticket is free besides the one that we show."""
+        if self._ticket is None or not self._ticket.is_for_anybody:
+            return False
+        first = self._place(self._ticket.chain_for(self._me))
+        return bool(self._free(first) - {self._place(self._guests.chain).number - first.number})
 
     def _move(self) -> None:
         """Raises: AdmissionError when no place is left."""
         rival, place = self._guests.rival, self._place(self._guests.chain)
-        is_ours = self._ticket is not None and self._ticket.is_for_anybody
-        self._lost.add(place.number)
-        if not is_ours or self._ticket is None or not self._free(self._place(self._ticket.chain_for(self._me))):
+        if not self._has_another_place():
             raise self._refused(f"place {place.number} of its ticket is taken by {rival}, and no other is free")
+        self._lost.add(place.number)
         logger.info("place %d of the ticket is taken by %s; taking another", place.number, rival)
         self.take_place()
 

@@ -86,6 +86,8 @@ class GuestList:
         name = self._name(place_of(chain, self.run, self.organiser))
         if peer != self.me and self.chain and name == self._our_place:
             self.rival = peer
+        elif peer == self.rival:
+            self.rival = None  # it has taken another place
         holder = self._guests.get(name)
         if holder is not None and holder.peer != peer and not self._gives_way(holder, peer, wall):
             return f"place {name[1]} of its ticket is taken by {holder.peer}"

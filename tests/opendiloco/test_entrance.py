@@ -13,7 +13,7 @@ from opendiloco.entrance import TICKET_FILE, Entrance, read_ticket
 from peers.errors import AdmissionError
 from peers.presence.guests import GuestList
 from peers.values.identity import Identity
-from peers.values.tickets import Revocations, Ticket
+from peers.values.tickets import Revocations, Ticket, place_of
 from peers.values.wire import pack
 
 RUN = "tiny-" + "a" * 32
@@ -150,6 +150,44 @@ class TestStaying:
             self.stay(entrance, monkeypatch, 0.05)
         assert guests.chain == ticket.chain_for(LARGER.peer_id, 1 - ours)
         assert guests.rival is None
+
+    @pytest.mark.parametrize("me", [SMALLER, LARGER], ids=["smaller", "larger"])
+    def test_two_founders_with_one_place(self, me: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each is the only member of its own log, and it may be that only one of them hears of the other."""
+        monkeypatch.setattr(module, "CONTESTED", 0.01)
+        monkeypatch.setattr(module, "YOUNG", 0.0)
+        entrance, guests, ours = self.contested(me, places=2, roster=(me.peer_id,))
+        with pytest.raises(TimeoutError):
+            self.stay(entrance, monkeypatch, 0.1)
+        assert place_of(guests.chain, RUN, ORGANISER.peer_id).number == 1 - ours
+
+    def test_two_founders_with_the_only_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A founder of today is not shown out by whoever comes with its ticket tomorrow."""
+        monkeypatch.setattr(module, "CONTESTED", 0.0)
+        entrance, _, _ = self.contested(LARGER, places=1, roster=(LARGER.peer_id,))
+        assert "and no other is free" in self.stay(entrance, monkeypatch)
+        monkeypatch.setattr(module, "YOUNG", 0.0)
+        entrance, _, _ = self.contested(LARGER, places=1, roster=(LARGER.peer_id,))
+        with pytest.raises(TimeoutError):
+            self.stay(entrance, monkeypatch, 0.05)
+
+    def test_a_member_among_others_keeps_its_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "CONTESTED", 0.0)
+        entrance, guests, ours = self.contested(LARGER, places=2, roster=(LARGER.peer_id, ORGANISER.peer_id))
+        with pytest.raises(TimeoutError):
+            self.stay(entrance, monkeypatch, 0.05)
+        assert place_of(guests.chain, RUN, ORGANISER.peer_id).number == ours
+
+    def contested(self, me: Identity, places: int, roster: tuple[str, ...]) -> tuple[Entrance, GuestList, int]:
+        """Return a peer in this roster whose place another one shows, and the place."""
+        ticket = Ticket.give(RUN, ORGANISER, LATER, places)
+        entrance, guests = self.entered(ticket, me)
+        entrance.roster = lambda: roster
+        ours = place_of(guests.chain, RUN, ORGANISER.peer_id).number
+        rival = SMALLER if me is LARGER else LARGER
+        guests.admit(rival.peer_id, ticket.chain_for(rival.peer_id, ours), time.time())
+        assert guests.rival == rival.peer_id
+        return entrance, guests, ours
 
     def test_the_log_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ticket = Ticket.give(RUN, ORGANISER, LATER)

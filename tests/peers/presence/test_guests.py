@@ -133,6 +133,8 @@ class TestPlaces:
         assert guests.rival is None
         guests.admit(THIRD.peer_id, ticket.chain_for(THIRD.peer_id, 0), NOW)
         assert guests.rival == THIRD.peer_id
+        guests.admit(THIRD.peer_id, ticket.chain_for(THIRD.peer_id, 1), NOW)
+        assert guests.rival is None, "it claims another place now"
 
 
 class TestGossip:
