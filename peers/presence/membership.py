@@ -56,7 +56,8 @@ class Roll(dict[str, Heartbeat]):
 @dataclass(slots=True)
 class _Sighting:
     heartbeat: Heartbeat
-    advanced_at: float
+    advanced_at: float  # when anything came of it
+    signed_at: float  # when a heartbeat or a sign of life did
     reachable: bool = True
     departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # of its last incarnations, signed
 
@@ -103,10 +104,11 @@ class Membership:
             if said_before is None or not heartbeat.repeats(said_before):
                 self._live = None
             if sighting is None:
-                sighting = self._seen[peer] = _Sighting(heartbeat, heard_at)
+                sighting = self._seen[peer] = _Sighting(heartbeat, heard_at, heard_at)
             else:
                 sighting.heartbeat, sighting.reachable = heartbeat, True
                 sighting.advanced_at = max(sighting.advanced_at, heard_at)
+                sighting.signed_at = max(sighting.signed_at, heard_at)
             if heartbeat.state is PeerState.LEAVING:
                 self._departs(sighting, heartbeat.incarnation, heartbeat.departure, heartbeat.farewell)
 
@@ -170,13 +172,14 @@ class Membership:
         return self._live
 
     def spoke_within(self, seconds: float, now: float, even_leavers: bool = False) -> list[Heartbeat]:
-        """Return the latest heartbeats of those that have not left, and were heard of so short a while ago; with
-        `even_leavers` also of those that go on after a farewell.
+        """Return the last heartbeats of those that have not left, and gave one or a sign of life so short a while ago;
+        with `even_leavers` also of those that go on after a farewell.
 
-        Links fail for a moment: who does not answer just now is there all the same.
+        Gossip takes these to everybody, so that all agree. A message says nothing of that: its sender may speak to some
+        and not to others. Nor does a link that fails for a moment.
         """
         seen = [sighting for sighting in self._seen.values() if even_leavers or not sighting.has_left]
-        return [sighting.heartbeat for sighting in seen if now - sighting.advanced_at <= seconds]
+        return [sighting.heartbeat for sighting in seen if now - sighting.signed_at <= seconds]
 
     def is_live(self, peer: str, now: float) -> bool:
         sighting = self._seen.get(peer)

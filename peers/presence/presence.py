@@ -176,8 +176,8 @@ class Presence:
         return None if len(there) == here else len(there) > here
 
     def voters_here(self, log: LogState, patience: float, even_leavers: bool = False) -> set[str]:
-        """The other voters that were heard of within so many seconds, as the starts that have a say. Whatever they do
-        or can't do, and whatever others say of them: those are things that liars can bring about."""
+        """The other voters that gave a heartbeat or a sign of life so short a while ago, as the starts that have a say.
+        Whatever they do or can't do, and whatever others say of them: those are things that liars can bring about."""
         heard = self.membership.spoke_within(patience, self.now, even_leavers)
         return {beat.peer for beat in heard if log.counts(beat.peer, beat.incarnation)}
 

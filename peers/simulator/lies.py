@@ -12,6 +12,7 @@ from peers.protocol.messages import (
     Accuse,
     Begin,
     Complete,
+    Inquire,
     LeaseRequest,
     Leaving,
     Message,
@@ -62,6 +63,24 @@ class SeemsReady(Lie):
     def says(self, to: str, message: Message) -> Said:
         if not isinstance(message, Ready | Complete):
             yield to, message
+
+
+class Whispers(Lie):
+    """It gives no sign of life, says nothing to its leader, and speaks to all others each second."""
+
+    said: Heartbeat | None = None
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        self.said = self.said or heartbeat
+        return self.said
+
+    def says(self, to: str, message: Message) -> Said:
+        if to != self.liar.peer.slot.led_by:
+            yield to, message
+
+    def volunteers(self) -> Said:
+        whisper = Inquire(position=self.liar.log.position)
+        yield from ((other, whisper) for other in self.liar.others if other != self.liar.peer.slot.led_by)
 
 
 class FalseState(Lie):
@@ -309,6 +328,7 @@ MEMBERS_LIES: dict[str, type[Lie]] = {
     "invented log": InventedLog,
     "leaps ahead": LeapsAhead,
     "seems ready": SeemsReady,
+    "whispers": Whispers,
     "false state": FalseState,
     "false snapshot": FalseSnapshot,
     "false rate": FalseRate,

@@ -73,6 +73,16 @@ def test_a_message_is_as_good_as_a_heartbeat() -> None:
     assert list(membership.live(15.0)) == ["a"]
 
 
+def test_what_one_says_to_us_alone_is_no_sign_of_life_for_everybody() -> None:
+    """Regression: a voter kept its say with messages to those who were to sign, of which the leader never heard."""
+    membership = seen()
+    membership.heard_from("a", 9.0)
+    membership.observe([beat("b", LOG, sequence=2)], 9.0, {"b": 1.0})
+    assert [one.peer for one in membership.spoke_within(10.0, 15.0)] == ["b"]
+    assert [one.peer for one in membership.spoke_within(10.0, 18.1)] == []
+    assert list(membership.live(18.1)) == ["a"]
+
+
 def test_leavers_are_not_live_until_they_are_back() -> None:
     membership = seen()
     membership.departs("a", 0, 1, b"")

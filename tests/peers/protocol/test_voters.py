@@ -13,7 +13,7 @@ from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Dropped, Effect, OpenRound
 from peers.protocol.events import HeartbeatsSeen, TrainingDone
-from peers.protocol.messages import Begin, Commit, Ready
+from peers.protocol.messages import Begin, Commit, Inquire, Ready
 from peers.protocol.patience import Patience
 from peers.protocol.rounds import Round
 from peers.protocol.schedule import Schedule
@@ -87,6 +87,15 @@ def test_voters_that_are_silent_may_be_gone(patience: int) -> None:
         rig.see(others="a", state=PeerState.READY)
         rig.tick()
     assert bool(reason(rig.hear("a", begin_of(rig, gone="c")))) == bool(patience)
+
+
+def test_a_voter_that_speaks_to_some_alone_is_silent() -> None:
+    rig = at_second().trained()
+    for _ in range(int(TIMING.heartbeat_expiry) + 1):
+        rig.see(others="a", state=PeerState.READY)
+        rig.tick()
+        rig.hear("c", Inquire(position=rig.peer.log.position))
+    assert not reason(rig.hear("a", begin_of(rig, gone="c")))
 
 
 def test_a_round_that_goes_on_is_the_one_that_was_looked_at() -> None:
