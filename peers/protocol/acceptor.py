@@ -11,12 +11,11 @@ it is nobody.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from peers.log.certificate import Departure, ballot
 from peers.log.header import Header, Position
 from peers.presence.election import LATENESS, highest_attempt
-from peers.protocol.messages import Complete, Leaving, Result, Told
+from peers.protocol.messages import Complete, Leaving
 from peers.protocol.rounds import Attempt, Held, Round
 from peers.values.signing import Keys
 from peers.values.sum_tree import Sum
@@ -28,17 +27,13 @@ MEMORY = 32
 class Acceptor:
     """The memory of one peer for one position."""
 
-    def __init__(self, me: str) -> None:
+    def __init__(self) -> None:
         self.pledged_to: str | None = None
         self.last_attempt = 0
         self.held: Held | None = None
-        self.said_in: Attempt | None = None
-        """The last attempt in which we said that we hold it."""
-        self._me = me
         self._round = 0  # the number of the last round that we have been in
         self._root: Sum | None = None
-        self._completes: dict[str, Complete] = {}
-        self._told: dict[str, Result] = {}  # what each member said last of its payload, signed or not
+        self._said: Complete | None = None  # what we said last of what we hold
 
     def pledge(self, leader: str | None) -> bool:
         """Be led by this peer from now on. Returns whether it is another one than before."""
@@ -81,52 +76,23 @@ class Acceptor:
         That we say so again in a minority's attempt takes nothing from the weight that it has.
         Returns what there is to say of it, and whether it is said for the first time in this attempt.
         """
-        is_new, self.said_in = self.said_in != attempt, attempt
+        is_new = self.said_in != attempt
         known = self.held
         if known is None or known.header != header or known.attempt.weight < attempt.weight:
             self.held = Held(attempt=attempt, header=header, signature=signature)
-        complete = Complete(
+        self._said = Complete(
             attempt=attempt, payload=header.payload, missed=missed, entry=header.digest, signature=signature
         )
-        self._completes[self._me] = complete
-        return complete, is_new
+        return self._said, is_new
+
+    @property
+    def said_in(self) -> Attempt | None:
+        """The last attempt in which we said that we hold something."""
+        return self._said.attempt if self._said is not None else None
 
     def signed_in(self, attempt: Attempt | None) -> Complete | None:
         """Return what we have signed in this attempt, if anything."""
-        mine = self._completes.get(self._me)
-        return mine if mine is not None and mine.attempt == attempt else None
-
-    def heard_told(self, sender: str, said: Told) -> None:
-        """A member's payload is whole."""
-        known = self._told.get(sender)
-        if known is None or known[0].name <= said.attempt.name:
-            self._told[sender] = said.outcome
-
-    def told(self, attempt: Attempt, members: Iterable[str]) -> dict[str, Result]:
-        """Return what these members have said of their payloads in an attempt."""
-        said = {peer: self._told[peer] for peer in members if peer in self._told}
-        return {peer: told for peer, told in said.items() if told[0] == attempt}
-
-    def heard(self, sender: str, complete: Complete) -> bool:
-        """A member holds the whole payload. Returns whether that is new."""
-        known = self._completes.get(sender)
-        if known is not None and known.attempt.name >= complete.attempt.name:
-            return False
-        self._completes[sender] = complete
-        return True
-
-    def concluded(self, attempt: Attempt | None, members: tuple[str, ...]) -> Header | None:
-        """The entry, if all members of our open attempt hold it: more than half of the last roster, as in its leader's
-        commit. No later attempt can then lead to another one, whether its leader learns of this or not."""
-        mine = self._completes.get(self._me)
-        if self.held is None or mine is None or mine.attempt != attempt or not members:
-            return None
-        others = (self._completes.get(peer) for peer in members)
-        return self.held.header if all(other and other.outcome == mine.outcome for other in others) else None
-
-    def signatures(self, members: tuple[str, ...]) -> dict[str, bytes]:
-        """What these members signed when they said that they hold the payload."""
-        return {peer: self._completes[peer].signature for peer in members if peer in self._completes}
+        return self._said if self.said_in == attempt else None
 
 
 class Memory:
@@ -148,7 +114,7 @@ class Memory:
         if place not in self._acceptors:
             if position.index < self._forgotten:
                 self.incarnation, self._forgotten = self.incarnation + 1, 0
-            self._acceptors[place] = position.index, Acceptor(self._me)
+            self._acceptors[place] = position.index, Acceptor()
             self._forget()
         self._acceptors.move_to_end(place)
         return self._acceptors[place][1]

@@ -1,4 +1,5 @@
-"""Whether the members of a round hold the same payload, before any of them signs what follows from it.
+"""Whether the members of a round hold the same payload, before any of them signs what follows from it; and whether all
+have signed.
 
 Whoever averages a chunk may give each member another average. Had they signed at once, each would hold an entry of its
 own that may have been committed, for all that the others know. So they tell each other first, and nobody signs what
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Set
 
+from peers.log.header import Header
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
 from peers.protocol.certifier import OPEN_LIMIT
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.effects import Send
-from peers.protocol.messages import Prepared, Told, Waiting
+from peers.protocol.messages import Complete, Prepared, Result, Told, Waiting
 from peers.protocol.rounds import Attempt
 
 SILENCE = 3
@@ -29,6 +31,8 @@ class Agreement:
         self._presence = presence
         self._acceptor = acceptor
         self._mine: Prepared | None = None
+        self._told: dict[str, Result] = {}  # what each member said last of its payload, signed or not
+        self._completes: dict[str, Complete] = {}
         self._since = desk.now
         self._word = Repetition(desk)
 
@@ -50,17 +54,49 @@ class Agreement:
             self._desk.emit(Send(leader, waiting))
         return not lacking
 
-    def hear(self, sender: str, said: Told, attempt: Attempt | None) -> None:
-        """A member's payload is whole. One that says so and does not know yet what we have signed is told."""
-        self._acceptor.heard_told(sender, said)
+    def hear(self, sender: str, said: Told, attempt: Attempt | None, members: Collection[str]) -> bool:
+        """A peer's payload is whole. One that says so and does not know yet what we have signed is told.
+
+        Returns whether it says for the first time that it has signed. What others say than the `members` of our round,
+        and where these do not ask each other, is not remembered.
+        """
+        if sender not in members or len(members) > OPEN_LIMIT:
+            return False
+        if sender not in self._told or self._told[sender][0].name <= said.attempt.name:
+            self._told[sender] = said.outcome
+        if isinstance(said, Complete):
+            return self._hear_signed(sender, said)
         signed = self._acceptor.signed_in(attempt)
-        if isinstance(said, Prepared) and signed is not None and said.attempt == attempt:
+        if signed is not None and said.attempt == attempt:
             self._desk.emit(Send(sender, signed))
+        return False
+
+    def _hear_signed(self, sender: str, complete: Complete) -> bool:
+        known = self._completes.get(sender)
+        if known is not None and known.attempt.name >= complete.attempt.name:
+            return False
+        self._completes[sender] = complete
+        return True
+
+    def concluded(self, attempt: Attempt | None, members: Collection[str]) -> Header | None:
+        """Return the entry, if all members of our open attempt hold it: more than half of the last roster, as in its
+        leader's commit. No later attempt can then lead to another one, whether its leader learns of this or not."""
+        mine, held = self._acceptor.signed_in(attempt), self._acceptor.held
+        if held is None or mine is None or not members:
+            return None
+        others = (self._completes.get(peer) for peer in members if peer != self._desk.me)
+        return held.header if all(other and other.outcome == mine.outcome for other in others) else None
+
+    def signatures(self, attempt: Attempt, members: Collection[str]) -> dict[str, bytes]:
+        """Return what we and these members have signed, we in this attempt."""
+        mine = self._acceptor.signed_in(attempt)
+        signed = self._completes | ({self._desk.me: mine} if mine else {})
+        return {peer: signed[peer].signature for peer in members if peer in signed}
 
     def _lacking(self, mine: Prepared, others: Set[str]) -> set[str]:
         """Return who says something else, or nothing yet. Who can't be heard is not waited for, nor for long who says
         nothing, perhaps only to us. It will hear what we sign, and sign nothing else."""
-        told = self._acceptor.told(mine.attempt, others)
+        told = {peer: self._told[peer] for peer in others & self._told.keys() if self._told[peer][0] == mine.attempt}
         differing = {peer for peer, outcome in told.items() if outcome != mine.outcome}
         silent = {peer for peer in others - told.keys() if self._presence.can_hear(peer)}
         self._presence.quiet -= told.keys()

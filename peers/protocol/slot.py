@@ -60,8 +60,6 @@ class Slot(Part):
     TABLE: ClassVar[Table] = {
         OPEN: {
             WorkDone: Row("_be_ready", {READY: "inner steps are done"}),
-            Prepared: Row("_heard"),
-            Complete: Row("_heard"),
         },
         READY: {
             Tick: Row("say_ready"),
@@ -355,14 +353,16 @@ class Slot(Part):
         self._conclude()
 
     def _heard(self, said: Prepared | Complete, sender: str) -> None:
-        """A member of an attempt, which we may not have heard of yet, has a whole payload, and may have signed it."""
-        if sender == self._desk.me or not self._presence.is_live(sender):
+        """A member of our round, maybe in an attempt of which we have not heard yet, has a whole payload, and may have
+        signed it."""
+        exchange = self.exchange
+        if sender == self._desk.me or exchange is None or not self._presence.is_live(sender):
             return
-        self._agreement.hear(sender, said, self.attempt)
-        exchange, has_signed = self.exchange, self.acceptor.said_in == self.attempt
-        if self.state is AVERAGING and not has_signed and not self.adopting and exchange and exchange.payload:
+        is_new = self._agreement.hear(sender, said, self.attempt, exchange.round.remaining)
+        has_signed = self.acceptor.said_in == self.attempt
+        if self.state is AVERAGING and not has_signed and not self.adopting and exchange.payload:
             self._hold_round(exchange)
-        if isinstance(said, Complete) and self.acceptor.heard(sender, said):
+        if is_new:
             self._conclude()
 
     def _conclude(self) -> None:
@@ -370,10 +370,10 @@ class Slot(Part):
         attempt = self.attempt
         if attempt is not None and attempt.leader == self._desk.me and self.leadership.is_leading:
             return  # as its leader we hear the same, and commit: so that it is known here, too, who took part
-        header = self.acceptor.concluded(attempt, self._open_to)
+        header = self._agreement.concluded(attempt, self._open_to)
         if header is None or attempt is None or self.state is not AVERAGING:
             return
-        signed = self.certifier.signed(header, attempt.name, self.acceptor.signatures(self._open_to))
+        signed = self.certifier.signed(header, attempt.name, self._agreement.signatures(attempt, self._open_to))
         certificate = self.certifier.certify(header, attempt.name, signed)
         if self.certifier.weight(header, certificate).is_certified:
             self._make(header, certificate)

@@ -14,7 +14,7 @@ HEADER = LOG.next_header([member("a", 0, 20)], PAYLOAD)
 
 
 def pledged() -> Acceptor:
-    acceptor = Acceptor("b")
+    acceptor = Acceptor()
     assert acceptor.pledge("a")
     return acceptor
 
@@ -58,23 +58,3 @@ def test_what_is_held_is_said_once_to_all_in_each_attempt() -> None:
     assert acceptor.hold(attempt(LOG, 2), HEADER, (), SIGNATURE)[1]
     assert acceptor.held is not None
     assert acceptor.held.attempt == attempt(LOG, 2)
-
-
-def test_an_entry_is_concluded_once_all_members_say_the_same_of_the_attempt() -> None:
-    acceptor, members = pledged(), ("a", "b", "c")
-    assert acceptor.heard("c", complete()), "before we hold it"
-    acceptor.hold(attempt(LOG), HEADER, (), SIGNATURE)
-    assert acceptor.concluded(attempt(LOG), members) is None
-    acceptor.heard("a", complete())
-    assert acceptor.concluded(attempt(LOG), members) == HEADER
-    assert acceptor.concluded(attempt(LOG), ()) is None, "an attempt that is not open"
-    assert acceptor.concluded(attempt(LOG, 2), members) is None, "a later attempt"
-
-
-def test_one_that_says_something_else_concludes_nothing() -> None:
-    acceptor = pledged()
-    acceptor.hold(attempt(LOG), HEADER, (), SIGNATURE)
-    acceptor.heard("a", complete(payload=HEADER.digest))
-    assert acceptor.concluded(attempt(LOG), ("a", "b")) is None
-    assert not acceptor.heard("a", complete()), "nobody takes back what it said of an attempt"
-    assert acceptor.heard("a", complete(2))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import pytest
+
+from peers.log.header import Header
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
 from peers.protocol.agreement import SILENCE, Agreement
@@ -17,6 +20,12 @@ from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, TIMING, attempt, beat,
 LOG = first_log()
 OTHER = digest_of(b"another payload")
 MEMBERS = "abcde"
+HEADER = LOG.next_header([LOG.expected(name) for name in "abc"], PAYLOAD)
+SIGNATURE = bytes(64)
+
+
+def complete(number: int = 1, entry: bytes = HEADER.digest) -> Complete:
+    return Complete(attempt=attempt(LOG, number), payload=PAYLOAD, missed=(), entry=entry, signature=SIGNATURE)
 
 
 class Scene:
@@ -25,7 +34,7 @@ class Scene:
     def __init__(self) -> None:
         self.presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
         self.desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
-        self.acceptor = Acceptor("b")
+        self.acceptor = Acceptor()
         self.agreement = Agreement(self.desk, self.presence, self.acceptor)
         self.beats = 0
         self.see()
@@ -46,7 +55,15 @@ class Scene:
 
     def hears(self, names: str, payload: bytes = PAYLOAD, number: int = 1) -> None:
         for name in names:
-            self.agreement.hear(name, self.prepared(payload, number), None)
+            self.agreement.hear(name, self.prepared(payload, number), None, MEMBERS)
+
+    def signs(self, number: int = 1) -> Header:
+        """b signs what it holds."""
+        self.acceptor.hold(attempt(LOG, number), HEADER, (), SIGNATURE)
+        return HEADER
+
+    def hears_signed(self, name: str, number: int = 1, entry: bytes = HEADER.digest) -> bool:
+        return self.agreement.hear(name, complete(number, entry), attempt(LOG, number), MEMBERS)
 
     def is_reached(self, number: int = 1, members: Collection[str] = MEMBERS) -> bool:
         return self.agreement.is_reached(self.prepared(number=number), tuple(members), 7)
@@ -90,7 +107,7 @@ def test_who_speaks_when_others_have_signed_is_waited_for_no_longer() -> None:
     signs_without(scene, 1, "e")
     at = attempt(LOG)
     scene.acceptor.hold(at, LOG.next_header([LOG.expected(name) for name in MEMBERS], PAYLOAD), (), bytes(64))
-    scene.agreement.hear("e", scene.prepared(), at)
+    scene.agreement.hear("e", scene.prepared(), at, MEMBERS)
     assert signs_without(scene, 2, "e") == 2
 
 
@@ -123,10 +140,49 @@ def test_many_do_not_ask_each_other() -> None:
 def test_whoever_has_signed_tells_who_asks() -> None:
     """Regression: whose signature was lost, or was meant for the leader alone, was waited for."""
     scene, at = Scene(), attempt(LOG)
-    header = LOG.next_header([LOG.expected(name) for name in "abc"], PAYLOAD)
-    complete, _ = scene.acceptor.hold(at, header, (), bytes(64))
-    scene.agreement.hear("c", scene.prepared(), at)
-    assert sends(scene.desk.take_effects(), Complete) == [("c", complete)]
-    scene.agreement.hear("c", complete, at)
-    scene.agreement.hear("c", scene.prepared(number=2), attempt(LOG, 2))
+    said, _ = scene.acceptor.hold(at, HEADER, (), SIGNATURE)
+    scene.agreement.hear("c", scene.prepared(), at, MEMBERS)
+    assert sends(scene.desk.take_effects(), Complete) == [("c", said)]
+    scene.agreement.hear("c", said, at, MEMBERS)
+    scene.agreement.hear("c", scene.prepared(number=2), attempt(LOG, 2), MEMBERS)
     assert not scene.desk.take_effects()
+
+
+def test_an_entry_is_concluded_once_all_members_say_the_same_of_the_attempt() -> None:
+    scene = Scene()
+    agreement = scene.agreement
+    assert scene.hears_signed("c"), "before we hold it"
+    assert agreement.concluded(attempt(LOG), "abc") is None
+    header = scene.signs()
+    assert agreement.concluded(attempt(LOG), "abc") is None
+    scene.hears_signed("a")
+    assert agreement.concluded(attempt(LOG), "abc") == header
+    assert agreement.signatures(attempt(LOG), "abc") == dict.fromkeys("abc", SIGNATURE)
+    assert agreement.concluded(attempt(LOG), "") is None, "an attempt that is not open"
+    assert agreement.concluded(attempt(LOG, 2), "abc") is None, "a later attempt"
+
+
+def test_one_that_says_something_else_concludes_nothing() -> None:
+    scene = Scene()
+    scene.signs()
+    scene.hears_signed("a", entry=OTHER)
+    assert scene.agreement.concluded(attempt(LOG), "ab") is None
+    assert not scene.hears_signed("a"), "nobody takes back what it said of an attempt"
+    assert scene.hears_signed("a", number=2)
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+def test_what_others_than_members_say_is_forgotten_at_once(is_member: bool) -> None:
+    """Regression: whatever anybody said who was alive was kept, at 32 positions."""
+    scene, members = Scene(), "bc" if is_member else "b"
+    said = scene.prepared()
+    scene.agreement.hear("c", said, None, members)
+    assert scene.is_reached(members="bc") == is_member
+    assert scene.agreement.hear("c", complete(), None, members) == is_member
+    assert ("c" in scene.agreement.signatures(said.attempt, "bc")) == is_member
+
+
+def test_of_many_members_nothing_is_remembered() -> None:
+    scene, many = Scene(), tuple(f"peer{number}" for number in range(OPEN_LIMIT + 1))
+    assert not scene.agreement.hear("peer0", complete(), None, many)
+    assert not scene.agreement.signatures(attempt(LOG), many)

@@ -384,7 +384,7 @@ def test_who_commits_anew_for_a_later_attempt_or_as_another_start_is_honest(chan
 
 # The honest never say two things -------------------------------------------------------------------------------
 def test_who_trains_anew_at_a_place_commits_to_that_for_a_later_attempt() -> None:
-    acceptor = Acceptor("b")
+    acceptor = Acceptor()
     numbers = []
     for root in (CONTRIBUTION, CONTRIBUTION, OTHER, CONTRIBUTION):
         acceptor.commit(root)
@@ -417,7 +417,7 @@ def test_nobody_comes_back_to_a_round_that_it_has_left_for_another() -> None:
 
 
 def test_nor_does_one_that_contributes_nothing_and_commits_to_nothing() -> None:
-    acceptor, rounds = Acceptor("b"), [round_of(attempt(LOG, number), [member("a", 0, 8)]) for number in (2, 1, 2, 3)]
+    acceptor, rounds = Acceptor(), [round_of(attempt(LOG, number), [member("a", 0, 8)]) for number in (2, 1, 2, 3)]
     assert [acceptor.may_enter(round) for round in rounds] == [True, False, False, True]
 
 
