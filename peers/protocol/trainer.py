@@ -62,7 +62,7 @@ class Trainer(Part):
         self.in_vain = 0  # leases in a row of which nothing came into an entry
         self._desk = desk
         self._began_at = self._moved_at = desk.now
-        self._silent = 0.0  # seconds of trainings that were ended since the worker last showed progress
+        self._silent = 0.0  # seconds of trainings that were ended since the worker last went on with one
         self._longest_pause: float | None = None  # between two signs of progress, in trainings that came to an end
         self._pause = 0.0  # the longest one in the present training
         self._seconds: float | None = None
@@ -75,8 +75,10 @@ class Trainer(Part):
         self._desk.emit(Train(leased.log.position.index, leased.lease, leased.steps, leased.log.lineage_tokens))
 
     def _progressed(self, event: TrainingProgress) -> None:
+        """The first sign shows that a worker has begun. It may do so with each lease, and hang."""
+        if self.progress is not None:
+            self._moves()
         self.progress = event.progress
-        self._moves()
         self._measure(event)
 
     def _moves(self) -> None:
@@ -140,7 +142,7 @@ class Trainer(Part):
 
     @property
     def _silence(self) -> float:
-        """For how long the worker has trained and shown no progress, whichever leases it had."""
+        """For how long the worker has trained and not gone on, whichever leases it had."""
         return self._silent + (self._desk.now - self._moved_at if self.state is TRAINING else 0.0)
 
     @property

@@ -135,7 +135,20 @@ def test_a_worker_is_stuck_that_shows_nothing_for_much_longer_than_it_ever_took(
     assert not bench.trainer.is_stuck
     bench.desk.now += 1
     assert bench.trainer.is_stuck
-    assert not bench.at_step(1).trainer.is_stuck
+    assert bench.at_step(1).trainer.is_stuck, "it has begun"
+    assert not bench.at_step(2).trainer.is_stuck
+
+
+def test_a_worker_that_begins_each_lease_and_hangs_is_stuck() -> None:
+    """Regression: one sign of progress in each lease, and it seemed to be at work for ever."""
+    bench = Bench().training().trained()
+    bench.trainer.take(WorkEnds(LOG.position))
+    for times in range(5):
+        bench.training().at_step(1)
+        assert bench.trainer.is_stuck == (times > 3)
+        bench.desk.now += TIMING.partition_grace / 3
+        bench.trainer.take(WorkEnds(LOG.position))
+    assert not bench.training().at_step(1).at_step(2).trainer.is_stuck
 
 
 def test_a_worker_that_is_given_other_leases_meanwhile_is_stuck_all_the_same() -> None:
