@@ -295,7 +295,9 @@ class DiLoCo:
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
             workload.take_turns(driver, self._identity.peer_id, run.config.evaluation)
             volunteer = Volunteer(run, driver, transport, workload)
-            volunteer.draw_with(Curves(workload.worker.telemetry, run.config))
+            telemetry = workload.worker.telemetry
+            telemetry.track_with([], configuration_of(run, self._identity.peer_id, workload.worker.device))
+            volunteer.draw_with(Curves(telemetry, run.config))
             volunteer.admitted_by(entrance)
             loop = asyncio.get_running_loop()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
