@@ -4,6 +4,9 @@ All is as with `diloco-peer join`: worker processes, driver, transport, heartbea
 after each training it says how long that took, and waits for a line on its standard input. Only then comes the round,
 the outer step, and the next training with all that the peer process does beside it: the state's digest, and every so
 often a snapshot and a checkpoint.
+
+It also says how late the peer process was at most, while its workers trained, to do what it wanted to do at a certain
+time.
 """
 
 from __future__ import annotations
@@ -31,6 +34,27 @@ from peers.values.workload import InnerLoop, Progress, Trained
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 CHECKPOINT_RATE = 200e6  # bytes a second: what `join` keeps to if it is not told otherwise
+LOOK_SECONDS = 0.01
+
+
+class Lateness:
+    """How late this process is to do something at a certain time, at most, as long as the context is open."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    async def __aenter__(self) -> Lateness:
+        self._looking = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._looking.cancel()
+
+    async def _look(self) -> None:
+        while True:
+            wanted = time.monotonic() + LOOK_SECONDS
+            await asyncio.sleep(LOOK_SECONDS)
+            self.seconds = max(self.seconds, time.monotonic() - wanted)
 
 
 class GatedTrainer:
@@ -46,10 +70,12 @@ class GatedTrainer:
 
     async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         began = time.monotonic()
-        trained = await self._workers.train(work, on_progress)
+        async with Lateness() as lateness:
+            trained = await self._workers.train(work, on_progress)
         say(
             "trained",
             seconds=time.monotonic() - began,
+            late_seconds=lateness.seconds,
             samples=trained.samples,
             tokens=trained.tokens,
             loss=trained.loss,
@@ -86,10 +112,10 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
 
 @click.command(help=__doc__)
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--threads", type=int, required=True)
-@click.option("--cpu-workers", type=int, required=True)
+@click.option("--threads", type=int, help="Of each worker.  [default: what `join` chooses]")
+@click.option("--cpu-workers", type=int, default=1)
 @click.option("--device", required=True)
-def main(manifest: Path, threads: int, cpu_workers: int, device: str) -> None:
+def main(manifest: Path, threads: int | None, cpu_workers: int, device: str) -> None:
     config = RunConfig.from_manifest_content(json.loads(manifest.read_text()))
     options = WorkerOptions(device=device, cpu_workers=cpu_workers, threads=threads)
     asyncio.run(take_part(Run.sign(config, Identity.generate()), options, manifest.parent / "state"))

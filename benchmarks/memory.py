@@ -8,8 +8,8 @@ Such a peer process is that of a volunteer whose worker has its weights on a GPU
 - rounds while a joiner fetches a snapshot, and the state is frozen again
 - being late: it trains while the others average without it, and takes the outer step beside its training
 
-Then come a joiner until it has the state, and a follower of the log. Last, a volunteer with a worker on the CPU trains
-a model alone in its run; its worker's memory counts, too.
+Then come a joiner until it has the state, and a follower of the log. Last, a volunteer with workers on the CPU trains a
+model alone in its run; its workers' memory counts, too.
 
 Memory is what processes take beside files on a disk: pages that were written to, and all of what was reserved in memory
 files, which processes share. What a process had before it made any vector does not count. Each figure is the most that
@@ -38,8 +38,11 @@ from benchmarks.processes import Event, PeerProcess, PeerProcessError, memory_ta
 from benchmarks.reporting import Bar, report
 from benchmarks.training import TURN_SECONDS, prepared, start, workers_of
 from opendiloco.config.run_config import RunConfig
-from opendiloco.host_memory import FETCHED_AT_ONCE, IN_USE, HostMemory, WorkerMemory
+from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.host_memory import FETCHED_AT_ONCE, IN_USE, HostMemory
 from opendiloco.kernels import INT8
+from opendiloco.model.build import build_skeleton
+from opendiloco.workers.needs import worker_memory
 
 PEERS = 3
 SNAPSHOT_EVERY = 3
@@ -203,31 +206,31 @@ async def measure_swarm(values: int, watch: Watch) -> None:
         await swarm.leave_one_behind()
 
 
-async def measure_cpu_volunteer(config: RunConfig, watch: Watch) -> int:
-    """A volunteer alone in its run. Returns its model's parameters. Raises: PeerProcessError."""
+async def measure_cpu_volunteer(config: RunConfig, workers: int, watch: Watch) -> None:
+    """A volunteer alone in its run. Raises: PeerProcessError."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memory-")))
         manifest = folder / "manifest.json"
         manifest.write_text(json.dumps(config.to_manifest_content()), encoding="utf-8")
         bare = await start(stack, ["benchmarks.bare_loop", manifest, "--device", "cpu", "--threads", 1], folder)
         loaded = (await bare.event("loaded", START_SECONDS))["memory"]  # libraries and corpus, as in any worker
-        command = ["benchmarks.gated_volunteer", manifest, "--device", "cpu", "--threads", 1, "--cpu-workers", 1]
+        command = ["benchmarks.gated_volunteer", manifest, "--device", "cpu", "--threads", 1]
+        command += ["--cpu-workers", workers]
         volunteer = await start(stack, command, folder)
         connected = (await volunteer.event("connected", START_SECONDS))["memory"]
         watched = Watched(CPU_VOLUNTEER, volunteer, connected, before_worker=loaded)
         async with watch.phase(TRAINING, watched):
             for _ in range(TURNS):
-                trained = await volunteer.event("trained", TURN_SECONDS)
+                await volunteer.event("trained", TURN_SECONDS)
                 volunteer.tell("go")
-    return int(trained["parameters"])
 
 
-def cpu_config(run_file: Path, hidden: int, layers: int) -> RunConfig:
+def cpu_config(run_file: Path, hidden: int, layers: int, workers: int) -> RunConfig:
     """The run with so large a model, and so few tokens at once that activations are small."""
     config = prepared(RunConfig.from_toml(run_file), 1, TURNS)
     shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
     model = config.model.model_copy(update={"config": {**(config.model.config or {}), **shape}})
-    training = config.training.model_copy(update={"batch_size": 1, "sequence_length": 32})
+    training = config.training.model_copy(update={"batch_size": workers, "sequence_length": 32})
     return config.model_copy(update={"model": model, "training": training})
 
 
@@ -243,6 +246,13 @@ def formulas(host: HostMemory) -> dict[tuple[str, str], int]:
         (FOLLOWER, FETCHING): host.beginning_to_follow,
         (FOLLOWER, FOLLOWING): host.following,
     }
+
+
+def cpu_formula(config: RunConfig, workers: int) -> tuple[int, int]:
+    """Return its model's parameters, and the bytes that a volunteer with so many workers on the CPU should take."""
+    skeleton = build_skeleton(config, build_tokenizer(config.tokenizer))
+    memory = worker_memory(skeleton, config.training, "cpu", workers)
+    return memory.trained, HostMemory(memory.trained, INT8).training + memory.training
 
 
 def row_of(role: str, phase: str, taken: int, parameters: int, formula: int) -> dict[str, Any]:
@@ -277,6 +287,7 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 @click.option("--values", default=100_000_000, show_default=True, help="Values of the vector.")
 @click.option("--hidden", default=768, show_default=True, help="Width of the model that is trained on the CPU.")
 @click.option("--layers", default=8, show_default=True, help="Its layers.")
+@click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="That share it.")
 @click.option(
     "--run",
     "run_file",
@@ -286,15 +297,16 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
     help="The run that it is trained in, a run.toml.",
 )
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
-def main(values: int, hidden: int, layers: int, run_file: Path, json_file: Path | None) -> None:
+def main(values: int, hidden: int, layers: int, cpu_workers: int, run_file: Path, json_file: Path | None) -> None:
     watch, host = Watch(), HostMemory(values, INT8)
     try:
         asyncio.run(measure_swarm(values, watch))
         rows = [row_of(*key, watch.most[key], values, formula) for key, formula in formulas(host).items()]
-        parameters = asyncio.run(measure_cpu_volunteer(cpu_config(run_file, hidden, layers), watch))
+        config = cpu_config(run_file, hidden, layers, cpu_workers)
+        asyncio.run(measure_cpu_volunteer(config, cpu_workers, watch))
     except PeerProcessError as error:
         raise click.ClickException(str(error)) from error
-    formula = HostMemory(parameters, INT8).training + WorkerMemory(parameters, parameters).training
+    parameters, formula = cpu_formula(config, cpu_workers)
     key = CPU_VOLUNTEER, TRAINING
     rows.append(row_of(*key, watch.most[key], parameters, formula))
     report(f"main memory, {values / 1e6:g} M parameters", rows, bars_of(rows), json_file)

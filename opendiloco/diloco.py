@@ -141,8 +141,8 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
-        self._joined.leave()
         try:
+            self._joined.leave()
             self._thread.join()
         except BaseException:  # whoever is interrupted now does not want to wait for the round under way
             self._give_up()
@@ -295,7 +295,9 @@ class DiLoCo:
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
             workload.take_turns(driver, self._identity.peer_id, run.config.evaluation)
             volunteer = Volunteer(run, driver, transport, workload)
-            volunteer.draw_with(Curves(workload.worker.telemetry, run.config))
+            telemetry = workload.worker.telemetry
+            telemetry.track_with([], configuration_of(run, self._identity.peer_id, workload.worker.device))
+            volunteer.draw_with(Curves(telemetry, run.config))
             volunteer.admitted_by(entrance)
             loop = asyncio.get_running_loop()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))

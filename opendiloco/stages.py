@@ -11,6 +11,9 @@ Watch = Callable[[str, float | None], None]
 """Called with a stage, such as "tokenizing stdlib", and the share of it that is done, 0 to 1; None if nobody knows."""
 Item = TypeVar("Item")
 
+COMPILING, TRYING_ATTENTION = "compiling", "trying attention within documents alone"
+WITH_A_COMPILER = frozenset({COMPILING, TRYING_ATTENTION})
+"""Stages in which PyTorch compiles. Compilers that it calls may hang."""
 LOOK_SECONDS = 1.0
 """Between two words of how far the same stage has come."""
 

@@ -14,7 +14,7 @@ from opendiloco.errors import first_line
 from opendiloco.inner.device_facts import compiling_lacks
 from opendiloco.inner.team import Team
 from opendiloco.inner.trials import Trial, trial_windows
-from opendiloco.stages import at_stage
+from opendiloco.stages import TRYING_ATTENTION, at_stage
 
 if TYPE_CHECKING:
     from opendiloco.inner.replica import ModelReplica
@@ -34,7 +34,7 @@ def document_attention(replica: ModelReplica, team: Team, end: int) -> str | Non
     """
     if team.device.type not in FLEX_ON or compiling_lacks(team.device) is not None:
         return None
-    at_stage("trying attention within documents alone")
+    at_stage(TRYING_ATTENTION)
     problem = _problem_with_flex(replica, team.device, end)
     if team.smallest(problem is None):
         return FLEX

@@ -139,6 +139,12 @@ class ModelReplica:
         said = read_state(path, self._optimizer, self._parameters(), self._shards, self._kept_by(run))
         self._warmed_up, self._kept_at = int(said["warmed_up"]), int(said["index"])
 
+    def forget_moments(self) -> None:
+        """Have the inner optimizer begin anew: it goes on with nobody's moments."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.state.clear()
+        self._warmed_up = self._kept_at = None
+
     def parts_of_moments(self, path: Path | None, run: str) -> ByteRanges:
         """Return which bytes of such a file `recall_moments` reads beside its header; with None, which ones of another
         replica's moments `load_moments` does. Raises: as `recall_moments`."""

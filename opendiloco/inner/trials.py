@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opendiloco.errors import first_line
 from opendiloco.inner.sharding import transformer_blocks
 from opendiloco.inner.team import Team
-from opendiloco.stages import at_stage
+from opendiloco.stages import COMPILING, at_stage
 
 if TYPE_CHECKING:
     from opendiloco.inner.replica import ModelReplica
@@ -160,7 +160,7 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team) -> None:
     compiled = [block for block in transformer_blocks(replica.model) if "forward" in vars(block)]
     if not compiled:
         return
-    at_stage("compiling")
+    at_stage(COMPILING)
     trial = Trial(replica)
     trial.loss(trial_windows(replica, team.device))
     if team.smallest(trial.error is None or isinstance(trial.error, torch.OutOfMemoryError)):

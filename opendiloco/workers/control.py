@@ -160,6 +160,12 @@ class RecallMoments(ControlMessage):
     run: str
 
 
+class ForgetMoments(ControlMessage):
+    """Begin anew, as if the inner optimizer had never made a step. Answered by `MomentsMoved`."""
+
+    kind: Literal["forget_moments"] = "forget_moments"
+
+
 class LocateMoments(ControlMessage):
     """Say which bytes this worker reads of such a file beside its header, or without a `path` of the memory for the
     inner optimizer's state. Answered by `MomentsMoved`."""
@@ -280,7 +286,7 @@ class Failed(ControlMessage):
     traceback: str
 
 
-MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments | LocateMoments
+MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments | ForgetMoments | LocateMoments
 """Between two inner steps, if the worker is alone."""
 Command = (
     CountDevices | Configure | DigestLease | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | MoveMoments

@@ -20,6 +20,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.shared_memory import SharedVectors, create_memory_file
+from opendiloco.workers.compiling import CompilerHangError, CompilerWatch
 from opendiloco.workers.control import (
     Configured,
     ControlMessage,
@@ -45,6 +46,7 @@ from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from opendiloco.workers.process import Inherited
 from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.restarts import LOST, Restarts
+from opendiloco.workers.start_up import tell_micro_batch
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
@@ -215,29 +217,28 @@ class WorkerGroup:
         self._watching = asyncio.create_task(self._watch(self._workers))
         self.device = self._crew.device
         commands = self._crew.commands(self._config, self._options, fresh)
-        answers = await self._exchange(commands, Configured)
+        try:
+            with CompilerWatch(self._workers, self._lose):
+                answers = await self._exchange(commands, Configured)
+        except CompilerHangError as error:
+            logger.warning("%s The workers start again and do not compile, which would be faster.", error.message)
+            self._options = replace(self._options, compile=False)
+            return await self._start_again()
         self._crew.check_alike(answers)
         self.weights.written_by(zip(self._workers, [answer.parts for answer in answers], strict=True))
         self._micro_batch = answers[0].micro_batch
-        self._tell_micro_batch()
+        if self._options.micro_batch is None and self._options.trains:
+            tell_micro_batch(self._config.training, len(self._workers), self._micro_batch)
         return answers[0]
 
-    def _tell_micro_batch(self) -> None:
-        training = self._config.training
-        piece = -(-training.batch_size // len(self._workers))
-        if self._options.micro_batch is None and self._options.trains and self._micro_batch < piece:
-            wish = (
-                "as the run recommends at most" if self._micro_batch == training.micro_batch else "for want of memory"
-            )
-            logger.info(
-                "each worker puts %d of its %d windows through the model at once, %s; --micro-batch says otherwise",
-                *(self._micro_batch, piece, wish),
-            )
-
-    async def _restart(self) -> None:
+    async def _start_again(self) -> Configured:
+        """Start workers in the place of others, which have put the initial theta where it belongs."""
         await self._end_workers()
         self._lost = None
-        await self._start_workers(fresh=False)
+        return await self._start_workers(fresh=False)
+
+    async def _restart(self) -> None:
+        await self._start_again()
         if self.kept_moments is not None:
             await self._recall_kept(*self.kept_moments)
 
@@ -263,7 +264,8 @@ class WorkerGroup:
         """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
         self._lost = self._lost or error
         self._kill()
-        if not self._restarts.left or isinstance(error, IslandError):
+        is_final = not self._restarts.left or isinstance(error, IslandError)
+        if is_final and not isinstance(self._lost, CompilerHangError):  # whoever starts them can get round that one
             self._die(error)
 
     def _die(self, error: DilocoPeerError) -> None:

@@ -7,13 +7,16 @@ import mmap
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from opendiloco.errors import IslandError
+from opendiloco.inner.moments import STEPS_BYTES
 from opendiloco.inner.moments_file import read_header
 from opendiloco.shared_memory import copy_bytes
 from opendiloco.workers.control import (
+    ForgetMoments,
     KeepMoments,
     LoadMoments,
     LocateMoments,
@@ -21,7 +24,7 @@ from opendiloco.workers.control import (
     StoreMoments,
 )
 from opendiloco.workers.handle import WorkerDeathError, WorkerHandle
-from opendiloco.workers.nodes import Node, Region
+from opendiloco.workers.nodes import Node, Parts, Region
 from opendiloco.workers.request_queue import RequestQueue
 from peers.transfer.memory_file import MemoryFile
 from peers.values.workload import SnapshotError
@@ -104,7 +107,8 @@ class WorkersMoments:
         memory = await asyncio.to_thread(MemoryFile, os.dup(self.descriptor), len(moments))
         try:
             if isinstance(command, StoreMoments):
-                await self._write(command, lambda: memory.data, len(moments))
+                parts = await self._write(command, lambda: memory.data, len(moments))
+                _check_complete(parts, STEPS_BYTES, len(moments))
                 await asyncio.to_thread(copy_bytes, memory.data, moments)
             else:
                 await asyncio.to_thread(copy_bytes, moments, memory.data)
@@ -116,15 +120,17 @@ class WorkersMoments:
         """Through a file, to which the first worker gives its size here, and each machine's first worker there."""
         path = Path(command.path)
         if isinstance(command, KeepMoments):
-            await self._write(command, lambda: _mapped(path, writes=True), 0)
+            parts = await self._write(command, lambda: _mapped(path, writes=True), 0)
+            _check_complete(parts, _header_length(path), path.stat().st_size)
         else:
             given = _Given(
                 _mapped(path, writes=False), LocateMoments(path=command.path, run=command.run), _header_length(path)
             )
             await self._read(command, given)
 
-    async def _write(self, command: StoreMoments | KeepMoments, data: Callable[[], memoryview], room: int) -> None:
-        """Have all workers write moments; what those of other machines write is brought into `data`.
+    async def _write(self, command: StoreMoments | KeepMoments, data: Callable[[], memoryview], room: int) -> Parts:
+        """Have all workers write moments; what those of other machines write is brought into `data`. Returns which
+        bytes they have written.
 
         Each of these machines has memory for it, of `room` bytes to begin with.
         """
@@ -137,19 +143,35 @@ class WorkersMoments:
             for worker, moved in zip(workers, written, strict=True):
                 if worker.node is not None and moved.parts:
                     await worker.node.fetch(Region.MOMENTS, data(), moved.parts)
+            return list(chain.from_iterable(moved.parts for moved in written))
         finally:
             with suppress(IslandError):
                 for node in nodes:
                     await node.resize(Region.MOMENTS, 0)
 
     async def _read(self, command: LoadMoments | RecallMoments, given: _Given) -> None:
-        """Have all workers read moments: on other machines in turns, each a copy of what it reads and no more."""
+        """Have all workers read moments: on other machines in turns, each a copy of what it reads and no more.
+
+        When some have read them and others could not, all begin anew. Otherwise they would go on with moments of
+        different times, and with different learning rates.
+        """
+        workers, have_read = self._workers(), list[WorkerHandle]()
+
+        async def read(worker: WorkerHandle) -> None:
+            await worker.move_moments(command)
+            have_read.append(worker)
+
         by_node: dict[Node | None, list[WorkerHandle]] = {}
-        for worker in self._workers():
+        for worker in workers:
             by_node.setdefault(worker.node, []).append(worker)
-        here = [worker.move_moments(command) for worker in by_node.pop(None, [])]
-        there = [_read_in_turns(node, workers, command, given) for node, workers in by_node.items() if node is not None]
-        await self._gather([*here, *there])
+        here = [read(worker) for worker in by_node.pop(None, [])]
+        there = [_read_in_turns(node, others, read, given) for node, others in by_node.items() if node is not None]
+        try:
+            await self._gather([*here, *there])
+        except SnapshotError:
+            if have_read:
+                await self._gather(worker.move_moments(ForgetMoments()) for worker in workers)
+            raise
 
     async def _gather(self, moves: Iterable[Awaitable[Moved]]) -> list[Moved]:
         """Return what all of them return, once all have ended. Raises: what one of them does."""
@@ -163,7 +185,7 @@ class WorkersMoments:
 
 
 async def _read_in_turns(
-    node: Node, workers: Sequence[WorkerHandle], command: LoadMoments | RecallMoments, given: _Given
+    node: Node, workers: Sequence[WorkerHandle], read: Callable[[WorkerHandle], Awaitable[None]], given: _Given
 ) -> None:
     """Have workers of another machine read moments one after the other. Its memory for them has room for all of them,
     and takes no more than what is sent there."""
@@ -172,12 +194,32 @@ async def _read_in_turns(
             await node.resize(Region.MOMENTS, len(given.data))
             await node.send(Region.MOMENTS, given.data, (0, given.header))
             located = await worker.move_moments(given.locate)
+            _check_within(located.parts, len(given.data))
             for part in located.parts:
                 await node.send(Region.MOMENTS, given.data, part)
-            await worker.move_moments(command)
+            await read(worker)
         finally:
             with suppress(IslandError):
                 await node.resize(Region.MOMENTS, 0)
+
+
+def _check_complete(parts: Parts, start: int, stop: int) -> None:
+    """Raises: SnapshotError unless workers have written each byte from `start` to `stop` once, as those do that have
+    cut the same model into as many pieces as they are."""
+    place = start
+    for begin, end in sorted(part for part in parts if part[0] < part[1]):
+        if begin != place:
+            break
+        place = end
+    if place != stop:
+        raise SnapshotError(f"its workers' parts of the moments do not fit together at byte {place} of {stop}")
+
+
+def _check_within(parts: Parts, size: int) -> None:
+    """Raises: SnapshotError when a worker wants bytes that the moments do not have."""
+    for begin, end in parts:
+        if not 0 <= begin <= end <= size:
+            raise SnapshotError(f"a worker wants bytes {begin} to {end} of moments that have {size}")
 
 
 def _header_length(path: Path) -> int:

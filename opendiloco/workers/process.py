@@ -25,6 +25,7 @@ from peers.net.signals import signals_held_back
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
+LOOK_SECONDS = 0.2
 LINES_KEPT = 60
 """As many as a traceback through torch has."""
 LINE_LENGTH = 500
@@ -114,14 +115,22 @@ class WorkerProcess(WorkerHandle):
         self._is_ended = True
         self._writer.close()
         try:
-            await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+            await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
         except TimeoutError:
             self.kill()
-            await self._process.wait()
+            await self._ended()
         await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.end(self._describe_death())
+
+    async def _ended(self) -> None:
+        """Return once the process has ended. Some versions of asyncio also wait for whoever else holds its output, such
+        as a compiler that it called and that hangs."""
+        while self._process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), LOOK_SECONDS)
 
     async def _listen(self, ours: socket.socket) -> None:
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
@@ -132,17 +141,16 @@ class WorkerProcess(WorkerHandle):
         try:
             while line := await reader.readline():
                 self.hear(line)
-            await self._process.wait()
         except ConnectionError:  # it has ended before it read all that we said
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+                await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-            await self._process.wait()
         except (ValidationError, ValueError) as error:
             self._output.heard(f"control channel: {error}")
-            self._process.kill()
-            await self._process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await self._ended()
         await asyncio.wait([output], timeout=CLOSE_SECONDS)
         self.end(self._describe_death())
 

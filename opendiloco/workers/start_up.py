@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from opendiloco.config.run_config import TrainingSection
+
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 10.0
@@ -29,6 +31,17 @@ class StartUp:
         elif now - self._said >= QUIET_SECONDS:
             self._said = now
             logger.info("%s: %s", stage, _how_far(share, now - self._began))
+
+
+def tell_micro_batch(training: TrainingSection, workers: int, micro_batch: int) -> None:
+    """Log how many windows go through the model at once, where that is not each worker's whole piece of a batch."""
+    piece = -(-training.batch_size // workers)
+    if micro_batch < piece:
+        wish = "as the run recommends at most" if micro_batch == training.micro_batch else "for want of memory"
+        logger.info(
+            "each worker puts %d of its %d windows through the model at once, %s; --micro-batch says otherwise",
+            *(micro_batch, piece, wish),
+        )
 
 
 def _how_far(share: float | None, seconds: float) -> str:

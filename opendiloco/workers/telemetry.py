@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import Gauge
+from prometheus_client import Gauge, Info
 
 from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.workers.control import InnerLoopDone, InnerStepDone
@@ -53,6 +55,9 @@ OUTER_GAUGES = {name: Gauge(f"diloco_peer_outer_{name}", f"{text}; last step") f
 BITS_PER_BYTE = Gauge(
     "diloco_peer_held_out_bits_per_byte", "Loss of theta on held-out text in bits per byte, as this peer last found it"
 )
+RUN = Info("diloco_peer_run", "What this peer trains, and with what: the run's manifest, its own options, versions")
+LABEL_LENGTH = 200
+"""Characters of a value of the configuration; some are as long as the run's author likes."""
 for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):
     _gauge.set(math.nan)  # until something has been trained
 
@@ -92,7 +97,9 @@ class Telemetry:
         self._peak_tokens_per_second = peak_tokens_per_second
 
     def track_with(self, trackers: Iterable[Tracker], configuration: Mapping[str, Any]) -> None:
-        """Tell these trackers, too, from now on; first the configuration of what they will see."""
+        """Tell these trackers, too, from now on; first the configuration of what they will see. Prometheus gets it in
+        any case."""
+        RUN.info(dict(_labels(configuration)))
         for tracker in trackers:
             self.trackers.append(tracker)
             self._tell(tracker, lambda tracker: tracker.configure(configuration))
@@ -160,6 +167,16 @@ class Telemetry:
         except Exception as error:  # each library has its own ways to object
             self.trackers.remove(tracker)
             logger.warning("%s takes no more values: %s", type(tracker).__name__, error)
+
+
+def _labels(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield what is known of a configuration as labels, each named after the path to its value."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _labels(inner, f"{path}_{key}" if path else key)
+    elif value is not None:
+        said = value if isinstance(value, str) else json.dumps(value)
+        yield re.sub(r"\W", "_", path, flags=re.ASCII), said[:LABEL_LENGTH]
 
 
 def line_of(values: Mapping[str, float]) -> str:

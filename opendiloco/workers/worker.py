@@ -41,6 +41,7 @@ from opendiloco.workers.control import (
     Evaluated,
     Export,
     Exported,
+    ForgetMoments,
     Generate,
     Generated,
     InnerLoopDone,
@@ -208,10 +209,10 @@ class Worker:
                 return self._generate(command)
             case Export():
                 return self._export(command)
-            case StoreMoments() | LoadMoments() | KeepMoments() | RecallMoments() | LocateMoments():
-                return self._move_moments(command)
-            case _:
+            case Configure() | CountDevices() | EndInnerLoop():
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
+            case _:
+                return self._move_moments(command)
 
     def _train(self, command: RunInnerLoop) -> InnerLoopDone:
         from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
@@ -271,6 +272,8 @@ class Worker:
                     return MomentsMoved(parts=parts)
                 case RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
+                case ForgetMoments():
+                    self._replica.forget_moments()
                 case LocateMoments():
                     path = None if command.path is None else Path(command.path)
                     return MomentsMoved(parts=self._replica.parts_of_moments(path, command.run))

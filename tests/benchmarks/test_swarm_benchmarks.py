@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import averaging, churn, join, memory, training, vector_peer
+from benchmarks import averaging, churn, join, memory, threads, training, vector_peer
 from benchmarks.groups import GLOO, OURS, sent_bytes
 from benchmarks.processes import Event, PeerProcess, PeerProcessError, gone, memory_taken
 from opendiloco.config.run_config import RunConfig
@@ -91,6 +91,39 @@ def test_training_reports(tmp_path: Path) -> None:
     assert volunteer["of bare"] == pytest.approx(volunteer["tokens/s"] / bare["tokens/s"])
     assert [bar["at_least"] for bar in content["bars"]] == [0.97]
     assert not child_processes()
+
+
+@pytest.mark.swarm
+def test_numbers_of_threads_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "usable_cores", lambda: 1)
+    figures = tmp_path / "figures.json"
+    arguments = ["--run", str(TINY), "--steps", "2", "--repetitions", "1", "--json", str(figures)]
+    done = CliRunner().invoke(threads.main, arguments, catch_exceptions=False)
+    assert done.output.strip().splitlines()[-1].startswith("verdict: ")
+    rows = json.loads(figures.read_text())["rows"]
+    assert [(row["asked for"], row["threads"]) for row in rows] == [("1", 1), (threads.BY_ITSELF, 1)]
+    for row in rows:
+        assert row["tokens/s"] == row["slowest turn"] > 0
+        assert row["latest ms"] == row["late ms"] > 0
+    assert not child_processes()
+
+
+@pytest.mark.parametrize(
+    ("cores", "told", "chosen"), [(1, [1], 1), (2, [1, 2], 1), (6, [1, 2, 4, 5, 6], 5), (8, [1, 2, 4, 7, 8], 7)]
+)
+def test_numbers_of_threads_that_are_tried(cores: int, told: list[int], chosen: int) -> None:
+    *others, last = threads.contenders_on(cores).items()
+    assert [(name, each.threads) for name, each in others] == [(str(number), number) for number in told]
+    assert (last[0], last[1].threads) == (threads.BY_ITSELF, chosen)
+
+
+def test_the_choice_is_held_against_the_best_that_leaves_a_core() -> None:
+    contenders = threads.contenders_on(4)
+    for name, seconds in {"1": 2.0, "2": 0.5, "3": 1.0, "4": 0.1, threads.BY_ITSELF: 1.0}.items():
+        contenders[name].add({"seconds": seconds, "tokens": 1, "late_seconds": 0.001})
+    [bar] = threads.bars_of(contenders, 4)
+    assert "with 2," in bar.name
+    assert (bar.ratio, bar.at_least) == (0.5, 0.97)
 
 
 def test_what_training_takes() -> None:

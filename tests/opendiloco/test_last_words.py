@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +25,11 @@ def deepest():
     raise RuntimeError("no kernel image is available")
 deepest()
 """
+LEAVES_ANOTHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import os; os.read({0}, 1)"], pass_fds=[{0}])
+sys.exit(3)
+"""
 CRASHES = """
 import ctypes, faulthandler
 faulthandler.enable()
@@ -30,12 +37,20 @@ ctypes.string_at(0)
 """
 
 
-async def dead(script: str, monkeypatch: pytest.MonkeyPatch) -> WorkerDeathError:
-    """What is raised for a worker whose program is this script."""
+async def dead(
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    inherits: Sequence[int] = (),
+    afterwards: Callable[[], None] = lambda: None,
+) -> WorkerDeathError:
+    """What is raised for a worker whose program is this script, which inherits these descriptors."""
+    started = list[asyncio.subprocess.Process]()
 
     async def spawn(control: int, descriptors: Inherited, threads: int) -> asyncio.subprocess.Process:
         pipe: dict[str, Any] = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
-        return await asyncio.create_subprocess_exec(sys.executable, "-c", script, pass_fds=[control], **pipe)
+        command = [sys.executable, "-c", script]
+        started.append(await asyncio.create_subprocess_exec(*command, pass_fds=[control, *inherits], **pipe))
+        return started[0]
 
     monkeypatch.setattr(process, "_spawn", spawn)
     async with asyncio.timeout(SECONDS):
@@ -45,6 +60,9 @@ async def dead(script: str, monkeypatch: pytest.MonkeyPatch) -> WorkerDeathError
                 await worker.exchange(CountDevices(), DevicesCounted, lambda progress: None)
         finally:
             await worker.close()
+        afterwards()
+        assert started[0].stdout is not None
+        await started[0].stdout.read()
     return caught.value
 
 
@@ -69,6 +87,17 @@ def test_a_crash_says_where_it_was(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert "was killed by SIGSEGV" in error.message
     assert "Fatal Python error: Segmentation fault" in caplog.text
     assert "string_at" in caplog.text
+
+
+def test_the_death_of_a_worker_is_noticed_though_another_process_has_its_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a compiler that it called and that hangs: asyncio itself waits for it."""
+    reading, writing = os.pipe()
+    script = LEAVES_ANOTHER.format(reading)
+    error = asyncio.run(dead(script, monkeypatch, [reading], lambda: os.close(writing)))  # with which the other ends
+    os.close(reading)
+    assert "ended with exit status 3" in error.message
 
 
 def test_a_worker_that_we_end_is_no_news(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

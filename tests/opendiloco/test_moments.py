@@ -209,6 +209,21 @@ def test_who_has_made_as_many_steps_keeps_its_own(small_config: RunConfig, donor
     replica.load_moments(with_steps(data, 13))
 
 
+def test_who_forgets_them_is_as_one_who_has_never_trained(
+    small_config: RunConfig, donor: tuple[Any, Any, memoryview]
+) -> None:
+    """With smaller steps again where it joins in the middle."""
+    _, theta, data = donor
+    forgetful, fresh = (make_replica(small_config)[0] for _ in range(2))
+    forgetful.train(theta, 3, LEASE, 2)
+    forgetful.load_moments(Moments(data))
+    forgetful.forget_moments()
+    for replica in (forgetful, fresh):
+        replica.train(theta, 6, NEXT, 3)
+    assert weights(forgetful) == weights(fresh)
+    assert forgetful.learning_rate == fresh.learning_rate
+
+
 def with_steps(data: memoryview, steps: int) -> Moments:
     moments = Moments(memoryview(bytearray(data)))
     moments.steps[0] = steps

@@ -7,11 +7,17 @@ import math
 from collections.abc import Mapping
 
 import pytest
+import torch
 from prometheus_client import REGISTRY
 
+from opendiloco.config.run_config import RunConfig
+from opendiloco.curves import configuration_of
+from opendiloco.run import Run
 from opendiloco.workers.control import InnerStepDone
+from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import OUTER_VALUES, VALUES, Telemetry, values_of
 from peers.presence.heartbeat import HeldOutLoss
+from peers.values.identity import Identity
 from tests.opendiloco.trainings import NotingTracker, training_done
 
 EXPECTED = {
@@ -57,6 +63,7 @@ def test_an_outer_step_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog:
     telemetry.track_with([tracker], {"run_id": "small-1"})
     with caplog.at_level(logging.INFO):
         telemetry.outer_step(7, TAKEN)
+        assert {name: REGISTRY.get_sample_value(f"diloco_peer_outer_{name}") for name in OUTER_VALUES} == TAKEN
         telemetry.outer_step(8, TAKEN | dict.fromkeys(("pseudo_gradient_norm", "cosine", "pause_seconds"), math.nan))
     assert caplog.messages == [
         "outer step 7: learning rate 0.7, pseudo-gradient norm 0.5, cosine to the average 0.750, average norm 0.25, "
@@ -77,6 +84,37 @@ def test_an_outer_step_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog:
     assert fewer.keys() == values.keys() - {
         f"outer_step/{name}" for name in ("pseudo_gradient_norm", "cosine", "pause_seconds")
     }
+
+
+def test_prometheus_has_the_configuration_of_the_run(small_config: RunConfig) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    Telemetry(inner_steps=10).track_with([], configuration_of(run, "peer-1", "cpu", WorkerOptions(threads=3)))
+    [metric] = (found for found in REGISTRY.collect() if found.name == "diloco_peer_run")
+    [sample] = metric.samples
+    assert (sample.name, sample.value) == ("diloco_peer_run_info", 1)
+    training = small_config.training
+    expected = {
+        "run_id": run.run_id,
+        "peer_id": "peer-1",
+        "run_name": small_config.name,
+        "run_training_inner_steps": str(training.inner_steps),
+        "run_training_precision": training.precision,
+        "run_inner_optimizer_learning_rate": str(small_config.inner_optimizer.learning_rate),
+        "run_model_config_model_type": "llama",
+        "machine_device": "cpu",
+        "machine_options_threads": "3",
+        "machine_options_trains": "true",
+        "versions_torch": torch.__version__,
+    }
+    assert expected.items() <= sample.labels.items()
+    assert all(name.isidentifier() for name in sample.labels)
+
+
+def test_strange_names_and_long_values_of_a_run_harm_no_metric() -> None:
+    configuration = {"run": {"model": {"a-b é": "x" * 10**6, "none": None, "list": [1, 2]}}}
+    Telemetry(inner_steps=10).track_with([], configuration)
+    labels = {"run_model_a_b__": "x" * 200, "run_model_list": "[1, 2]"}
+    assert REGISTRY.get_sample_value("diloco_peer_run_info", labels) == 1
 
 
 def test_losses_are_told_in_bits_per_byte_where_the_text_is_known(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,11 +28,11 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.workers.control import EndInnerLoop
+from opendiloco.workers.control import EndInnerLoop, MomentsMoved, MoveMoments, RecallMoments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
-from peers.values.workload import InnerLoop, Progress
+from peers.values.workload import InnerLoop, Progress, SnapshotError
 from tests.child_processes import child_processes
 
 pytestmark = pytest.mark.swarm
@@ -176,6 +176,30 @@ def test_moments_are_the_same_however_the_model_is_shared(groups: Groups, tmp_pa
         assert np.array_equal(tensor, kept["again"][name])
         assert np.array_equal(tensor, kept["at last"][name])
         assert tensor.shape == kept["sharded"][name].shape
+
+
+def test_when_one_worker_cannot_read_its_moments_all_begin_anew(
+    groups: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        group = groups.members[3]
+        await group.train(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
+        await group.keep_moments(tmp_path / "kept", "run", 1)
+        last = group._workers[-1]
+        move = last.move_moments
+
+        async def move_or_refuse(command: MoveMoments) -> MomentsMoved:
+            if isinstance(command, RecallMoments):
+                raise SnapshotError("the device ran out of memory")
+            return await move(command)
+
+        monkeypatch.setattr(last, "move_moments", move_or_refuse)
+        with pytest.raises(SnapshotError, match="ran out of memory"):
+            await group.recall_moments(tmp_path / "kept", "run")
+        with pytest.raises(SnapshotError, match="has not made a step"):
+            await group.keep_moments(tmp_path / "kept again", "run", 2)
+
+    groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
 
 
 def test_when_one_worker_is_told_to_stop_all_stop_after_the_same_inner_step(groups: Groups, workers: int) -> None:

@@ -14,6 +14,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.model.card import RunFacts
 from opendiloco.shared_memory import reserve
+from opendiloco.stages import COMPILING
+from opendiloco.workers import compiling
 from opendiloco.workers.control import (
     Configure,
     Configured,
@@ -46,6 +48,10 @@ REQUESTS: dict[str, Callable[[WorkerGroup], Awaitable[object]]] = {
 }
 
 
+def quiet(stage: str, share: float | None) -> None:
+    """Take a worker's word of what it is busy with."""
+
+
 class Played(WorkerProcess):
     """Of two workers the second can take `windows` at once; the first then waits for it in a collective."""
 
@@ -57,6 +63,7 @@ class Played(WorkerProcess):
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
+        self.on_stage = quiet
         self.configured: Configure
         self.ended = asyncio.Event()
 
@@ -324,3 +331,65 @@ def test_memory_that_runs_out_while_workers_start_again_is_not_the_end(
 
     monkeypatch.setattr(Played, "exchange", configure)
     asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_while_only(
+    fresh: bool, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All start again without it, whether they have just come or take the place of lost ones; that is no restart."""
+    hangs = [fresh]
+    exchange = Played.exchange
+
+    async def compile_for_ever(self: Played, command: ControlMessage, answer: type[Any], on_progress: Any) -> Any:
+        if hangs[0] and isinstance(command, Configure) and command.options.compile is not False:
+            if command.rank == 1:
+                self.on_stage("building the model", None)
+                self.on_stage(COMPILING, None)
+            await self.ended.wait()
+            raise WorkerDeathError("killed by SIGKILL.")
+        return await exchange(self, command, answer, on_progress)
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=0 if fresh else 1)
+        if not fresh:
+            Played.deaths.update({1: 1})
+            hangs[0] = True
+            with pytest.raises(WorkersRestartedError):
+                await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            assert len(Played.all) == 6
+        assert not group._death.done()
+        assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
+        assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
+        await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+        await group.close()
+
+    monkeypatch.setattr(Played, "exchange", compile_for_ever)
+    monkeypatch.setattr(compiling, "COMPILING_SECONDS", 0.01)
+    asyncio.run(asyncio.wait_for(story(), 30))
+    said = "a worker's compiler has not come to an end in 0 minutes. The workers start again and do not compile"
+    assert caplog.text.count(said) == 1
+
+
+def test_a_compiler_that_comes_to_an_end_is_not_timed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, seen, hung, rung = Played(-1), list[str](), list[Exception](), asyncio.Event()
+
+    def on_hang(error: Exception) -> None:
+        hung.append(error)
+        rung.set()
+
+    worker.on_stage = lambda stage, share: seen.append(stage)
+    monkeypatch.setattr(compiling, "COMPILING_SECONDS", 0.0)
+
+    async def story() -> None:
+        for waits in (False, True):
+            with compiling.CompilerWatch([worker], on_hang):
+                worker.on_stage(COMPILING, None)
+                if waits:
+                    await asyncio.wait_for(rung.wait(), 30)
+            for _ in range(3):
+                await asyncio.sleep(0)  # what is due is done
+            assert bool(hung) == waits
+
+    asyncio.run(story())
+    assert seen == [COMPILING] * 2, "whoever listened before is told as well"

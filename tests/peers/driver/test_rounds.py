@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from peers.driver import rounds
 from peers.driver.rounds import RoundCosts, Rounds
@@ -38,6 +39,8 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rounds, "Traffic", lambda *parts: StandIn())
     counted = Rounds(transport, workload, PayloadBuffers(workload), host)
     assert counted.costs == RoundCosts(0.0, 0, 0)
+    seconds, taken = "diloco_peer_round_seconds_total", "diloco_peer_rounds_total"
+    before = {name: REGISTRY.get_sample_value(name) or 0.0 for name in (seconds, taken)}
 
     def begin(name: str) -> None:
         round = SimpleNamespace(name=name, peers=("a", "b"), remaining=("a", "b"))
@@ -57,6 +60,7 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     clock[0] += 50
     counted.follow()
     assert counted.costs == RoundCosts(7.0, 20, 3)
+    assert {name: (REGISTRY.get_sample_value(name) or 0.0) - before[name] for name in before} == {seconds: 7, taken: 2}
     begin("third")
     clock[0] += 1
     assert counted.costs.seconds == 8

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from peers.driver import outgoing
 from peers.driver.incoming import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, StreamHeader
@@ -845,7 +846,12 @@ def test_streams_from_who_is_lost_end_and_nothing_more_is_taken_from_it() -> Non
 
 
 def test_a_link_is_measured_both_ways() -> None:
+    def counted() -> list[float]:
+        directions = ("sent", "received")
+        return [REGISTRY.get_sample_value("diloco_peer_round_bytes_total", {"direction": d}) or 0 for d in directions]
+
     async def scenario() -> None:
+        before = counted()
         async with Host.running() as host, sending(host, "a") as a:
             assert host.traffic.rate == 0
             host.quantized()
@@ -858,6 +864,7 @@ def test_a_link_is_measured_both_ways() -> None:
                 for said in host.seen(ChunkSent)
             )
             assert (host.traffic.sent_bytes, host.traffic.received_bytes) == (sent, BLOCK)
+            assert [now - then for now, then in zip(counted(), before, strict=True)] == [sent, BLOCK], "for Prometheus"
             host.wire.caps = Caps(upload=1.0)
             assert host.traffic.rate == 1, "more than the owner allows, the link does not carry"
 

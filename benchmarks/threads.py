@@ -1,0 +1,134 @@
+"""How fast a worker trains on the CPU with how many threads: `python -m benchmarks.threads`.
+
+Volunteers (benchmarks/gated_volunteer.py), each alone in its run and with one worker, live side by side and take turns
+of one outer step's inner steps; each one's first turn only warms up. One chooses its threads by itself, as `join` does
+without `--threads`; the others are told: one, two, four and so on, all cores but one, and all cores.
+
+"of one thread" is the median over turns of the tokens a second over those with one thread in the same turn. "late" is
+how late the peer process was at most, in a turn, to do what it wanted to do at a certain time: the median over turns,
+and the most.
+
+The bar: what a volunteer chooses is as fast as any number that leaves the peer process a core. All cores are shown
+beside it. They are faster where nothing else runs, and slower where anything does: threads that have finished their
+part of an operation wait for the one whose core is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.processes import PeerProcess
+from benchmarks.reporting import Bar, report, speed_ratio
+from benchmarks.training import START_SECONDS, TURN_SECONDS, prepared, start
+from opendiloco.config.run_config import RunConfig
+from opendiloco.cores import usable_cores
+from opendiloco.workers.options import WorkerOptions, choose_threads
+
+BY_ITSELF, ONE = "by itself", "1"
+AT_LEAST = 0.97
+
+
+@dataclass
+class Contender:
+    """A volunteer whose worker has so many threads, and what its turns took."""
+
+    threads: int
+    seconds_per_token: list[float] = field(default_factory=list)
+    late_seconds: list[float] = field(default_factory=list)
+
+    def add(self, trained: dict[str, Any]) -> None:
+        self.seconds_per_token.append(trained["seconds"] / trained["tokens"])
+        self.late_seconds.append(trained["late_seconds"])
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second, the median over turns."""
+        return statistics.median(1 / seconds for seconds in self.seconds_per_token)
+
+
+def contenders_on(cores: int) -> dict[str, Contender]:
+    """Return who takes part on a machine with so many cores."""
+    numbers = {1, max(1, cores - 1), cores} | {2**power for power in range(cores.bit_length())}
+    told = {str(number): Contender(number) for number in sorted(numbers)}
+    return told | {BY_ITSELF: Contender(choose_threads(WorkerOptions(threads=None), ["cpu"], cores))}
+
+
+async def measure(config: RunConfig, contenders: dict[str, Contender], repetitions: int) -> None:
+    """Fill in all contenders' turns. Raises: PeerProcessError."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="threads-")))
+        volunteers = dict[str, PeerProcess]()
+        for name, contender in contenders.items():
+            (own := folder / name.replace(" ", "-")).mkdir()
+            manifest = own / "manifest.json"
+            manifest.write_text(json.dumps(config.to_manifest_content()), encoding="utf-8")
+            told = [] if name == BY_ITSELF else ["--threads", contender.threads]
+            command = ["benchmarks.gated_volunteer", manifest, "--device", "cpu", *told]
+            volunteers[name] = await start(stack, command, own)
+            await volunteers[name].event("trained", START_SECONDS + TURN_SECONDS)
+        for _ in range(repetitions):
+            for name, volunteer in volunteers.items():
+                volunteer.tell("go")
+                contenders[name].add(await volunteer.event("trained", TURN_SECONDS))
+
+
+def rows_of(contenders: dict[str, Contender]) -> list[dict[str, Any]]:
+    """Return the lines of the table."""
+    seconds = {name: contender.seconds_per_token for name, contender in contenders.items()}
+    return [
+        {
+            "asked for": name,
+            "threads": contender.threads,
+            "tokens/s": contender.speed,
+            "slowest turn": 1 / max(contender.seconds_per_token),
+            "of one thread": speed_ratio(seconds, name, ONE),
+            "late ms": 1e3 * statistics.median(contender.late_seconds),
+            "latest ms": 1e3 * max(contender.late_seconds),
+        }
+        for name, contender in contenders.items()
+    ]
+
+
+def bars_of(contenders: dict[str, Contender], cores: int) -> list[Bar]:
+    """Return the one bar; of the numbers that leave a core, whichever is the fastest beside the choice."""
+    seconds = {name: contender.seconds_per_token for name, contender in contenders.items()}
+    ratios = {
+        name: speed_ratio(seconds, BY_ITSELF, name)
+        for name, contender in contenders.items()
+        if name != BY_ITSELF and contender.threads <= max(1, cores - 1)
+    }
+    best = min(ratios, key=lambda name: ratios[name])
+    return [Bar(f"tokens/s by itself / with {best}, the best that leaves a core", ratios[best], AT_LEAST)]
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--run",
+    "run_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=Path("examples/llama-2m.toml"),
+    show_default=True,
+    help="What is trained, a run.toml.",
+)
+@click.option("--steps", default=4, show_default=True, type=click.IntRange(min=1), help="Inner steps of a turn.")
+@click.option("--repetitions", default=8, show_default=True, type=click.IntRange(min=1), help="Turns that count.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+def main(run_file: Path, steps: int, repetitions: int, json_file: Path | None) -> None:
+    config, cores = prepared(RunConfig.from_toml(run_file), steps, repetitions), usable_cores()
+    contenders = contenders_on(cores)
+    asyncio.run(measure(config, contenders, repetitions))
+    title = f"training {config.name} on the CPU, {cores} cores: {repetitions} turns of {steps} steps"
+    report(title, rows_of(contenders), bars_of(contenders, cores), json_file)
+
+
+if __name__ == "__main__":
+    main()
