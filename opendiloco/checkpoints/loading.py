@@ -20,6 +20,7 @@ from opendiloco.checkpoints.files import (
     sweep,
 )
 from opendiloco.errors import CheckpointError
+from peers.errors import quoted
 from peers.log.header import Header
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import MESSAGE_LIMIT, WireError, pack, unpack
@@ -140,7 +141,7 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
     if metadata.get("format") != FORMAT or metadata.keys() != FIELDS:
         raise DamagedFileError(f"is not of the format {FORMAT!r}")
     if metadata["run"] != run:
-        raise DamagedFileError(f"belongs to the run {metadata['run']!r:.120}, not to {run}")
+        raise DamagedFileError(f"belongs to the run {quoted(metadata['run'], 120)}, not to {run}")
     try:
         state_digest, packed = bytes.fromhex(metadata["state_digest"]), bytes.fromhex(metadata["last"])
         last = unpack(Header, packed, MESSAGE_LIMIT) if packed else None

@@ -72,6 +72,7 @@ def create(
 
     from opendiloco.identity_file import load_identity
     from opendiloco.issued import Issued
+    from peers.errors import quoted
     from peers.values.identity import is_peer_id
     from peers.values.tickets import Ticket
 
@@ -79,7 +80,7 @@ def create(
     if (manifest is None) == (given is None):
         raise click.UsageError("give the run's MANIFEST, or --from and your ticket.")
     if peer is not None and not is_peer_id(peer):
-        raise click.BadParameter(f"{peer!r:.80} is not a peer id.", param_hint="--for")
+        raise click.BadParameter(f"{quoted(peer, 80)} is not a peer id.", param_hint="--for")
     expires = int(time.time() + days * DAY)
     if manifest is not None:
         run, key = organised(manifest, identity)
