@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
     from opendiloco.errors import MachineError
     from opendiloco.run import Run
+    from peers.values.manifest import Invite
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +70,25 @@ def create(
     path = save(run, out)
     kept = asyncio.run(announce(run, initial_peers))
     invite = Invite(run.run_id, kept)
-    click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}\nTo train in it, type on any machine:")
-    if run.manifest.is_by_invitation:
-        click.echo(f"  diloco-peer join --run {invite} --ticket TICKET\nGive out such tickets with")
-        click.echo(f"  diloco-peer invite create {path}" + (f" --identity {identity}" if identity else ""))
-    else:
-        click.echo(f"  diloco-peer join --run {invite}")
+    click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
+    for line in next_lines(run, invite, path, identity):
+        click.echo(line)
+
+
+def next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
+    """Yield what to type next: on volunteers' machines, and on the organiser's."""
+    from opendiloco.data.local_sources import local_sources
+
+    folders, is_by_invitation = local_sources(run.config.data), run.manifest.is_by_invitation
+    yield "To train in it, type on any machine:"
+    ticket = " --ticket TICKET" if is_by_invitation else ""
+    yield f"  diloco-peer join --run {invite}{ticket}{' --data FOLDER' * len(folders)}"
+    if folders:
+        each = "Each FOLDER" if len(folders) > 1 else "FOLDER"
+        yield f"{each} is that machine's own, with the text that is here in {', '.join(folders)}."
+    if is_by_invitation:
+        yield "Give out such tickets with"
+        yield f"  diloco-peer invite create {manifest}" + (f" --identity {identity}" if identity else "")
 
 
 @command.command()
