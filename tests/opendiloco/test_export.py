@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -39,6 +40,18 @@ def test_an_exported_folder_loads_with_transformers_alone(small_config: RunConfi
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (BEGIN, END, PADDING)
     assert GenerationConfig.from_pretrained(folder).eos_token_id == END
     assert json.loads((folder / "config.json").read_text())["bos_token_id"] == BEGIN
+
+
+def test_whoever_may_read_the_configuration_may_read_the_weights(small_config: RunConfig, tmp_path: Path) -> None:
+    """Regression: safetensors makes its file for its owner alone, whatever the umask says."""
+    before = os.umask(0o027)
+    try:
+        export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, FACTS)
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {
+        path.name: oct(0o640) for path in tmp_path.iterdir()
+    }
 
 
 def test_the_model_card_states_the_runs_facts(small_config: RunConfig, tmp_path: Path) -> None:
