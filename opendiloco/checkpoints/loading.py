@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,13 +89,15 @@ class Checkpoints:
 
         Raises: CheckpointError when the folder is unreadable.
         """
-        for index in self.indices():
-            if at_most is not None and index > at_most:
-                continue
+        return self.load_first(index for index in self.indices() if at_most is None or index <= at_most)
+
+    def load_first(self, indices: Iterable[int]) -> Checkpoint | None:
+        """Return the first good one of these; each that is not good is named in the log. None: none is good."""
+        for index in indices:
             try:
                 return self.load(index)
             except CheckpointError as error:
-                logger.warning("%s It is skipped; an older checkpoint is used if there is one.", error.message)
+                logger.warning("%s It is skipped; another checkpoint is used if there is one.", error.message)
         return None
 
     def load(self, index: int) -> Checkpoint:

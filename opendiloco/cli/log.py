@@ -78,7 +78,12 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
 @command.command()
 @log_options
 @click.option("--manifest", type=FILE, help="The run's signed manifest.  [default: the one in the run's folder]")
-@click.option("--checkpoint", type=FILE, help="Compute the states from this checkpoint on, which needs no model.")
+@click.option(
+    "--checkpoint",
+    type=FILE,
+    help="Compute the states from this checkpoint on, which needs no model.  "
+    "[default: where the first payload is gone, one in the run's folder]",
+)
 @click.pass_obj
 def verify(
     log: LogOptions, run: str | None, folder: Path | None, manifest: Path | None, checkpoint: Path | None
