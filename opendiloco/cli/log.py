@@ -130,7 +130,7 @@ def find_log(run: str | None, folder: Path | None) -> Path:
     if not logs:
         raise click.UsageError(f"there is no log in {where}: nobody has trained in that run on this machine, it seems.")
     if len(logs) > 1:
-        raise click.UsageError(f"there are several: choose one with --folder: {', '.join(map(str, logs))}")
+        raise click.UsageError(f"there are several: choose one with --folder FOLDER: {', '.join(map(str, logs))}")
     return logs[0]
 
 

@@ -148,7 +148,7 @@ def test_which_log(folder: RunFolder, recorded: RecordedRun, tmp_path: Path) -> 
     LogFolder.open(second.log, recorded.empty_log, BLOCK_BYTES)
     result = log("show", "--run", run_id)
     assert result.exit_code == 2
-    assert f"choose one with --folder: {folder.log}, {second.log}" in result.stderr
+    assert f"choose one with --folder FOLDER: {folder.log}, {second.log}" in result.stderr
     assert verify(second) == []
 
 
