@@ -39,6 +39,7 @@ def command(
 
     from opendiloco.errors import MachineError
 
+    check_include(include)
     check_installed()
     if set(str(model)) & {",", "="}:
         raise MachineError(f"lm-eval cannot read a path with a comma or an equals sign: {model}.", "Rename the folder.")
@@ -57,6 +58,16 @@ def command(
         raise MachineError(
             f"lm-eval ended with exit status {code}.",
             "Its own words are above. Most tasks are downloaded: without the internet, use --include with local ones.",
+        )
+
+
+def check_include(folder: Path | None) -> None:
+    """Raises: BadParameter unless this folder, if one is given, is there: lm-eval would pass over it without a word,
+    and then show a traceback, since it does not know the task."""
+    if folder is not None and not folder.is_dir():
+        raise click.BadParameter(
+            f"{str(folder)!r} is not there. Name a folder that has the YAML files of your tasks.",
+            param_hint="--include",
         )
 
 
