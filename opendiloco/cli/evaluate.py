@@ -9,12 +9,22 @@ import click
 from opendiloco.cli.options import FOLDER
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(
+    short_help="Evaluate an exported model on known tasks, with lm-eval.",
+    context_settings={"ignore_unknown_options": True},
+)
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--tasks", required=True, metavar="NAMES", help="Names of lm-eval's tasks, separated by commas.")
-@click.option("--include", type=FOLDER, help="A folder with tasks of one's own, besides.")
+@click.option("--include", type=FOLDER, help="A folder with tasks of your own, besides lm-eval's.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N examples of each task.")
-@click.option("--batch-size", type=click.IntRange(min=1), metavar="N", default=8, show_default=True)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=8,
+    show_default=True,
+    help="Put N examples through the model at once.",
+)
 @click.option("--device", default=None, help="cpu, cuda, cuda:1 and so on.  [default: as lm-eval chooses]")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Write the results, as JSON, below this folder or to a file."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opendiloco.model.export import Dtype
 
 
-@click.command()
+@click.command(short_help="Write the run's model as a transformers model.")
 @place_options
 @data_option("Compute the held-out loss on the text in this folder.")
 @click.option("--out", type=NEW_FOLDER, help="A folder that is new or empty.")

@@ -57,7 +57,7 @@ class FollowPlan:
         return self.export is not None or self.push_to is not None
 
 
-@click.command()
+@click.command(short_help="Print a run's entries as they come, without training.")
 @run_option
 @initial_peers_option
 @reader_option

@@ -32,12 +32,12 @@ NUMBERS = HEADINGS[:4]
 def log_options(command: Command) -> Command:
     run = click.option("--run", metavar="ID|INVITE", help="The run whose log to take from this machine's own folders.")
     folder = click.option(
-        "--folder", type=IN_PLACE, help="A folder with a log, instead: a run's on this machine, or any."
+        "--folder", type=IN_PLACE, help="A folder with a log, instead: the one that `join` has named, or any other."
     )
     return run(folder(command))
 
 
-@click.group()
+@click.group(short_help="Look at the log that this machine has, and verify it.")
 def command() -> None:
     """Look at the entries of a run that this machine has, and verify them."""
 

@@ -123,8 +123,8 @@ def listen_option(port: int) -> Callable[[Command], Command]:
         multiple=True,
         metavar="MULTIADDR",
         default=lambda: everywhere(port),
-        show_default=f"/ip4/0.0.0.0/tcp/{port} and /ip6/::/tcp/{port}",
-        help="Where to listen; port 0 is any free one. May be repeated.",
+        help="Where to listen; port 0 is any free one. May be repeated.  "
+        f"[default: /ip4/0.0.0.0/tcp/{port} and /ip6/::/tcp/{port}]",
     )
 
 
@@ -184,7 +184,7 @@ track_option = click.option(
     multiple=True,
     callback=parse_trackers,
     metavar="KIND:TARGET",
-    help="Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. Can be given again.",
+    help="Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. May be repeated.",
 )
 
 
@@ -230,7 +230,7 @@ WORKER_OPTIONS = (
         metavar="N",
         default=3,
         show_default=True,
-        help="Start workers that died or failed again, so many times in a row.",
+        help="Start workers anew that died or failed, up to N times in a row.",
     ),
     click.option(
         "--micro-batch",
@@ -246,7 +246,7 @@ WORKER_OPTIONS = (
     click.option(
         "--compile/--no-compile",
         default=None,
-        help="Compile the model's blocks with torch.compile.  [default: on GPUs]",
+        help="Compile the model's blocks with torch.compile, or do not.  [default: on GPUs, yes; on the CPU, no]",
     ),
     click.option(
         "--tf32", is_flag=True, help="Let GPUs multiply in TF32 where the run says fp32: faster, 10 bits instead of 23."
@@ -262,7 +262,7 @@ WORKER_OPTIONS = (
         metavar="N",
         default=1,
         show_default=True,
-        help="Share the model N times among the workers, each group once: as many as machines is HSDP.",
+        help="Divide the workers into N groups, each of which shares a whole model. One for each machine is HSDP.",
     ),
 )
 

@@ -31,7 +31,10 @@ def command() -> None:
 @initial_peers_option
 @click.option("--identity", type=FILE, help="The organiser's key file.  [default: this user's own]")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=".", help="Folder for the manifest's file."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=".",
+    help="Folder for the manifest's file.  [default: the present one]",
 )
 @click.option(
     "--anchor",
@@ -106,7 +109,7 @@ def show(log: LogOptions, manifest: Path) -> None:
     click.echo(json.dumps(run.manifest.values, indent=2))
 
 
-@command.command()
+@command.command(short_help="Say what a run takes of each peer: memory, disk, time.")
 @click.argument("run_toml", type=FILE)
 @click.pass_obj
 def needs(log: LogOptions, run_toml: Path) -> None:

@@ -27,6 +27,8 @@ COMMANDS = [
     ["run"],
     ["run", "create"],
     ["run", "show"],
+    ["run", "needs"],
+    ["tokenize"],
     ["invite"],
     ["invite", "create"],
     ["invite", "list"],
@@ -34,10 +36,13 @@ COMMANDS = [
     ["join"],
     ["status"],
     ["export"],
+    ["sample"],
+    ["evaluate"],
     ["follow"],
     ["log"],
     ["log", "show"],
     ["log", "verify"],
+    ["anchor"],
     ["kernels"],
 ]
 
@@ -50,6 +55,15 @@ def test_help_imports_nothing_slow(command: list[str]) -> None:
     help_text, _, modules = done.stdout.rpartition("modules ")
     assert "Usage: " in help_text, done.stderr
     assert not SLOW & set(modules.split())
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["invite"], ["log"]], ids=" ".join)
+def test_help_says_in_a_whole_line_what_each_command_does(command: list[str]) -> None:
+    """Regression: in a terminal of 80 columns most lines ended in dots."""
+    shown = CliRunner().invoke(group.main, [*command, "--help"], terminal_width=80).output
+    lines = shown.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert lines
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
 
 
 def test_help_shows_the_exit_codes() -> None:
