@@ -122,8 +122,8 @@ class SignedManifest(Value):
     def _check(self) -> None:
         if self.version != PROTOCOL_VERSION:
             raise ManifestError(
-                f"the manifest's version is {self.version}, ours is {PROTOCOL_VERSION}.",
-                "Install the version of diloco-peer that the run's organiser uses.",
+                f"the run is of protocol version {self.version}; this diloco-peer speaks version {PROTOCOL_VERSION}.",
+                "Install the diloco-peer that the run's organiser uses: `diloco-peer --version` says what one speaks.",
             )
         check_name(self.name)
         if not verify(self.organiser, _signed_bytes(self.name, self.organiser, self.content), self.signature):
