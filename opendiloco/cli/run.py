@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, initial_peers_option
+from opendiloco.cli.options import FILE, INITIAL_PEERS, initial_peers_option
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
@@ -63,7 +63,9 @@ def create(
 
     log.start()
     if not initial_peers:
-        raise click.UsageError("a run needs a bootstrap node that remembers it: add --initial-peer.")
+        raise click.UsageError(
+            f"a run needs a bootstrap node that remembers it: add --initial-peer, or set {INITIAL_PEERS}."
+        )
     key = load_identity(identity)
     config = with_anchors(RunConfig.from_toml(run_toml), key.peer_id, anchors)
     make_folder(out)  # what takes seconds comes afterwards
