@@ -48,6 +48,11 @@ class Findings:
     def is_unverified(self, what: str, index: int) -> None:
         self.unverified.setdefault(what, []).append(index)
 
+    def facts(self) -> dict[str, object]:
+        """For scripts: the same, as JSON can say it."""
+        wrong = [{"entry": index, "what": what} for index, what in sorted(self.wrong)]
+        return {"verified": self.verified, "not_verified": self.unverified, "wrong": wrong}
+
     def lines(self) -> Iterable[str]:
         """For people."""
         for heading, found in (("verified", self.verified), ("not verified", self.unverified)):

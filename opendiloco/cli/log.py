@@ -84,15 +84,23 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
     help="Compute the states from this checkpoint on, which needs no model.  "
     "[default: where the first payload is gone, one in the run's folder]",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the entries' numbers.")
 @click.pass_obj
 def verify(
-    log: LogOptions, run: str | None, folder: Path | None, manifest: Path | None, checkpoint: Path | None
+    log: LogOptions,
+    run: str | None,
+    folder: Path | None,
+    manifest: Path | None,
+    checkpoint: Path | None,
+    as_json: bool,
 ) -> None:
     """Compute the digests of a log again, and compare.
 
     These are the headers', from the manifest or the first entry that is here; those of the payloads that are here; and
     with these those of the states, from a checkpoint or from the run's initial model. Nothing is changed.
     """
+    import json
+
     from opendiloco.checkpoints.audit import audit
     from opendiloco.checkpoints.loading import load_checkpoint
     from opendiloco.errors import DamagedLogError
@@ -101,8 +109,11 @@ def verify(
     path = find_log(run, folder)
     found = find_manifest(path, manifest)
     findings = audit(path, found, None if checkpoint is None else load_checkpoint(checkpoint, found.run_id))
-    for line in findings.lines():
-        click.echo(line)
+    if as_json:
+        click.echo(json.dumps({"run": found.run_id} | findings.facts(), indent=2))
+    else:
+        for line in findings.lines():
+            click.echo(line)
     if findings.wrong:
         index, what = min(findings.wrong)
         raise DamagedLogError(

@@ -98,8 +98,9 @@ def next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) 
 
 @command.command()
 @click.argument("manifest", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
-def show(log: LogOptions, manifest: Path) -> None:
+def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
     """Check the file of a signed MANIFEST, and print what it says."""
     import json
 
@@ -107,6 +108,11 @@ def show(log: LogOptions, manifest: Path) -> None:
 
     log.start()
     run = read_manifest(manifest)
+    if as_json:
+        signed = run.manifest
+        facts = {"run": run.run_id, "organiser": signed.organiser, "protocol_version": signed.version}
+        click.echo(json.dumps(facts | {"manifest": signed.digest.hex(), "content": signed.values}, indent=2))
+        return
     click.echo(f"run id:     {run.run_id}\norganiser:  {run.manifest.organiser}")
     click.echo(json.dumps(run.manifest.values, indent=2))
 

@@ -172,6 +172,27 @@ def test_a_sound_log_is_verified_from_the_manifest_on(folder: RunFolder) -> None
     ]
 
 
+def test_what_was_verified_as_json(folder: RunFolder, recorded: RecordedRun) -> None:
+    everything = list(range(ENTRIES_OF_RUN))
+    assert json.loads("\n".join(verify(folder, "--json"))) == {
+        "run": recorded.run.run_id,
+        "verified": {
+            "signatures of most of the roster before": everything,
+            "headers, from the manifest on": everything,
+            "payloads": everything,
+            "states, from the manifest on": everything,
+        },
+        "not_verified": {},
+        "wrong": [],
+    }
+    path = payload_file(folder, recorded, 3)
+    path.write_bytes(b"")
+    done = log("verify", "--folder", folder.path, "--json")
+    assert done.exit_code == 11
+    what = f"{path} is not the payload that its header names"
+    assert json.loads(done.stdout)["wrong"] == [{"entry": 3, "what": what}]
+
+
 def test_a_sound_log_is_verified_from_a_checkpoint_on(folder: RunFolder, recorded: RecordedRun) -> None:
     path = checkpoint(folder, recorded, 2)
     LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES).prune(2)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from opendiloco.cli import main
 from opendiloco.cli.run import next_lines
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
+from peers.values.wire import PROTOCOL_VERSION
 
 ADDRESS = "/ip4/192.0.2.2/tcp/31337/p2p/12D3KooWQFDaugSZMNNMdfYVGsJjZ11jngwqxJ6678Zmhr2TSQ5o"
 STANDARD_LIBRARY = {"source": "stdlib"}
@@ -51,3 +55,18 @@ def test_a_run_by_invitation_needs_a_ticket(small_content: dict[str, Any], ident
         "Give out such tickets with",
         "  diloco-peer invite create run.manifest" + (" --identity organiser.pem" if identity else ""),
     ]
+
+
+def test_a_manifest_as_json(small_config: RunConfig, tmp_path: Path) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    path = tmp_path / "run.manifest"
+    path.write_bytes(run.manifest.pack())
+    shown = CliRunner().invoke(main, ["run", "show", str(path), "--json"])
+    assert shown.exit_code == 0
+    assert json.loads(shown.output) == {
+        "run": run.run_id,
+        "organiser": run.manifest.organiser,
+        "protocol_version": PROTOCOL_VERSION,
+        "manifest": run.manifest.digest.hex(),
+        "content": json.loads(json.dumps(small_config.to_manifest_content())),
+    }
