@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -50,17 +50,19 @@ async def export_run(
     invite: Invite,
     folder: Path,
     key: Identity,
-    command: str = "",
+    command: Callable[[int], str],
     dtype: Dtype = "float32",
     data: Sequence[Path] = (),
 ) -> RunFacts:
     """Write the newest state of a run as a model folder; returns what its card says. `data` as in `newest_state`.
 
+    The card says that the `command`, which depends on how many outer steps were taken, makes it.
+
     Raises: MachineError when the folder is not new, and as `newest_state`.
     """
     with new_folder(folder):
         async with newest_state(invite, key, data) as (run, past, workload):
-            return await export_state(run, past, workload, folder, command, dtype)
+            return await export_state(run, past, workload, folder, command(past.outer_steps), dtype)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.errors import MachineError
-from peers.errors import AdmissionError
+from peers.errors import AdmissionError, quoted
 from peers.values.tickets import ID_BYTES, REVOKED_LIMIT, Revocations, Ticket
 from peers.values.whole_files import write_whole
 from peers.values.wire import pack
@@ -98,7 +98,9 @@ class Issued:
             try:
                 found[_id(one)] = None
             except ValueError:
-                raise AdmissionError(f"{one!r:.40} is not the id of a ticket.", "`invite list` shows them.") from None
+                raise AdmissionError(
+                    f"{quoted(one, 40)} is not the id of a ticket.", "`invite list` shows them."
+                ) from None
         if len(found) > REVOKED_LIMIT:
             raise AdmissionError(
                 f"{len(found)} tickets are more than the {REVOKED_LIMIT} that can be revoked.", "Begin a new run."

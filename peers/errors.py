@@ -68,3 +68,8 @@ class RemoteProtocolError(DilocoPeerError):
     def __init__(self, peer: str, message: str) -> None:
         super().__init__(f"peer {peer}: {message}")
         self.peer = peer
+
+
+def quoted(text: str, limit: int) -> str:
+    """Return a text in quotes, for a message. One that is longer than `limit` characters is cut, and ends in `…`."""
+    return repr(text if len(text) <= limit else f"{text[:limit]}…")

@@ -5,7 +5,7 @@ Nothing on the disk is changed. Neither torch nor the model is needed, except fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.checkpoints.resume import Checkpoint
+from opendiloco.checkpoints.loading import Checkpoint, Checkpoints
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.initial_weights import check_initial_weights
@@ -48,6 +48,11 @@ class Findings:
     def is_unverified(self, what: str, index: int) -> None:
         self.unverified.setdefault(what, []).append(index)
 
+    def facts(self) -> dict[str, object]:
+        """For scripts: the same, as JSON can say it."""
+        wrong = [{"entry": index, "what": what} for index, what in sorted(self.wrong)]
+        return {"verified": self.verified, "not_verified": self.unverified, "wrong": wrong}
+
     def lines(self) -> Iterable[str]:
         """For people."""
         for heading, found in (("verified", self.verified), ("not verified", self.unverified)):
@@ -77,7 +82,8 @@ class States:
     def follow(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
         index = entry.index
         if index < self._next:
-            findings.is_unverified(f"states, which come before {self._origin}", index)
+            if index < self._next - 1:  # that one has been held against the checkpoint
+                findings.is_unverified(f"states, which come before {self._origin}", index)
             return
         if payload is None and not self._broken:
             self._broken = f"without the payload of entry {index}"
@@ -251,33 +257,59 @@ def check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> B
 def start_states(
     folder: Path, run: Run, chain: list[Entry], checkpoint: Checkpoint | None, findings: Findings
 ) -> States | None:
-    """Where states can be computed from; None, and noted why, if from nowhere."""
+    """Where states can be computed from: the given checkpoint, the run's initial model, or else a checkpoint beside the
+    log. None, and noted why, if from nowhere.
+
+    Raises: CheckpointError when the folder of checkpoints is unreadable.
+    """
+    if checkpoint is None and chain and chain[0].index == 0 and _has_payload(folder, chain[0]):
+        from opendiloco.model.build import initial_theta
+
+        theta = initial_theta(run.config)
+        check_initial_weights(theta, run.config.model)
+        return States(run.config, OuterState(theta, run.config.outer_optimizer), 0, "the manifest")
+    checkpoint = checkpoint or find_checkpoint(folder, run, chain)
     if checkpoint is not None:
         return _states_from(checkpoint, run, chain, findings)
-    for entry in chain[:1]:
-        if entry.index == 0 and payload_path(folder / PAYLOADS, 0, entry.content.payload).exists():
-            from opendiloco.model.build import initial_theta
-
-            theta = initial_theta(run.config)
-            check_initial_weights(theta, run.config.model)
-            return States(run.config, OuterState(theta, run.config.outer_optimizer), 0, "the manifest")
     for entry in chain:
-        findings.is_unverified("states, without a checkpoint to begin with", entry.index)
+        findings.is_unverified("states, since neither the first payload nor a checkpoint is here", entry.index)
     return None
 
 
+def find_checkpoint(folder: Path, run: Run, chain: Sequence[Entry]) -> Checkpoint | None:
+    """Return the good checkpoint beside a log from which most of its states can be computed; None: there is none.
+
+    That is the oldest of those that have all payloads after them, or else the newest. Raises: CheckpointError.
+    """
+    beside = Checkpoints(RunFolder(folder.absolute().parent).checkpoints, run.run_id)
+    last = chain[-1].index + 1 if chain else 0
+    gaps = (entry.index + 1 for entry in reversed(chain) if not _has_payload(folder, entry))
+    first = next(gaps, chain[0].index if chain else 0)
+    indices = [index for index in beside.indices() if index <= last]
+    return beside.load_first(sorted(indices, key=lambda index: (index < first, abs(index - first))))
+
+
+def _has_payload(folder: Path, entry: Entry) -> bool:
+    return payload_path(folder / PAYLOADS, entry.index, entry.content.payload).exists()
+
+
 def _states_from(checkpoint: Checkpoint, run: Run, chain: list[Entry], findings: Findings) -> States | None:
-    last = checkpoint.last
+    last, origin = checkpoint.last, f"the checkpoint of outer step {checkpoint.index}"
     index, head = (0, run.manifest.digest) if last is None else (last.index + 1, last.digest)
     at = {entry.index: entry for entry in chain}
     before, after = at.get(index - 1), at.get(index)
     if not (before and before.digest == head) and not (after and after.content.previous == head):
         for entry in chain:
-            findings.is_unverified("states, since the log does not contain the checkpoint's last entry", entry.index)
+            findings.is_unverified(f"states, since the log lacks the last entry of {origin}", entry.index)
         return None
-    if before and before.state_digest not in (None, checkpoint.state_digest):
-        findings.wrong.append((index - 1, "the recorded state is not the checkpoint's"))
+    if before is not None:
+        if before.state_digest is None:
+            findings.is_unverified("states whose digest was not recorded", before.index)
+        elif before.state_digest == checkpoint.state_digest:
+            findings.is_verified(f"states, as {origin} has them", before.index)
+        else:
+            findings.wrong.append((before.index, f"the recorded state is not that of {origin}"))
     momentum, theta = np.frombuffer(checkpoint.state, np.float32).reshape(2, -1).copy()
     state = OuterState(theta, run.config.outer_optimizer)
     state.replace(theta, momentum)
-    return States(run.config, state, index, "the checkpoint")
+    return States(run.config, state, index, origin)

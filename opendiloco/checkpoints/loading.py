@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from opendiloco.checkpoints.files import (
     sweep,
 )
 from opendiloco.errors import CheckpointError
+from peers.errors import quoted
 from peers.log.header import Header
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import MESSAGE_LIMIT, WireError, pack, unpack
@@ -88,13 +89,15 @@ class Checkpoints:
 
         Raises: CheckpointError when the folder is unreadable.
         """
-        for index in self.indices():
-            if at_most is not None and index > at_most:
-                continue
+        return self.load_first(index for index in self.indices() if at_most is None or index <= at_most)
+
+    def load_first(self, indices: Iterable[int]) -> Checkpoint | None:
+        """Return the first good one of these; each that is not good is named in the log. None: none is good."""
+        for index in indices:
             try:
                 return self.load(index)
             except CheckpointError as error:
-                logger.warning("%s It is skipped; an older checkpoint is used if there is one.", error.message)
+                logger.warning("%s It is skipped; another checkpoint is used if there is one.", error.message)
         return None
 
     def load(self, index: int) -> Checkpoint:
@@ -140,7 +143,7 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
     if metadata.get("format") != FORMAT or metadata.keys() != FIELDS:
         raise DamagedFileError(f"is not of the format {FORMAT!r}")
     if metadata["run"] != run:
-        raise DamagedFileError(f"belongs to the run {metadata['run']!r:.120}, not to {run}")
+        raise DamagedFileError(f"belongs to the run {quoted(metadata['run'], 120)}, not to {run}")
     try:
         state_digest, packed = bytes.fromhex(metadata["state_digest"]), bytes.fromhex(metadata["last"])
         last = unpack(Header, packed, MESSAGE_LIMIT) if packed else None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from peers.values.manifest import Invite
 
 
-@click.command()
+@click.command(short_help="Sign the run's log, as one of its anchors.")
 @run_option
 @initial_peers_option
 @click.option("--identity", type=FILE, help="The anchor's key file.  [default: this user's own]")

@@ -14,9 +14,9 @@ from opendiloco.cli.options import (
     NEW_FOLDER,
     announce_option,
     data_port_option,
-    initial_peers_option,
     listen_option,
     metrics_port_option,
+    other_nodes_option,
     relay_settings,
 )
 
@@ -32,7 +32,7 @@ RELAY_MEGABITS = 100.0
 @click.option("--identity", required=True, type=FILE, help="Key file; made if it does not exist. It fixes the address.")
 @listen_option(LIBP2P_PORT)
 @announce_option
-@initial_peers_option
+@other_nodes_option
 @data_port_option(DATA_PORT, "Introduce volunteers to each other on TCP port N, which they must be able to dial.")
 @click.option(
     "--relay-limit",

@@ -16,9 +16,18 @@ if TYPE_CHECKING:
     from opendiloco.demo.swarm import DemoResult
 
 
-@click.command()
-@click.option("--peers", type=click.IntRange(min=1), default=3, show_default=True, help="Number of volunteers.")
-@click.option("--minutes", type=click.FloatRange(min=0.5), default=3.0, show_default=True, help="How long it may take.")
+@click.command(short_help="Watch a swarm train a small model on this machine.")
+@click.option(
+    "--peers", type=click.IntRange(min=1), metavar="N", default=3, show_default=True, help="Number of volunteers."
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0.5),
+    metavar="N",
+    default=3.0,
+    show_default=True,
+    help="How long it may take. Half way a volunteer is killed and another one joins, which takes up to a minute.",
+)
 @click.option("--run", type=FILE, help="The run.toml to train.  [default: a small Llama on Python's standard library]")
 @click.option("--out", type=NEW_FOLDER, help="New folder for model and logs.  [default: a temporary one]")
 @click.option("--plain", is_flag=True, help="Lines instead of a live screen.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 EXIT_CODES: dict[int, str] = {
     0: "all went well, or a polite leave",
-    1: "an unexpected error: a bug; or a demo whose peers disagree or whose model did not learn",
+    1: "an unexpected error: a bug; or a demo whose peers disagree, whose model did not learn, or that was too short",
     2: "wrong usage: an option or argument",
     3: "a manifest, invite, run id or run.toml that is wrong or was tampered with",
     4: "the swarm is out of reach: no bootstrap node answers, the run is unknown, or nobody is there",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opendiloco.model.export import Dtype
 
 
-@click.command()
+@click.command(short_help="Write the run's model as a transformers model.")
 @place_options
 @data_option("Compute the held-out loss on the text in this folder.")
 @click.option("--out", type=NEW_FOLDER, help="A folder that is new or empty.")
@@ -54,18 +54,26 @@ def command(
 
 
 def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()) -> RunFacts:
-    """Write the model from there. Its card names the command that does so again, without this machine's paths."""
+    """Write the model from there. Its card names the commands that do so again, without this machine's paths."""
     import asyncio
     from dataclasses import replace
 
     from opendiloco.origins import command_line
 
     options = [] if dtype == "float32" else ["--dtype", dtype]
+
+    def from_folder(outer_steps: int) -> str:
+        return command_line("export", "--from", "FOLDER", "--at", str(outer_steps), options, "--out", "model")
+
     if place.source is None:
         from opendiloco.follower import export_run
 
         invite = place.invite()
-        again = command_line("export", "--run", invite.run_id, options, "--out", "model")
+        newest = command_line("export", "--run", invite.run_id, "--initial-peer", "ADDRESS", options, "--out", "model")
+
+        def again(outer_steps: int) -> str:
+            return f"{newest}  # while outer step {outer_steps} is the newest\n{from_folder(outer_steps)}"
+
         with reader(place.identity) as key:
             return asyncio.run(export_run(invite, folder, key, again, dtype, data))
     from opendiloco.kept_states import export_origin, find_origin
@@ -73,5 +81,4 @@ def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()
     origin = find_origin(place.source, place.at, place.manifest)
     if data:
         origin = replace(origin, run=origin.run.with_data(data))
-    again = command_line("export", "--from", "FOLDER", "--at", str(origin.index), options, "--out", "model")
-    return asyncio.run(export_origin(origin, folder, again, dtype))
+    return asyncio.run(export_origin(origin, folder, from_folder(origin.index), dtype))

@@ -57,7 +57,7 @@ class FollowPlan:
         return self.export is not None or self.push_to is not None
 
 
-@click.command()
+@click.command(short_help="Print a run's entries as they come, without training.")
 @run_option
 @initial_peers_option
 @reader_option
@@ -203,10 +203,11 @@ async def use_model(
         warn_of_other_text(model)
         return
     made = folder / f"outer-step-{reached.index:06}"
-    again = command_line("follow", "--run", run.run_id, "--export", "models", "--until", str(reached.index))
+    place = ("--run", run.run_id, "--initial-peer", "ADDRESS")
+    again = command_line("follow", place, "--export", "models", "--until", str(reached.index))
     facts = await export_state(run, past_of(following), model, made, again)
-    place = await asyncio.to_thread(deliver, made, plan)
-    show_model(reached, facts.held_out_loss, facts.bits_per_byte, place, plan.as_json)
+    where = await asyncio.to_thread(deliver, made, plan)
+    show_model(reached, facts.held_out_loss, facts.bits_per_byte, where, plan.as_json)
 
 
 def deliver(made: Path, plan: FollowPlan) -> str | None:

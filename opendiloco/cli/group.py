@@ -43,6 +43,18 @@ class Commands(click.Group):
         command: click.Command = import_module(COMMANDS[name]).command
         return command
 
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command as click does. The error for an unknown one names those that are spelled alike."""
+        name = arguments[0]
+        if name not in COMMANDS and not name.startswith("-") and not context.resilient_parsing:
+            from difflib import get_close_matches
+
+            alike = " or ".join(map(repr, get_close_matches(name, COMMANDS)))
+            raise click.UsageError(f"No such command {name!r}." + (f" Did you mean {alike}?" if alike else ""), context)
+        return super().resolve_command(context, arguments)
+
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write(f"\nExit codes:\n{exit_code_lines()}\n")
 
@@ -74,6 +86,18 @@ def report(error: Exception, debug: bool) -> int:
     return UNEXPECTED
 
 
+def show_version(context: click.Context, parameter: click.Parameter, is_wanted: bool) -> None:
+    """Print which version this is, and which protocol it speaks: peers of one run speak the same."""
+    if not is_wanted or context.resilient_parsing:
+        return
+    from importlib.metadata import version
+
+    from peers.values.wire import PROTOCOL_VERSION
+
+    click.echo(f"diloco-peer {version('diloco-peer')}, protocol version {PROTOCOL_VERSION}")
+    context.exit()
+
+
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors, and log everything.")
 @click.option(
@@ -82,7 +106,14 @@ def report(error: Exception, debug: bool) -> int:
     help="What to log. By default `info` for what keeps running, `warning` for the rest.",
 )
 @click.option("--log-file", type=click.Path(dir_okay=False), help="Log to this file instead of stderr.")
-@click.version_option(package_name="diloco-peer")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_version,
+    help="Show the version, and that of the protocol, and exit.",
+)
 @click.pass_context
 def main(context: click.Context, debug: bool, log_level: str | None, log_file: str | None) -> None:
     """Lend a machine to a language-model training run that nobody's data centre hosts."""

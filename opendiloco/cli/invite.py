@@ -34,7 +34,7 @@ def command() -> None:
     """Give tickets to a run by invitation, and take them back."""
 
 
-@command.command()
+@command.command(short_help="Print a ticket.")
 @click.argument("manifest", type=FILE, required=False)
 @click.option("--from", "given", metavar="TICKET|FILE", help="Give places of this ticket of yours, instead.")
 @click.option("--for", "peer", metavar="PEER", help="Only for the peer with this id.  [default: for whoever has it]")
@@ -72,6 +72,7 @@ def create(
 
     from opendiloco.identity_file import load_identity
     from opendiloco.issued import Issued
+    from peers.errors import quoted
     from peers.values.identity import is_peer_id
     from peers.values.tickets import Ticket
 
@@ -79,7 +80,7 @@ def create(
     if (manifest is None) == (given is None):
         raise click.UsageError("give the run's MANIFEST, or --from and your ticket.")
     if peer is not None and not is_peer_id(peer):
-        raise click.BadParameter(f"{peer!r:.80} is not a peer id.", param_hint="--for")
+        raise click.BadParameter(f"{quoted(peer, 80)} is not a peer id.", param_hint="--for")
     expires = int(time.time() + days * DAY)
     if manifest is not None:
         run, key = organised(manifest, identity)
@@ -97,7 +98,7 @@ def create(
     click.echo(f"id: {ticket.id.hex()}; whoever has it types: diloco-peer join --run INVITE --ticket TICKET", err=True)
 
 
-@command.command("list")
+@command.command("list", short_help="Print the tickets that this machine has given.")
 @click.argument("run", metavar="RUN|MANIFEST")
 @identity_option
 @state_option
@@ -122,7 +123,7 @@ def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) 
         click.echo(f"{one.id}  {one.places:>5} places  until {until} UTC  {standing:<8} {one.peer or 'anybody'}")
 
 
-@command.command()
+@command.command(short_help="Take tickets back.")
 @manifest_argument
 @click.argument("tickets", nargs=-1, required=True, metavar="ID...")
 @initial_peers_option

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 
-@click.command()
+@click.command(short_help="Test the C kernels, and measure their speed.")
 @click.option("--threads", type=click.IntRange(1, 64), default=1, show_default=True, help="Threads of the speed test.")
 def command(threads: int) -> None:
     """Show which instruction set the kernels use, test it against the reference, and measure its speed."""

@@ -32,12 +32,12 @@ NUMBERS = HEADINGS[:4]
 def log_options(command: Command) -> Command:
     run = click.option("--run", metavar="ID|INVITE", help="The run whose log to take from this machine's own folders.")
     folder = click.option(
-        "--folder", type=IN_PLACE, help="A folder with a log, instead: a run's on this machine, or any."
+        "--folder", type=IN_PLACE, help="A folder with a log, instead: the one that `join` has named, or any other."
     )
     return run(folder(command))
 
 
-@click.group()
+@click.group(short_help="Look at the log that this machine has, and verify it.")
 def command() -> None:
     """Look at the entries of a run that this machine has, and verify them."""
 
@@ -78,16 +78,29 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
 @command.command()
 @log_options
 @click.option("--manifest", type=FILE, help="The run's signed manifest.  [default: the one in the run's folder]")
-@click.option("--checkpoint", type=FILE, help="Compute the states from this checkpoint on, which needs no model.")
+@click.option(
+    "--checkpoint",
+    type=FILE,
+    help="Compute the states from this checkpoint on, which needs no model.  "
+    "[default: where the first payload is gone, one in the run's folder]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the entries' numbers.")
 @click.pass_obj
 def verify(
-    log: LogOptions, run: str | None, folder: Path | None, manifest: Path | None, checkpoint: Path | None
+    log: LogOptions,
+    run: str | None,
+    folder: Path | None,
+    manifest: Path | None,
+    checkpoint: Path | None,
+    as_json: bool,
 ) -> None:
     """Compute the digests of a log again, and compare.
 
     These are the headers', from the manifest or the first entry that is here; those of the payloads that are here; and
     with these those of the states, from a checkpoint or from the run's initial model. Nothing is changed.
     """
+    import json
+
     from opendiloco.checkpoints.audit import audit
     from opendiloco.checkpoints.loading import load_checkpoint
     from opendiloco.errors import DamagedLogError
@@ -96,8 +109,11 @@ def verify(
     path = find_log(run, folder)
     found = find_manifest(path, manifest)
     findings = audit(path, found, None if checkpoint is None else load_checkpoint(checkpoint, found.run_id))
-    for line in findings.lines():
-        click.echo(line)
+    if as_json:
+        click.echo(json.dumps({"run": found.run_id} | findings.facts(), indent=2))
+    else:
+        for line in findings.lines():
+            click.echo(line)
     if findings.wrong:
         index, what = min(findings.wrong)
         raise DamagedLogError(
@@ -125,7 +141,7 @@ def find_log(run: str | None, folder: Path | None) -> Path:
     if not logs:
         raise click.UsageError(f"there is no log in {where}: nobody has trained in that run on this machine, it seems.")
     if len(logs) > 1:
-        raise click.UsageError(f"there are several: choose one with --folder: {', '.join(map(str, logs))}")
+        raise click.UsageError(f"there are several: choose one with --folder FOLDER: {', '.join(map(str, logs))}")
     return logs[0]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from opendiloco.workers.options import WorkerOptions
 from peers.links.own_network import everywhere
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
+INITIAL_PEERS = "DILOCO_INITIAL_PEERS"
+"""The environment variable with the addresses that `--initial-peer` has otherwise."""
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -34,7 +37,20 @@ def initial_peers_option(command: Command) -> Command:
         "initial_peers",
         multiple=True,
         metavar="MULTIADDR",
-        help="Address of a bootstrap node, or of any peer. May be repeated.",
+        envvar=INITIAL_PEERS,
+        help="Address of a bootstrap node, or of any peer. May be repeated.  "
+        f"[default: those in {INITIAL_PEERS}, separated by spaces]",
+    )(command)
+
+
+def other_nodes_option(command: Command) -> Command:
+    """The same for a node that others name in `INITIAL_PEERS`. The variable does not count, lest it look for itself."""
+    return click.option(
+        "--initial-peer",
+        "initial_peers",
+        multiple=True,
+        metavar="MULTIADDR",
+        help="Address of another bootstrap node, or of any peer. May be repeated.",
     )(command)
 
 
@@ -123,8 +139,8 @@ def listen_option(port: int) -> Callable[[Command], Command]:
         multiple=True,
         metavar="MULTIADDR",
         default=lambda: everywhere(port),
-        show_default=f"/ip4/0.0.0.0/tcp/{port} and /ip6/::/tcp/{port}",
-        help="Where to listen; port 0 is any free one. May be repeated.",
+        help="Where to listen; port 0 is any free one. May be repeated.  "
+        f"[default: /ip4/0.0.0.0/tcp/{port} and /ip6/::/tcp/{port}]",
     )
 
 
@@ -184,7 +200,7 @@ track_option = click.option(
     multiple=True,
     callback=parse_trackers,
     metavar="KIND:TARGET",
-    help="Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. Can be given again.",
+    help="Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. May be repeated.",
 )
 
 
@@ -230,7 +246,7 @@ WORKER_OPTIONS = (
         metavar="N",
         default=3,
         show_default=True,
-        help="Start workers that died or failed again, so many times in a row.",
+        help="Start workers anew that died or failed, up to N times in a row.",
     ),
     click.option(
         "--micro-batch",
@@ -246,7 +262,7 @@ WORKER_OPTIONS = (
     click.option(
         "--compile/--no-compile",
         default=None,
-        help="Compile the model's blocks with torch.compile.  [default: on GPUs]",
+        help="Compile the model's blocks with torch.compile, or do not.  [default: on GPUs, yes; on the CPU, no]",
     ),
     click.option(
         "--tf32", is_flag=True, help="Let GPUs multiply in TF32 where the run says fp32: faster, 10 bits instead of 23."
@@ -262,7 +278,7 @@ WORKER_OPTIONS = (
         metavar="N",
         default=1,
         show_default=True,
-        help="Share the model N times among the workers, each group once: as many as machines is HSDP.",
+        help="Divide the workers into N groups, each of which shares a whole model. One for each machine is HSDP.",
     ),
 )
 
@@ -281,11 +297,19 @@ def reader(path: Path | None) -> Iterator[Identity]:
 
 
 def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:
-    """The run and all addresses we have for it. Raises: ManifestError; UsageError when there are no addresses."""
+    """Return the run and the addresses for it: those of the invite and of the option, or else of the environment.
+
+    Raises: ManifestError; UsageError when there are no addresses.
+    """
     from peers.values.manifest import Invite
 
     invite = Invite.parse(run)
+    source = click.get_current_context().get_parameter_source("initial_peers")
+    if invite.addresses and source is ParameterSource.ENVIRONMENT:
+        return invite  # the variable may be about another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
-        raise click.UsageError("a run id does not say where the swarm is: add --initial-peer, or give the invite.")
+        raise click.UsageError(
+            f"a run id does not say where the swarm is: add --initial-peer, set {INITIAL_PEERS}, or give the invite."
+        )
     return Invite(invite.run_id, addresses)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, initial_peers_option
+from opendiloco.cli.options import FILE, INITIAL_PEERS, initial_peers_option
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
     from opendiloco.errors import MachineError
     from opendiloco.run import Run
+    from peers.values.manifest import Invite
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,10 @@ def command() -> None:
 @initial_peers_option
 @click.option("--identity", type=FILE, help="The organiser's key file.  [default: this user's own]")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=".", help="Folder for the manifest's file."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=".",
+    help="Folder for the manifest's file.  [default: the present one]",
 )
 @click.option(
     "--anchor",
@@ -58,7 +63,9 @@ def create(
 
     log.start()
     if not initial_peers:
-        raise click.UsageError("a run needs a bootstrap node that remembers it: add --initial-peer.")
+        raise click.UsageError(
+            f"a run needs a bootstrap node that remembers it: add --initial-peer, or set {INITIAL_PEERS}."
+        )
     key = load_identity(identity)
     config = with_anchors(RunConfig.from_toml(run_toml), key.peer_id, anchors)
     make_folder(out)  # what takes seconds comes afterwards
@@ -68,18 +75,32 @@ def create(
     path = save(run, out)
     kept = asyncio.run(announce(run, initial_peers))
     invite = Invite(run.run_id, kept)
-    click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}\nTo train in it, type on any machine:")
-    if run.manifest.is_by_invitation:
-        click.echo(f"  diloco-peer join --run {invite} --ticket TICKET\nGive out such tickets with")
-        click.echo(f"  diloco-peer invite create {path}" + (f" --identity {identity}" if identity else ""))
-    else:
-        click.echo(f"  diloco-peer join --run {invite}")
+    click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
+    for line in next_lines(run, invite, path, identity):
+        click.echo(line)
+
+
+def next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
+    """Yield what to type next: on volunteers' machines, and on the organiser's."""
+    from opendiloco.data.local_sources import local_sources
+
+    folders, is_by_invitation = local_sources(run.config.data), run.manifest.is_by_invitation
+    yield "To train in it, type on any machine:"
+    ticket = " --ticket TICKET" if is_by_invitation else ""
+    yield f"  diloco-peer join --run {invite}{ticket}{' --data FOLDER' * len(folders)}"
+    if folders:
+        each = "Each FOLDER" if len(folders) > 1 else "FOLDER"
+        yield f"{each} is that machine's own, with the text that is here in {', '.join(folders)}."
+    if is_by_invitation:
+        yield "Give out such tickets with"
+        yield f"  diloco-peer invite create {manifest}" + (f" --identity {identity}" if identity else "")
 
 
 @command.command()
 @click.argument("manifest", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
-def show(log: LogOptions, manifest: Path) -> None:
+def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
     """Check the file of a signed MANIFEST, and print what it says."""
     import json
 
@@ -87,11 +108,16 @@ def show(log: LogOptions, manifest: Path) -> None:
 
     log.start()
     run = read_manifest(manifest)
+    if as_json:
+        signed = run.manifest
+        facts = {"run": run.run_id, "organiser": signed.organiser, "protocol_version": signed.version}
+        click.echo(json.dumps(facts | {"manifest": signed.digest.hex(), "content": signed.values}, indent=2))
+        return
     click.echo(f"run id:     {run.run_id}\norganiser:  {run.manifest.organiser}")
     click.echo(json.dumps(run.manifest.values, indent=2))
 
 
-@command.command()
+@command.command(short_help="Say what a run takes of each peer: memory, disk, time.")
 @click.argument("run_toml", type=FILE)
 @click.pass_obj
 def needs(log: LogOptions, run_toml: Path) -> None:

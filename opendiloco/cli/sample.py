@@ -18,21 +18,39 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
 
 
-@click.command()
+@click.command(short_help="Print how the run's model continues a prompt.")
 @place_options
 @click.option(
-    "--tokens", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Write so many at most."
+    "--tokens",
+    type=click.IntRange(1, 100_000),
+    metavar="N",
+    default=100,
+    show_default=True,
+    help="Write N tokens at most.",
 )
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 100),
+    metavar="T",
     default=TEMPERATURE,
     show_default=True,
     help="Above 1 more surprising, below 1 less; 0: always the likeliest token.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the first sample.")
 @click.option(
-    "--samples", type=click.IntRange(1, 1000), default=1, show_default=True, help="Write so many, of other seeds."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Begin the first sample with this seed; each other one with the next.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 1000),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Write N samples.",
 )
 @click.argument("prompt")
 @click.pass_obj

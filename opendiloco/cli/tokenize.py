@@ -20,7 +20,7 @@ READ_AT_ONCE = 1 << 22
 """Tokens."""
 
 
-@click.command()
+@click.command(short_help="Turn what a run reads into a folder of token ids, once.")
 @click.argument("run_toml", type=FILE)
 @click.option("--out", type=NEW_FOLDER, required=True, help="A folder that is new or empty.")
 @click.option(

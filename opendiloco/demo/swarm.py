@@ -85,6 +85,8 @@ class _Swarm:
     agreement: Agreement = field(default_factory=Agreement)
     volunteers: dict[str, _Volunteer] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    newcomer: _Volunteer | None = None
+    """The volunteer that came in the middle."""
 
     async def add_volunteer(self) -> _Volunteer:
         name = f"volunteer {len(self.volunteers) + 1}"
@@ -120,9 +122,8 @@ class _Swarm:
         if not volunteer.trains and beat.state in PARTICIPATING:
             volunteer.trains = True
             if beat.index > 0:
-                self.screen.event(
-                    f"{volunteer.name} has taken over the state after outer step {beat.index}, and trains"
-                )
+                trains = "" if is_finished(beat, self.run.config) else ", and trains"
+                self.screen.event(f"{volunteer.name} has taken over the state after outer step {beat.index}{trains}")
 
     def live(self) -> list[_Volunteer]:
         return [volunteer for volunteer in self.volunteers.values() if volunteer.fate is None]
@@ -204,8 +205,8 @@ async def replace_one(swarm: _Swarm) -> None:
     victim.fate = "killed"
     victim.child.kill()
     swarm.screen.event(f"{victim.name} was killed (SIGKILL) at outer step {swarm.outer_step()}; the others go on")
-    newcomer = await swarm.add_volunteer()
-    swarm.screen.event(f"{newcomer.name} starts; it will take over the run's state from a peer")
+    swarm.newcomer = await swarm.add_volunteer()
+    swarm.screen.event(f"{swarm.newcomer.name} starts; it is to take over the run's state from a peer")
 
 
 async def look(swarm: _Swarm, transport: HivemindTransport) -> None:
@@ -216,7 +217,8 @@ async def look(swarm: _Swarm, transport: HivemindTransport) -> None:
 async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
     """Fetch the state while somebody has it, let everybody leave, and see what has become of the model."""
     past = past_of(await fetch_state(swarm.run, transport, workload))
-    swarm.screen.event(f"time is up: fetched the state after outer step {past.outer_steps}")
+    reason = "the run is over" if swarm.finished() else "time is up"
+    swarm.screen.event(f"{reason}: fetched the state after outer step {past.outer_steps}")
     leaving = swarm.live()
     for volunteer in leaving:
         volunteer.child.ask_to_stop()
@@ -239,7 +241,18 @@ def judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
         problems.append(str(swarm.agreement))
     if facts.held_out_loss >= before:
         problems.append("the held-out loss has not fallen")
+    if lacking := not_shown(swarm):
+        problems.append(f"the demo was too short: {lacking}. Give it more time: --minutes, or make demo MINUTES=…")
     return tuple(problems)
+
+
+def not_shown(swarm: _Swarm) -> str:
+    """Return what the demo is there to show and has not; empty: nothing."""
+    if swarm.newcomer is None:
+        return "no volunteer was killed, and none joined in the middle"
+    if not swarm.newcomer.trains:
+        return f"{swarm.newcomer.name}, which came in the middle, had not taken over the run's state when it ended"
+    return ""
 
 
 async def start_child(name: str, arguments: list[str], folder: Path, children: list[Child]) -> Child:

@@ -12,6 +12,11 @@ from opendiloco.config.run_config import RunConfig
 CURVE, CARD = "held_out_loss.svg", "README.md"
 ROWS = 20
 """Of the curve, that the card shows as a table at most."""
+STANDS_FOR = {
+    "ADDRESS": "the address of one of the run's bootstrap nodes",
+    "FOLDER": "what a volunteer or an archive has kept of the run",
+}
+"""Words in the card's commands, which name no place of anybody's."""
 WIDTH, HEIGHT, MARGIN = 640, 280, 48
 
 
@@ -28,8 +33,8 @@ class CurvePoint(BaseModel):
 class RunFacts(BaseModel):
     """What the model card says about the run that made the model.
 
-    `peers` took the last outer step, `contributors` any that is known: all of them, if `knows_all`. The `command` makes
-    the model again; `versions` are those of the libraries that made it.
+    `peers` took the last outer step, `contributors` any that is known: all of them, if `knows_all`. Each line of
+    `command` makes the model again; `versions` are those of the libraries that made it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -146,6 +151,7 @@ def _origin(facts: RunFacts) -> str:
     if not facts.command:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    meanings = " and ".join(f"`{word}` is {meaning}" for word, meaning in STANDS_FOR.items() if word in facts.command)
     return f"""\
 ## How it was made
 
@@ -153,7 +159,7 @@ def _origin(facts: RunFacts) -> str:
 {facts.command}
 ```
 
-with {versions}. The run's log leads to the same weights, bit for bit, wherever it is followed.
+with {versions}. Here {meanings}. The run's log leads to the same weights, bit for bit, wherever it is followed.
 """
 
 

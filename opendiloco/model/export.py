@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any, Literal
 
 from opendiloco.config.run_config import RunConfig
@@ -12,6 +13,7 @@ from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError
 from opendiloco.model.card import CARD, CURVE, RunFacts, curve_picture, model_card
 
+CONFIG_NAME = "config.json"
 Dtype = Literal["float32", "bfloat16"]
 """What an exported model's weights are stored as."""
 
@@ -30,12 +32,21 @@ def export_model(
             raise MachineError(f"{folder} is not empty.", remedy)
         with rounded_to(dtype, model):
             model.save_pretrained(folder)
+        open_to_readers(folder)
         tokenizer.pretrained().save_pretrained(folder)
         (folder / CARD).write_text(model_card(config, facts, dtype), encoding="utf-8")
         if len(facts.curve) > 1:
             (folder / CURVE).write_text(curve_picture(facts.curve), encoding="utf-8")
     except OSError as error:
         raise MachineError(f"{folder} cannot be written ({error.strerror or error}).", remedy) from error
+
+
+def open_to_readers(folder: Path) -> None:
+    """Give the weights the mode of the other files, which follows the umask: safetensors lets only their owner read
+    them. Raises: OSError."""
+    mode = S_IMODE((folder / CONFIG_NAME).stat().st_mode)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
 
 
 @contextmanager

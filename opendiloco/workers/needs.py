@@ -26,6 +26,9 @@ CHECKPOINTS = 3
 """Two that are kept, and one that is being written."""
 MOMENTS_FILES = 2
 SECONDS_A_DAY = 86_400
+SHORTEST_ROUND = 1.0
+"""Seconds that a round over the internet takes for its messages alone, more or less."""
+UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 @dataclass(frozen=True)
@@ -129,19 +132,44 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
 def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
     """Yield what a person wants to know, of peers with as many GPUs as each of `MACHINES` has."""
     one = needs(1)
+    beside, alone = in_words(one.main_memory), in_words(one.main_memory_on_cpu)
     yield f"{one.host.values:,} parameters; {one.outer_steps} outer steps, {one.tokens:,} tokens of each peer"
-    yield f"main memory: {one.main_memory / 1e9:.3g} GB beside GPUs, {one.main_memory_on_cpu / 1e9:.3g} GB without"
-    yield f"disk: {one.disk / 1e9:.3g} GB for checkpoints, and the log"
-    yield f"each outer step: {2 * one.payload / 1e9:.3g} GB to send and as much to get"
+    yield f"main memory: {beside} beside GPUs, {alone} without; Python's libraries and the data come on top"
+    yield f"disk: {in_words(one.disk)} for checkpoints, and the log"
+    yield f"each outer step: {in_words(2 * one.payload)} to send and as much to get"
     for machine in MACHINES:
         here = needs(machine.gpus)
-        days, bits = here.days(machine), here.bits_per_second(machine)
-        memory = f"{machine.name}: {here.device_memory / 1e9:.3g} GB of each GPU, and activations"
-        if days is None or bits is None:
-            yield f"{memory}: it is too small, or the model's size is not known"
-        else:
-            link = float(f"{bits / 1e6:.2g}")
-            yield f"{memory}; {days:.2g} days at {UTILISATION:.0%} of its peak, with a link of {link:,g} Mbit/s"
+        memory = f"{machine.name}: {in_words(here.device_memory)} of each GPU, and activations"
+        yield memory + _time_on(machine, here)
+
+
+def _time_on(machine: Machine, needs: Needs) -> str:
+    """Return the end of a sentence about a machine: how long it trains, and with which link."""
+    days, bits = needs.days(machine), needs.bits_per_second(machine)
+    if needs.device_memory > machine.memory:
+        return ": it is too small"
+    if days is None or bits is None:
+        return "; how fast it trains is not known"
+    time = f"; {days_in_words(days)} at {UTILISATION:.0%} of its peak"
+    rounds = SECONDS_A_DAY * days / needs.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
+    if rounds < SHORTEST_ROUND:
+        return f"{time}, and more for rounds, whatever its link"
+    return f"{time}, with a link of {float(f'{bits / 1e6:.2g}'):,g} Mbit/s"
+
+
+def in_words(count: int) -> str:
+    """Return bytes with a unit, to three digits."""
+    unit, name = next(((size, name) for size, name in UNITS if count >= size), UNITS[-1])
+    return f"{float(f'{count / unit:.3g}'):g} {name}"
+
+
+def days_in_words(days: float) -> str:
+    """Return a duration in the largest unit of which it has at least one, to two digits."""
+    for name, length in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
+        if days >= length:
+            count = float(f"{days / length:.2g}")
+            return f"{count:g} {name if count != 1 else name.removesuffix('s')}"
+    return "less than a minute"
 
 
 def worker_memory(

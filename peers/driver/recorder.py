@@ -47,6 +47,8 @@ class Recorder:
         self._proofs = MissingProofs(transport, log)
         self._turn = asyncio.Lock()
         self._last: asyncio.Task[None] | None = None
+        self._trouble = ""
+        """Why the disk did not take the last entry; empty: it did."""
 
     def add(self, made: Apply, state_digest: bytes, payload: Payload) -> None:
         """Write down an entry that was applied, with what proves it and its annex."""
@@ -73,14 +75,25 @@ class Recorder:
                 if made.proofs:
                     await asyncio.to_thread(self._log.keep_proofs, made.proofs)
             except LogFolderError as error:  # the run goes on all the same
-                logger.warning("entry %d is not kept: %s", header.index, error)
+                self._note(str(error), header.index)
             else:
+                self._note("", header.index)
                 if self._log.is_on_disk:
                     self._lies_on_disk(header.payload)
             if self._log.first:
                 await self._add_headers_before()
             await asyncio.to_thread(self._proofs.look)
         self._start(self._proofs.fetch(self._donors))
+
+    def _note(self, trouble: str, index: int) -> None:
+        """Say what keeps entries from being kept: once, again when it changes, and when it is over."""
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        if trouble:
+            logger.warning("entries are not kept, from %d on: %s", index, trouble)
+        else:
+            logger.warning("entries are kept again, from %d on", index)
 
     @property
     def _donors(self) -> list[str]:

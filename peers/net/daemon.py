@@ -22,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, SwarmUnreachableError
+from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, SwarmUnreachableError, quoted
 from peers.net.light import load_hivemind
 from peers.net.signals import signals_held_back
 from peers.streams.channel import PeerUnreachableError
@@ -104,7 +104,9 @@ def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
             raise  # a broken installation, not a malformed address
         except Exception as error:  # its parser raises a dozen kinds
             example = "/ip4/203.0.113.5/tcp/31337" + ("/p2p/12D3KooW…" if needs_peer_id else "")
-            raise ManifestError(f"{address!r:.200} is not a multiaddress.", f"It looks like {example}.") from error
+            raise ManifestError(
+                f"{quoted(address, 200)} is not a multiaddress.", f"It looks like {example}."
+            ) from error
         parsed.append(multiaddress)
     return parsed
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from peers.errors import LocalNetworkError
+from peers.errors import LocalNetworkError, quoted
 
 SIGNATURE_BYTES = 64
 KEY_BYTES = 32
@@ -141,7 +141,7 @@ def peer_id_of_bytes(key: bytes) -> str:
 def key_of_peer(peer_id: str) -> bytes:
     """Return the public key in a peer id, 32 bytes. Raises: ValueError when it is no peer id."""
     if not is_peer_id(peer_id):
-        raise ValueError(f"{peer_id!r:.80} is not the peer id of an Ed25519 key")
+        raise ValueError(f"{quoted(peer_id, 80)} is not the peer id of an Ed25519 key")
     return base58.b58decode(peer_id)[len(PEER_ID_PREFIX) :]
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from peers.errors import ManifestError
+from peers.errors import ManifestError, quoted
 from peers.values.anchors import KEYS_LIMIT
 from peers.values.identity import Identity, is_peer_id, verify
 from peers.values.signing import Signature
@@ -122,8 +122,8 @@ class SignedManifest(Value):
     def _check(self) -> None:
         if self.version != PROTOCOL_VERSION:
             raise ManifestError(
-                f"the manifest's version is {self.version}, ours is {PROTOCOL_VERSION}.",
-                "Install the version of diloco-peer that the run's organiser uses.",
+                f"the run is of protocol version {self.version}; this diloco-peer speaks version {PROTOCOL_VERSION}.",
+                "Install the diloco-peer that the run's organiser uses: `diloco-peer --version` says what one speaks.",
             )
         check_name(self.name)
         if not verify(self.organiser, _signed_bytes(self.name, self.organiser, self.content), self.signature):
@@ -154,14 +154,14 @@ class Invite:
         run_id, at, addresses = text.strip().removeprefix(INVITE_PREFIX).partition("@")
         if RUN_ID.fullmatch(run_id) is None:
             raise ManifestError(
-                f"{run_id!r:.120} is not a run id: a name, a hyphen and {DIGEST_CHARACTERS} letters and digits.",
+                f"{quoted(run_id, 120)} is not a run id: a name, a hyphen and {DIGEST_CHARACTERS} letters and digits.",
                 "Copy the whole invite or run id that `diloco-peer run create` printed.",
             )
         parts = tuple(addresses.split(",")) if at else ()
         for address in parts:
             if ADDRESS.fullmatch(address) is None:
                 raise ManifestError(
-                    f"the invite's address {address!r:.120} is not a multiaddress ending in /p2p/<peer id>.",
+                    f"the invite's address {quoted(address, 120)} is not a multiaddress ending in /p2p/<peer id>.",
                     "Copy the whole invite; an address looks like /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW….",
                 )
         return cls(run_id, parts)
@@ -171,7 +171,7 @@ def check_name(name: str) -> None:
     """Raises: ManifestError when a run cannot be called that."""
     if NAME.fullmatch(name) is None:
         raise ManifestError(
-            f"the run's name {name!r:.60} is not allowed.", "Use 1 to 40 lower-case letters, digits and hyphens."
+            f"the run's name {quoted(name, 60)} is not allowed.", "Use 1 to 40 lower-case letters, digits and hyphens."
         )
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field
 
-from peers.errors import AdmissionError
+from peers.errors import AdmissionError, quoted
 from peers.values.identity import KEY_BYTES, Identity, key_of_peer, peer_id_of_bytes, verify
 from peers.values.signing import Signature
 from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, unpack
@@ -192,7 +192,8 @@ class Ticket(Value):
             ids = _ids(ticket.run, ticket.chain)
         except (binascii.Error, ValueError) as error:  # which a WireError is, too
             raise AdmissionError(
-                f"{plain!r:.40} is not a ticket: it cannot be read.", "Copy the whole of what you were sent."
+                f"{quoted(plain, 40)} is not a ticket: it cannot be read.",
+                "Copy the whole of what you were sent, or name a file that has it.",
             ) from error
         if len(ids) == GRANTS_LIMIT and ticket.secret:
             raise AdmissionError("the ticket has been signed on too often.", ANOTHER_TICKET)

@@ -21,7 +21,7 @@ from opendiloco.kernels import FORMATS
 from opendiloco.model.build import build_skeleton
 from opendiloco.reference import Reference, Work
 from opendiloco.workers import assembly
-from opendiloco.workers.needs import MACHINES, needs_of
+from opendiloco.workers.needs import MACHINES, days_in_words, in_words, needs_of
 from peers.values.leases import SampleRange
 
 ROOT = Path(__file__).parents[2]
@@ -262,3 +262,23 @@ def test_the_command_says_it_without_a_network() -> None:
     assert "10,211,381,248 parameters; 904 outer steps, 94,791,270,400 tokens of each peer" in done.output
     assert "H100: 184 GB of each GPU, and activations: it is too small" in done.output
     assert "8 H100: 28.8 GB of each GPU, and activations; 27 days at 40% of its peak" in done.output
+
+
+def test_of_a_small_run_it_says_what_a_person_can_read() -> None:
+    """Regression: days were 1.2e-08, and links of 140,000 Mbit/s asked for."""
+    done = CliRunner().invoke(main, ["run", "needs", str(ROOT / "examples" / "tiny.toml")])
+    assert done.exit_code == 0, done.output
+    assert "disk: 4.69 MB for checkpoints" in done.output
+    assert "each outer step: 235 kB to send" in done.output
+    little = "less than a minute at 40% of its peak, and more for rounds, whatever its link"
+    assert f"RTX 4090: 1.88 MB of each GPU, and activations; {little}\n" in done.output
+    assert "e-0" not in done.output
+
+
+def test_bytes_and_times_in_words() -> None:
+    assert [in_words(count) for count in (999, 2_000, 1_234_567, 194_400_000_000, 10**13)] == [
+        *("0.999 kB", "2 kB", "1.23 MB", "194 GB", "10 TB")
+    ]
+    assert [days_in_words(days) for days in (230.4, 1.0, 0.24, 0.0064, 1e-8)] == [
+        *("230 days", "1 day", "5.8 hours", "9.2 minutes", "less than a minute")
+    ]

@@ -81,6 +81,14 @@ def test_what_goes_wrong_there_is_an_error_here(model: Path, stand_in: Path) -> 
     assert "lm-eval ended with exit status 3." in done.output
 
 
+def test_a_folder_of_tasks_that_is_not_there_is_named(model: Path, stand_in: Path, tmp_path: Path) -> None:
+    """Regression: lm-eval passed over it, and showed a traceback."""
+    done = call(model, "--tasks", "a", "--include", "/nonexistent")
+    assert done.exit_code == 2
+    assert "Invalid value for --include: '/nonexistent' is not there. Name a folder that has" in done.output
+    assert not (tmp_path / "called.json").exists(), "lm-eval was started"
+
+
 def test_a_path_that_lm_eval_would_take_apart_is_refused(tmp_path: Path, stand_in: Path) -> None:
     (tmp_path / "a,b").mkdir()
     done = call(tmp_path / "a,b", "--tasks", "a")

@@ -125,7 +125,7 @@ class Model(LocalState):
         return loss / 2
 
     async def export(self, folder: Path, facts: RunFacts, dtype: str) -> None:
-        assert facts.command.startswith(f"diloco-peer follow --run {facts.run_id} --export models --until ")
+        assert facts.command.startswith(f"diloco-peer follow --run {facts.run_id} --initial-peer ADDRESS --export ")
         assert facts.contributors == 2
         folder.mkdir()
         (folder / "README.md").write_text(str(facts.outer_steps))

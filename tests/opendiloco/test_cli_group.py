@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import version
 
 import click
 import pytest
@@ -18,6 +20,7 @@ from opendiloco.cli import group
 from opendiloco.cli.exit_codes import EXIT_CODES
 from opendiloco.errors import DataError
 from peers.errors import DilocoPeerError
+from peers.values.wire import PROTOCOL_VERSION
 
 SLOW = {"torch", "hivemind", "transformers", "datasets", "pydantic", "numpy", "rich", "cryptography", "asyncio"}
 COMMANDS = [
@@ -27,6 +30,8 @@ COMMANDS = [
     ["run"],
     ["run", "create"],
     ["run", "show"],
+    ["run", "needs"],
+    ["tokenize"],
     ["invite"],
     ["invite", "create"],
     ["invite", "list"],
@@ -34,10 +39,13 @@ COMMANDS = [
     ["join"],
     ["status"],
     ["export"],
+    ["sample"],
+    ["evaluate"],
     ["follow"],
     ["log"],
     ["log", "show"],
     ["log", "verify"],
+    ["anchor"],
     ["kernels"],
 ]
 
@@ -50,6 +58,59 @@ def test_help_imports_nothing_slow(command: list[str]) -> None:
     help_text, _, modules = done.stdout.rpartition("modules ")
     assert "Usage: " in help_text, done.stderr
     assert not SLOW & set(modules.split())
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["invite"], ["log"]], ids=" ".join)
+def test_help_says_in_a_whole_line_what_each_command_does(command: list[str]) -> None:
+    """Regression: in a terminal of 80 columns most lines ended in dots."""
+    shown = CliRunner().invoke(group.main, [*command, "--help"], terminal_width=80).output
+    lines = shown.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert lines
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
+def test_the_version_and_that_of_the_protocol_are_shown() -> None:
+    shown = CliRunner().invoke(group.main, ["--version"])
+    assert shown.exit_code == 0
+    assert shown.output == f"diloco-peer {version('diloco-peer')}, protocol version {PROTOCOL_VERSION}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_can_be_told_to_complete(shell: str) -> None:
+    script = complete(f"{shell}_source").stdout
+    assert "_DILOCO_PEER_COMPLETE" in script
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("diloco-peer jo", "join"), ("diloco-peer join --tick", "--ticket"), ("diloco-peer -", "-h")],
+)
+def test_commands_and_options_are_completed(typed: str, completed: str) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    assert f"plain,{completed}" in complete("bash_complete", words).stdout.splitlines()
+
+
+def complete(instruction: str, words: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """What the installed command says to a shell."""
+    code = "from opendiloco.cli import main; main(prog_name='diloco-peer')"
+    environment = os.environ | {"_DILOCO_PEER_COMPLETE": instruction} | (words or {})
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["jion"], "No such command 'jion'. Did you mean 'join'?"),
+        (["xyzzy"], "No such command 'xyzzy'."),
+        (["log", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
+        (["join", "--ticekt", "x"], "'--ticket'"),
+        (["--debgu"], "'--debug'"),
+    ],
+)
+def test_what_is_misspelled_is_answered_with_what_is_spelled_alike(typed: list[str], said: str) -> None:
+    done = CliRunner().invoke(group.main, typed)
+    assert done.exit_code == 2
+    assert said in done.stderr
 
 
 def test_help_shows_the_exit_codes() -> None:

@@ -148,7 +148,7 @@ def test_which_log(folder: RunFolder, recorded: RecordedRun, tmp_path: Path) -> 
     LogFolder.open(second.log, recorded.empty_log, BLOCK_BYTES)
     result = log("show", "--run", run_id)
     assert result.exit_code == 2
-    assert f"choose one with --folder: {folder.log}, {second.log}" in result.stderr
+    assert f"choose one with --folder FOLDER: {folder.log}, {second.log}" in result.stderr
     assert verify(second) == []
 
 
@@ -172,18 +172,67 @@ def test_a_sound_log_is_verified_from_the_manifest_on(folder: RunFolder) -> None
     ]
 
 
+def test_what_was_verified_as_json(folder: RunFolder, recorded: RecordedRun) -> None:
+    everything = list(range(ENTRIES_OF_RUN))
+    assert json.loads("\n".join(verify(folder, "--json"))) == {
+        "run": recorded.run.run_id,
+        "verified": {
+            "signatures of most of the roster before": everything,
+            "headers, from the manifest on": everything,
+            "payloads": everything,
+            "states, from the manifest on": everything,
+        },
+        "not_verified": {},
+        "wrong": [],
+    }
+    path = payload_file(folder, recorded, 3)
+    path.write_bytes(b"")
+    done = log("verify", "--folder", folder.path, "--json")
+    assert done.exit_code == 11
+    what = f"{path} is not the payload that its header names"
+    assert json.loads(done.stdout)["wrong"] == [{"entry": 3, "what": what}]
+
+
 def test_a_sound_log_is_verified_from_a_checkpoint_on(folder: RunFolder, recorded: RecordedRun) -> None:
     path = checkpoint(folder, recorded, 2)
     LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES).prune(2)
     assert verify(folder, "--checkpoint", path) == [
         "verified: signatures of most of the roster before: entries 0 to 4",
         "verified: headers, from the manifest on: entries 0 to 4",
+        "verified: states, as the checkpoint of outer step 2 has them: entry 1",
         "verified: payloads: entries 2 to 4",
-        "verified: states, from the checkpoint on: entries 2 to 4",
+        "verified: states, from the checkpoint of outer step 2 on: entries 2 to 4",
         "not verified: payloads, which are not here: entries 0 to 1",
-        "not verified: states, which come before the checkpoint: entries 0 to 1",
+        "not verified: states, which come before the checkpoint of outer step 2: entry 0",
     ]
-    assert "not verified: states, without a checkpoint to begin with: entries 0 to 4" in verify(folder)
+    assert verify(folder) == verify(folder, "--checkpoint", path), "it is found beside the log"
+    path.unlink()
+    lacking = "not verified: states, since neither the first payload nor a checkpoint is here: entries 0 to 4"
+    assert lacking in verify(folder)
+
+
+def test_of_a_finished_run_the_last_state_is_verified(folder: RunFolder, recorded: RecordedRun) -> None:
+    """Regression: the checkpoint was not looked for, so that no state was verified of a run that had just ended."""
+    checkpoint(folder, recorded, ENTRIES_OF_RUN)
+    LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES).prune(ENTRIES_OF_RUN)
+    assert verify(folder)[2:] == [
+        "verified: states, as the checkpoint of outer step 5 has them: entry 4",
+        "not verified: payloads, which are not here: entries 0 to 4",
+        "not verified: states, which come before the checkpoint of outer step 5: entries 0 to 3",
+    ]
+
+
+def test_the_oldest_good_checkpoint_that_leads_to_the_end_is_taken(folder: RunFolder, recorded: RecordedRun) -> None:
+    paths = {index: checkpoint(folder, recorded, index) for index in (1, 2, 3, 4)}
+    LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES).prune(2)
+    assert "verified: states, from the checkpoint of outer step 2 on: entries 2 to 4" in verify(folder)
+    paths[2].write_bytes(paths[2].read_bytes()[:-4] + b"\1\2\3\4")
+    assert "verified: states, from the checkpoint of outer step 3 on: entries 3 to 4" in verify(folder)
+    for index in (3, 4):
+        paths[index].unlink()
+    said = verify(folder)
+    assert "verified: states, as the checkpoint of outer step 1 has them: entry 0" in said
+    assert "not verified: states, without the payload of entry 1: entries 1 to 4" in said
 
 
 def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None:
@@ -194,7 +243,7 @@ def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None
         "verified: signatures of most of the roster before: entries 3 to 4",
         "verified: headers, from the first that is here on: entries 2 to 4",
         "verified: payloads: entries 2 to 4",
-        "verified: states, from the checkpoint on: entry 2",
+        "verified: states, from the checkpoint of outer step 2 on: entry 2",
         "not verified: signatures, since what came before is not here: entry 2",
         "not verified: states whose digest was not recorded: entries 3 to 4",
     ]
@@ -252,7 +301,8 @@ def test_states_are_verified_up_to_a_gap(folder: RunFolder, recorded: RecordedRu
 def test_a_checkpoint_of_another_lineage(folder: RunFolder, recorded: RecordedRun, small_config: RunConfig) -> None:
     other = record(recorded.run, initial_theta(small_config), 2, seed=2)
     said = verify(folder, "--checkpoint", checkpoint(folder, other, 2))
-    assert "not verified: states, since the log does not contain the checkpoint's last entry: entries 0 to 4" in said
+    lacking = "the log lacks the last entry of the checkpoint of outer step 2"
+    assert f"not verified: states, since {lacking}: entries 0 to 4" in said
 
 
 def test_a_changed_header_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
@@ -305,7 +355,7 @@ def test_a_wrong_state_digest_is_found(folder: RunFolder, recorded: RecordedRun,
 def test_a_state_digest_that_is_not_the_checkpoints_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
     rewrite(folder, lambda found: [found[0], replace(found[1], state_digest=digest_of(b"other")), *found[2:]])
     path = checkpoint(folder, recorded, 2)
-    assert_wrong(folder, 1, "the recorded state is not the checkpoint's", "--checkpoint", path)
+    assert_wrong(folder, 1, "the recorded state is not that of the checkpoint of outer step 2", "--checkpoint", path)
 
 
 def test_a_damaged_checkpoint_is_refused(folder: RunFolder, recorded: RecordedRun) -> None:

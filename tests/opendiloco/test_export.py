@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -41,6 +42,18 @@ def test_an_exported_folder_loads_with_transformers_alone(small_config: RunConfi
     assert json.loads((folder / "config.json").read_text())["bos_token_id"] == BEGIN
 
 
+def test_whoever_may_read_the_configuration_may_read_the_weights(small_config: RunConfig, tmp_path: Path) -> None:
+    """Regression: safetensors makes its file for its owner alone, whatever the umask says."""
+    before = os.umask(0o027)
+    try:
+        export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, FACTS)
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {
+        path.name: oct(0o640) for path in tmp_path.iterdir()
+    }
+
+
 def test_the_model_card_states_the_runs_facts(small_config: RunConfig, tmp_path: Path) -> None:
     export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, FACTS)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
@@ -59,7 +72,7 @@ def test_the_model_card_states_the_runs_facts(small_config: RunConfig, tmp_path:
 def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunConfig, tmp_path: Path) -> None:
     points = tuple(CurvePoint(outer_step=8 * step, loss=5 / (1 + step), tokens=100 * step) for step in range(50))
     known = {"bits_per_byte": 1.25, "contributors": 17, "curve": points, "versions": {"torch": "2.13"}}
-    facts = FACTS.model_copy(update=known | {"command": "diloco-peer export --run small-abc --out model"})
+    facts = FACTS.model_copy(update=known | {"command": "diloco-peer export --initial-peer ADDRESS --out model"})
     export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, facts)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     for said in (
@@ -71,8 +84,8 @@ def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunC
         "| 392 | 4,900 | 0.1000 |",
         f"| `{small_config.data.source}` (split train) | 100.0% |",
         "Windows of 16 tokens. Tokenizer: bytes. 20.0% of the documents",
-        "```sh\ndiloco-peer export --run small-abc --out model\n```",
-        "torch 2.13",
+        "```sh\ndiloco-peer export --initial-peer ADDRESS --out model\n```",
+        "torch 2.13. Here `ADDRESS` is the address of one of the run's bootstrap nodes. ",
     ):
         assert said in card, said
     rows = card.partition("| held-out loss |\n")[2].partition("\n\n")[0].splitlines()

@@ -96,6 +96,7 @@ def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp
     tokens = f"{kept.recorded.headers[3].lineage_tokens:,}"
     card = (out / "README.md").read_text()
     assert "diloco-peer export --from FOLDER --at 4 --out model" in card
+    assert "Here `FOLDER` is what" in card
     assert "| peers that contributed | 2 |" in card
     assert "| 2 | 512 | 5.5000 |" in card
     assert "| 5 |" not in card

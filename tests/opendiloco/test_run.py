@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,7 @@ from opendiloco.model.export import Dtype
 from opendiloco.run import Run, find_run
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.values.identity import Identity
-from peers.values.manifest import SignedManifest
+from peers.values.manifest import Invite, SignedManifest
 
 
 class Network:
@@ -130,3 +131,29 @@ def test_export_evaluates_on_the_folder_that_it_is_given(
         assert CliRunner().invoke(main, arguments).exit_code == 0
     assert [one.config.data.source for one in seen] == [small_config.data.source, str(tmp_path / "texts")]
     assert [one.has_runs_text for one in seen] == [True, False]
+
+
+@pytest.mark.parametrize(("dtype", "options"), [("float32", ""), ("bfloat16", " --dtype bfloat16")])
+def test_the_card_names_commands_that_make_the_model_again(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, options: str
+) -> None:
+    """Regression: there was no address in the command, so that it could not be used, and no outer step."""
+    run_id, said = Run.sign(small_config, Identity.generate()).run_id, list[str]()
+
+    async def export_run(
+        invite: Invite, folder: Path, key: Identity, command: Callable[[int], str], *options: object
+    ) -> RunFacts:
+        said.append(command(3))
+        return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
+
+    monkeypatch.setattr("opendiloco.follower.export_run", export_run)
+    where = ["--initial-peer", f"/ip4/192.0.2.2/tcp/1/p2p/{Identity.generate().peer_id}"]
+    done = CliRunner().invoke(
+        main, ["export", "--run", run_id, *where, "--out", str(tmp_path / "out"), "--dtype", dtype]
+    )
+    assert done.exit_code == 0, done.output
+    assert said == [
+        f"diloco-peer export --run {run_id} --initial-peer ADDRESS{options} --out model"
+        "  # while outer step 3 is the newest\n"
+        f"diloco-peer export --from FOLDER --at 3{options} --out model"
+    ]

@@ -12,7 +12,7 @@ import pytest
 from peers.driver import recorder as recorder_module
 from peers.driver.recorder import Recorder
 from peers.log.files import proof_path
-from peers.log.folder import LogFolder, MemoryLog
+from peers.log.folder import LogFolder, LogFolderError, MemoryLog
 from peers.log.payload import Payload
 from peers.protocol.effects import Apply
 from peers.transfer.headers import Past, serve_headers
@@ -49,6 +49,33 @@ def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path
         assert told == []
 
     asyncio.run(scenario())
+
+
+def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_over(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: there was a warning for each entry."""
+    reasons = ["No space left on device", "No space left on device", "Read-only file system", "", ""]
+
+    def append(*arguments: object) -> None:
+        if reason := reasons.pop(0):
+            raise LogFolderError(f"cannot keep the run's log: {reason}.", "Make room there.")
+
+    async def scenario() -> None:
+        rig, payload, log = Rig(), Payload.cut(memoryview(b"first"), 8), MemoryLog(LOG, 0)
+        monkeypatch.setattr(log, "append", append)
+        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
+        first = rig.next_header(payload.digest)
+        for index in range(len(reasons)):
+            recorder.add(Apply(first.model_copy(update={"index": index})), STATE, payload)
+            await recorder.finish()
+
+    asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records if record.name == recorder_module.__name__] == [
+        "entries are not kept, from 0 on: cannot keep the run's log: No space left on device. Make room there.",
+        "entries are not kept, from 2 on: cannot keep the run's log: Read-only file system. Make room there.",
+        "entries are kept again, from 3 on",
+    ]
 
 
 def test_what_proves_an_annex_is_kept_beside_its_entry(tmp_path: Path) -> None:

@@ -76,7 +76,10 @@ def test_digest_must_match_the_run_id() -> None:
         ({"name": "other"}, "signature"),
         ({"signature": bytes(64)}, "signature"),
         ({"name": "No Good"}, "name"),
-        ({"version": PROTOCOL_VERSION + 1}, f"version is {PROTOCOL_VERSION + 1}, ours is {PROTOCOL_VERSION}"),
+        (
+            {"version": PROTOCOL_VERSION + 1},
+            f"version {PROTOCOL_VERSION + 1}; this diloco-peer speaks version {PROTOCOL_VERSION}",
+        ),
     ],
     ids=["content", "organiser", "name", "signature", "bad name", "version"],
 )

@@ -140,6 +140,13 @@ def test_tickets_as_text() -> None:
         assert "Copy the whole" in caught.value.remedy
 
 
+def test_of_a_damaged_ticket_the_beginning_is_quoted() -> None:
+    """Regression: the quote was cut off before its end."""
+    with pytest.raises(AdmissionError, match=f"^'{'a' * 40}…' is not a ticket") as caught:
+        Ticket.parse("a" * 100)
+    assert caught.value.message.count("'") == 2
+
+
 def test_lists_of_revoked_tickets_are_the_organisers() -> None:
     revoked = (bytes(8), bytes(range(8)))
     signed = Revocations.sign(RUN, 3, revoked, ORGANISER)

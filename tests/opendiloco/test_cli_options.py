@@ -1,0 +1,68 @@
+"""Options that several commands share: where the addresses of a swarm come from."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, other_nodes_option, parse_run, run_option
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
+from peers.values.identity import Identity
+
+OF_INVITE, OF_OPTION, FIRST, SECOND = (
+    f"/ip4/192.0.2.{number}/tcp/31337/p2p/{Identity.generate().peer_id}" for number in range(1, 5)
+)
+VARIABLE = {INITIAL_PEERS: f"{FIRST} {SECOND}"}
+
+
+@click.command()
+@run_option
+@initial_peers_option
+def show(run: str, initial_peers: tuple[str, ...]) -> None:
+    """Print the addresses that a command would ask."""
+    click.echo(" ".join(parse_run(run, initial_peers).addresses))
+
+
+@pytest.fixture
+def run_id(small_config: RunConfig) -> str:
+    return Run.sign(small_config, Identity.generate()).run_id
+
+
+def shown(*arguments: str, environment: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(show, arguments, env=environment or {INITIAL_PEERS: None})
+
+
+def test_the_variable_has_the_addresses_where_nothing_else_says_them(run_id: str) -> None:
+    assert shown("--run", run_id, environment=VARIABLE).output.split() == [FIRST, SECOND]
+
+
+def test_the_option_comes_before_the_variable(run_id: str) -> None:
+    done = shown("--run", run_id, "--initial-peer", OF_OPTION, environment=VARIABLE)
+    assert done.output.split() == [OF_OPTION]
+
+
+def test_the_invite_comes_before_the_variable_and_beside_the_option(run_id: str) -> None:
+    invite = f"diloco:{run_id}@{OF_INVITE}"
+    assert shown("--run", invite, environment=VARIABLE).output.split() == [OF_INVITE]
+    assert shown("--run", invite, "--initial-peer", OF_OPTION).output.split() == [OF_INVITE, OF_OPTION]
+
+
+def test_without_any_the_error_says_how_to_get_one(run_id: str) -> None:
+    done = shown("--run", run_id)
+    assert done.exit_code == 2
+    for way in ("--initial-peer", INITIAL_PEERS, "the invite"):
+        assert way in done.stderr
+
+
+def test_a_bootstrap_node_does_not_look_for_itself() -> None:
+    seen = list[tuple[str, ...]]()
+
+    @click.command()
+    @other_nodes_option
+    def node(initial_peers: tuple[str, ...]) -> None:
+        seen.append(initial_peers)
+
+    assert CliRunner().invoke(node, [], env=VARIABLE).exit_code == 0
+    assert seen == [()]

@@ -1,0 +1,72 @@
+"""`diloco-peer run`: what it tells its organiser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from opendiloco.cli import main
+from opendiloco.cli.run import next_lines
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
+from peers.values.identity import Identity
+from peers.values.manifest import Invite
+from peers.values.wire import PROTOCOL_VERSION
+
+ADDRESS = "/ip4/192.0.2.2/tcp/31337/p2p/12D3KooWQFDaugSZMNNMdfYVGsJjZ11jngwqxJ6678Zmhr2TSQ5o"
+STANDARD_LIBRARY = {"source": "stdlib"}
+
+
+def said(content: dict[str, Any], identity: Path | None = None) -> list[str]:
+    """What the organiser of such a run is told to type, without the invite."""
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+    invite = Invite(run.run_id, (ADDRESS,))
+    lines = next_lines(run, invite, Path("run.manifest"), identity)
+    return [line.replace(str(invite), "INVITE") for line in lines]
+
+
+def test_a_run_of_the_standard_library_needs_nothing_else(small_content: dict[str, Any]) -> None:
+    assert said(small_content | {"data": STANDARD_LIBRARY})[1:] == ["  diloco-peer join --run INVITE"]
+
+
+def test_whoever_joins_names_a_folder_for_each_local_source(small_content: dict[str, Any]) -> None:
+    """Regression: the command that was shown did not work, since it lacked `--data`."""
+    source = small_content["data"]["source"]
+    assert said(small_content)[1:] == [
+        "  diloco-peer join --run INVITE --data FOLDER",
+        f"FOLDER is that machine's own, with the text that is here in {source}.",
+    ]
+    several = {"sources": [{"source": source, "weight": 1.0}, {"source": "/other", "weight": 1.0}]}
+    assert said(small_content | {"data": several})[1:] == [
+        "  diloco-peer join --run INVITE --data FOLDER --data FOLDER",
+        f"Each FOLDER is that machine's own, with the text that is here in {source}, /other.",
+    ]
+
+
+@pytest.mark.parametrize("identity", [None, Path("organiser.pem")])
+def test_a_run_by_invitation_needs_a_ticket(small_content: dict[str, Any], identity: Path | None) -> None:
+    content = small_content | {"data": STANDARD_LIBRARY, "admission": {"mode": "invite"}}
+    assert said(content, identity)[1:] == [
+        "  diloco-peer join --run INVITE --ticket TICKET",
+        "Give out such tickets with",
+        "  diloco-peer invite create run.manifest" + (" --identity organiser.pem" if identity else ""),
+    ]
+
+
+def test_a_manifest_as_json(small_config: RunConfig, tmp_path: Path) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    path = tmp_path / "run.manifest"
+    path.write_bytes(run.manifest.pack())
+    shown = CliRunner().invoke(main, ["run", "show", str(path), "--json"])
+    assert shown.exit_code == 0
+    assert json.loads(shown.output) == {
+        "run": run.run_id,
+        "organiser": run.manifest.organiser,
+        "protocol_version": PROTOCOL_VERSION,
+        "manifest": run.manifest.digest.hex(),
+        "content": json.loads(json.dumps(small_config.to_manifest_content())),
+    }

@@ -1,0 +1,51 @@
+"""What the demo makes of how it went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from opendiloco.demo.processes import Child
+from opendiloco.demo.screen import DemoScreen
+from opendiloco.demo.swarm import _Swarm, _Volunteer, judge
+from opendiloco.model.card import RunFacts
+from opendiloco.outer.agreement import Agreement
+from opendiloco.run import Run
+from tests.peers.builders import LOG, beat
+
+FACTS = RunFacts(run_id="demo", manifest_digest="00", outer_steps=9, tokens=1, peers=2, held_out_loss=2.0)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> _Swarm:
+    """Three volunteers, of which one has been killed, and one that came in the middle and trains."""
+    found = _Swarm(cast(Run, None), "", tmp_path, cast(DemoScreen, None), [], agreement=Agreement())
+    for number in (1, 2, 3, 4):
+        found.volunteers[str(number)] = _Volunteer(f"volunteer {number}", cast(Child, None), trains=True)
+    found.newcomer = found.volunteers["4"]
+    found.agreement.observe([beat("a", LOG), beat("b", LOG)])
+    return found
+
+
+def test_all_went_well(swarm: _Swarm) -> None:
+    assert judge(swarm, FACTS, before=3.0) == ()
+
+
+def test_a_newcomer_that_never_joined_was_not_shown(swarm: _Swarm) -> None:
+    """Regression: a demo of one minute looked like success, though nobody had joined in the middle."""
+    swarm.volunteers["4"].trains = False
+    [problem] = judge(swarm, FACTS, before=3.0)
+    assert problem.startswith("the demo was too short: volunteer 4, which came in the middle, had not taken over")
+    assert "MINUTES" in problem
+
+
+def test_nor_was_a_death_that_did_not_happen(swarm: _Swarm) -> None:
+    swarm.newcomer = None
+    [problem] = judge(swarm, FACTS, before=3.0)
+    assert problem.startswith("the demo was too short: no volunteer was killed")
+
+
+def test_a_model_that_did_not_learn(swarm: _Swarm) -> None:
+    assert judge(swarm, FACTS, before=2.0) == ("the held-out loss has not fallen",)
