@@ -27,6 +27,7 @@ COMMANDS = [
     ["run"],
     ["run", "create"],
     ["run", "show"],
+    ["plan"],
     ["invite"],
     ["invite", "create"],
     ["invite", "list"],
