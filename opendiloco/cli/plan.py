@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from opendiloco.plan.forecast import Plan
     from opendiloco.plan.report import Memory
 
+FRAGMENT_LAYERS, OVERLAP = 3, 5
+"""As arXiv 2501.18512 has the one, and advises at most for the other."""
 BITS = {"4": "e3m0", "8": "int8", "16": "fp16"}
 """The codec that stands for so many bits."""
 
@@ -26,20 +28,16 @@ BITS = {"4": "e3m0", "8": "int8", "16": "fp16"}
 @click.option(
     "--fragment-layers",
     type=click.IntRange(min=1),
-    default=3,
     metavar="N",
-    show_default=True,
-    help="Streaming: put N transformer blocks into a fragment.",
+    help="Streaming: put N transformer blocks into a fragment.  [default: 3, or all where there are fewer]",
 )
 @click.option(
     "--overlap",
     "--tau",
     "overlap",
     type=click.IntRange(min=0),
-    default=5,
     metavar="N",
-    show_default=True,
-    help="Streaming with overlap: train N inner steps while a fragment is exchanged.",
+    help="Streaming with overlap: train N inner steps while a fragment is exchanged.  [default: 5, or H - 1]",
 )
 @click.option(
     "--bits",
@@ -64,8 +62,8 @@ def command(
     log: LogOptions,
     run_toml: Path,
     links_toml: Path,
-    fragment_layers: int,
-    overlap: int,
+    fragment_layers: int | None,
+    overlap: int | None,
     bits: str,
     target: float,
     json_file: Path | None,
@@ -91,7 +89,12 @@ def command(
 
     skeleton = sized_skeleton(config)
     plan = plan_of(config, skeleton, links)
-    settings = Settings(fragment_layers, overlap, bits_of(config.codec.kind), bits_of(BITS[bits]))
+    settings = Settings(
+        fragment_layers=fragment_layers or min(FRAGMENT_LAYERS, len(plan.shape.layers)),
+        overlap=min(OVERLAP, plan.inner_steps - 1) if overlap is None else overlap,
+        bits=bits_of(config.codec.kind),
+        fewer_bits=bits_of(BITS[bits]),
+    )
     check_settings(plan, settings)
     memory = [memory_of(config, skeleton, peer) for peer in plan.swarm.peers]
     show(plan, settings, memory, target, json_file)
@@ -99,7 +102,7 @@ def command(
 
 
 def check_settings(plan: Plan, settings: Settings) -> None:
-    """Raises: UsageError where the options don't fit the run."""
+    """Check the options against the run. Raises: UsageError."""
     from opendiloco.plan.methods import strided
 
     layers, given = len(plan.shape.layers), settings.fragment_layers
@@ -156,7 +159,7 @@ def draw(plan: Plan, settings: Settings, plot_file: Path | None, schedule_file: 
 
 
 def check_drawable(path: Path) -> None:
-    """Raises: UsageError for a kind of file that is not drawn; MachineError where a PNG cannot be made."""
+    """Check that such a file can be drawn. Raises: UsageError; MachineError where a PNG lacks its package."""
     from importlib.util import find_spec
 
     from opendiloco.errors import MachineError
@@ -178,7 +181,7 @@ def drawn(path: Path, svg: str) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Raises: MachineError."""
+    """Write a file. Raises: MachineError."""
     from opendiloco.errors import MachineError
 
     try:

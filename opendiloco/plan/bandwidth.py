@@ -10,7 +10,7 @@ from opendiloco.plan.schedule import Step, Wire, utilisation
 
 LEAST, MOST = 1e6, 1e13
 """Bits a second between which a bandwidth is looked for."""
-DOUBLINGS = 24
+HALVINGS = 20
 """Times that the interval is halved: far finer than anybody knows a link."""
 
 
@@ -37,7 +37,7 @@ def bisect(reaches: Callable[[float], bool], low: float, high: float) -> float |
     """Return about where `reaches` turns true between two positive numbers, on a logarithmic scale; None if nowhere."""
     if not reaches(high):
         return None
-    for _ in range(DOUBLINGS):
+    for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if reaches(middle) else (middle, high)
     return high

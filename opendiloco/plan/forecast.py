@@ -13,7 +13,7 @@ from peers.protocol.trainer import EQUALLY_FAST
 
 SECONDS_A_DAY = 86_400
 LEAST_IDLE = 0.01
-"""Of a link's time, that must be left for joiners; with less they never catch up."""
+"""Share of a link's time that joiners need at least; with less they never catch up."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Forecast:
 
     @property
     def sent_bits(self) -> float:
-        """That a peer sends at the most in a cycle."""
+        """Return the bits that the busiest peer sends in a cycle."""
         return max(peer.sent_bits for peer in self.peers)
 
     @property
@@ -76,7 +76,7 @@ class Forecast:
 
     @property
     def joining(self) -> float | None:
-        """Seconds, of whoever takes longest; None if somebody never gets there."""
+        """Return the seconds of the slowest joiner; None if one of them never catches up."""
         each = [peer.joining for peer in self.peers]
         return None if None in each else max(seconds for seconds in each if seconds is not None)
 
@@ -94,8 +94,8 @@ def forecast(plan: Plan, method: Method) -> Forecast:
     steps = [plan.own_steps(peer) for peer in swarm.peers]
     busy = [own * peer.step_seconds for own, peer in zip(steps, swarm.peers, strict=True)]
     waiting = [
-        cycle_seconds(Step.of(1, peer.step_seconds), _with_steps(method, own), rounds) - own * peer.step_seconds
-        for own, peer in zip(steps, swarm.peers, strict=True)
+        max(0.0, cycle_seconds(Step.of(1, peer.step_seconds), _with_steps(method, own), rounds) - seconds)
+        for own, peer, seconds in zip(steps, swarm.peers, busy, strict=True)
     ]
     seconds = max(busy) + max(waiting)
     sent = [sum(each.payload_bits * each.moved[kind] for each in rounds.rounds) for kind in range(len(swarm.peers))]

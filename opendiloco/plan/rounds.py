@@ -40,7 +40,7 @@ class Peer:
 
     @property
     def rate(self) -> float:
-        """Bits a second of data that its link carries both ways at once."""
+        """Return the bits of data that its link carries in a second, both ways at once."""
         return LINK_SHARE * min(self.up, self.down)
 
 
@@ -60,7 +60,7 @@ class Swarm:
 
     @property
     def delay(self) -> float:
-        """Seconds one way between the two peers that are furthest apart."""
+        """Return the seconds one way between the two peers that are furthest apart."""
         all_latencies = (peer.latency for peer in self.peers for _ in range(min(2, peer.count)))
         return sum(sorted(all_latencies)[-2:]) / 2
 
@@ -108,7 +108,7 @@ class Rounds:
 
     @property
     def seconds(self) -> float:
-        """Of all rounds of a cycle."""
+        """Return the seconds of all rounds of a cycle together."""
         return sum(each.seconds for each in self.rounds)
 
     def exchanges(self, place: int, fragment: Fragment, bits: float) -> Sequence[Exchange]:

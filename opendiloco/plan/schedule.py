@@ -15,7 +15,7 @@ from typing import Protocol, Self
 from opendiloco.plan.methods import Fragment, Method
 
 CYCLES = 2
-"""That are simulated before utilisation is measured, and then while it is: from the second on, cycles are alike."""
+"""Cycles that are simulated before utilisation is measured, and while it is: from the second on, all are alike."""
 
 
 class Kind(StrEnum):
@@ -52,7 +52,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Of computing: the first layer has no backward with respect to activations."""
+        """Return the seconds of computing; the first layer has no backward with respect to activations."""
         return (3 * self.layers - 1) * self.node
 
 
@@ -105,7 +105,7 @@ class Simulation:
 
     @property
     def ended(self) -> float:
-        """Seconds until all that was begun is done."""
+        """Return the seconds until all that was begun is done."""
         return max(self._now, self._link_free)
 
     def run(self, steps: int) -> None:

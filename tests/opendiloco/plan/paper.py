@@ -4,14 +4,15 @@ reasons."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
-from opendiloco.plan.bandwidth import curve, logarithmic
+from opendiloco.plan.bandwidth import least_bandwidth, logarithmic
 from opendiloco.plan.methods import Method, Shape, data_parallel, diloco, equal_spacing, streaming
 from opendiloco.plan.schedule import Step
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-GRID = logarithmic(0.1e9, 1000e9, 50)
-"""All numbers of the table lie on it: 50 bandwidths from 0.1 to 1000 Gbit/s, each 1.207 times the one before."""
+GRID = logarithmic(0.1, 1000, 50)
+"""All numbers of the table lie on it, in Gbit/s: 50 bandwidths from 0.1 to 1000, each 1.207 times the one before."""
 INNER_STEPS, FRAGMENT_LAYERS, OVERLAP, REPLICAS = 100, 3, 1, 2
 
 
@@ -89,8 +90,14 @@ def methods(shape: Shape) -> dict[str, Method]:
     }
 
 
-def read_like_the_paper(scale: Scale, method: Method) -> list[float]:
+@cache
+def needed(size: str, row: str) -> tuple[float, ...]:
+    """Return the least bandwidth that we compute for each target, in Gbit/s."""
+    scale = TABLE[size]
+    found = [least_bandwidth(scale.step, methods(scale.shape)[row], target, REPLICAS) for target in TARGETS]
+    return tuple(bandwidth / 1e9 for bandwidth in found if bandwidth)
+
+
+def read_like_the_paper(size: str, row: str) -> list[float]:
     """Return for each target the last bandwidth of the grid at which the utilisation is still below it, in Gbit/s."""
-    reached = curve(scale.step, method, GRID, REPLICAS)
-    first = [next(place for place, found in enumerate(reached) if found >= target) for target in TARGETS]
-    return [GRID[place - 1] / 1e9 for place in first]
+    return [max(place for place in GRID if place < bandwidth) for bandwidth in needed(size, row)]

@@ -142,6 +142,14 @@ def test_utilisation_follows_from_the_all_reduce_that_intellect_measured(region:
     assert found.utilisation == pytest.approx(measured, abs=0.002)
 
 
+def test_intellects_run_over_200_mbit_is_bound_by_computing_only_with_overlap() -> None:
+    """Rounds of 850 s as int8 beside 2,280 s of training. A fragment in 4 bits has 114 s; the largest takes 43."""
+    alone, *_, last = compare(intellect(200), replace(SETTINGS, fragment_layers=3, bits=8.03, fewer_bits=4.03))[1:]
+    assert alone.utilisation == pytest.approx(0.73, abs=0.01)
+    assert last.utilisation == pytest.approx(1)
+    assert last.round_seconds == pytest.approx(43, abs=1)
+
+
 def test_intellects_links_allow_about_the_times_that_were_measured() -> None:
     """0.5 to 4 Gbit/s make rounds of 52 to 332 s: 103 s lies within. The two with an ocean between took up to 1.4 times
     as long as the slowest of these links needs: its ring goes over lossy links, and we leave loss out."""

@@ -69,6 +69,19 @@ def test_overlap_hides_what_takes_no_longer_than_its_steps() -> None:
     assert with_overlap(3) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("overlap", [0, 1, 3, 19])
+@pytest.mark.parametrize("seconds", [0.5, 7.0, 60.0])
+def test_steps_that_only_compute_are_skipped_and_change_nothing(overlap: int, seconds: float) -> None:
+    """With nodes to record, none is skipped."""
+    for method in (data_parallel(TWO_LAYERS), diloco(TWO_LAYERS, 20), streaming("", TWO_LAYERS, 20, 1, overlap)):
+        quick, whole = (Simulation(STEP, method, wire(seconds), nodes) for nodes in (None, list[Node]()))
+        for steps in (1, 19, 20, 47):
+            quick.run(steps)
+            whole.run(steps)
+            assert quick.ended == pytest.approx(whole.ended)
+            assert quick.steps == whole.steps
+
+
 def test_the_link_carries_one_reduction_after_another() -> None:
     busy = streaming("", TWO_LAYERS, 2, 1, overlap=1)
     assert cycle_seconds(STEP, busy, wire(30.0)) == pytest.approx(60)
