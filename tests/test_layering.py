@@ -138,7 +138,20 @@ def test_compiled_kernels_are_behind_their_wrapper() -> None:
     assert {module.rpartition(".")[0] for module in importers("opendiloco._kernels")} == {"opendiloco.kernels"}
 
 
-ROOMS = ("kernels", "config", "data", "model", "inner", "workers", "island", "outer", "checkpoints", "demo", "cli")
+ROOMS = (
+    "kernels",
+    "config",
+    "data",
+    "model",
+    "inner",
+    "workers",
+    "island",
+    "outer",
+    "checkpoints",
+    "plan",
+    "demo",
+    "cli",
+)
 """Packages of opendiloco, as the table in CONTRIBUTING.md has them."""
 
 

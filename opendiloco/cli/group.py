@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, str] = {
     "demo": "opendiloco.cli.demo",
     "bootstrap": "opendiloco.cli.bootstrap",
     "run": "opendiloco.cli.run",
+    "plan": "opendiloco.cli.plan",
     "tokenize": "opendiloco.cli.tokenize",
     "invite": "opendiloco.cli.invite",
     "join": "opendiloco.cli.join",

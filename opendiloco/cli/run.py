@@ -123,16 +123,12 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
 def needs(log: LogOptions, run_toml: Path) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
-    from opendiloco.model.build import build_skeleton
+    from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_lines, needs_of
 
     log.start()
     config = RunConfig.from_toml(run_toml)
-    tokenizer: Tokenizer = ByteTokenizer()  # what it is makes no difference to the model's size
-    if config.tokenizer.kind == "file":
-        tokenizer = build_tokenizer(config.tokenizer)  # but a vocabulary may be smaller than that of bytes
-    skeleton = build_skeleton(config, tokenizer)
+    skeleton = sized_skeleton(config)
     for line in needs_lines(lambda gpus: needs_of(config, skeleton, gpus)):
         click.echo(line)
 

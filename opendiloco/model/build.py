@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig, misfit
-from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
+from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from opendiloco.errors import first_line
 from opendiloco.model.layout import Layout
 from opendiloco.model.packing import check_document_mask
@@ -34,6 +34,15 @@ def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
             model = _from_config(config, tokenizer, PortableNormal(config.model.init_seed))
     _check_size(model, config, tokenizer)
     return model.float()
+
+
+def sized_skeleton(config: RunConfig) -> Any:
+    """Return the model without values, for its size alone: no tokenizer is fetched. Raises: see `build_skeleton`;
+    DataError without the file of the run's tokenizer."""
+    tokenizer: Tokenizer = ByteTokenizer()  # what it is makes no difference to the model's size
+    if config.tokenizer.kind == "file":
+        tokenizer = build_tokenizer(config.tokenizer)  # but a vocabulary may be smaller than that of bytes
+    return build_skeleton(config, tokenizer)
 
 
 def build_model(

@@ -32,6 +32,7 @@ COMMANDS = [
     ["run", "show"],
     ["run", "needs"],
     ["tokenize"],
+    ["plan"],
     ["invite"],
     ["invite", "create"],
     ["invite", "list"],

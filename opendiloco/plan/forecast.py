@@ -1,0 +1,167 @@
+"""What a method comes to with given machines and links: utilisation, tokens, bytes, money, and joining."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from opendiloco.host_memory import STATE_BYTES
+from opendiloco.plan.methods import Method, Shape
+from opendiloco.plan.rounds import LINK_SHARE, Peer, Rounds, Swarm, round_of
+from opendiloco.plan.schedule import Step, Wire, cycle_seconds
+from peers.protocol.trainer import EQUALLY_FAST
+
+SECONDS_A_DAY = 86_400
+LEAST_IDLE = 0.01
+"""Share of a link's time that joiners need at least; with less they never catch up."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as far as the planner needs to know it. `smallest_share` and `snapshot_every` are its manifest's."""
+
+    shape: Shape
+    swarm: Swarm
+    inner_steps: int
+    tokens_per_step: int
+    smallest_share: float
+    snapshot_every: int
+
+    def own_steps(self, peer: Peer) -> int:
+        """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""
+        fastest = min(each.step_seconds for each in self.swarm.peers)
+        speed = fastest / peer.step_seconds
+        if speed >= EQUALLY_FAST:
+            return self.inner_steps
+        return math.ceil(max(speed, self.smallest_share) * self.inner_steps)
+
+
+@dataclass(frozen=True)
+class PeerForecast:
+    """Of each of some equal peers: inner steps in a cycle, and shares of its time that it computes and its link sends;
+    seconds until a newcomer among them has the state, None if it never has."""
+
+    name: str
+    count: int
+    inner_steps: int
+    utilisation: float
+    link_share: float
+    sent_bits: float
+    joining: float | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a method. A cycle is one outer step; data-parallel training has one after each step.
+
+    `round_seconds` are those of the longest exchange. Costs are None unless all prices are known.
+    """
+
+    method: Method
+    cycle_seconds: float
+    round_seconds: float
+    utilisation: float
+    tokens_per_day: float
+    cost_per_day: float | None
+    peers: tuple[PeerForecast, ...]
+
+    @property
+    def sent_bits(self) -> float:
+        """Return the bits that the busiest peer sends in a cycle."""
+        return max(peer.sent_bits for peer in self.peers)
+
+    @property
+    def sent_bits_per_day(self) -> float:
+        return self.sent_bits / self.cycle_seconds * SECONDS_A_DAY
+
+    @property
+    def joining(self) -> float | None:
+        """Return the seconds of the slowest joiner; None if one of them never catches up."""
+        each = [peer.joining for peer in self.peers]
+        return None if None in each else max(seconds for seconds in each if seconds is not None)
+
+    @property
+    def cost_per_giga_token(self) -> float | None:
+        return None if self.cost_per_day is None else self.cost_per_day / self.tokens_per_day * 1e9
+
+
+def forecast(plan: Plan, method: Method) -> Forecast:
+    """Return what a method comes to. Peers wait for one another at each cycle's end."""
+    if method.cycle == 1:
+        return _data_parallel(plan, method)
+    swarm = plan.swarm
+    rounds = Rounds(tuple(round_of(swarm, fragment.values, method.bits) for fragment in method.fragments))
+    steps = [plan.own_steps(peer) for peer in swarm.peers]
+    busy = [own * peer.step_seconds for own, peer in zip(steps, swarm.peers, strict=True)]
+    waiting = [
+        max(0.0, cycle_seconds(Step.of(1, peer.step_seconds), _with_steps(method, own), rounds) - seconds)
+        for own, peer, seconds in zip(steps, swarm.peers, busy, strict=True)
+    ]
+    seconds = max(busy) + max(waiting)
+    sent = [sum(each.payload_bits * each.moved[kind] for each in rounds.rounds) for kind in range(len(swarm.peers))]
+    return _forecast(plan, method, seconds, max(each.seconds for each in rounds.rounds), steps, sent)
+
+
+def _data_parallel(plan: Plan, method: Method) -> Forecast:
+    """Return the forecast for an all-reduce that the slowest link and the slowest peer hold up at each step."""
+    swarm = plan.swarm
+    wire = Wire(swarm.slowest_rate, swarm.count, 2 * swarm.delay / len(plan.shape.layers))
+    slowest = max(peer.step_seconds for peer in swarm.peers)
+    seconds = cycle_seconds(Step.of(len(plan.shape.layers), slowest), method, wire)
+    sent = 2 * (swarm.count - 1) / swarm.count * plan.shape.values * method.bits
+    reduction = sent / wire.bits_per_second + 2 * swarm.delay
+    return _forecast(plan, method, seconds, reduction, [1] * len(swarm.peers), [sent] * len(swarm.peers))
+
+
+def _forecast(
+    plan: Plan, method: Method, seconds: float, longest: float, steps: list[int], sent: list[float]
+) -> Forecast:
+    kinds = plan.swarm.peers
+    busy = max(bits / peer.rate for bits, peer in zip(sent, kinds, strict=True))
+    peers = tuple(
+        PeerForecast(
+            name=peer.name,
+            count=peer.count,
+            inner_steps=own,
+            utilisation=own * peer.step_seconds / seconds,
+            link_share=min(1.0, bits / peer.rate / seconds),
+            sent_bits=bits,
+            joining=joining(plan, method, peer, seconds, busy),
+        )
+        for peer, own, bits in zip(kinds, steps, sent, strict=True)
+    )
+    tokens = sum(peer.count * peer.inner_steps for peer in peers) * plan.tokens_per_step
+    prices = [None if peer.price_per_hour is None else peer.count * peer.price_per_hour for peer in kinds]
+    known = [price for price in prices if price is not None]
+    return Forecast(
+        method=method,
+        cycle_seconds=seconds,
+        round_seconds=longest,
+        utilisation=sum(peer.count * peer.utilisation for peer in peers) / plan.swarm.count,
+        tokens_per_day=tokens / seconds * SECONDS_A_DAY,
+        cost_per_day=24 * sum(known) if len(known) == len(prices) else None,
+        peers=peers,
+    )
+
+
+def joining(plan: Plan, method: Method, peer: Peer, seconds: float, busy: float) -> float | None:
+    """Return the seconds until a newcomer has the state: a snapshot, and the entries since, replayed.
+
+    It fetches in the time that rounds leave, from all others at once. The snapshot may be as old as two snapshots are
+    apart, and more entries are made meanwhile. None if it never catches up.
+    """
+    idle = 1 - busy / seconds
+    if idle < LEAST_IDLE:
+        return None
+    donors = LINK_SHARE * (sum(each.count * each.up for each in plan.swarm.peers) - peer.up)
+    rate = idle * min(LINK_SHARE * peer.down, donors)
+    snapshot, payload = 8 * STATE_BYTES * plan.shape.values / rate, plan.shape.values * method.bits / rate
+    if payload >= seconds:
+        return None
+    return (snapshot + plan.snapshot_every * payload) / (1 - payload / seconds)
+
+
+def _with_steps(method: Method, steps: int) -> Method:
+    """Return the method of a peer that makes fewer inner steps in a cycle."""
+    ends = tuple(max(1, end * steps // method.cycle) for end in method.ends)
+    return Method(method.name, method.fragments, ends, steps, min(method.overlap, steps - 1), method.bits)

@@ -1,0 +1,76 @@
+"""`links.toml`: the machines and links of a planned run, each value checked."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from opendiloco.config.errors import explain_toml_error, explain_validation_error
+from opendiloco.config.section import Name, NotNegativeFloat, Positive, PositiveFloat, Section
+from peers.errors import ManifestError
+
+Megabits = Annotated[float, Field(gt=0, le=1e7)]
+Milliseconds = Annotated[float, Field(ge=0, le=60_000)]
+PEERS_LIMIT = 1000
+"""That a swarm is built for."""
+
+
+class PeerSection(Section):
+    """So many equal peers. `latency_ms` is what ping shows to a well-connected server: a round trip.
+
+    How fast each trains is one of `step_seconds` (an inner step of its whole batch), `tokens_per_second`, and `gpu`:
+    what torch calls it, of which there are `gpus`.
+    """
+
+    name: Name | None = None
+    count: Positive = 1
+    up_mbit: Megabits
+    down_mbit: Megabits
+    latency_ms: Milliseconds = 50.0
+    step_seconds: PositiveFloat | None = None
+    tokens_per_second: PositiveFloat | None = None
+    gpu: Name | None = None
+    gpus: Annotated[int, Field(ge=0, le=64)] = 1
+    gpu_memory_gb: PositiveFloat | None = None
+    main_memory_gb: PositiveFloat | None = None
+    price_per_hour: NotNegativeFloat | None = None
+
+    @model_validator(mode="after")
+    def check_speed(self) -> Self:
+        given = [key for key in ("step_seconds", "tokens_per_second", "gpu") if getattr(self, key) is not None]
+        if len(given) != 1:
+            named = " and ".join(given) or "none of them"
+            raise ValueError(f"{named} given; say with one of step_seconds, tokens_per_second and gpu how fast it is")
+        if self.gpus == 0 and (self.gpu is not None or self.gpu_memory_gb is not None):
+            raise ValueError("gpus = 0 has neither a gpu nor gpu_memory_gb; remove these, or say how many there are")
+        return self
+
+
+class Links(Section):
+    """A whole `links.toml`."""
+
+    peers: Annotated[tuple[PeerSection, ...], Field(strict=False, min_length=1, max_length=PEERS_LIMIT)]
+
+    @model_validator(mode="after")
+    def check_count(self) -> Self:
+        count = sum(peer.count for peer in self.peers)
+        if not 2 <= count <= PEERS_LIMIT:
+            raise ValueError(f"the counts of all [[peers]] add up to {count}; give 2 to {PEERS_LIMIT} peers")
+        return self
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Self:
+        """Read and check a file. Raises: ManifestError, with one line for each problem."""
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ManifestError(f"{path}: cannot be read ({error.strerror}).", "Give a file that exists.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise explain_toml_error(str(path), error) from None
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise explain_validation_error(str(path), error, cls) from None
