@@ -126,17 +126,18 @@ class StreamingDiLoCo:
 
     def __init__(self, config: RunConfig, layout: Layout, theta: Vector, new_replica: Callable[[], Replica]) -> None:
         """`theta` is used in place, and begins with zeros in the padding."""
+        self.config = config
+        self.layout = layout
         self.state = OuterState(theta, config.outer_optimizer, layout.fragments)
         self.members: dict[str, Member] = {}
         self.index = 0
         self.tokens = 0
-        self._config = config
         self._new_replica = new_replica
         self._local = np.zeros_like(theta)
 
     def outer_step(self, roster: Sequence[Work]) -> bytes:
         """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest."""
-        streaming, theta = self._config.streaming, self.state.theta
+        streaming, theta = self.config.streaming, self.state.theta
         members = []
         for work in roster:
             if work.replica not in self.members:
@@ -158,7 +159,7 @@ class StreamingDiLoCo:
         """Average a fragment's pseudo-gradients, each quantized, weighted by tokens, and take its outer step."""
         part = self.state.fragments[fragment]
         theta, local = self.state.theta[part], self._local[part]
-        payload = kernels.Payload(kernels.FORMATS[self._config.codec.kind], theta.size)
+        payload = kernels.Payload(kernels.FORMATS[self.config.codec.kind], theta.size)
         accumulator = np.zeros_like(theta)
         for member in members:
             member.store(self._local, fragment)
@@ -179,16 +180,18 @@ class Reference(StreamingDiLoCo):
     def __init__(self, config: RunConfig) -> None:
         self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
         self._data: TrainingData = load_data(config, self._tokenizer)
-        self._judge = self._model_replica(config)
+        self.config = config
+        self._judge = self.build_replica()
         theta: Vector = np.zeros(self._judge.layout.size, np.float32)
         self._judge.store(theta)
-        super().__init__(config, self._judge.layout, theta, lambda: self._model_replica(config))
+        super().__init__(config, self._judge.layout, theta, self.build_replica)
 
     def held_out_loss(self) -> float:
         """Return the loss of theta in nats per token, on the windows that a swarm evaluates on."""
         self._judge.load(self.state.theta)
-        windows, batch_size = self._config.evaluation.windows, self._config.training.batch_size
+        windows, batch_size = self.config.evaluation.windows, self.config.training.batch_size
         return held_out_loss(self._judge.model, self._data.held_out, windows, batch_size, self._judge.precision)[0]
 
-    def _model_replica(self, config: RunConfig) -> ModelReplica:
-        return ModelReplica(config, build_model(config, self._tokenizer), self._data.samples)
+    def build_replica(self) -> ModelReplica:
+        """Return a replica with the run's initial weights and an inner optimizer of its own."""
+        return ModelReplica(self.config, build_model(self.config, self._tokenizer), self._data.samples)

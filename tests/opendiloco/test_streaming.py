@@ -176,7 +176,7 @@ def algorithm_1(config: RunConfig) -> Iterator[tuple[Vector, Vector]]:
         payload = kernels.Payload(kernels.FORMATS[config.codec.kind], local.size)
         total = 0
         for each in roster:
-            replica = replicas.setdefault(each.replica, like._model_replica(config))
+            replica = replicas.setdefault(each.replica, like.build_replica())
             trained = replica.train(state.theta, index, each.samples, each.steps, tokens)
             replica.store(local)
             kernels.quantize_difference(state.theta, local, payload)
@@ -219,7 +219,7 @@ def test_with_alpha_1_each_replica_trains_as_if_it_were_alone(
     for cycle in range(3):
         reference.outer_step((work("a", 16 * cycle), work("b", 16 * cycle + 8)))
     for number, name in enumerate("ab"):
-        alone = reference._model_replica(config)
+        alone = reference.build_replica()
         alone.train(first, 0, (SampleRange(8 * number, 8 * number + 8),), 4)
         for cycle in (1, 2):
             start = 16 * cycle + 8 * number
@@ -258,8 +258,8 @@ def test_an_inner_step_a_cycle_and_sgd_outside_is_data_parallel_local_sgd(small_
     config = model_config(small_content, 1, **changes)
     together = changes["training"] | {"batch_size": 4}
     reference, one = Reference(config), Reference(model_config(small_content, 1, **changes | {"training": together}))
-    replicas = [reference._model_replica(config) for _ in range(2)]
-    alone, theta = one._model_replica(one._config), one.state.theta.copy()
+    replicas = [reference.build_replica() for _ in range(2)]
+    alone, theta = one.build_replica(), one.state.theta.copy()
     for index in range(4):
         before = reference.state.theta.copy()
         locals_ = [np.empty_like(before) for _ in replicas]
