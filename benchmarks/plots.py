@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
@@ -24,11 +25,11 @@ class Panel:
     moments: Mapping[str, float] = field(default_factory=dict)
 
 
-def svg(panels: Sequence[Panel], x_label: str) -> str:
-    """Return the plot as a file's content. All panels have the same axes."""
+def svg(panels: Sequence[Panel], x_label: str, bottom: float = 0.0) -> str:
+    """Return the plot as a file's content. All panels have the same axes, the vertical one from `bottom` on."""
     right = max(x for panel in panels for line in panel.lines.values() for x, _ in line)
     top = max(y for panel in panels for line in panel.lines.values() for _, y in line)
-    top = 1.05 * max(top, *(panel.level[1] for panel in panels))
+    top = bottom + 1.05 * (max(top, *(panel.level[1] for panel in panels)) - bottom)
     height = TOP + len(panels) * (PANEL_HEIGHT + GAP) - GAP + BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
@@ -36,23 +37,24 @@ def svg(panels: Sequence[Panel], x_label: str) -> str:
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
     ]
     for place, panel in enumerate(panels):
-        parts += _panel(panel, TOP + place * (PANEL_HEIGHT + GAP), right, top)
+        parts += _panel(panel, TOP + place * (PANEL_HEIGHT + GAP), right, (bottom, top))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 8, x_label, "middle"))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _panel(panel: Panel, y: float, right: float, top: float) -> list[str]:
+def _panel(panel: Panel, y: float, right: float, heights: Point) -> list[str]:
     def across(value: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * value / right
 
     def down(value: float) -> float:
-        return y + PANEL_HEIGHT * (1 - value / top)
+        bottom, top = heights
+        return y + PANEL_HEIGHT * (1 - (value - bottom) / (top - bottom))
 
     parts = [_text(LEFT, y - 8, panel.title, "start", "title")]
-    for tick in _ticks(top):
+    for tick in _ticks(*heights):
         parts.append(_line((LEFT, down(tick)), (WIDTH - RIGHT, down(tick)), "#e4e4e4"))
         parts.append(_text(LEFT - 6, down(tick) + 4, f"{tick:g}", "end", "faint"))
-    for tick in _ticks(right):
+    for tick in _ticks(0.0, right):
         parts.append(_text(across(tick), y + PANEL_HEIGHT + 16, f"{tick:g}", "middle", "faint"))
     name, level = panel.level
     parts.append(_line((LEFT, down(level)), (WIDTH - RIGHT, down(level)), "#777", "6 4"))
@@ -71,15 +73,15 @@ def _panel(panel: Panel, y: float, right: float, top: float) -> list[str]:
     return parts
 
 
-def _ticks(end: float, count: int = 5) -> list[float]:
-    """Return round numbers from 0 to `end`, at most `count` of them beside 0."""
+def _ticks(start: float, end: float, count: int = 5) -> list[float]:
+    """Return round numbers from `start` to `end`, at most `count` of them beside the first."""
     step = next(
         base * 10.0**exponent
         for exponent in range(-6, 12)
         for base in (1, 2, 5)
-        if base * 10.0**exponent * count >= end
+        if base * 10.0**exponent * count >= end - start
     )
-    return [step * number for number in range(int(end / step + 1e-9) + 1)]
+    return [step * number for number in range(math.ceil(start / step - 1e-9), int(end / step + 1e-9) + 1)]
 
 
 def _line(start: Point, end: Point, color: str, dashes: str = "") -> str:

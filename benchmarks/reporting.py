@@ -21,6 +21,8 @@ class Bar:
     name: str
     ratio: float
     at_least: float
+    digits: int = 2
+    """Of the ratio behind the point, as it is printed."""
 
     @property
     def is_met(self) -> bool:
@@ -28,7 +30,7 @@ class Bar:
 
     def __str__(self) -> str:
         verdict = "met" if self.is_met else "MISSED"
-        return f"{self.name}: {self.ratio:.2f}, bar {self.at_least:g}: {verdict}"
+        return f"{self.name}: {self.ratio:.{self.digits}f}, bar {self.at_least:g}: {verdict}"
 
 
 def time_interleaved(

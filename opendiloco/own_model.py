@@ -52,9 +52,10 @@ def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
     """
     model = build_model(config, build_tokenizer(config.tokenizer))
-    _check_layout(layout, layout_of(model))
-    vectors = SharedVectors.create(layout.size)
-    store_weights(model, vectors.theta)
+    runs = layout_of(model, config.streaming)
+    _check_layout(layout, runs)
+    vectors = SharedVectors.create(runs.size)
+    store_weights(model, runs, vectors.theta)
     check_initial_weights(vectors.theta, config.model)
     return vectors
 

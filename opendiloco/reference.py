@@ -1,12 +1,24 @@
-"""DiLoCo in one process: Algorithm 1 of arXiv 2311.08105 as a loop over replicas, with the swarm's codec.
+"""DiLoCo in one process, with the swarm's codec: Algorithm 2 of arXiv 2501.18512 (Streaming DiLoCo) as a loop over
+replicas. With one fragment and no overlap it is Algorithm 1 (DiLoCo, arXiv 2311.08105), by the same code.
 
 It is what a swarm must agree with, bit for bit, when given the same leases.
+
+A cycle, or outer step, is H inner steps of each replica, in which each fragment is synchronised once. Where the paper
+leaves something open:
+
+- Offsets are spread evenly: of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is synchronised
+  after ceil((p + 1) n / P) of them, the last one after all. In the first cycle the others thus have taken fewer.
+- The theta that a pseudo-gradient is taken from is the one after the fragment's last outer step (line 15).
+- Averages are weighted by the tokens of the cycle's leases.
+- A replica that took no part in the cycle before begins with theta, and nothing is left to be merged into it.
+- A replica with no more inner steps than its overlap merges a fragment before that is synchronised again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +29,7 @@ from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
+from opendiloco.model.layout import Layout
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
 from peers.values.leases import SampleRange
@@ -24,59 +37,161 @@ from peers.values.leases import SampleRange
 
 @dataclass(frozen=True)
 class Work:
-    """One replica's part in one outer step."""
+    """One replica's part in one outer step. `overlap` is its own τ (the paper's section 3.3.2), if not the run's."""
 
     replica: str
     samples: tuple[SampleRange, ...]
     steps: int
+    overlap: int | None = None
 
 
-class Reference:
-    """A run with all its replicas on this CPU. A replica is made, with a fresh AdamW, when its name first appears."""
+class Steps(Protocol):
+    """A replica's inner steps in one cycle; see `InnerSteps`."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
-        self._data: TrainingData = load_data(config, self._tokenizer)
-        self._replicas: dict[str, ModelReplica] = {}
-        self._judge = self._new_replica()
-        theta: Vector = np.empty(self._judge.layout.size, np.float32)
-        self._judge.store(theta)
-        self.state = OuterState(theta, config.outer_optimizer)
+    planned: int
+    planned_tokens: int
+
+    def every(self) -> Iterator[Any]: ...
+
+
+class Replica(Protocol):
+    """What the algorithm asks of a replica; see `ModelReplica`."""
+
+    layout: Layout
+
+    def inner_steps(
+        self, theta: Vector | None, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int
+    ) -> Steps: ...
+    def store(self, flat: Vector, fragment: int | None = None) -> None: ...
+    def merge(self, theta: Vector, fragment: int, alpha: float) -> None: ...
+
+
+class Member:
+    """One replica on its way through cycles, stopped at each fragment's offset."""
+
+    def __init__(self, replica: Replica, alpha: float) -> None:
+        self.replica = replica
+        self._alpha = alpha
+        self._last_index: int | None = None
+        self._taken = 0  # inner steps, ever
+        self._due: dict[int, int] = {}  # after how many of them a fragment is merged
+
+    def begin(self, work: Work, theta: Vector, index: int, tokens: int, overlap: int) -> None:
+        """Begin a cycle: where the replica was when the cycle before ended, or else with theta."""
+        goes_on = self._last_index is not None and index == self._last_index + 1
+        if not goes_on:
+            self._due.clear()
+        self._last_index, self._overlap, self._began = index, overlap, self._taken
+        begin_with = None if goes_on else theta
+        self._inner_steps = self.replica.inner_steps(begin_with, index, work.samples, work.steps, tokens)
+        self._steps = self._inner_steps.every()
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens this cycle's inner steps train."""
+        return self._inner_steps.planned_tokens
+
+    def train_up_to(self, fragment: int, theta: Vector) -> None:
+        """Take the inner steps before a fragment's offset, and merge what is due meanwhile."""
+        fragments = len(self.replica.layout.fragments)
+        offset = -(-(fragment + 1) * self._inner_steps.planned // fragments)
+        while self._taken < self._began + offset:
+            self._merge_what_is_due(theta)
+            next(self._steps)
+            self._taken += 1
+        if fragment in self._due:
+            self._merge(fragment, theta)
+
+    def store(self, local: Vector, fragment: int) -> None:
+        """Store a fragment's weights, to be averaged. What comes of it is merged when the overlap is over."""
+        self.replica.store(local, fragment)
+        self._due[fragment] = self._taken + self._overlap
+
+    def end(self, theta: Vector) -> None:
+        """End a cycle. Fragments that are due later are merged in the next one."""
+        assert next(self._steps, None) is None, "there are more inner steps than planned"
+        self._merge_what_is_due(theta)
+
+    def _merge_what_is_due(self, theta: Vector) -> None:
+        for fragment in [fragment for fragment, due in self._due.items() if due <= self._taken]:
+            self._merge(fragment, theta)
+
+    def _merge(self, fragment: int, theta: Vector) -> None:
+        self.replica.merge(theta, fragment, self._alpha)
+        del self._due[fragment]
+
+
+class StreamingDiLoCo:
+    """The algorithm, whatever its replicas train. A replica is made when its name first appears."""
+
+    def __init__(self, config: RunConfig, layout: Layout, theta: Vector, new_replica: Callable[[], Replica]) -> None:
+        """`theta` is used in place, and begins with zeros in the padding."""
+        self.config = config
+        self.layout = layout
+        self.state = OuterState(theta, config.outer_optimizer, layout.fragments)
+        self.members: dict[str, Member] = {}
         self.index = 0
         self.tokens = 0
+        self._new_replica = new_replica
+        self._local = np.zeros_like(theta)
 
     def outer_step(self, roster: Sequence[Work]) -> bytes:
         """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest."""
-        theta = self.state.theta
-        accumulator, local = np.zeros_like(theta), np.empty_like(theta)
-        payload = kernels.Payload(kernels.FORMATS[self._config.codec.kind], theta.size)
-        total_tokens = 0
+        streaming, theta = self.config.streaming, self.state.theta
+        members = []
         for work in roster:
-            if work.replica not in self._replicas:
-                self._replicas[work.replica] = self._new_replica()
-            replica = self._replicas[work.replica]
-            trained = replica.train(theta, self.index, work.samples, work.steps, tokens=self.tokens)
-            replica.store(local)
-            kernels.quantize_difference(theta, local, payload)
-            kernels.accumulate(payload, trained.tokens, accumulator)
-            total_tokens += trained.tokens
-        kernels.finish_average(accumulator, total_tokens, payload)
-        self.state.apply(payload, self.index)
+            if work.replica not in self.members:
+                self.members[work.replica] = Member(self._new_replica(), streaming.mixing)
+            members.append(self.members[work.replica])
+            overlap = streaming.overlap if work.overlap is None else work.overlap
+            members[-1].begin(work, theta, self.index, self.tokens, overlap)
+        for fragment in range(len(self.state.fragments)):
+            for member in members:
+                member.train_up_to(fragment, theta)
+            self.synchronise(fragment, members)
+        for member in members:
+            member.end(theta)
         self.index += 1
-        self.tokens += total_tokens
+        self.tokens += sum(member.tokens for member in members)
         return self.state.digest()
+
+    def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
+        """Average a fragment's pseudo-gradients, each quantized, weighted by tokens, and take its outer step."""
+        part = self.state.fragments[fragment]
+        theta, local = self.state.theta[part], self._local[part]
+        payload = kernels.Payload(kernels.FORMATS[self.config.codec.kind], theta.size)
+        accumulator = np.zeros_like(theta)
+        for member in members:
+            member.store(self._local, fragment)
+            kernels.quantize_difference(theta, local, payload)
+            kernels.accumulate(payload, member.tokens, accumulator)
+        kernels.finish_average(accumulator, sum(member.tokens for member in members), payload)
+        self.state.apply(payload, self.index, fragment)
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
         """The state digest after each outer step."""
         for roster in outer_steps:
             yield self.outer_step(roster)
 
+
+class Reference(StreamingDiLoCo):
+    """A run with all its replicas on this CPU, each with an inner optimizer of its own."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
+        self._data: TrainingData = load_data(config, self._tokenizer)
+        self.config = config
+        self._judge = self.build_replica()
+        theta: Vector = np.zeros(self._judge.layout.size, np.float32)
+        self._judge.store(theta)
+        super().__init__(config, self._judge.layout, theta, self.build_replica)
+
     def held_out_loss(self) -> float:
         """Return the loss of theta in nats per token, on the windows that a swarm evaluates on."""
         self._judge.load(self.state.theta)
-        windows, batch_size = self._config.evaluation.windows, self._config.training.batch_size
+        windows, batch_size = self.config.evaluation.windows, self.config.training.batch_size
         return held_out_loss(self._judge.model, self._data.held_out, windows, batch_size, self._judge.precision)[0]
 
-    def _new_replica(self) -> ModelReplica:
-        return ModelReplica(self._config, build_model(self._config, self._tokenizer), self._data.samples)
+    def build_replica(self) -> ModelReplica:
+        """Return a replica with the run's initial weights and an inner optimizer of its own."""
+        return ModelReplica(self.config, build_model(self.config, self._tokenizer), self._data.samples)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.local_sources import is_local, volunteered
-from peers.errors import SwarmUnreachableError
+from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.settings import RunSettings, Timing
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -23,6 +23,11 @@ class Run:
     """Whether this machine's owner has it train with a minority when most peers have been gone for long."""
     has_runs_text: bool = True
     """Whether what is read is what the run names; where each volunteer chooses that, only a digest shows it."""
+
+    def __post_init__(self) -> None:
+        """Raises: ManifestError for a run that streams, which only `opendiloco.reference` can train so far."""
+        if not self.config.streaming.is_plain:
+            raise ManifestError("streaming: swarms cannot stream yet.", "Remove the table [streaming].")
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:

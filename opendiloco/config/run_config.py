@@ -28,6 +28,7 @@ from opendiloco.config.section import (
     Section,
     Seed,
 )
+from opendiloco.config.streaming import StreamingSection
 from peers.errors import ManifestError
 from peers.log.settings import RunSettings, Timing
 from peers.values.anchors import KEYS_LIMIT
@@ -163,6 +164,7 @@ class RunConfig(Section):
     schedule: ScheduleSection
     outer_optimizer: OuterOptimizerSection = OuterOptimizerSection()
     codec: CodecSection = CodecSection()
+    streaming: StreamingSection = StreamingSection()
     rounds: RoundsSection = RoundsSection()
     snapshots: SnapshotsSection = SnapshotsSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -179,6 +181,11 @@ class RunConfig(Section):
     def check_across_sections(self) -> Self:
         if self.outer_steps is None and self.schedule.total_steps is None:
             raise ValueError("the schedule does not say how many steps the run has; give outer_steps at the top")
+        if self.streaming.overlap >= self.training.inner_steps:
+            raise ValueError(
+                f"streaming.overlap = {self.streaming.overlap} is no less than training.inner_steps = "
+                f"{self.training.inner_steps}: a fragment would come back after its next average; lower it"
+            )
         if self.outer_steps is None and self.schedule.total_steps == 0:
             raise ValueError("the schedule is empty; give schedule.stable_steps, or outer_steps at the top")
         config = self.model.config or {}

@@ -90,12 +90,20 @@ class InnerSteps:
         numbers = numbers_of(lease)[: steps * training.batch_size]
         samples.expect(numbers)
         self._batches = Batches(samples, numbers, training.batch_size)
-        self._planned = math.ceil(len(numbers) / training.batch_size)
+        self.planned = math.ceil(len(numbers) / training.batch_size)
+        self.planned_tokens = len(numbers) * training.sequence_length
+        """How many inner steps there will be, and tokens in them, if nobody wants to stop."""
         self._taken: list[StepTaken] = []
         self._samples_done = 0
 
     def __iter__(self) -> Iterator[InnerStep]:
-        """Yield each inner step that changed the weights.
+        """Yield each inner step that changed the weights. Raises: see `every`."""
+        for taken in self.every():
+            if taken.is_finite:
+                yield InnerStep(len(self._taken), taken.loss, taken.gradient_norm, self._samples_done)
+
+    def every(self) -> Iterator[StepTaken]:
+        """Yield each inner step, also those that changed nothing.
 
         The last batch may be smaller, so that a short lease is trained whole; a lease longer than `steps` batches is
         trained up to there. Raises: WorkerError when the losses or gradients of more than half of the inner steps are
@@ -106,10 +114,9 @@ class InnerSteps:
             step = self._first_step + len(self._taken)
             taken = self._take(batch, step, self._tokens + self._tokens_done)
             self._taken.append(taken)
-            if taken.is_finite:
-                yield InnerStep(len(self._taken), taken.loss, taken.gradient_norm, self._samples_done)
-            elif 2 * self._skipped > self._planned:
+            if not taken.is_finite and 2 * self._skipped > self.planned:
                 raise _divergence(step, taken, self._skipped)
+            yield taken
             if taken.is_last:
                 break
 

@@ -70,7 +70,7 @@ class ModelReplica:
     ) -> None:
         """With `reduces_once`, workers sum their gradients after a batch's last windows only."""
         self.model = model
-        self.layout = layout_of(model)
+        self.layout = layout_of(model, config.streaming)
         self.micro_batch = micro_batch
         self.attention: str | None = None  # to train with, if not the model's own; see document_attention
         self.window_length = config.training.sequence_length + 1
@@ -91,15 +91,18 @@ class ModelReplica:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def load(self, theta: Vector) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # after a forward pass without a backward pass FSDP2 keeps some weights whole
+        self._reshard()
         self._shards.load(theta, self._parameters())
 
-    def store(self, flat: Vector) -> None:
-        """Store this worker's part of the weights, unless another replica does."""
+    def store(self, flat: Vector, fragment: int | None = None) -> None:
+        """Store this worker's part of the weights, or of a fragment's, unless another replica does."""
         if self._team.is_in_first_replica:
-            self._shards.store(self._parameters(), flat)
+            self._shards_of(fragment).store(self._parameters(), flat)
+
+    def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
+        """Merge theta into this worker's part of a fragment's weights, which keep a share of `alpha`; see `merge`."""
+        self._reshard()
+        self._shards_of(fragment).merge(theta, self._parameters(), alpha)
 
     def parts(self, start: int) -> ByteRanges:
         """Return which bytes `store` writes of a vector that begins with byte `start`."""
@@ -158,7 +161,7 @@ class ModelReplica:
 
     def inner_steps(
         self,
-        theta: Vector,
+        theta: Vector | None,
         index: int,
         lease: tuple[SampleRange, ...],
         steps: int,
@@ -166,6 +169,7 @@ class ModelReplica:
         stop_wanted: Callable[[], bool] = never,
     ) -> InnerSteps:
         """Load theta, and return at most `steps` inner steps of outer step `index`, each on the lease's next batch.
+        Without a theta, the weights go on from where they are.
 
         `tokens` is what all peers have trained before this outer step, for schedules that go by it. All workers stop
         after the first inner step in which `stop_wanted` to any of them, asked before the weights change.
@@ -175,7 +179,8 @@ class ModelReplica:
         if self._kept_at is not None and index - self._kept_at > LONG_AGO:
             self._warmed_up = 0
         self._kept_at = None
-        self.load(theta)
+        if theta is not None:
+            self.load(theta)
         self.model.train()
         return InnerSteps(
             partial(self._inner_step, stop_wanted), self._samples, self._config.training, index, lease, steps, tokens
@@ -256,6 +261,14 @@ class ModelReplica:
         if self._team.mesh is None and self._config.training.precision == "bf16":
             return torch.autocast(self._team.device.type, torch.bfloat16)
         return nullcontext()
+
+    def _shards_of(self, fragment: int | None) -> Shards:
+        return self._shards if fragment is None else self._shards.of(self.layout.fragment(fragment))
+
+    def _reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass without a backward pass FSDP2 keeps some weights whole
 
     def _parameters(self) -> Mapping[str, torch.Tensor]:
         """Return the parameters that are trained, as the optimizer knows them."""

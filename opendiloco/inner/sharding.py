@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opendiloco.config.run_config import TrainingSection
 from opendiloco.inner.team import Team
+from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.shards import local_part, shard_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -30,16 +31,6 @@ def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers:
     for module in (*transformer_blocks(model), model):
         _take_memory(module, team.device)
         fully_shard(module, mesh=team.mesh, mp_policy=policy, reshard_after_forward=not whole_layers)
-
-
-def transformer_blocks(model: Any) -> list[Any]:
-    """Return the members of the model's lists of layers that transformers, too, would keep on one device.
-
-    They are the same before and after sharding, which makes each block's class a subclass of what it was.
-    """
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return [block for blocks in lists for block in blocks if names & {kind.__name__ for kind in type(block).__mro__}]
 
 
 def has_other_tensors(model: torch.nn.Module) -> bool:

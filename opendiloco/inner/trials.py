@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opendiloco.errors import first_line
-from opendiloco.inner.sharding import transformer_blocks
 from opendiloco.inner.team import Team
+from opendiloco.model.blocks import transformer_blocks
 from opendiloco.stages import COMPILING, at_stage
 
 if TYPE_CHECKING:

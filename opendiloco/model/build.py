@@ -14,14 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig, misfit
+from opendiloco.config.streaming import StreamingSection
 from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from opendiloco.errors import first_line
+from opendiloco.model.fragments import assign_fragments
 from opendiloco.model.layout import Layout
 from opendiloco.model.packing import check_document_mask
 from opendiloco.model.portable_normal import PortableNormal, Undrawn
 from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import Vector
 from peers.errors import ManifestError
+
+PLAIN = StreamingSection()
 
 
 def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
@@ -32,7 +36,7 @@ def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
             model = AutoModelForCausalLM.from_config(_load(AutoConfig, config.model.path))
         else:
             model = _from_config(config, tokenizer, PortableNormal(config.model.init_seed))
-    _check_size(model, config, tokenizer)
+    _check_fit(model, config, tokenizer)
     return model.float()
 
 
@@ -60,7 +64,7 @@ def build_model(
     path = config.model.path
     drawing = PortableNormal(config.model.init_seed, weights, threads) if draws else Undrawn()  # type: ignore[no-untyped-call]
     model = _load(AutoModelForCausalLM, path) if path else _from_config(config, tokenizer, drawing)
-    _check_size(model, config, tokenizer)
+    _check_fit(model, config, tokenizer)
     model = model.float()
     if config.training.document_mask:
         check_document_mask(model)
@@ -73,22 +77,30 @@ def initial_theta(config: RunConfig) -> Vector:
     Raises: see `build_model`; DataError when the tokenizer cannot be had.
     """
     model = build_model(config, build_tokenizer(config.tokenizer))
-    theta: Vector = np.empty(layout_of(model).size, np.float32)
-    store_weights(model, theta)
+    layout = layout_of(model, config.streaming)
+    theta: Vector = np.zeros(layout.size, np.float32)
+    store_weights(model, layout, theta)
     return theta
 
 
-def store_weights(model: Any, flat: Vector) -> None:
-    """A whole model's trained weights, in the order of its layout."""
-    Shards(layout_of(model)).store(trainable(model), flat)
+def store_weights(model: Any, layout: Layout, flat: Vector) -> None:
+    """Write a whole model's trained weights where its layout has them."""
+    Shards(layout).store(trainable(model), flat)
 
 
-def _check_size(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
+def _check_fit(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
     settings = model.config
     positions = getattr(settings, "max_position_embeddings", None)
     problem = misfit(positions, settings.vocab_size, config, tokenizer.size)
     if problem:
         raise ManifestError(f"{problem}.")
+    fragments, steps = len(layout_of(model, config.streaming).fragments), config.training.inner_steps
+    if fragments > steps:
+        raise ManifestError(
+            f"the model's {fragments} fragments are more than training.inner_steps = {steps}, and each is synchronised "
+            "at an inner step of its own.",
+            "Raise streaming.layers_per_fragment or training.inner_steps.",
+        )
 
 
 def _load(kind: type[Any], path: str) -> Any:
@@ -131,9 +143,11 @@ def _refuse_unknown_keys(model_type: str, values: dict[str, Any]) -> None:
             raise ManifestError(f"model.config.{key} = {values[key]!r}: {model_type} has no such setting.", remedy)
 
 
-def layout_of(model: torch.nn.Module) -> Layout:
-    """The model's trainable parameters as a `Layout`."""
-    return Layout([(name, tuple(parameter.shape)) for name, parameter in trainable(model).items()])
+def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:
+    """The model's trainable parameters as a `Layout`, in the fragments of a run. Raises: see `assign_fragments`."""
+    trained = trainable(model)
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in trained.items()]
+    return Layout(shapes, assign_fragments(model, trained, streaming))
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Container, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Self
+
+ALIGNMENT = 1024
+"""Values. A fragment begins at a multiple of them, so with a block of its own in every codec."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,45 @@ class Parameter:
 
 
 class Layout:
-    """The model's trainable parameters, in the model's order, without gaps; tied weights appear once."""
+    """The model's trainable parameters, in the model's order; tied weights appear once.
 
-    def __init__(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        ends = list(accumulate((math.prod(shape) for _, shape in shapes), initial=0))
-        self._parameters = [
-            Parameter(name, tuple(shape), offset) for (name, shape), offset in zip(shapes, ends, strict=False)
-        ]
-        self.size = ends[-1]
+    Each fragment's lie together, without gaps. Between two fragments there are up to `ALIGNMENT` - 1 values of padding,
+    which belong to no fragment: they are zeros in theta and in momentum, and never travel in a payload.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[str, tuple[int, ...]]], fragment_of: Sequence[int] | None = None) -> None:
+        """`fragment_of` has each parameter's fragment: 0, 1, … without gaps; by default there is one fragment."""
+        self.fragment_of = tuple(fragment_of or [0] * len(shapes))
+        places: dict[int, Parameter] = {}
+        fragments: list[slice] = []
+        for fragment in range(max(self.fragment_of, default=0) + 1):
+            start = end = math.ceil(fragments[-1].stop / ALIGNMENT) * ALIGNMENT if fragments else 0
+            for place, (name, shape) in enumerate(shapes):
+                if self.fragment_of[place] == fragment:
+                    places[place] = Parameter(name, tuple(shape), end)
+                    end += places[place].size
+            fragments.append(slice(start, end))
+        self._parameters = [places[place] for place in range(len(shapes))]
+        self.fragments = tuple(fragments)
+        """Where each fragment lies in the flat vector."""
+        self.size: int = fragments[-1].stop
+        """Length of the flat vector, padding included."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Return how many values are trained."""
+        return sum(parameter.size for parameter in self)
 
     def part(self, names: Container[str]) -> Self:
         """Return the same layout of these parameters alone: the others leave gaps."""
         part = copy(self)
         part._parameters = [parameter for parameter in self if parameter.name in names]
         return part
+
+    def fragment(self, number: int) -> Self:
+        """Return the same layout of one fragment's parameters alone."""
+        whole = self.fragments[number]
+        return self.part({each.name for each in self if whole.start <= each.offset < whole.stop})
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self._parameters)

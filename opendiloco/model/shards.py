@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from opendiloco.model.layout import Layout, Parameter
+from opendiloco.model.merging import merge
 from opendiloco.shared_memory import VALUE_BYTES, Vector
 
 STAGED_VALUES = 2**24
@@ -61,6 +62,13 @@ class Shards:
         """tensors → flat: this worker's part of it, and nothing else."""
         for values, own in self._pairs(flat, tensors):
             values.copy_(own if self.staging is None else self.staging[: len(values)].copy_(own))
+
+    @torch.no_grad()
+    def merge(self, flat: Vector, tensors: Mapping[str, torch.Tensor], alpha: float) -> None:
+        """Merge flat into tensors, which keep a share of `alpha`; see merging.py."""
+        for values, own in self._pairs(flat, tensors):
+            staged = values if self.staging is None else self.staging[: len(values)].copy_(values)
+            merge(own, staged.to(own.device), alpha)
 
     def _pairs(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the vector and of the tensors, of one shape each; none longer than the staging buffer."""

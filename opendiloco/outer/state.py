@@ -5,11 +5,14 @@ An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with N
     g     = average of theta - local over the round's members, weighted by tokens    (arrives as a payload)
     m     = mu * m + g
     theta = theta - learning_rate * (g + mu * m)
+
+Of a run that streams, each fragment takes its own (Algorithm 2, line 20, of arXiv 2501.18512).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,16 +31,20 @@ PIECE = 1 << 20  # values checked at once, so that it takes no memory to speak o
 class OuterState:
     """theta and momentum, fp32 of shape (n,). theta is used in place, so that it may lie in shared memory."""
 
-    def __init__(self, theta: Vector, optimizer: OuterOptimizerSection) -> None:
+    def __init__(
+        self, theta: Vector, optimizer: OuterOptimizerSection, fragments: Sequence[slice] | None = None
+    ) -> None:
+        """`fragments` says where each lies in theta; by default there is one."""
         self.theta = theta
+        self.fragments = tuple(fragments or [slice(0, theta.size)])
         self.momentum: Vector = np.zeros_like(theta)
         self._optimizer = optimizer
 
-    def apply(self, payload: kernels.Payload, index: int) -> None:
-        """Take outer step `index` of the run, counted from 0, with an average: a whole payload that is known to be one
-        (`BlockCodec.checked`)."""
-        rate, coefficient = self.learning_rate(index), self._optimizer.momentum
-        kernels.outer_step(payload, self.theta, self.momentum, rate, coefficient)
+    def apply(self, payload: kernels.Payload, index: int, fragment: int = 0) -> None:
+        """Take outer step `index` of the run, counted from 0, of one fragment, with an average: a whole payload of the
+        fragment that is known to be one (`BlockCodec.checked`)."""
+        rate, coefficient, part = self.learning_rate(index), self._optimizer.momentum, self.fragments[fragment]
+        kernels.outer_step(payload, self.theta[part], self.momentum[part], rate, coefficient)
 
     def learning_rate(self, index: int) -> float:
         """Return the learning rate of outer step `index`. Bit-identical on every machine."""

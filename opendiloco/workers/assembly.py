@@ -42,13 +42,14 @@ def assemble_model(
     Raises: MachineError when the machine or device has too little memory; see `build_model`.
     """
     skeleton = build_skeleton(config, tokenizer)
+    layout = layout_of(skeleton, config.streaming)
     each_builds = has_other_tensors(skeleton)
     memory = memory_of(skeleton, team, config.training, options.whole_layers)
     if team.device.type == "cuda":
         _check_device(memory, team, options.trains)
     if memory_descriptor is not None and team.is_first_here:
         _check_memory(memory, team, options.trains, FORMATS[config.codec.kind])
-        reserve(memory_descriptor, layout_of(skeleton).size)
+        reserve(memory_descriptor, layout.size)
     at_stage("building the model")
     # Where theta is already in the shared memory, nobody draws the initial weights again.
     draws = memory_descriptor is not None or each_builds or not is_all_trained(skeleton)
@@ -56,7 +57,7 @@ def assemble_model(
     if team.rank == 0 or each_builds:
         whole = build_model(config, tokenizer, memory.weights, draws, options.threads)
     if memory_descriptor is not None and team.rank == 0:
-        store_weights(whole, SharedVectors(memory_descriptor, layout_of(skeleton).size).theta)
+        store_weights(whole, layout, SharedVectors(memory_descriptor, layout.size).theta)
     model: Any = whole if team.mesh is None or each_builds else skeleton
     asked = options.activation_checkpointing
     if config.training.activation_checkpointing if asked is None else asked:

@@ -13,8 +13,8 @@ from typing import Any
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.host_memory import MOMENTS_BYTES, STATE_BYTES, HostMemory, WorkerMemory
 from opendiloco.inner.optimizers import FUSED_ON
-from opendiloco.inner.sharding import transformer_blocks
 from opendiloco.kernels import FORMATS
+from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.build import layout_of
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
 
@@ -114,8 +114,8 @@ class Needs:
 
 def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
     """Return what a run takes of a peer with so many GPUs, from the skeleton of its model."""
-    training, size = config.training, layout_of(skeleton).size
-    host = HostMemory(size, FORMATS[config.codec.kind])
+    training, layout = config.training, layout_of(skeleton, config.streaming)
+    host = HostMemory(layout.size, FORMATS[config.codec.kind])
     return Needs(
         gpus=gpus,
         host=host,
@@ -125,7 +125,7 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
         tokens_per_outer_step=training.inner_steps * training.batch_size * training.sequence_length,
         outer_steps=config.total_outer_steps,
         precision=training.precision,
-        token_flops=flops_per_token(skeleton.config, size, training.sequence_length),
+        token_flops=flops_per_token(skeleton.config, layout.parameter_count, training.sequence_length),
     )
 
 

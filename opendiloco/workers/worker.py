@@ -159,14 +159,14 @@ class Worker:
         if command.options.trains:
             self._try_what_is_compiled()
         self._moments_descriptor = descriptors.moments
-        parameters, length = self._replica.layout.size, self._config.training.sequence_length
+        layout, length = self._replica.layout, self._config.training.sequence_length
         held_out, windows = self._data.held_out, self._config.evaluation.windows
         self.description = Configured(
-            parameters=parameters,
+            parameters=layout.size,
             tokens_per_sample=length,
             device=str(device),
             device_name=device_name(device),
-            flops_per_token=flops_per_token(model.config, parameters, length),
+            flops_per_token=flops_per_token(model.config, layout.parameter_count, length),
             micro_batch=self._replica.micro_batch,
             text_digest=self._data.digest,
             held_out_digest=held_out.digest(windows),

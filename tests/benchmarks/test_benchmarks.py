@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import accuracy, checkpoint, codecs, training
+from benchmarks import accuracy, checkpoint, codecs, convergence, training
 from benchmarks.plain_llama import PlainLlama
 from benchmarks.reporting import Bar, report, speed_ratio, time_interleaved
 from opendiloco.config.run_config import RunConfig
@@ -37,8 +37,9 @@ SMALL: dict[str, Any] = {
         (codecs.main, ["--sizes", "0.25", "--rounds", "1", "--no-compile"], {"ours: quantize int8", codecs.LIMIT}),
         (accuracy.main, ["--run", str(ROOT / "examples/tiny.toml"), "--outer-steps", "1"], {"e3m0", "torch bf16"}),
         (checkpoint.main, ["--sizes", "0.25", "--rounds", "1"], {checkpoint.OURS, checkpoint.SAFETENSORS}),
+        (convergence.main, ["--quick", "--seeds", "1"], {method.name for method in convergence.METHODS}),
     ],
-    ids=["codecs", "accuracy", "checkpoint"],
+    ids=["codecs", "accuracy", "checkpoint", "convergence"],
 )
 def test_a_benchmark_reports(command: click.Command, arguments: Sequence[str], names: set[str], tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

@@ -31,6 +31,13 @@ def test_runs_that_come_with_us_survive_the_way_through_a_manifest(folder: str, 
     assert config.name == name
 
 
+def test_own_values_keep_half_of_the_weight_where_they_are_newer(small_content: dict[str, Any]) -> None:
+    streaming = [{}, {"overlap": 1}, {"overlap": 1, "alpha": 0.25}, {"alpha": 1.0}]
+    configs = [RunConfig.from_manifest_content(small_content | {"streaming": section}) for section in streaming]
+    assert [config.streaming.mixing for config in configs] == [0.0, 0.5, 0.25, 1.0]
+    assert [config.streaming.is_plain for config in configs] == [True, False, False, False]
+
+
 def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small_content: dict[str, Any]) -> None:
     assert RunConfig.from_manifest_content(small_content).total_outer_steps == 7  # 26 inner steps, 4 at a time
     assert RunConfig.from_manifest_content(small_content | {"outer_steps": 3}).total_outer_steps == 3
@@ -101,6 +108,19 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
             "codec",
             {"kind": "fp4"},
             "codec.kind = 'fp4': not known here. Use 'int8', ",
+        ),
+        (
+            "streaming",
+            {"overlap": 4},
+            "streaming.overlap = 4 is no less than training.inner_steps = 4: a fragment would",
+        ),
+        ("streaming", {"alpha": 1.5}, "streaming.alpha = 1.5: too large. Use 1.0 or less."),
+        ("streaming", {"pattern": "random"}, "streaming.pattern = 'random': not known here. Use 'strided', "),
+        ("streaming", {"layers_per_fragment": 0}, "streaming.layers_per_fragment = 0: too small. Use 1 or more."),
+        (
+            "streaming",
+            {"pattern": "balanced", "embeddings": "apart"},
+            'streaming: pattern = "balanced" places embeddings by their size, too; remove embeddings.',
         ),
         ("rounds", {"minimum_peers": 0}, "rounds.minimum_peers = 0: too small. Use 1 or more."),
         ("rounds", {"heartbeat_seconds": 5.0}, "rounds: heartbeat_expiry_seconds = 10 would bury a peer"),

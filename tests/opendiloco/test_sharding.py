@@ -26,10 +26,11 @@ from opendiloco.data.training_data import load_data
 from opendiloco.errors import MachineError
 from opendiloco.inner.micro_batch import trying
 from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model, transformer_blocks
+from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model
 from opendiloco.inner.team import MeetingPlace, Team
 from opendiloco.inner.trials import compile_blocks, keep_compiled_if_it_works
 from opendiloco.model import portable_normal
+from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
 from opendiloco.model.shards import Shards, local_part, shard_rows
 from opendiloco.shared_memory import SharedVectors, create_memory_file

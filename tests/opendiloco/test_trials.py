@@ -43,7 +43,7 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.inner import attention
 from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.sharding import transformer_blocks
+from opendiloco.model.blocks import transformer_blocks
 from opendiloco.inner.team import Team
 from opendiloco.inner.trials import keep_compiled_if_it_works
 from opendiloco.model.build import initial_theta

@@ -1,0 +1,176 @@
+"""Ways to train one model on the same tokens, in one process: DiLoCo in several forms, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.kernels import FORMATS
+from opendiloco.model.layout import Layout
+from opendiloco.reference import Member, Reference, Work
+from opendiloco.shared_memory import Vector
+from peers.values.leases import SamplePool
+
+Point = tuple[float, float]
+"""Tokens that all replicas have trained since the warm start, and the loss on held-out text."""
+MODEL = {"model_type": "llama", "vocab_size": 259, "num_attention_heads": 4, "tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all methods have in common. A replica's batch is `batch_size` windows of `sequence_length` tokens."""
+
+    hidden_size: int = 64
+    layers: int = 6
+    batch_size: int = 4
+    sequence_length: int = 64
+    replicas: int = 2
+    inner_steps: int = 20
+    outer_steps: int = 50
+    warm_steps: int = 400
+    learning_rate: float = 3e-3
+    outer: Mapping[str, float] = field(default_factory=lambda: {"learning_rate": 0.4, "momentum": 0.9})
+    windows: int = 512
+    evaluations: int = 5
+    warmup: int = 20
+
+    @property
+    def steps(self) -> int:
+        """Return how many inner steps a replica makes."""
+        return self.inner_steps * self.outer_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return how many tokens all replicas train while each makes an inner step."""
+        return self.replicas * self.batch_size * self.sequence_length
+
+    def config(self, seed: int, steps: int, batch: int = 1, **changes: Any) -> RunConfig:
+        """Return the run with this seed, for so many inner steps of `batch` replicas' batches each."""
+        sizes = {"hidden_size": self.hidden_size, "num_hidden_layers": self.layers}
+        width = {"intermediate_size": 8 * (self.hidden_size * 11 // 32), "max_position_embeddings": 128}
+        content: dict[str, Any] = {
+            "name": "convergence",
+            "model": {"config": MODEL | sizes | width, "init_seed": seed},
+            "data": {"source": "stdlib", "shuffle_seed": seed},
+            "training": {
+                "inner_steps": self.inner_steps,
+                "batch_size": batch * self.batch_size,
+                "sequence_length": self.sequence_length,
+            },
+            "inner_optimizer": {"learning_rate": self.learning_rate},
+            "schedule": {
+                "kind": "cosine",
+                "warmup_steps": self.warmup,
+                "decay_steps": steps - self.warmup,
+                "final_fraction": 0.1,
+            },
+            "outer_optimizer": dict(self.outer),
+            "evaluation": {"windows": self.windows},
+        }
+        return RunConfig.from_manifest_content(content | changes)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train.
+
+    "replicas": DiLoCo. The others are one worker each: "batches", data-parallel, has all replicas' batches in each of
+    its steps; "steps" takes them one after the other; "alone" has those of one replica only.
+    """
+
+    name: str
+    kind: Literal["replicas", "batches", "steps", "alone"] = "replicas"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Tables of run.toml that are other than the setting's."""
+    is_exact: bool = False
+    """Whether pseudo-gradients are averaged in fp32, without a codec."""
+    overlaps: Sequence[int] = ()
+    """The replicas' own overlaps."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What came of one training. `peak_bytes` is the most that a replica sends at one inner step, `sent_bytes` what it
+    sends in all."""
+
+    curve: tuple[Point, ...]
+    peak_bytes: int
+    sent_bytes: int
+
+    @property
+    def loss(self) -> float:
+        return self.curve[-1][1]
+
+
+class ExactReference(Reference):
+    """DiLoCo without a codec: pseudo-gradients are averaged, and outer steps taken, in fp32."""
+
+    def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
+        part, outer = self.state.fragments[fragment], self.config.outer_optimizer
+        theta, momentum, local = self.state.theta[part], self.state.momentum[part], np.empty_like(self.state.theta)
+        average = np.zeros_like(theta)
+        for member in members:
+            member.store(local, fragment)
+            average += np.float32(member.tokens) * (theta - local[part])
+        average /= np.float32(sum(member.tokens for member in members))
+        momentum *= np.float32(outer.momentum)
+        momentum += average
+        theta -= np.float32(self.state.learning_rate(self.index)) * (average + np.float32(outer.momentum) * momentum)
+
+
+def warm_start(setting: Setting, seed: int) -> Vector:
+    """Return weights that one worker has trained with all replicas' batches."""
+    reference = Reference(setting.config(seed, setting.warm_steps, setting.replicas))
+    for _ in _straight(reference, setting.warm_steps, SamplePool()):
+        pass
+    return reference.state.theta
+
+
+def train(method: Method, setting: Setting, seed: int, warm: Vector) -> Course:
+    """Train by one method from warm weights, on the samples that follow those that these have been trained on."""
+    pool = SamplePool(setting.warm_steps * setting.replicas * setting.batch_size)
+    steps = setting.steps * (setting.replicas if method.kind == "steps" else 1)
+    config = setting.config(seed, steps, setting.replicas if method.kind == "batches" else 1, **method.changes)
+    reference = (ExactReference if method.is_exact else Reference)(config)
+    layout, theta = reference.layout, reference.state.theta
+    for there, here in zip(Layout([(each.name, each.shape) for each in layout]), layout, strict=True):
+        theta[here.slice] = warm[there.slice]
+    is_diloco = method.kind == "replicas"
+    cycles = _cycles(reference, method, setting, pool) if is_diloco else _straight(reference, steps, pool)
+    every = -(-steps // setting.inner_steps // setting.evaluations)
+    curve, total = [(0.0, reference.held_out_loss())], setting.steps * setting.tokens_per_step
+    for cycle in cycles:
+        if cycle % every == 0:
+            curve.append((total * cycle * setting.inner_steps / steps, reference.held_out_loss()))
+    sizes = [4 * layout.parameter_count] if method.kind == "batches" else []
+    if is_diloco:
+        values = [fragment.stop - fragment.start for fragment in layout.fragments]
+        sizes = [4 * each if method.is_exact else FORMATS[config.codec.kind].payload_size(each) for each in values]
+    times = setting.outer_steps if is_diloco else steps
+    return Course(tuple(curve), max(sizes, default=0), times * sum(sizes))
+
+
+def _cycles(reference: Reference, method: Method, setting: Setting, pool: SamplePool) -> Iterator[int]:
+    """Take all outer steps of all replicas; yield how many have been taken."""
+    steps = setting.inner_steps
+    for cycle in range(1, setting.outer_steps + 1):
+        leases, pool = pool.deal([steps * setting.batch_size] * setting.replicas)
+        overlaps: Sequence[int | None] = method.overlaps or [None] * setting.replicas
+        reference.outer_step([Work(f"{number}", lease, steps, overlaps[number]) for number, lease in enumerate(leases)])
+        yield cycle
+
+
+def _straight(reference: Reference, steps: int, pool: SamplePool) -> Iterator[int]:
+    """Train one worker on and on; yield, after as many steps as an outer step has, how often so far."""
+    replica, training = reference.build_replica(), reference.config.training
+    for index in range(steps // training.inner_steps):
+        lease, pool = pool.take(training.inner_steps * training.batch_size)
+        begin_with = None if index else reference.state.theta
+        for _ in replica.inner_steps(begin_with, index, lease, training.inner_steps).every():
+            pass
+        replica.store(reference.state.theta)
+        yield index + 1

@@ -1,0 +1,44 @@
+"""The table [streaming] of `run.toml`: Streaming DiLoCo (arXiv 2501.18512). Without it a run is plain DiLoCo."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from opendiloco.config.section import Positive, Section, StepCount
+
+
+class StreamingSection(Section):
+    """How a run's parameters are cut into fragments, and when what peers learned of them comes back.
+
+    `layers_per_fragment` is how many transformer blocks a fragment has; without it there is one fragment. `pattern` is
+    which blocks these are: see model/fragments.py. `embeddings` is where embeddings, head and all else outside of the
+    blocks belong: "apart", a fragment of their own, or "ends", the first and the last one of the blocks' fragments.
+
+    `overlap` is the paper's τ: the inner steps that a peer takes while a fragment is averaged. 0: it waits. `alpha` is
+    the weight of a peer's own values when the average comes back (line 21 of Algorithm 2).
+    """
+
+    pattern: Literal["strided", "sequential", "balanced"] = "strided"
+    layers_per_fragment: Positive | None = None
+    embeddings: Literal["apart", "ends"] | None = None
+    overlap: StepCount = 0
+    alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    @model_validator(mode="after")
+    def check_embeddings(self) -> Self:
+        if self.pattern == "balanced" and self.embeddings is not None:
+            raise ValueError('pattern = "balanced" places embeddings by their size, too; remove embeddings')
+        return self
+
+    @property
+    def mixing(self) -> float:
+        """Return `alpha`; its default is the paper's 0.5 with an overlap, and 0 without, when nothing was learned in
+        between that could get lost."""
+        return self.alpha if self.alpha is not None else 0.5 if self.overlap else 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is DiLoCo without streaming: one fragment, for which everybody waits and which replaces all."""
+        return self.layers_per_fragment is None and self.overlap == 0 and self.mixing == 0
