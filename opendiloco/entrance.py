@@ -67,10 +67,12 @@ class Entrance:
 
     def _chain(self) -> bytes:
         """Return the chain that is to admit us: that of the ticket, or the one of last time."""
+        if self._me == self._guests.organiser:
+            return b""  # it needs none, and takes nobody's place
         kept = self._kept()
         if self._ticket is None:
-            if kept is not None or self._me == self._guests.organiser:
-                return kept or b""
+            if kept is not None:
+                return kept
             raise AdmissionError(
                 f"the run {self._guests.run} is by invitation.", "Ask its organiser for a ticket; join with --ticket."
             )

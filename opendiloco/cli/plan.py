@@ -70,10 +70,11 @@ def command(
     plot_file: Path | None,
     schedule_file: Path | None,
 ) -> None:
-    """Say what RUN_TOML would come to with these peers, before anybody rents a machine.
+    """Say what RUN_TOML would come to with given peers and links.
 
-    It compares data-parallel training, DiLoCo, and Streaming DiLoCo with and without overlap and fewer bits: how much
-    of their time peers compute, what they send, how long joining takes, memory, tokens a day, and cost.
+    Nobody needs to rent a machine for it. It compares data-parallel training, DiLoCo, and Streaming DiLoCo with and
+    without overlap and fewer bits: how much of their time peers compute, what they send, how long joining takes,
+    memory, tokens a day, and cost.
     """
     from opendiloco.config.run_config import RunConfig
     from opendiloco.plan.links import Links

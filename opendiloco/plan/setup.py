@@ -6,8 +6,8 @@ from typing import Any
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import MachineError
-from opendiloco.inner.sharding import transformer_blocks
 from opendiloco.kernels import FORMATS
+from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.plan.forecast import Plan
 from opendiloco.plan.links import Links, PeerSection

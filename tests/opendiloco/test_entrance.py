@@ -43,6 +43,9 @@ def test_with_a_ticket() -> None:
 
 def test_the_organiser_needs_none() -> None:
     assert enter(None, key=ORGANISER).chain == b""
+    full, guests = Ticket.give(RUN, ORGANISER, LATER), guest_list()
+    guests.admit(OTHER.peer_id, full.chain_for(OTHER.peer_id), time.time())
+    assert enter(full, guests, key=ORGANISER).chain == b"", "it takes no place of a ticket that it is given by mistake"
 
 
 @pytest.mark.parametrize(
