@@ -9,7 +9,7 @@ from opendiloco.host_memory import STATE_BYTES
 from opendiloco.plan.methods import Method, Shape
 from opendiloco.plan.rounds import LINK_SHARE, Peer, Rounds, Swarm, round_of
 from opendiloco.plan.schedule import Step, Wire, cycle_seconds
-from peers.protocol.trainer import EQUALLY_FAST
+from peers.protocol.trainer import EQUALLY_FAST, GRACE_SHARE
 
 SECONDS_A_DAY = 86_400
 LEAST_IDLE = 0.01
@@ -18,7 +18,7 @@ LEAST_IDLE = 0.01
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as far as the planner needs to know it. `smallest_share` and `snapshot_every` are its manifest's."""
+    """A run as far as the planner needs to know it. What has a default is the manifest's, too."""
 
     shape: Shape
     swarm: Swarm
@@ -26,6 +26,9 @@ class Plan:
     tokens_per_step: int
     smallest_share: float
     snapshot_every: int
+    grace: float = 10.0
+    heartbeat: float = 2.0
+    staleness: int = 1
 
     def own_steps(self, peer: Peer) -> int:
         """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""
@@ -35,15 +38,27 @@ class Plan:
             return self.inner_steps
         return math.ceil(max(speed, self.smallest_share) * self.inner_steps)
 
+    def training_seconds(self, peer: Peer) -> float:
+        """Return the seconds for which a peer trains its lease."""
+        return self.own_steps(peer) * peer.step_seconds
+
+    @property
+    def closes_after(self) -> float:
+        """Return the seconds after which nobody is waited for any more: the first to be ready waits for its grace."""
+        first = min(map(self.training_seconds, self.swarm.peers))
+        return first + min(self.grace, max(GRACE_SHARE * first, 3 * self.heartbeat))
+
 
 @dataclass(frozen=True)
 class PeerForecast:
-    """Of each of some equal peers: inner steps in a cycle, and shares of its time that it computes and its link sends;
+    """Of each of some equal peers: inner steps that it makes for an entry, how many cycles there are from one of its
+    entries to the next (0: its work never counts), shares of its time that it computes for them and its link sends;
     seconds until a newcomer among them has the state, None if it never has."""
 
     name: str
     count: int
     inner_steps: int
+    cycles: int
     utilisation: float
     link_share: float
     sent_bits: float
@@ -86,18 +101,22 @@ class Forecast:
 
 
 def forecast(plan: Plan, method: Method) -> Forecast:
-    """Return what a method comes to. Peers wait for one another at each cycle's end."""
+    """Return what a method comes to. Peers wait for one another at each cycle's end, but for nobody that is late: its
+    work counts in a later entry, for as long as its lease lasts."""
     if method.cycle == 1:
         return _data_parallel(plan, method)
     swarm = plan.swarm
     rounds = Rounds(tuple(round_of(swarm, fragment.values, method.bits) for fragment in method.fragments))
     steps = [plan.own_steps(peer) for peer in swarm.peers]
-    busy = [own * peer.step_seconds for own, peer in zip(steps, swarm.peers, strict=True)]
-    waiting = [
-        max(0.0, cycle_seconds(Step.of(1, peer.step_seconds), _with_steps(method, own), rounds) - seconds)
-        for own, peer, seconds in zip(steps, swarm.peers, busy, strict=True)
-    ]
-    seconds = max(busy) + max(waiting)
+    waited_for = [peer for peer in swarm.peers if plan.training_seconds(peer) <= plan.closes_after]
+    seconds = max(map(plan.training_seconds, waited_for)) + max(
+        max(
+            0.0,
+            cycle_seconds(Step.of(1, peer.step_seconds), _with_steps(method, own), rounds) - own * peer.step_seconds,
+        )
+        for own, peer in zip(steps, swarm.peers, strict=True)
+        if peer in waited_for
+    )
     sent = [sum(each.payload_bits * each.moved[kind] for each in rounds.rounds) for kind in range(len(swarm.peers))]
     return _forecast(plan, method, seconds, max(each.seconds for each in rounds.rounds), steps, sent)
 
@@ -117,20 +136,22 @@ def _forecast(
     plan: Plan, method: Method, seconds: float, longest: float, steps: list[int], sent: list[float]
 ) -> Forecast:
     kinds = plan.swarm.peers
+    cycles = [1 if method.cycle == 1 else _cycles(plan, peer, seconds) for peer in kinds]
     busy = max(bits / peer.rate for bits, peer in zip(sent, kinds, strict=True))
     peers = tuple(
         PeerForecast(
             name=peer.name,
             count=peer.count,
             inner_steps=own,
-            utilisation=own * peer.step_seconds / seconds,
+            cycles=between,
+            utilisation=own * peer.step_seconds / (between * seconds) if between else 0.0,
             link_share=min(1.0, bits / peer.rate / seconds),
             sent_bits=bits,
             joining=joining(plan, method, peer, seconds, busy),
         )
-        for peer, own, bits in zip(kinds, steps, sent, strict=True)
+        for peer, own, between, bits in zip(kinds, steps, cycles, sent, strict=True)
     )
-    tokens = sum(peer.count * peer.inner_steps for peer in peers) * plan.tokens_per_step
+    tokens = plan.tokens_per_step * sum(peer.count * peer.inner_steps / peer.cycles for peer in peers if peer.cycles)
     prices = [None if peer.price_per_hour is None else peer.count * peer.price_per_hour for peer in kinds]
     known = [price for price in prices if price is not None]
     return Forecast(
@@ -142,6 +163,13 @@ def _forecast(
         cost_per_day=24 * sum(known) if len(known) == len(prices) else None,
         peers=peers,
     )
+
+
+def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
+    """Return from how many cycles of so many seconds to the next a peer is in an entry; 0: its lease is over before."""
+    trained = plan.training_seconds(peer)
+    cycles = 1 if trained <= plan.closes_after else math.ceil(trained / seconds)
+    return cycles if cycles <= 1 + plan.staleness else 0
 
 
 def joining(plan: Plan, method: Method, peer: Peer, seconds: float, busy: float) -> float | None:

@@ -59,18 +59,35 @@ def methods_table(forecasts: Sequence[Forecast]) -> Table:
 
 def peers_table(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> Table:
     """Return a row for each kind of peer, with the shares that one method gives it."""
-    table = _table("peers", "count", "inner steps", "computes", "link busy", "main memory", "of each GPU")
+    table = _table("peers", "count", "steps", "counts", "computes", "link busy", "memory", "per GPU")
     for peer, forecast, needed in zip(plan.swarm.peers, found.peers, memory, strict=True):
         table.add_row(
             peer.name,
             str(peer.count),
             str(forecast.inner_steps),
+            how_often(forecast.cycles),
             f"{forecast.utilisation:.1%}",
             f"{forecast.link_share:.1%}",
             gigabytes(needed.main),
             "-" if needed.gpu is None else gigabytes(needed.gpu),
         )
     return table
+
+
+def how_often(cycles: int) -> str:
+    """Return in how many entries a peer's work counts, in words."""
+    return {0: "never", 1: "each time", 2: "every 2nd", 3: "every 3rd"}.get(cycles, f"every {cycles}th")
+
+
+def too_slow_lines(plan: Plan, found: Forecast) -> list[str]:
+    """Return which peers train in vain."""
+    return [
+        f"too slow: {forecast.name} takes {duration(plan.training_seconds(peer))} for {forecast.inner_steps} inner"
+        f" steps, an outer step takes {duration(found.cycle_seconds)}: its work does not count. Leave it out, lower"
+        f" rounds.smallest_share = {plan.smallest_share:g}, or raise rounds.staleness = {plan.staleness}."
+        for peer, forecast in zip(plan.swarm.peers, found.peers, strict=True)
+        if not forecast.cycles
+    ]
 
 
 def headline(plan: Plan, finest: Forecast) -> str:

@@ -40,6 +40,9 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
         tokens_per_step=training.batch_size * training.sequence_length,
         smallest_share=config.rounds.smallest_share,
         snapshot_every=config.snapshots.every,
+        grace=config.rounds.grace_seconds,
+        heartbeat=config.rounds.heartbeat_seconds,
+        staleness=config.rounds.staleness,
     )
 
 
