@@ -35,9 +35,10 @@ class Electorate:
 
     @cached_property
     def voting_members(self) -> tuple[str, ...]:
-        """Those of the roster that vote. A member that was gone by the end of its entry has no lease any more."""
-        leased = {lease.peer for lease in self.last.leases} if self.last else ()
-        return tuple(peer for peer in self.roster if peer in leased and not self.is_on_probation(peer))
+        """Those of the roster that vote."""
+        if not self.probation:
+            return self.roster
+        return tuple(peer for peer in self.roster if not self.is_on_probation(peer))
 
     @cached_property
     def voters(self) -> tuple[str, ...]:
@@ -94,16 +95,12 @@ class Electorate:
         return bystanders[:BYSTANDER_LIMIT]
 
 
-def wrong_in_gone(
-    gone: Sequence[str], voters: Sequence[str], members: Collection[str], named: Collection[str]
-) -> str | None:
-    """Return what is wrong with the voters that an entry says are gone; None: nothing. Some of its members may be, and
-    none of those that are `named` in its annex."""
+def wrong_in_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> str | None:
+    """Return what is wrong with the voters that an entry says are gone; None: nothing. `named` are its members, and
+    those in its annex."""
     chosen = set(gone)
     if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
         return "somebody who is gone is no voter, or they are not in the voters' order"
     if not chosen.isdisjoint(named):
-        return "somebody who is gone is named in its annex"
-    if chosen.issuperset(members):
-        return "all of its members are gone"
+        return "somebody who is gone is a member, or named in its annex"
     return None

@@ -256,7 +256,7 @@ class LogState(Electorate):
         if gone and not self.closes:
             raise LogError("only the entry that closes a cycle says who is gone")
         wrong = fault_in_annex(faults, self.known, peers)
-        wrong = wrong or wrong_in_gone(gone, self.voters, peers, {fault.peer for fault in faults})
+        wrong = wrong or wrong_in_gone(gone, self.voters, {*peers, *(fault.peer for fault in faults)})
         if wrong is not None:
             raise LogError(wrong)
         try:
@@ -285,13 +285,9 @@ class LogState(Electorate):
                 self.check_member(member)
             return OPEN_CYCLE
         index = self.position.index
-        leavers = set(gone)
-        staying = [member for member in roster if member.peer not in leavers]
-        leases, pool = self.pool_after(roster, faults).deal(
-            member.wants or self.samples_per_lease for member in staying
-        )
+        leases, pool = self.pool_after(roster, faults).deal(member.wants or self.samples_per_lease for member in roster)
         pool = pool.bounded(FREE_LIMIT)
-        dealt = zip((member.peer for member in staying), leases, strict=True)
+        dealt = zip((member.peer for member in roster), leases, strict=True)
         fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
         tokens = sum(member.tokens for member in roster if not member.missed)
         tenures, before = (self.last.tenures, self.last.excluded) if self.last else ((), ())
@@ -309,11 +305,8 @@ class LogState(Electorate):
 
     def gone_in(self, header: Header) -> tuple[str, ...]:
         """Return the voters that have no say any more, as the next entry says."""
-        if not self.closes:
-            return ()
-        staying = {lease.peer for lease in header.leases}.intersection(header.peers)
-        here = staying.union([one.peer for one in header.bystanders], [fault.peer for fault in header.faults])
-        return tuple(peer for peer in self.voters if peer not in here)
+        here = {*header.peers, *(one.peer for one in header.bystanders), *(fault.peer for fault in header.faults)}
+        return tuple(peer for peer in self.voters if peer not in here) if self.closes else ()
 
     def append(self, header: Header) -> LogState:
         """Raises: LogError naming the first field that does not follow from the log."""

@@ -137,8 +137,13 @@ class Round(Value):
         return tuple(member for member in roster if member.missed < self.chunks)
 
     def entry(self, log: LogState, missed: Mapping[str, int], payload: bytes) -> Header:
-        """Return what the round leads to, at this end of the log. Raises: LogError when it can lead to no entry."""
-        return log.next_header(self.entry_roster(missed), payload, self.faults, self.gone)
+        """Return what the round leads to, at this end of the log. Who is in the entry is not gone.
+
+        Raises: LogError when it can lead to no entry.
+        """
+        roster = self.entry_roster(missed)
+        members = {member.peer for member in roster} if self.gone else ()
+        return log.next_header(roster, payload, self.faults, tuple(peer for peer in self.gone if peer not in members))
 
     def without(self, lost: Iterable[str], gone: tuple[str, ...] | None = None) -> Round:
         """The same round with more peers lost, and with these voters gone, if they are others by now."""

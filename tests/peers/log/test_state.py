@@ -53,7 +53,7 @@ def test_digest_of_a_fixed_header_never_changes() -> None:
         ("index", 7),
         ("fragment", 1),
         ("previous", bytes(32)),
-        ("leases", (Assignment(peer="a", samples=(SampleRange(0, 1),), since=1),)),
+        ("leases", ()),
         ("cursor", 10_000),
         ("free", (SampleRange(0, 1),)),
         ("lineage_tokens", 1),
