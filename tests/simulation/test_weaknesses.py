@@ -12,29 +12,18 @@ from dataclasses import dataclass, replace
 import pytest
 
 from peers.log.branch import Walk
-from peers.log.certificate import ballot, certify
+from peers.log.certificate import ballot
 from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogError
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.effects import FetchSnapshot
-from peers.protocol.events import (
-    Event,
-    HeartbeatsSeen,
-    PayloadFetched,
-    Received,
-    ReducedArrived,
-    TrainingDone,
-    TrainingProgress,
-)
-from peers.protocol.messages import Accuse, Adopt, Begin, Commit, Complete, Message, Ready, Unread
+from peers.protocol.events import Event, HeartbeatsSeen, PayloadFetched, Received, ReducedArrived, TrainingDone
+from peers.protocol.messages import Accuse, Begin, Commit, Complete, Message, Ready
 from peers.protocol.rounds import Attempt, Held
-from peers.protocol.schedule import Schedule
 from peers.protocol.states import State
 from peers.simulator.history import InvariantError
-from peers.simulator.liars import Lie, Said
-from peers.simulator.malice import KINDS, Deceit, plant
 from peers.simulator.schedules import agreed, draw_life, live
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.simulated_peer import SimulatedPeer
@@ -42,7 +31,6 @@ from peers.simulator.simulation import Swarm
 from peers.transfer.snapshot_fetch import Offered, Vouched
 from peers.transfer.snapshots import SnapshotOffer
 from peers.values.wire import digest_of
-from peers.values.workload import Progress
 from tests.simulation.test_broken_links import Tally
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
@@ -367,59 +355,3 @@ def test_a_liar_costs_the_honest_little(attack: Attack, unharmed: int) -> None:
 def test_lives_that_once_failed(seed: int) -> None:
     """Foundings that went on with two while the others said Ready again; a leader that was given up as it began."""
     live(draw_life(seed))
-
-
-# What nobody can tell from somebody who is gone ----------------------------------------------------------------
-class HandsOnInTheEnd(Lie):
-    """It waits for as long as members do until they believe any leader, and hands on an entry that it and its ally have
-    made up, in which the others are gone. What comes of it, it certifies."""
-
-    made_up: Header | None = None
-
-    def says(self, to: str, message: Message) -> Said:
-        if not isinstance(message, Begin | Adopt):
-            yield to, message
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        return heartbeat.model_copy(update={"state": PeerState.TRAINING})  # where most are ready, it is given up sooner
-
-    def volunteers(self) -> Said:
-        liar, log = self.liar, self.liar.log
-        if "peer2" not in liar.peer.presence.live().ready:
-            return
-        if self.made_up is None:
-            own = liar.entry_of_its_own()
-            self.made_up = log.next_header(own.roster, own.payload, gone=("peer3", "peer4"))
-        attempt = Attempt(position=log.position, number=1000, leader=liar.name)
-        holders = liar.holders(self.made_up, attempt)
-        if liar.peer.trainer.has_lasted > Schedule(Timing()).hopeless + 60.0:
-            yield "peer2", Adopt(attempt=attempt, header=self.made_up, holders=holders, seconds=60.0)
-
-    def hears(self, sender: str, message: Message | Unread) -> Said:
-        if isinstance(message, Complete) and self.made_up is not None and message.entry == self.made_up.digest:
-            signed = {ally: self.liar.sign(self.made_up, message.attempt, ally) for ally in self.liar.allies}
-            signed[sender] = message.signature
-            certificate = certify(self.liar.log, self.made_up, message.attempt.name, signed, {})
-            yield sender, Commit(header=self.made_up, certificate=certificate)
-
-
-@broken("whoever is not ready for twenty minutes can't be told from one who is gone: see the protocol's page")
-def test_liars_that_are_less_than_half_make_no_entry_while_most_of_the_others_train(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(KINDS, "hands on in the end", HandsOnInTheEnd)
-    swarm = Swarm(1, replace(SETTINGS, timing=Timing(), minimum_peers=5))
-    plant(swarm, tuple(Deceit(name, ("hands on in the end",), 3, float("inf")) for name in ("peer0", "peer1")))
-    for number in range(5):
-        swarm.start(f"peer{number}")
-    reach(swarm.run(300.0, until=lambda: swarm.longest >= 3), "three entries")
-    later = swarm.later
-
-    def train_long(peer: SimulatedPeer, event: Event, seconds: float) -> None:
-        is_long = isinstance(event, TrainingDone) and peer.name in ("peer3", "peer4")
-        later(peer, event, seconds + 3600.0 * is_long)
-        for minute in range(60 * is_long):
-            later(peer, TrainingProgress(Progress(minute, loss=1.0, tokens_per_second=1.0)), 60.0 * minute)
-
-    swarm.later = train_long  # type: ignore[method-assign]
-    swarm.run(1500.0)
