@@ -61,7 +61,7 @@ class Gathering:
         self._most_here_at = -float("inf")  # a heartbeat that is late, or one message that is lost, makes no minority
         self._founders = set[str]()  # all who are here, before the first entry
         self.departed: Collection[str] = ()  # of the last roster
-        self.find_gone: Callable[[Collection[str], Collection[str]], tuple[str, ...]] = lambda heard, died: ()
+        self.find_gone: Callable[[Collection[str], Collection[str]], tuple[str, ...]] = lambda heard, lost: ()
         """Return the voters that are gone, given whom others say they hear, and who has died in a round."""
         self._heard = set[str]()  # as members say
         self._died = set[str]()  # in rounds at this position

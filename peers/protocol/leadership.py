@@ -83,6 +83,7 @@ class Leadership:
             self._leader.is_behind = self._replica.is_behind
             self._leader.met = self._presence.membership.met
             self._leader.vain = self._presence.vain
+            self._leader.find_gone = self._gone
             departed = self._presence.membership.departed(self._log)
             self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), departed))
 
@@ -90,9 +91,12 @@ class Leadership:
         """The voters that are gone. We are more patient than members are, and believe them for the partition grace if
         they say that they hear one, though it may have said farewell to us alone: else whoever says so would keep
         the dead in. Of those that `died` in a round we are sure as soon as they are lost to it."""
-        schedule, timing = self._desk.schedule, self._desk.settings.timing
-        here = self._voters_here(schedule.death) - (set(died) - self._voters_here(schedule.loss))
-        here |= self._voters_here(timing.partition_grace, even_leavers=True).intersection(heard)
+        here = self._presence.voters_here(self._log, self._desk.schedule.death)
+        here -= set(died) - self._presence.voters_here(self._log, self._desk.schedule.loss)
+        late = self._presence.voters_here(self._log, self._desk.settings.timing.partition_grace, even_leavers=True)
+        here |= late.intersection(heard)
+        if self._log.counts(self._desk.me, self._desk.memory.incarnation):
+            here.add(self._desk.me)
         return tuple(peer for peer in self._log.voters if peer not in here)
 
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
@@ -114,10 +118,7 @@ class Leadership:
         one that has started again is heard as that start in a moment."""
         if self._log.starts.get(peer, incarnation) == incarnation or peer == self._desk.me:
             return False
-        return peer in self._voters_here(self._desk.settings.timing.heartbeat_expiry)
-
-    def _voters_here(self, patience: float, even_leavers: bool = False) -> set[str]:
-        return self._presence.voters_here(self._log, self._desk.memory.incarnation, patience, even_leavers)
+        return peer in self._presence.voters_here(self._log, self._desk.settings.timing.heartbeat_expiry)
 
     def on_waiting(self, waiting: Waiting, sender: str) -> None:
         if self._leader is not None:
@@ -154,6 +155,5 @@ class Leadership:
             told = log, digest, settings, payload, standing, self._certifier, judge
             self._leader = Leader(self._desk.me, *told)
             self._leader.since = self._since
-            self._leader.find_gone = self._gone
         self._leader.lease = self._trainer.lease
         return self._leader

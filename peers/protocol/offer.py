@@ -169,8 +169,9 @@ class Offer:
             named -= set(ours.gone)
         else:
             named |= {one.peer for one in begin.round.roster if not self._log.counts(one.peer, one.incarnation)}
-        incarnation, expiry = self._desk.memory.incarnation, self._desk.settings.timing.heartbeat_expiry
-        here = self._presence.voters_here(self._log, incarnation, expiry)
+        here = self._presence.voters_here(self._log, self._desk.settings.timing.heartbeat_expiry)
+        if self._log.counts(self._desk.me, self._desk.memory.incarnation):
+            here.add(self._desk.me)
         return tuple(sorted(here & named))
 
     def _can_lead_to_an_entry(self, round: Round) -> bool:
