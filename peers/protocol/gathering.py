@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from peers.log.exclusions import Fault
 from peers.log.header import MEMBER_LIMIT, Member
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
@@ -61,10 +62,9 @@ class Gathering:
         self._most_here_at = -float("inf")  # a heartbeat that is late, or one message that is lost, makes no minority
         self._founders = set[str]()  # all who are here, before the first entry
         self.departed: Collection[str] = ()  # of the last roster
-        self.find_gone: Callable[[Collection[str], Collection[str]], tuple[str, ...]] = lambda heard, lost: ()
-        """Return the voters that are gone, given whom others say they hear, and who has died in a round."""
+        self.find_gone: Callable[[Collection[str]], tuple[str, ...]] = lambda heard: ()
+        """Return the voters that are gone, given whom others say they hear."""
         self._heard = set[str]()  # as members say
-        self._died = set[str]()  # in rounds at this position
         self.unreached: Collection[str] = ()
         self.vain: Collection[str] = ()
         """Those whom it is no use to catch up with, though they say that they are further on."""
@@ -327,19 +327,17 @@ class Gathering:
         offers = self._log.weighed([ready.member(peer) for peer, ready in self._ready.items()])
         return {member.peer: member for member in offers}
 
-    def _with_gone(self, round: Round) -> Round:
-        """The round, with the voters that have no say any more, those that died in it among them. A minority begins
-        anew with those whom it has."""
-        gone = self._log.voters if self._in_minority else self.find_gone(self._heard, self._died)
-        named = {*round.remaining, *(fault.peer for fault in round.faults)}
-        return round.without((), tuple(peer for peer in gone if peer not in named) if self._log.closes else ())
+    def _gone(self, members: Collection[str], faults: Iterable[Fault] = ()) -> tuple[str, ...]:
+        """The voters that have no say any more, besides those that the entry names. A minority begins anew with those
+        whom it has."""
+        gone = self._log.voters if self._in_minority else self.find_gone(self._heard)
+        named = {*members, *(fault.peer for fault in faults)}
+        return tuple(peer for peer in gone if peer not in named) if self._log.closes else ()
 
     def _are_missed(self, heard: Collection[str], running: Begin | Adopt) -> bool:
         """Whether a member hears voters that our round takes for gone, and we believe that."""
         self._heard.update(heard)
-        if not heard or not isinstance(running, Begin):
-            return False
-        return not set(running.round.gone) <= set(self._with_gone(running.round).gone)
+        return bool(heard) and isinstance(running, Begin) and not set(running.round.gone) <= set(self._gone(()))
 
     def _rates(self, peers: Iterable[str]) -> dict[str, float]:
         ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}

@@ -55,7 +55,6 @@ class Leader(Gathering):
         self._unseen_since: dict[str, float] = {}
         self._disputes = Disputes(settings.timing)
         self._tally = Tally()
-        self._is_whole = False  # whether somebody has the payload of what we began: it may have signed the entry
         self._left: Counter[str] = Counter()
         self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
 
@@ -111,13 +110,12 @@ class Leader(Gathering):
     # Attempts -------------------------------------------------------------------------------------------------
     def _begin(self, claim: Claim | None, now: float) -> list[Effect]:
         self._in_minority = not self._enough(self._ready)
-        self._is_whole = False
         if claim is not None:
             members = take_order(self._log.roster, self._ready)
             return self._hand_on(claim.header, claim.holders, members, "hands an entry on", now)
         round = self._unfinished_round()
         if round is not None:
-            return self._exchange(self._with_gone(round), (), "goes on with a round", now)
+            return self._exchange(round, (), "goes on with a round", now)
         if not self._has_work and not self._log.closes:
             self._pass_over_claims()
             return self._skip(now)
@@ -134,8 +132,9 @@ class Leader(Gathering):
     def _new_round(self, name: Attempt) -> Round:
         """Those whom all others reach reduce parts, sized so that all links are done together."""
         shares = self._shares()
-        faults = () if name.alone else self._judge.annex({share.member.peer for share in shares})
-        return self._with_gone(Round(name=name, shares=shares, lost=(), faults=faults))
+        members = {share.member.peer for share in shares}
+        faults = () if name.alone else self._judge.annex(members)
+        return Round(name=name, shares=shares, lost=(), faults=faults, gone=self._gone(members, faults))
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
@@ -214,7 +213,6 @@ class Leader(Gathering):
         round = running.round.without(lost)
         if not reducers(round):
             return self._abort(reason)
-        round = round if self._is_whole else self._with_gone(round)
         return farewell + self._exchange(round, running.commitments, what, now)
 
     def _watch(self, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
@@ -223,7 +221,6 @@ class Leader(Gathering):
         self._unseen_since = {peer: self._unseen_since.get(peer, now) for peer in unseen}
         dead = [peer for peer, since in self._unseen_since.items() if now - since >= self._settings.timing.heartbeat]
         if dead:
-            self._died.update(dead if len(self._members) <= OPEN_LIMIT else ())  # of many, some hear of it late
             return self._lose(dead, f"{', '.join(dead)} is gone", now)
         has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
         if has_stalled or now - self._began_at > self._seconds:
@@ -338,7 +335,6 @@ class Leader(Gathering):
         if not self._is_running(said.attempt) or sender not in self._members:
             return self._set_right(sender, said.attempt, now)
         self._disputes.heard(sender, now)
-        self._is_whole = True
         self._moved_at = now if self._tally.hear(sender, said, now) else self._moved_at
         if not isinstance(self._running, Begin):
             return []

@@ -87,12 +87,11 @@ class Leadership:
             departed = self._presence.membership.departed(self._log)
             self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), departed))
 
-    def _gone(self, heard: Collection[str], died: Collection[str]) -> tuple[str, ...]:
+    def _gone(self, heard: Collection[str]) -> tuple[str, ...]:
         """The voters that are gone. We are more patient than members are, and believe them for the partition grace if
         they say that they hear one, though it may have said farewell to us alone: else whoever says so would keep
-        the dead in. Of those that `died` in a round we are sure as soon as they are lost to it."""
+        the dead in."""
         here = self._presence.voters_here(self._log, self._desk.schedule.death)
-        here -= set(died) - self._presence.voters_here(self._log, self._desk.schedule.loss)
         late = self._presence.voters_here(self._log, self._desk.settings.timing.partition_grace, even_leavers=True)
         here |= late.intersection(heard)
         if self._log.counts(self._desk.me, self._desk.memory.incarnation):

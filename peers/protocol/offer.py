@@ -134,7 +134,7 @@ class Offer:
             return "its attempt can lead to no entry"
         if objection := self._objection_to_minority(begin, ours):
             return objection
-        self._heard = self._forgotten(begin, ours)
+        self._heard = self._forgotten(begin) if ours is None else ()
         if self._heard:
             return f"it takes their say from {', '.join(self._heard)}, who are here"
         if ours is None and not self._knows_commitments(begin):
@@ -159,20 +159,16 @@ class Offer:
             return "it goes on alone, though most are here"
         return None
 
-    def _forgotten(self, begin: Begin, ours: Round | None) -> tuple[str, ...]:
+    def _forgotten(self, begin: Begin) -> tuple[str, ...]:
         """Return the voters that we hear, and that would have no say any more: they are said to be gone, or to have
-        started again. Nobody but they themselves can bring that about. Of a round that is `ours` we have seen to it."""
+        started again. Nobody but they themselves can bring that about."""
         if begin.attempt.alone or not self._log.closes or not self._log.voters:
             return ()
-        named = set(begin.round.gone)
-        if ours is not None:
-            named -= set(ours.gone)
-        else:
-            named |= {one.peer for one in begin.round.roster if not self._log.counts(one.peer, one.incarnation)}
         here = self._presence.voters_here(self._log, self._desk.settings.timing.heartbeat_expiry)
         if self._log.counts(self._desk.me, self._desk.memory.incarnation):
             here.add(self._desk.me)
-        return tuple(sorted(here & named))
+        other = {one.peer for one in begin.round.roster if not self._log.counts(one.peer, one.incarnation)}
+        return tuple(sorted(here & {*begin.round.gone, *other}))
 
     def _can_lead_to_an_entry(self, round: Round) -> bool:
         """Whether the round's roster follows from the log, and its parts are the payload."""

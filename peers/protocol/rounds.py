@@ -100,7 +100,7 @@ class Round(Value):
 
     Everybody in it sends everybody else the blocks of that one's chunks. The chunks of who is lost fall to the next in
     line; blocks of its own that had arrived count, the others don't. `faults` is the annex of the entry that it makes.
-    `gone` are the voters that have no say in the next one; of those that are lost, some may be among them later.
+    `gone` are the voters that have no say in the next one.
     """
 
     name: Attempt
@@ -137,19 +137,14 @@ class Round(Value):
         return tuple(member for member in roster if member.missed < self.chunks)
 
     def entry(self, log: LogState, missed: Mapping[str, int], payload: bytes) -> Header:
-        """Return what the round leads to, at this end of the log. Who is in the entry is not gone.
+        """Return what the round leads to, at this end of the log. Raises: LogError when it can lead to no entry."""
+        return log.next_header(self.entry_roster(missed), payload, self.faults, self.gone)
 
-        Raises: LogError when it can lead to no entry.
-        """
-        roster = self.entry_roster(missed)
-        members = {member.peer for member in roster} if self.gone else ()
-        return log.next_header(roster, payload, self.faults, tuple(peer for peer in self.gone if peer not in members))
-
-    def without(self, lost: Iterable[str], gone: tuple[str, ...] | None = None) -> Round:
-        """The same round with more peers lost, and with these voters gone, if they are others by now."""
+    def without(self, lost: Iterable[str]) -> Round:
+        """The same round with more peers lost."""
         all_lost = {*self.lost, *lost}
-        lost, gone = tuple(peer for peer in self.peers if peer in all_lost), self.gone if gone is None else gone
-        return Round(name=self.name, shares=self.shares, lost=lost, faults=self.faults, gone=gone)
+        lost = tuple(peer for peer in self.peers if peer in all_lost)
+        return Round(name=self.name, shares=self.shares, lost=lost, faults=self.faults, gone=self.gone)
 
     def author(self, member: Member) -> Author:
         """Return as whom a member has committed to what it contributes."""
@@ -157,6 +152,6 @@ class Round(Value):
         return Author(peer=member.peer, incarnation=member.incarnation, position=position, after=after)
 
     def is_same(self, other: Round) -> bool:
-        """Whether it leads to the same payload and roster, whoever is lost or gone by now. Two rounds of one leader may
-        have one name."""
-        return (self.name, self.shares, self.faults) == (other.name, other.shares, other.faults)
+        """Whether it leads to the same entry, whoever is lost. Two rounds of one leader may have one name."""
+        ours, theirs = (self.name, self.shares, self.faults), (other.name, other.shares, other.faults)
+        return (*ours, self.gone) == (*theirs, other.gone)

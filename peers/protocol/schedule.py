@@ -35,11 +35,6 @@ class Schedule:
         return self.timing.heartbeat_expiry + 2 * self.timing.heartbeat
 
     @property
-    def loss(self) -> float:
-        """Until a member that died is lost to its round. Others have hardly heard of it later than the leader has."""
-        return self.timing.heartbeat_expiry + self.timing.heartbeat
-
-    @property
     def stall(self) -> float:
         """For how long nothing may move in an attempt."""
         return max(self.death, STALLED * self.timing.round_timeout)

@@ -193,7 +193,7 @@ class Slot(Part):
 
     def _keeps_to_what_we_hold(self, begin: Begin, ours: Round | None) -> bool:
         """Whether an attempt can lead to nothing else than what we hold, or that can't have been committed."""
-        held, exchange = self.acceptor.held, self.exchange if ours and ours.gone == begin.round.gone else None
+        held, exchange = self.acceptor.held, self.exchange if ours else None
         outcome = self._outcome(exchange) if exchange and exchange.payload is not None else None
         return held is None or held.header == outcome or self._takeover.is_disclaimed(held, begin)
 

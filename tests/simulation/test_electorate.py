@@ -17,7 +17,6 @@ from peers.protocol.gathering import Gathering
 from peers.protocol.leader import Leader
 from peers.protocol.messages import Excluded, LeaseRequest, Message, Ready
 from peers.protocol.rounds import Attempt, Round
-from peers.protocol.states import State
 from peers.simulator.leading_lies import KeepsFew
 from peers.simulator.liars import Lie
 from peers.simulator.malice import KINDS, Deceit, plant
@@ -273,34 +272,3 @@ class Silent(Lie):
 def test_voters_that_never_take_part_hold_nobody_up(monkeypatch: pytest.MonkeyPatch, liars: Sequence[str]) -> None:
     monkeypatch.setitem(KINDS, "silent", Silent)
     goes_on(swarm_of(5, liars, "silent", timing=Timing()), 10, 600.0)
-
-
-# Peers that die one after another ------------------------------------------------------------------------------
-@pytest.mark.parametrize("blocks", [7, 280])  # all averaged by one member, or by each of them some
-@pytest.mark.parametrize(("deed", "seed"), [(1, 1), (3, 1), (3, 2), (15, 1), (25, 2), (40, 1)])
-def test_of_four_of_whom_one_dies_in_a_round_and_one_in_the_next_training_two_go_on(
-    blocks: int, deed: int, seed: int
-) -> None:
-    """Regression: the first kept its say in one more entry, so that two were no majority, and went on uncertified after
-    a minute and a half."""
-    settings = replace(SETTINGS, inner_steps=30, samples_per_lease=60, minimum_peers=4, timing=Timing())
-    swarm, deeds = Swarm(seed, settings, block_count=blocks), 0
-    for number in range(4):
-        swarm.start(f"peer{number}")
-    assert swarm.run(600.0, until=lambda: swarm.longest >= 3)
-
-    def kill_amid_the_round(name: str) -> None:
-        nonlocal deeds
-        deeds += name == "peer3" and swarm.peers[name].peer.state is State.AVERAGING
-        if deeds == deed and swarm.peers["peer3"].alive:
-            swarm.kill("peer3")
-
-    swarm.on_effect = kill_amid_the_round
-    assert swarm.run(600.0, until=lambda: len(swarm.living) == 3)
-    entries = swarm.longest
-    assert swarm.run(30.0, until=lambda: swarm.longest > entries)
-    swarm.run(5.0)
-    assert {one.peer.log.voters for one in swarm.living} == {one.peer.log.roster for one in swarm.living}
-    swarm.kill("peer2")
-    assert swarm.run(200.0, until=lambda: swarm.longest >= entries + 3)
-    assert all(one.peer.lineage.doubt is None for one in swarm.living), "as most of those who are left"

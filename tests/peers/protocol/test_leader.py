@@ -141,7 +141,7 @@ class Lead:
         return self.leader.on_complete(peer, said, self.now)
 
     def header(self, begin: Begin, payload: bytes, missed: tuple[tuple[str, int], ...]) -> Header:
-        return begin.round.entry(self.log, dict(missed), payload)
+        return self.log.next_header(begin.round.entry_roster(dict(missed)), payload)
 
     def all_complete(self, peers: str, running: Begin | Adopt, payload: bytes = PAYLOAD) -> list[Effect]:
         for peer in peers:
@@ -481,36 +481,6 @@ def test_the_others_go_on_with_the_same_round(way: Callable[[Lead, Begin], list[
     commits = sends(lead.complete("b", second), Commit)
     assert [peer for peer, _ in commits] == ["a", "b"]
     assert commits[0][1].header.peers == ("a", "b", "c"), "what had arrived of c counts"
-
-
-def test_who_dies_in_a_round_has_no_say_in_the_next_entry() -> None:
-    """Regression: of four, one that died amid a round and one in the next training left no majority."""
-    lead = Lead()
-    begin = lead.begun()
-    lead.leader.find_gone = lambda heard, died: tuple(peer for peer in "abc" if peer in died)
-    second = goes_on(dies(lead, begin), "ab", lost="c")
-    assert second.round == begin.round.without("c", gone=("c",))
-    lead.complete("a", second, missed=(("c", second.round.chunks),))
-    commits = sends(lead.complete("b", second, missed=(("c", second.round.chunks),)), Commit)
-    assert LOG.append(commits[0][1].header).voters == ("a", "b")
-
-
-def test_nobody_is_gone_once_somebody_may_have_signed_that_it_is_not() -> None:
-    lead = Lead()
-    begin = lead.begun()
-    lead.leader.find_gone = lambda heard, died: tuple(peer for peer in "abc" if peer in died)
-    lead.complete("b", begin)
-    assert goes_on(dies(lead, begin), "ab", lost="c").round == begin.round.without("c")
-
-
-def test_whoever_is_heard_of_all_the_same_is_not_gone() -> None:
-    lead = Lead()
-    begin = lead.begun()
-    lead.leader.find_gone = lambda heard, died: tuple(peer for peer in "abc" if peer in {*died} - {*heard})
-    second = goes_on(dies(lead, begin), "ab", lost="c")
-    lead.ready("b", last_attempt=1, round=second.round, heard=("c",))
-    lead.ready("ab", last_attempt=2, round=begin.round.without("c"))
-    assert goes_on(lead.tick("b"), "ab", lost="c").round == begin.round.without("c")
 
 
 def test_one_after_another_may_be_lost_while_enough_remain() -> None:

@@ -13,7 +13,7 @@ from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Dropped, Effect, OpenRound
 from peers.protocol.events import HeartbeatsSeen, TrainingDone
-from peers.protocol.messages import Begin, Commit, Complete, Inquire, Ready
+from peers.protocol.messages import Begin, Commit, Inquire, Ready
 from peers.protocol.patience import Patience
 from peers.protocol.rounds import Round
 from peers.protocol.schedule import Schedule
@@ -110,38 +110,6 @@ def test_a_round_that_goes_on_is_the_one_that_was_looked_at() -> None:
     assert not of(rig.hear("a", again), Dropped), "c is back, and too late for this entry"
 
 
-@pytest.mark.parametrize("is_heard", [True, False])
-def test_a_round_that_goes_on_may_find_out_that_others_are_gone(is_heard: bool) -> None:
-    """Each member sees to it anew, and an entry says nothing else than all of its members."""
-    rig = at_second().trained()
-    begin = begin_of(rig)
-    assert not reason(rig.hear("a", begin))
-    for _ in range(int(TIMING.heartbeat_expiry) + 1):
-        rig.see(others="ac" if is_heard else "a", state=PeerState.AVERAGING)
-        rig.tick()
-    round = begin.round.without((), gone=("c",))
-    effects = rig.hear("a", begin.model_copy(update={"attempt": rig.attempt(2), "round": round}))
-    assert bool(of(effects, Dropped)) == is_heard
-    slot = rig.peer.slot
-    assert slot.exchange is not None
-    assert slot.exchange.round.gone == (() if is_heard else ("c",))
-
-
-def test_who_holds_an_entry_signs_no_other_of_the_same_round() -> None:
-    """It may have been committed."""
-    rig = at_second().trained()
-    begin = begin_of(rig)
-    rig.hear("a", begin)
-    rig.holding()
-    assert rig.peer.slot.acceptor.held is not None
-    for _ in range(int(TIMING.heartbeat_expiry) + 1):
-        rig.see(others="a", state=PeerState.AVERAGING)
-    again = begin.model_copy(update={"attempt": rig.attempt(2)})
-    grown = again.model_copy(update={"round": begin.round.without((), gone=("c",))})
-    assert not sends(rig.hear("a", grown), Complete)
-    assert sends(rig.hear("a", again), Complete)
-
-
 @pytest.mark.parametrize(("alone", "named_alone"), [(False, True), (True, False), (True, True)])
 def test_most_of_the_voters_are_no_minority(alone: bool, named_alone: bool) -> None:
     """Regression: a round that was named a minority's, in an attempt that was not, took all others their say; and after
@@ -230,14 +198,6 @@ def test_who_is_lost_without_a_trace_keeps_its_say() -> None:
     log = first_log()
     after = lost(log, *[log.expected(name) for name in "abc"], missed="c")
     assert (after.roster, after.voters) == (("a", "b"), ("a", "b", "c"))
-
-
-@pytest.mark.parametrize(("missed", "voters"), [(SIZE.chunks, ("a", "b")), (SIZE.chunks - 1, ("a", "b", "c"))])
-def test_who_is_in_an_entry_is_not_gone(missed: int, voters: tuple[str, ...]) -> None:
-    log = first_log()
-    name = Rig().attempt().model_copy(update={"position": log.position})
-    round = round_of(name, [log.expected(peer) for peer in "abc"], "c").without((), gone=("c",))
-    assert log.append(round.entry(log, {"c": missed}, PAYLOAD)).voters == voters
 
 
 def test_newcomers_that_are_lost_have_no_say() -> None:
