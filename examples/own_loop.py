@@ -8,7 +8,6 @@ Prints the loss of each outer step's last inner step, until the run is over.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -40,10 +39,7 @@ def main() -> None:
     parser.add_argument("invite", help="what `diloco-peer run create` printed")
     parser.add_argument("--data", type=Path, action="append", default=[], help="a folder, if the run reads a local one")
     options = parser.parse_args()
-    try:
-        train(RunConfig.from_toml(options.run), options.invite, options.data)
-    except KeyboardInterrupt:
-        sys.exit(130)  # what torch does at exit can make Python forget that it was interrupted
+    train(RunConfig.from_toml(options.run), options.invite, options.data)
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
+        self._joined.leave()
         try:
-            self._joined.leave()
             self._thread.join()
         except BaseException:  # whoever is interrupted now does not want to wait for the round under way
             self._give_up()
