@@ -175,11 +175,15 @@ class Presence:
         here = 1 + sum(not lineage.lacks(beat.index, beat.head) for beat in others)
         return None if len(there) == here else len(there) > here
 
-    def voters_here(self, log: LogState, patience: float, even_leavers: bool = False) -> set[str]:
-        """The other voters that gave a heartbeat or a sign of life so short a while ago, as the starts that have a say.
-        Whatever they do or can't do, and whatever others say of them: those are things that liars can bring about."""
+    def voters_here(self, log: LogState, incarnation: int, patience: float, even_leavers: bool = False) -> set[str]:
+        """Return the voters that gave a heartbeat or a sign of life so short a while ago, as starts that have a say,
+        and ourselves, if we are one in our `incarnation`.
+
+        Whatever they do or can't do, and whatever others say of them: those are things that liars can bring about.
+        """
         heard = self.membership.spoke_within(patience, self.now, even_leavers)
-        return {beat.peer for beat in heard if log.counts(beat.peer, beat.incarnation)}
+        starts = [(self._me, incarnation), *((beat.peer, beat.incarnation) for beat in heard)]
+        return {peer for peer, start in starts if log.counts(peer, start)}
 
     # Who is further on ----------------------------------------------------------------------------------------
     def donors(self) -> set[str]:

@@ -59,6 +59,6 @@ class Abstention:
     @property
     def _others_are_enough(self) -> bool:
         """Whether the voters that are left are more than half."""
-        log = self._replica.log
-        here = self._presence.voters_here(log, self._desk.settings.timing.heartbeat_expiry)
-        return 2 * len(here) > len(log.voters)
+        log, expiry = self._replica.log, self._desk.settings.timing.heartbeat_expiry
+        here = self._presence.voters_here(log, self._desk.memory.incarnation, expiry)
+        return 2 * len(here - {self._desk.me}) > len(log.voters)

@@ -45,6 +45,7 @@ class Agreement:
             self._mine, self._since = mine, self._desk.now
             self._word.at_once()
         others, leader = set(members) - {self._desk.me}, mine.attempt.leader
+        self._note_who_is_quiet(mine.attempt, others)
         lacking = self._lacking(mine, others)
         if lacking and self._word.is_due:
             self._word.said()
@@ -96,11 +97,27 @@ class Agreement:
     def _lacking(self, mine: Prepared, others: Set[str]) -> set[str]:
         """Return who says something else, or nothing yet. Who can't be heard is not waited for, nor for long who says
         nothing, perhaps only to us. It will hear what we sign, and sign nothing else."""
-        told = {peer: self._told[peer] for peer in others & self._told.keys() if self._told[peer][0] == mine.attempt}
-        differing = {peer for peer, outcome in told.items() if outcome != mine.outcome}
-        silent = {peer for peer in others - told.keys() if self._presence.can_hear(peer)}
-        self._presence.quiet -= told.keys()
-        turns = (self._desk.now - self._since) / self._desk.settings.timing.resend
-        if turns > SILENCE:
-            self._presence.quiet |= silent
-        return differing | {peer for peer in silent if turns <= (1 if peer in self._presence.quiet else SILENCE)}
+        differing = {peer for peer, outcome in self._told_in(mine.attempt, others).items() if outcome != mine.outcome}
+        turns, quiet = self._turns, self._presence.quiet
+        silent = self._silent(mine.attempt, others)
+        return differing | {peer for peer in silent if turns <= (1 if peer in quiet else SILENCE)}
+
+    def _note_who_is_quiet(self, attempt: Attempt, others: Set[str]) -> None:
+        """Remember for the next rounds who has said nothing when we have waited for that longest."""
+        self._presence.quiet -= self._told_in(attempt, others).keys()
+        if self._turns > SILENCE:
+            self._presence.quiet |= self._silent(attempt, others)
+
+    @property
+    def _turns(self) -> float:
+        """How often the others could have spoken since we said what we have."""
+        return (self._desk.now - self._since) / self._desk.settings.timing.resend
+
+    def _told_in(self, attempt: Attempt, others: Set[str]) -> dict[str, Result]:
+        """Return what these have said in an attempt."""
+        said = {peer: self._told[peer] for peer in others & self._told.keys()}
+        return {peer: told for peer, told in said.items() if told[0] == attempt}
+
+    def _silent(self, attempt: Attempt, others: Set[str]) -> set[str]:
+        """Return those who have said nothing in it, though they can be heard."""
+        return {peer for peer in others - self._told_in(attempt, others).keys() if self._presence.can_hear(peer)}

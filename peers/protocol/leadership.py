@@ -83,7 +83,6 @@ class Leadership:
             self._leader.is_behind = self._replica.is_behind
             self._leader.met = self._presence.membership.met
             self._leader.vain = self._presence.vain
-            self._leader.find_gone = self._gone
             departed = self._presence.membership.departed(self._log)
             self._desk.emit(*self._leader.tick(self._desk.now, self._presence.live(), departed))
 
@@ -91,11 +90,8 @@ class Leadership:
         """The voters that are gone. We are more patient than members are, and believe them for the partition grace if
         they say that they hear one, though it may have said farewell to us alone: else whoever says so would keep
         the dead in."""
-        here = self._presence.voters_here(self._log, self._desk.schedule.death)
-        late = self._presence.voters_here(self._log, self._desk.settings.timing.partition_grace, even_leavers=True)
-        here |= late.intersection(heard)
-        if self._log.counts(self._desk.me, self._desk.memory.incarnation):
-            here.add(self._desk.me)
+        here = self._voters_here(self._desk.schedule.death)
+        here |= self._voters_here(self._desk.settings.timing.partition_grace, even_leavers=True).intersection(heard)
         return tuple(peer for peer in self._log.voters if peer not in here)
 
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
@@ -117,7 +113,10 @@ class Leadership:
         one that has started again is heard as that start in a moment."""
         if self._log.starts.get(peer, incarnation) == incarnation or peer == self._desk.me:
             return False
-        return peer in self._presence.voters_here(self._log, self._desk.settings.timing.heartbeat_expiry)
+        return peer in self._voters_here(self._desk.settings.timing.heartbeat_expiry)
+
+    def _voters_here(self, patience: float, even_leavers: bool = False) -> set[str]:
+        return self._presence.voters_here(self._log, self._desk.memory.incarnation, patience, even_leavers)
 
     def on_waiting(self, waiting: Waiting, sender: str) -> None:
         if self._leader is not None:
@@ -154,5 +153,6 @@ class Leadership:
             told = log, digest, settings, payload, standing, self._certifier, judge
             self._leader = Leader(self._desk.me, *told)
             self._leader.since = self._since
+            self._leader.find_gone = self._gone
         self._leader.lease = self._trainer.lease
         return self._leader

@@ -164,9 +164,8 @@ class Offer:
         started again. Nobody but they themselves can bring that about."""
         if begin.attempt.alone or not self._log.closes or not self._log.voters:
             return ()
-        here = self._presence.voters_here(self._log, self._desk.settings.timing.heartbeat_expiry)
-        if self._log.counts(self._desk.me, self._desk.memory.incarnation):
-            here.add(self._desk.me)
+        incarnation, expiry = self._desk.memory.incarnation, self._desk.settings.timing.heartbeat_expiry
+        here = self._presence.voters_here(self._log, incarnation, expiry)
         other = {one.peer for one in begin.round.roster if not self._log.counts(one.peer, one.incarnation)}
         return tuple(sorted(here & {*begin.round.gone, *other}))
 

@@ -104,7 +104,7 @@ class KeepsFew(Lie):
 
     def __init__(self, liar: Means, draw: random.Random) -> None:
         super().__init__(liar, draw)
-        liar.peer.presence.voters_here = lambda log, patience, even_leavers=False: set()  # type: ignore[method-assign]
+        liar.peer.presence.voters_here = lambda *asked, even_leavers=False: set()  # type: ignore[method-assign]
 
     def notices(self, event: Event) -> Event:
         """It hears no Ready of those that it does not need."""

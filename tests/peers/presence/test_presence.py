@@ -39,10 +39,10 @@ def test_who_is_excluded_leads_nobody() -> None:
     assert seeing(allowed, names="c").elect(allowed, set()) == "c"
 
 
-def here(patience: float = EXPIRY, now: float = 0.0, **more: Any) -> set[str]:
+def here(patience: float = EXPIRY, now: float = 0.0, ours: int = 1, **more: Any) -> set[str]:
     presence = seeing(**more)
     presence.now = now
-    return presence.voters_here(AHEAD, patience)
+    return presence.voters_here(AHEAD, ours, patience)
 
 
 @pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.TRAINING, PeerState.READY, PeerState.AVERAGING])
@@ -74,6 +74,10 @@ def test_who_is_silent_is_here_for_as_long_as_one_is_patient() -> None:
     assert here(now=EXPIRY) == {"a", "c"}
     assert here(now=EXPIRY + 1) == set()
     assert here(now=EXPIRY + 1, patience=EXPIRY + 4) == {"a", "c"}
+
+
+def test_we_are_here_as_the_start_that_has_a_say() -> None:
+    assert here(ours=0) == {"a", "b", "c"}
 
 
 def test_strangers_are_no_voters() -> None:
