@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -13,8 +15,14 @@ from peers.errors import ManifestError
 LONGEST_VALUE = 60
 
 
-def explain_toml_error(origin: str, error: Exception) -> ManifestError:
-    return ManifestError(f"{origin}: not valid TOML: {error}.", "Correct the syntax there.")
+def read_toml(path: Path, remedy: str) -> dict[str, Any]:
+    """Return what a TOML file says. Raises: ManifestError; one that can't be read has this `remedy`."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read ({error.strerror}).", remedy) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{path}: not valid TOML: {error}.", "Correct the syntax there.") from None
 
 
 def explain_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> ManifestError:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
-from opendiloco.config.errors import explain_toml_error, explain_validation_error
+from opendiloco.config.errors import explain_validation_error, read_toml
 from opendiloco.config.optimizers import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
 from opendiloco.config.section import (
     Digest,
@@ -203,13 +202,7 @@ class RunConfig(Section):
     @classmethod
     def from_toml(cls, path: Path) -> Self:
         """Read and check a file. Raises: ManifestError, with one line for each problem."""
-        try:
-            content = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ManifestError(f"{path}: cannot be read ({error.strerror}).", "Give a run.toml that exists.") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise explain_toml_error(str(path), error) from None
-        return cls._checked(content, str(path))
+        return cls._checked(read_toml(path, "Give a run.toml that exists."), str(path))
 
     @classmethod
     def from_manifest_content(cls, content: dict[str, Any], origin: str = "manifest") -> Self:

@@ -9,7 +9,8 @@ from opendiloco.host_memory import STATE_BYTES
 from opendiloco.plan.methods import Method, Shape
 from opendiloco.plan.rounds import LINK_SHARE, Peer, Rounds, Swarm, round_of
 from opendiloco.plan.schedule import Step, Wire, cycle_seconds
-from peers.protocol.trainer import EQUALLY_FAST, GRACE_SHARE
+from peers.log.settings import Timing
+from peers.protocol.pace import Pace
 
 SECONDS_A_DAY = 86_400
 LEAST_IDLE = 0.01
@@ -28,15 +29,19 @@ class Plan:
     snapshot_every: int
     grace: float = 10.0
     heartbeat: float = 2.0
+    partition_grace: float = 60.0
     staleness: int = 1
+
+    @property
+    def pace(self) -> Pace:
+        """Return the pace that peers keep."""
+        timing = Timing(grace=self.grace, heartbeat=self.heartbeat, partition_grace=self.partition_grace)
+        return Pace(self.inner_steps, self.inner_steps * self.tokens_per_step, self.smallest_share, timing)
 
     def own_steps(self, peer: Peer) -> int:
         """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""
         fastest = min(each.step_seconds for each in self.swarm.peers)
-        speed = fastest / peer.step_seconds
-        if speed >= EQUALLY_FAST:
-            return self.inner_steps
-        return math.ceil(max(speed, self.smallest_share) * self.inner_steps)
+        return self.pace.steps(self.tokens_per_step / peer.step_seconds, self.tokens_per_step / fastest)
 
     def training_seconds(self, peer: Peer) -> float:
         """Return the seconds for which a peer trains its lease."""
@@ -44,9 +49,9 @@ class Plan:
 
     @property
     def closes_after(self) -> float:
-        """Return the seconds after which nobody is waited for any more: the first to be ready waits for its grace."""
-        first = min(map(self.training_seconds, self.swarm.peers))
-        return first + min(self.grace, max(GRACE_SHARE * first, 3 * self.heartbeat))
+        """Return the seconds after which nobody is waited for any more: the grace begins when most are ready."""
+        trainings = sorted(self.training_seconds(peer) for peer in self.swarm.peers for _ in range(peer.count))
+        return trainings[len(trainings) // 2] + self.pace.grace(trainings[0])
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from opendiloco.config.errors import explain_toml_error, explain_validation_error
+from opendiloco.config.errors import explain_validation_error, read_toml
 from opendiloco.config.section import Name, NotNegativeFloat, Positive, PositiveFloat, Section
-from peers.errors import ManifestError
 
 Megabits = Annotated[float, Field(gt=0, le=1e7)]
 Milliseconds = Annotated[float, Field(ge=0, le=60_000)]
@@ -64,12 +62,7 @@ class Links(Section):
     @classmethod
     def from_toml(cls, path: Path) -> Self:
         """Read and check a file. Raises: ManifestError, with one line for each problem."""
-        try:
-            content = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ManifestError(f"{path}: cannot be read ({error.strerror}).", "Give a file that exists.") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise explain_toml_error(str(path), error) from None
+        content = read_toml(path, "Give a file that exists.")
         try:
             return cls.model_validate(content)
         except ValidationError as error:

@@ -42,6 +42,7 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
         snapshot_every=config.snapshots.every,
         grace=config.rounds.grace_seconds,
         heartbeat=config.rounds.heartbeat_seconds,
+        partition_grace=config.rounds.partition_grace_seconds,
         staleness=config.rounds.staleness,
     )
 

@@ -17,6 +17,7 @@ from peers.protocol.certifier import Certifier
 from peers.protocol.claims import Claim, Claims, Founding
 from peers.protocol.effects import Dropped, Effect, Send
 from peers.protocol.messages import Abort, Adopt, Begin, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.protocol.pace import ReadyTimes
 from peers.protocol.planning import Plan, credible_rates, deal, foreseen, plan, why_left_out
 from peers.protocol.rounds import Attempt, Round, Share
 from peers.protocol.schedule import Schedule
@@ -77,7 +78,7 @@ class Gathering:
         self.lease: Lease | None = None  # our own
         self._awaited: set[str] = set()
         self._overtaken: Counter[str] = Counter()
-        self._first_ready_at: float | None = None
+        self._ready_times = ReadyTimes()
         self._together_at, self._ticked_at = -float("inf"), float("inf")
         self._minimum = settings.minimum_peers
         self.grace = settings.timing.grace
@@ -168,8 +169,7 @@ class Gathering:
             del self._ready[peer]
         self._ready[sender] = ready
         self._standing.said(sender, ready.relayed, ready.unreached)
-        if self._first_ready_at is None:
-            self._first_ready_at = now
+        self._ready_times.note(sender, now)
         return [self._ask_again(peer) for peer in overtaken]
 
     def _admit(self, sender: str, ready: Ready) -> None:
@@ -199,12 +199,17 @@ class Gathering:
 
     def _is_time(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
         """Whether everybody who can be expected is ready, or the grace is over."""
-        if self._first_ready_at is None or not self._ready or (self._log.closes and not self._has_work):
+        if not self._ready or (self._log.closes and not self._has_work):
             return False
         at_work = {peer for peer in self._log.leases if peer in live and self._is_at_work(peer, live[peer])}
         expected = at_work | (set(self._granted) & set(live)) | {self._me}
         self._awaited = expected - self._standing.barred(now) - set(self.unreached)
-        return self._awaited <= self._ready.keys() or now - self._first_ready_at >= self.grace
+        is_over = now - self._ready_times.of_most(self._awaited.intersection(self._log.voters)) >= self.grace
+        return self._awaited <= self._ready.keys() or is_over or self._is_hopeless(now)
+
+    def _is_hopeless(self, now: float) -> bool:
+        """Whether somebody has been ready for so long that those who still seem at work are not waited for."""
+        return now - self._ready_times.first >= self._schedule.hopeless
 
     @property
     def _has_work(self) -> bool:
@@ -233,7 +238,7 @@ class Gathering:
         Peers that are alive and at work at our position are no partition, whatever holds them up; but who seems to be
         at work for ever does not keep the others for ever.
         """
-        if self._first_ready_at is None:
+        if not self._ready_times:
             return False
         index, away = self._log.position.index, set(self.unreached)
         away |= {peer for peer in self.vain if peer in live and live[peer].index > index}
@@ -245,12 +250,11 @@ class Gathering:
         enough = enough or self.is_behind
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
         if has_slept:
-            self._first_ready_at = now
+            self._ready_times.restart(now)
         if enough or has_slept:
             self._together_at = now
         self._ticked_at = now
-        since = max(self._together_at, self._first_ready_at)
-        is_hopeless = now - self._first_ready_at >= self._schedule.hopeless
+        since, is_hopeless = max(self._together_at, self._ready_times.first), self._is_hopeless(now)
         self._founders = set() if self._log.roster or is_hopeless else here - self._standing.barred(now)
         if self._are_most(here | self._ready.keys()):
             self._most_here_at = now
@@ -367,8 +371,7 @@ class Gathering:
     def _may_be_disclaimed(self, claim: Claim, now: float, live: Mapping[str, Heartbeat]) -> bool:
         """Whether to wait for others: those that are at work here may say that they do not hold it, and those that are
         further on will show what was made here, unless they have said so in vain."""
-        assert self._first_ready_at is not None
-        if now - self._first_ready_at >= self._schedule.hopeless:
+        if self._is_hopeless(now):
             return False
         absent = self._ready.keys() | self._barred.keys() | set(self.unreached)
         here = [peer for peer in self._log.voters if peer in live and peer not in absent]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from typing import ClassVar
 
@@ -11,15 +10,13 @@ from peers.protocol.desk import Desk
 from peers.protocol.effects import StopTraining, TokensLost, Train
 from peers.protocol.events import TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
+from peers.protocol.pace import Pace
 from peers.protocol.part import Part, Row, Table
 from peers.values.leases import Lease, sample_count
 from peers.values.workload import Progress, Trained
 
-GRACE_SHARE = 0.5
 STUCK = 3.0
 """Times the longest pause between two signs of progress, after which a worker seems to hang."""
-EQUALLY_FAST = 0.8
-"""Of the fastest peer's speed: who comes close trains as much as it."""
 
 
 class TrainerState(StrEnum):
@@ -61,6 +58,7 @@ class Trainer(Part):
         self.speed = 0.0  # tokens a second, when we last trained
         self.in_vain = 0  # leases in a row of which nothing came into an entry
         self._desk = desk
+        self._pace = Pace.of(desk.settings)
         self._began_at = self._moved_at = desk.now
         self._silent = 0.0  # seconds of trainings that were ended since the worker last went on with one
         self._longest_pause: float | None = None  # between two signs of progress, in trainings that came to an end
@@ -164,15 +162,8 @@ class Trainer(Part):
         return self.lease is not None and is_loaded and self.lease == lease
 
     def steps_at_our_speed(self, fastest: float) -> int:
-        """Inner steps that we make while the fastest peer makes all, as heartbeats tell. A newcomer finds out: all.
-
-        The manifest's smallest share bounds what one peer's claims can do to the others.
-        """
-        settings = self._desk.settings
-        if not self.speed or self.speed >= EQUALLY_FAST * fastest:
-            return settings.inner_steps
-        share = max(self.speed / fastest, settings.smallest_share)
-        return min(settings.inner_steps, math.ceil(share * settings.inner_steps))
+        """Inner steps that we make while the fastest peer makes all, as heartbeats tell. A newcomer finds out: all."""
+        return self._pace.steps(self.speed, fastest) if self.speed else self._pace.inner_steps
 
     def wants(self, fastest: float) -> int:
         """The samples of the next lease that we finish together with the others; 0: a whole one."""
@@ -181,16 +172,12 @@ class Trainer(Part):
 
     def is_too_slow(self, usual: float) -> bool:
         """Whether the smallest lease takes us longer than a lease stays ours while most others go on."""
-        settings = self._desk.settings
-        least = math.ceil(settings.smallest_share * settings.inner_steps) / settings.inner_steps
-        return 0 < self.speed * (1 + settings.staleness) < least * usual
+        least = self._pace.least_steps / self._pace.inner_steps
+        return 0 < self.speed * (1 + self._desk.settings.staleness) < least * usual
 
     def grace(self) -> float:
-        """How long to wait for who still trains: a part of what training took us, as it is not lost to be late."""
-        timing = self._desk.settings.timing
-        if self._seconds is None:
-            return timing.grace
-        return min(timing.grace, max(GRACE_SHARE * self._seconds, 3 * timing.heartbeat))
+        """How long to wait for who still trains, after what training took us."""
+        return self._desk.settings.timing.grace if self._seconds is None else self._pace.grace(self._seconds)
 
     def inner_step(self) -> int:
         """How far we are with the lease."""

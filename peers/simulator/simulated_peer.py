@@ -82,6 +82,7 @@ class World(Protocol):
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]: ...
     def farewell(self, sender: SimulatedPeer) -> None: ...
     def training_time(self, steps: int) -> float: ...
+    def tokens_per_second(self, speed: float) -> float: ...
     def recorded(self, peer: SimulatedPeer, made: Apply, payload: bytes | None) -> None: ...
 
 
@@ -112,7 +113,8 @@ class SimulatedPeer:
         self._has_stopped = False
         self.sequence = 0
         self.heartbeat: Heartbeat | None = None
-        self._first_heartbeat = Heartbeat.model_construct(run=world.settings.run, peer=name, speed=self.speed)
+        speed = world.tokens_per_second(self.speed)
+        self._first_heartbeat = Heartbeat.model_construct(run=world.settings.run, peer=name, speed=speed)
         self.reach: dict[str, Reach] = {}  # as its links see it
         self._trained: Trained | None = None
         self._captured: list[Captured] = []
@@ -231,7 +233,7 @@ class SimulatedPeer:
         trained = Trained(train.samples, settings.tokens_per_sample * count, 1.0)
         *others, closing = [fragment.commit_to(trained) for fragment in self.fragments]
         self._trained = replace(trained, contribution=closing)
-        self.world.soon(self, TrainingProgress(Progress(1, loss=1.0, tokens_per_second=self.speed)))
+        self.world.soon(self, TrainingProgress(Progress(1, 1.0, self.world.tokens_per_second(self.speed))))
         steps = min(train.steps, count * settings.inner_steps // settings.samples_per_lease)
         seconds = self.world.training_time(steps) / self.speed
         whole = len(self.fragments)

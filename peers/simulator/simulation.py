@@ -89,6 +89,8 @@ class Swarm:
     traced: bool = True
     speeds: tuple[float, ...] = (1.0,)
     """Of peers, by name; who is slow trains shorter leases."""
+    step_seconds: float = 1.0
+    """That an inner step takes, at speed 1."""
     unevenness: float = 0.5
     """By which share of its usual time an inner step takes more or less."""
     now: float = 0.0
@@ -199,7 +201,12 @@ class Swarm:
         self.at(seconds, lambda: self.handle(peer, event))
 
     def training_time(self, steps: int) -> float:
-        return steps * self.random.uniform(1 - self.unevenness, 1 + self.unevenness)
+        return steps * self.step_seconds * self.random.uniform(1 - self.unevenness, 1 + self.unevenness)
+
+    def tokens_per_second(self, speed: float) -> float:
+        """Return what a peer of this speed says that it trains."""
+        tokens = self.settings.samples_per_lease * self.settings.tokens_per_sample
+        return speed * tokens / (self.settings.inner_steps * self.step_seconds)
 
     def _repeat(self, peer: SimulatedPeer, period: float, action: Callable[[], None]) -> None:
         def again() -> None:

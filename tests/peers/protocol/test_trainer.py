@@ -102,11 +102,13 @@ def test_who_is_so_slow_that_no_lease_is_done_in_time_knows_it() -> None:
 def test_the_grace_is_a_part_of_what_training_took() -> None:
     bench = Bench()
     assert bench.trainer.grace() == TIMING.grace
-    assert bench.training().trained(after=20.0).trainer.grace() == 10.0
+    assert bench.training().trained(after=40.0).trainer.grace() == 10.0
     bench.trainer.take(WorkEnds(LOG.position))
     assert bench.training().trained(after=1.0).trainer.grace() == 3 * TIMING.heartbeat
     bench.trainer.take(WorkEnds(LOG.position))
-    assert bench.training().trained(after=1000.0).trainer.grace() == TIMING.grace
+    assert bench.training().trained(after=500.0).trainer.grace() == TIMING.grace
+    bench.trainer.take(WorkEnds(LOG.position))
+    assert bench.training().trained(after=1000.0).trainer.grace() == 50.0, "speeds are off by some percent"
 
 
 def test_work_outlives_an_entry_that_leaves_us_our_lease() -> None:
