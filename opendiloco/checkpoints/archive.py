@@ -22,6 +22,7 @@ from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
+from peers import metrics
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder, RunLog
@@ -342,6 +343,7 @@ class Archive:
                     kept[archived.run.run_id] = archived.buffers
                 if archived.end.last is not None or archived.run.manifest.is_by_invitation:  # else nobody gives it any
                     await archived.publish()
+                metrics.ARCHIVED_OUTER_STEP.labels(archived.run.run_id).set(archived.end.position.index)
                 await asyncio.sleep(archived.run.settings.timing.heartbeat)
 
     def _answerer(self, transport: HivemindTransport) -> CallHandler:

@@ -177,7 +177,7 @@ metrics_port_option = click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535),
     metavar="N",
-    help="Serve metrics for Prometheus on 127.0.0.1, port N.",
+    help="Serve metrics for Prometheus, and /healthz, on 127.0.0.1, port N.",
 )
 
 

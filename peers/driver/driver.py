@@ -23,6 +23,7 @@ from peers.driver.rounds import RoundCosts, Rounds, RoundTransport
 from peers.driver.scouting import Scout, ScoutTransport
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError
+from peers.health import HEALTH
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
@@ -141,6 +142,8 @@ class Driver:
             self.peer.handle(LeaveRequested(at_once=True), now())
             await self._say_goodbye()
             raise _first(group) from None
+        finally:
+            HEALTH.over("heartbeat")
 
     async def _tick(self) -> None:
         while True:
