@@ -130,6 +130,10 @@ def test_remote_storage_is_behind_one_module() -> None:
     assert importers("fsspec") == {"opendiloco.checkpoints.remote"}
 
 
+def test_the_web_server_is_behind_one_room() -> None:
+    assert {module.rpartition(".")[0] for module in importers("aiohttp")} == {"opendiloco.dashboard"}
+
+
 def test_no_peer_needs_the_simulation() -> None:
     assert not importers("peers.simulator")
 
@@ -150,6 +154,7 @@ ROOMS = (
     "checkpoints",
     "plan",
     "demo",
+    "dashboard",
     "cli",
 )
 """Packages of opendiloco, as the table in CONTRIBUTING.md has them."""

@@ -54,7 +54,7 @@ class Driver:
     """One peer of one run. `run` returns when it has left, and raises what made going on impossible.
 
     `on_entry` is told of every entry applied here, with the state digest after it; `on_snapshot` of every state that is
-    frozen here or fetched.
+    frozen here or fetched. `entries` is the log as far as it is here.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Driver:
         self._stopped = asyncio.Event()
         worker = asyncio.Lock()
         self._messenger = Messenger(transport, self)
-        self._log = stores.log
+        self.entries = stores.log
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._rounds = Rounds(transport, workload, stores.buffers, self)
         self._scout = Scout(transport, self._rounds.traffic, self)
@@ -157,8 +157,8 @@ class Driver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timing.heartbeat_expiry):
                     seen = await self._pulse.beat()
-                    self.handle(self._pulse.anchors(self._log))
-                    if (heads := self._pulse.heads(self._log)) is not None:
+                    self.handle(self._pulse.anchors(self.entries))
+                    if (heads := self._pulse.heads(self.entries)) is not None:
                         self.handle(heads)
                     self.handle(seen)
             self._scout.look()

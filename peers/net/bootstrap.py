@@ -135,9 +135,11 @@ class ManifestStore:
         )
 
 
-class Archive(Protocol):
+class Beside(Protocol):
+    """What a bootstrap node does besides with the runs that it remembers."""
+
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Keep these runs, until cancelled."""
+        """Do it until cancelled. `manifests` may be gone through again and again."""
 
 
 async def run_bootstrap(
@@ -148,13 +150,13 @@ async def run_bootstrap(
     manifest_directory: Path,
     on_ready: Callable[[tuple[str, ...]], None],
     stop: asyncio.Event,
-    archive: Archive | None = None,
+    beside: Sequence[Beside] = (),
     links: LinkSettings | None = None,
     tickets: Sequence[Ticket] = (),
 ) -> None:
-    """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used. `archive` keeps the
-    runs that are announced to it, those by invitation with one of the `tickets`. `links` says how the node brings
-    volunteers together that can't dial each other.
+    """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used. `beside` is
+    what it does with the runs that are announced to it; the `tickets` admit it to those by invitation. `links` says how
+    the node brings volunteers together that can't dial each other.
 
     Raises: ManifestError, LocalNetworkError, SwarmUnreachableError when it cannot start; LocalNetworkError when
     libp2p's daemon dies.
@@ -187,13 +189,15 @@ async def run_bootstrap(
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
         await _publish(transport, store)
         on_ready(transport.addresses)
-        keeping = asyncio.create_task(archive.keep(transport, store)) if archive else None
+        keeping = [asyncio.create_task(one.keep(transport, store)) for one in beside]
+        for task in keeping:
+            task.add_done_callback(_report_failure)
         try:
             await _until_stopped(transport, store, stop)
         finally:
-            if keeping:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
     finally:
         await transport.close()
 
@@ -262,6 +266,13 @@ async def _until_stopped(transport: HivemindTransport, store: ManifestStore, sto
             task.cancel()
         await asyncio.gather(stopped, failed, living, return_exceptions=True)
         HEALTH.over("publishing")
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    """Tell of what ended although it should go on for as long as the node does."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a part of this node has failed: restart it", exc_info=error)
+        HEALTH.failing("bootstrap", f"a part of this node has failed: {error}")
 
 
 async def _give_life_signs() -> None:
