@@ -26,7 +26,7 @@ class Curves:
     def __init__(self, telemetry: Telemetry, config: RunConfig, held_out: HeldOutCurve | None = None) -> None:
         self._telemetry = telemetry
         self._every = config.evaluation.every
-        self._held_out = held_out or HeldOutCurve()
+        self.held_out = held_out or HeldOutCurve()
         self._before = RoundCosts()
 
     @property
@@ -57,12 +57,12 @@ class Curves:
         So what others say is bounded by the run's length. Whether it is true, nobody vouches for.
         """
         if own.held_out is not None:  # telemetry has it
-            self._held_out.add(own.held_out.index, own.held_out.loss)
+            self.held_out.add(own.held_out.index, own.held_out.loss)
         for beat in others:
             said = beat.held_out
             if said is None or not self._every or said.index % self._every or said.index > own.index:
                 continue
-            if self._held_out.add(said.index, said.loss):
+            if self.held_out.add(said.index, said.loss):
                 self._telemetry.heard(said)
 
 

@@ -34,6 +34,7 @@ from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
+from peers.health import HEALTH
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.workload import Blocks, InnerLoop, Progress, Reduction, Trained
 
@@ -257,6 +258,7 @@ class LocalWorkload(TrainingWorkload):
 
     async def close(self) -> None:
         """End the workers."""
+        HEALTH.over("workers")
         await self.workers.close()
 
     def _put_base_into_local(self) -> None:

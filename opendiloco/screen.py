@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte, newest_held_out
 from peers.links.contacts import host_of, is_numeric, is_public
 from peers.links.sockets import parse_endpoint
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest", "reach")
 HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest", "reach")
@@ -68,6 +70,8 @@ def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
 
 
 def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
+    from rich.table import Table  # a bootstrap node has no terminal to draw on, and does without
+
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading in NUMBERS else "left", no_wrap=True)

@@ -33,7 +33,7 @@ from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError
 from peers.links.settings import LinkSettings
-from peers.log.folder import LogFolder
+from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.net.findable import keep_findable
 from peers.net.remembered import RememberedPeers
@@ -84,6 +84,16 @@ class Volunteer:
     def bytes_per_token(self) -> float | None:
         """How much of the held-out text a token stands for; None where that is not known."""
         return None if self._curves is None else self._curves.bytes_per_token
+
+    @property
+    def log(self) -> RunLog:
+        """The entries of the run that are here."""
+        return self._driver.entries
+
+    @property
+    def held_out(self) -> HeldOutCurve:
+        """The losses of theta that this machine has found or heard of."""
+        return HeldOutCurve() if self._curves is None else self._curves.held_out
 
     def record(self, journal: Journal) -> None:
         """Write every entry that is applied from now on into the journal."""

@@ -1,34 +1,102 @@
-"""What a peer counts, for Prometheus. Counting is always on; serving is up to whoever starts the process."""
+"""What a peer counts, for Prometheus, and whether it is healthy. Counting is always on; serving is up to whoever starts
+the process.
+
+docs/metrics.md has all names, and a test compares.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, start_http_server
+import json
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from threading import Thread
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import Counter, Gauge, Info, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from peers.errors import LocalNetworkError
+from peers.health import HEALTH
+from peers.values.wire import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 ENTRIES_APPLIED = Counter("diloco_peer_entries_applied", "Entries of the log applied by this peer")
+TOKENS_COUNTED = Counter("diloco_peer_tokens_counted", "Tokens that this peer trained, in entries applied here")
 ROUNDS = Counter("diloco_peer_rounds", "Rounds that this peer took part in")
 ROUND_SECONDS = Counter("diloco_peer_round_seconds", "Seconds that this peer has spent in rounds")
 ROUND_BYTES = Counter("diloco_peer_round_bytes", "Bytes of chunks moved in rounds", ["direction"])
 PAYLOADS_FETCHED = Counter("diloco_peer_payloads_fetched", "Entries that this peer missed and got from others")
 STATES_FETCHED = Counter("diloco_peer_states_fetched", "Snapshots taken over from other peers")
 TOKENS_LOST = Counter("diloco_peer_tokens_lost", "Tokens that this peer trained and that no entry counts", ["what"])
+HEARTBEATS = Counter("diloco_peer_heartbeats", "Heartbeats and signs of life that this peer published")
 RELAYED_BYTES = Counter("diloco_peer_relayed_bytes", "Bytes passed on between peers that have no other way")
 RELAYED_CONNECTIONS = Gauge("diloco_peer_relayed_connections", "Connections that are passed on now")
 DROPPED = Counter("diloco_peer_dropped", "What peers sent and the door refused", ["what"])
 OUTER_STEP = Gauge("diloco_peer_outer_step", "Entries in this peer's log")
+LINEAGE_TOKENS = Gauge("diloco_peer_lineage_tokens", "Tokens behind this peer's log, all peers' together")
 LIVE_PEERS = Gauge("diloco_peer_live_peers", "Other peers of the run that are alive")
+RELAYED_PEERS = Gauge("diloco_peer_relayed_peers", "Live peers that this peer reaches only through a relay")
+UNREACHED_PEERS = Gauge("diloco_peer_unreached_peers", "Live peers that this peer cannot reach")
+TROUBLED = Gauge("diloco_peer_troubled", "1 while this peer's work does not count; its log says why")
 TOKENS_PER_SECOND = Gauge("diloco_peer_tokens_per_second", "This machine's training speed")
 LOSS = Gauge("diloco_peer_loss", "Training loss of the last inner step, nats per token; NaN: not training")
 HELD_OUT_LOSS = Gauge("diloco_peer_held_out_loss", "Loss of theta on held-out text, when this peer last evaluated it")
+KNOWN_RUNS = Gauge("diloco_peer_known_runs", "Runs that this bootstrap node remembers")
+RUN_LIVE_PEERS = Gauge("diloco_peer_run_live_peers", "Live peers of a run, as this bootstrap node last saw", ["run"])
+ARCHIVED_OUTER_STEP = Gauge("diloco_peer_archived_outer_step", "Entries of a run's log that are archived here", ["run"])
+HEALTHY = Gauge("diloco_peer_healthy", "1 while /healthz says that all is well, 0 while it says what is not")
+BUILD = Info("diloco_peer_build", "The protocol version that this peer speaks")
+
+HEALTHY.set_function(lambda: not HEALTH.reasons)
+BUILD.info({"protocol": str(PROTOCOL_VERSION)})
+
+_metrics: Callable[..., Iterable[bytes]] = make_wsgi_app()
 
 
-def serve_metrics(port: int, host: str = "127.0.0.1") -> None:
-    """Answer GET /metrics on this port, from a thread, for as long as the process lives; by default to this machine
+class MetricsServer:
+    """Answers in a thread of its own, so that it can say that all else hangs."""
+
+    def __init__(self, port: int, host: str) -> None:
+        """Raises: OSError."""
+        self._server = make_server(host, port, _answer, ThreadingWSGIServer, _SilentHandler)
+        self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
+        self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsServer:
+    """Answer GET /metrics and /healthz on this port for as long as the process lives; by default to this machine
     alone. Raises: LocalNetworkError when the port is in use."""
     try:
-        start_http_server(port, host)
+        return MetricsServer(port, host)
     except OSError as error:
         raise LocalNetworkError(
             f"metrics cannot be served on port {port}: {error.strerror}.", "Choose another --metrics-port."
         ) from error
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody wants a line for each scrape."""
+
+
+def _answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    path = environ.get("PATH_INFO", "")
+    if path == "/metrics":
+        return _metrics(environ, start_response)
+    if path == "/healthz":
+        reasons = HEALTH.reasons
+        status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
+        content_type, body = "application/json", json.dumps({"healthy": not reasons, "reasons": reasons})
+    else:
+        status, content_type, body = HTTPStatus.NOT_FOUND, "text/plain", "There are /metrics and /healthz."
+    start_response(f"{status.value} {status.phrase}", [("Content-Type", content_type), ("Cache-Control", "no-store")])
+    return [f"{body}\n".encode()]

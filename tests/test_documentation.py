@@ -39,7 +39,7 @@ import sys
 from importlib.metadata import distribution, packages_distributions
 before = set(sys.modules)
 import opendiloco.checkpoints.archive, opendiloco.checkpoints.writer, opendiloco.cli.bootstrap
-import opendiloco.identity_file, opendiloco.interrupts, peers.net.bootstrap
+import opendiloco.dashboard.node, opendiloco.identity_file, opendiloco.interrupts, peers.net.bootstrap
 from peers.net.daemon import parse_addresses
 parse_addresses([{ADDRESS!r}], needs_peer_id=True)
 parse_addresses(["/dns4/bootstrap/tcp/31337", "/ip6/::1/udp/31337/quic"], needs_peer_id=False)

@@ -91,7 +91,7 @@ IMPORTS: dict[str, set[str]] = {
 }
 """The rooms of peers, as docs/architecture.md draws them. All of them may import errors."""
 COUNTING = {"links", "net", "driver"}
-"""Rooms that count for Prometheus."""
+"""Rooms that count for Prometheus, and say how they are."""
 PURE = ("presence", "protocol", "log.header", "log.lineage", "log.settings", "log.state", "values.wire")
 """What is the same in the simulator and on a real network."""
 INPUT_AND_OUTPUT = ("asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "threading", "time")
@@ -104,7 +104,7 @@ def modules_of(room: str) -> list[Path]:
 @pytest.mark.parametrize("room", IMPORTS)
 def test_rooms_of_peers_import_as_drawn(room: str) -> None:
     ours = {name.split(".")[1] for path in modules_of(room) for name in imports(path) if is_in(name, "peers")}
-    assert ours - {room, "errors"} - ({"metrics"} if room in COUNTING else set()) == IMPORTS[room]
+    assert ours - {room, "errors"} - ({"metrics", "health"} if room in COUNTING else set()) == IMPORTS[room]
 
 
 def test_every_room_of_peers_is_in_the_table() -> None:
@@ -130,6 +130,10 @@ def test_remote_storage_is_behind_one_module() -> None:
     assert importers("fsspec") == {"opendiloco.checkpoints.remote"}
 
 
+def test_the_web_server_is_behind_one_room() -> None:
+    assert {module.rpartition(".")[0] for module in importers("aiohttp")} == {"opendiloco.dashboard"}
+
+
 def test_no_peer_needs_the_simulation() -> None:
     assert not importers("peers.simulator")
 
@@ -150,6 +154,7 @@ ROOMS = (
     "checkpoints",
     "plan",
     "demo",
+    "dashboard",
     "cli",
 )
 """Packages of opendiloco, as the table in CONTRIBUTING.md has them."""

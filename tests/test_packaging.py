@@ -67,6 +67,12 @@ def test_wheel_has_the_compiled_kernels_and_the_types(wheel_names: list[str]) ->
     assert needed <= set(wheel_names)
 
 
+def test_wheel_has_the_page_of_the_dashboard(wheel_names: list[str]) -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "opendiloco" / "dashboard" / "static").iterdir()}
+    assert len(files) == 6
+    assert files <= set(wheel_names)
+
+
 def test_wheel_has_every_module(wheel_names: list[str]) -> None:
     modules = {
         str(path.relative_to(ROOT)) for package in ("opendiloco", "peers") for path in ROOT.glob(f"{package}/**/*.py")

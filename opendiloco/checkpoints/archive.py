@@ -12,16 +12,19 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from opendiloco import kernels
 from opendiloco.checkpoints.anchoring import Anchoring
 from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
+from peers import metrics
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder, RunLog
@@ -85,6 +88,11 @@ class ArchivedRun:
             last = self._snapshot.last
         self.end = self.log.empty_log.at(last)
         """The log as it ends here: after the last entry, or after the snapshot if nothing has come since."""
+
+    @cached_property
+    def held_out(self) -> HeldOutCurve:
+        """The losses on held-out text that are kept beside the log, for whoever shows them."""
+        return HeldOutCurve(self._folder.held_out)
 
     # What is here ---------------------------------------------------------------------------------------------
     def _load(self) -> None:
@@ -293,6 +301,10 @@ class Archive:
         self._runs: dict[str, ArchivedRun] = {}
         self._unusable: set[str] = set()
 
+    def kept(self, run: str) -> ArchivedRun | None:
+        """Return what is kept of a run; None: nothing, or nothing yet."""
+        return self._runs.get(run)
+
     def _is_member(self, run: str, peer: str) -> bool:
         return run in self._runs and peer in self._runs[run].end.known
 
@@ -342,6 +354,7 @@ class Archive:
                     kept[archived.run.run_id] = archived.buffers
                 if archived.end.last is not None or archived.run.manifest.is_by_invitation:  # else nobody gives it any
                     await archived.publish()
+                metrics.ARCHIVED_OUTER_STEP.labels(archived.run.run_id).set(archived.end.position.index)
                 await asyncio.sleep(archived.run.settings.timing.heartbeat)
 
     def _answerer(self, transport: HivemindTransport) -> CallHandler:

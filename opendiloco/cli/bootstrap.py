@@ -13,14 +13,17 @@ from opendiloco.cli.options import (
     FOLDER,
     NEW_FOLDER,
     announce_option,
+    dashboard_option,
     data_port_option,
     listen_option,
     metrics_port_option,
+    open_dashboard,
     other_nodes_option,
     relay_settings,
 )
 
 if TYPE_CHECKING:
+    from peers.net.bootstrap import Beside
     from peers.values.tickets import Ticket
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338
@@ -44,6 +47,7 @@ RELAY_MEGABITS = 100.0
 )
 @click.option("--no-relay", is_flag=True, help="Introduce volunteers to each other, and pass nothing on.")
 @metrics_port_option
+@dashboard_option
 @click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
 @click.option("--archive", type=FOLDER, help="Keep the log and the newest snapshots of these runs in this folder.")
 @click.option(
@@ -64,6 +68,7 @@ def command(
     relay_limit: float,
     no_relay: bool,
     metrics_port: int | None,
+    dashboard: tuple[str, int] | None,
     directory: Path | None,
     archive: Path | None,
     tickets: tuple[str, ...],
@@ -81,17 +86,24 @@ def command(
     if metrics_port is not None:
         serve_metrics(metrics_port)
     shown = read_tickets(tickets)
+    listening = open_dashboard(dashboard)
     runs = directory or identity.with_suffix(".runs")
 
     async def main(interrupts: Interrupts) -> None:
         stop = asyncio.Event()
         interrupts.polite = stop.set
+        beside: list[Beside] = []
         kept = None
         if archive is not None:
             from opendiloco.checkpoints.archive import Archive
 
             kept = Archive(key, archive)
-        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, kept, links, shown)
+            beside.append(kept)
+        if listening is not None:
+            from opendiloco.dashboard.node import NodeDashboard
+
+            beside.append(NodeDashboard(listening, kept))
+        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, beside, links, shown)
 
     with hold_identity(identity) as key:
         run_interruptible(main)

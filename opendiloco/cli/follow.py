@@ -15,8 +15,10 @@ import click
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FOLDER,
+    dashboard_option,
     data_option,
     initial_peers_option,
+    open_dashboard,
     parse_run,
     reader,
     reader_option,
@@ -24,6 +26,8 @@ from opendiloco.cli.options import (
 )
 
 if TYPE_CHECKING:
+    import socket
+
     from opendiloco.local_workload import LocalWorkload
     from opendiloco.outer.state import LocalState
     from opendiloco.run import Run
@@ -47,6 +51,7 @@ class FollowPlan:
     until: int | None
     as_json: bool
     data: tuple[Path, ...] = ()
+    dashboard: socket.socket | None = None
 
     @property
     def needs_model(self) -> bool:
@@ -79,6 +84,7 @@ class FollowPlan:
     "--until", type=click.IntRange(min=0), metavar="N", help="End after outer step N.  [default: the run's last]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, with whole digests.")
+@dashboard_option
 @click.pass_obj
 def command(
     log: LogOptions,
@@ -92,6 +98,7 @@ def command(
     push_to: str | None,
     until: int | None,
     as_json: bool,
+    dashboard: tuple[str, int] | None,
 ) -> None:
     """Follow a run without training in it: print its entries as they come, and whether its peers agree with them.
 
@@ -106,7 +113,8 @@ def command(
     invite = parse_run(run, initial_peers)
     if push_to is not None:
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
-    plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json, data), Audit()
+    shown = open_dashboard(dashboard)
+    plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json, data, shown), Audit()
     with reader(identity) as key, staging(plan) as folder:
         run_interruptible(lambda interrupts: follow(invite, key, plan, folder, audit))
     audit.check()
@@ -154,6 +162,8 @@ async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path |
 
 
 async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
+    from opendiloco.dashboard.server import dashboard
+    from opendiloco.dashboard.sources import follower_source
     from opendiloco.tracking import Disagreement, Retrying, StateTracker
     from peers.transfer.following import Following
     from peers.transfer.storage import MemoryStorage
@@ -161,7 +171,12 @@ async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder
     poll = run.settings.timing.heartbeat
     total = run.config.total_outer_steps
     last = total if plan.until is None else min(plan.until, total)
-    async with following_state(run, transport, plan, Retrying(poll)) as (state, model):
+    following: Following | None = None
+    source = follower_source(run, transport, lambda: following.past if following else None)
+    async with (
+        dashboard(plan.dashboard, lambda: [source]),
+        following_state(run, transport, plan, Retrying(poll)) as (state, model),
+    ):
         following = Following(transport, state, run.settings, MemoryStorage())
         tracker = StateTracker(following, audit, poll)
         async for news in tracker.until(last):

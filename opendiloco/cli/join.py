@@ -20,12 +20,14 @@ from opendiloco.cli.options import (
     FILE,
     FOLDER,
     announce_option,
+    dashboard_option,
     data_option,
     data_port_option,
     initial_peers_option,
     limit_option,
     listen_option,
     metrics_port_option,
+    open_dashboard,
     parse_run,
     relay_settings,
     run_option,
@@ -121,6 +123,7 @@ THIS_MACHINE = "this machine"
 )
 @click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
 @metrics_port_option
+@dashboard_option
 @track_option
 @click.option("--plain", is_flag=True, help="Log lines instead of a live screen.")
 @click.pass_obj
@@ -147,6 +150,7 @@ def command(
     on_partition: Literal["continue", "wait"],
     journal: Path | None,
     metrics_port: int | None,
+    dashboard: tuple[str, int] | None,
     track: tuple[Choice, ...],
     plain: bool,
 ) -> None:
@@ -156,6 +160,8 @@ def command(
     from opendiloco.checkpoints.journal import Journal
     from opendiloco.checkpoints.remote import check_url
     from opendiloco.checkpoints.run_folder import RunFolder
+    from opendiloco.dashboard.server import dashboard as serving
+    from opendiloco.dashboard.sources import volunteer_source
     from opendiloco.entrance import enter, read_ticket
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
@@ -181,6 +187,7 @@ def command(
         check_url(remote)
     if metrics_port is not None:
         serve_metrics(metrics_port)
+    shown_at = open_dashboard(dashboard)
     caps, rate = Caps.of_megabits(upload_limit, download_limit), checkpoint_limit * 1e6 / 8
 
     async def main(interrupts: Interrupts) -> None:
@@ -216,7 +223,8 @@ def command(
                 if record is not None:
                     volunteer.record(record)
                 interrupts.polite = lambda: leave(volunteer, console)
-                await train_in_view(volunteer, console)
+                async with serving(shown_at, lambda: [volunteer_source(volunteer, transport)]):
+                    await train_in_view(volunteer, console)
         say("left the run", console)
 
     with hold_identity(identity) as key, tracking(track, invite.run_id, key.peer_id) as trackers:

@@ -17,6 +17,8 @@ from peers.links.own_network import everywhere
 from peers.links.settings import LinkSettings
 
 if TYPE_CHECKING:
+    import socket
+
     from opendiloco.workers.trackers import Choice
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
@@ -177,8 +179,40 @@ metrics_port_option = click.option(
     "--metrics-port",
     type=click.IntRange(1, 65535),
     metavar="N",
-    help="Serve metrics for Prometheus on 127.0.0.1, port N.",
+    help="Serve metrics for Prometheus, and /healthz, on 127.0.0.1, port N.",
 )
+
+
+def parse_address(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    """Split HOST:PORT, an IPv6 address in brackets. Raises: BadParameter."""
+    if value is None:
+        return None
+    host, colon, port = value.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not (colon and bare and port.isascii() and port.isdigit() and int(port) < 1 << 16) or (":" in bare) != (
+        host != bare
+    ):
+        raise click.BadParameter(f"{value!r} is no HOST:PORT, such as 127.0.0.1:8080 or [::1]:8080.")
+    return bare, int(port)
+
+
+dashboard_option = click.option(
+    "--dashboard",
+    metavar="HOST:PORT",
+    callback=parse_address,
+    help="Serve a page that shows the run, such as at 127.0.0.1:8080; port 0 is any free one.",
+)
+
+
+def open_dashboard(address: tuple[str, int] | None) -> socket.socket | None:
+    """Begin to listen, and say where; None: nobody wants it. Raises: LocalNetworkError."""
+    if address is None:
+        return None
+    from opendiloco.dashboard.server import bind, url_of
+
+    listening = bind(address)
+    click.echo(f"The dashboard is at {url_of(listening)}", err=True)
+    return listening
 
 
 def relay_settings(port: int, megabits: float | None) -> LinkSettings:

@@ -49,6 +49,7 @@ from opendiloco.workers.restarts import LOST, Restarts
 from opendiloco.workers.start_up import tell_micro_batch
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
+from peers.health import HEALTH
 from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
 
 logger = logging.getLogger(__name__)
@@ -229,6 +230,7 @@ class WorkerGroup:
         self._micro_batch = answers[0].micro_batch
         if self._options.micro_batch is None and self._options.trains:
             tell_micro_batch(self._config.training, len(self._workers), self._micro_batch)
+        HEALTH.well("workers")
         return answers[0]
 
     async def _start_again(self) -> Configured:
@@ -263,6 +265,7 @@ class WorkerGroup:
     def _lose(self, error: DilocoPeerError) -> None:
         """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
         self._lost = self._lost or error
+        HEALTH.failing("workers", error.message)
         self._kill()
         is_final = not self._restarts.left or isinstance(error, IslandError)
         if is_final and not isinstance(self._lost, CompilerHangError):  # whoever starts them can get round that one

@@ -23,6 +23,7 @@ from peers.driver.rounds import RoundCosts, Rounds, RoundTransport
 from peers.driver.scouting import Scout, ScoutTransport
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError
+from peers.health import HEALTH
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
@@ -53,7 +54,7 @@ class Driver:
     """One peer of one run. `run` returns when it has left, and raises what made going on impossible.
 
     `on_entry` is told of every entry applied here, with the state digest after it; `on_snapshot` of every state that is
-    frozen here or fetched.
+    frozen here or fetched. `entries` is the log as far as it is here.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Driver:
         self._stopped = asyncio.Event()
         worker = asyncio.Lock()
         self._messenger = Messenger(transport, self)
-        self._log = stores.log
+        self.entries = stores.log
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._rounds = Rounds(transport, workload, stores.buffers, self)
         self._scout = Scout(transport, self._rounds.traffic, self)
@@ -141,6 +142,8 @@ class Driver:
             self.peer.handle(LeaveRequested(at_once=True), now())
             await self._say_goodbye()
             raise _first(group) from None
+        finally:
+            HEALTH.over("heartbeat")
 
     async def _tick(self) -> None:
         while True:
@@ -154,8 +157,8 @@ class Driver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timing.heartbeat_expiry):
                     seen = await self._pulse.beat()
-                    self.handle(self._pulse.anchors(self._log))
-                    if (heads := self._pulse.heads(self._log)) is not None:
+                    self.handle(self._pulse.anchors(self.entries))
+                    if (heads := self._pulse.heads(self.entries)) is not None:
                         self.handle(heads)
                     self.handle(seen)
             self._scout.look()

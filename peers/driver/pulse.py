@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 from peers import metrics
+from peers.health import HEALTH
 from peers.links.links import EAGER
 from peers.log.folder import RunLog
 from peers.log.lineage import RECENT_ENTRIES
@@ -104,6 +105,8 @@ class Pulse:
         run = self._peer.settings.run
         signed, sign = self._voice.say(self.heartbeat(), self._transport.pace(run), now())
         await self._transport.publish(signed, run, sign)
+        metrics.HEARTBEATS.inc()
+        HEALTH.expect("heartbeat", self._peer.settings.timing.heartbeat_expiry, "no heartbeat was published")
 
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now. Never the same twice: the sequence grows."""
@@ -148,6 +151,9 @@ class Pulse:
 
     def _measure(self) -> None:
         metrics.OUTER_STEP.set(self._peer.log.position.index)
+        metrics.LINEAGE_TOKENS.set(self._peer.log.lineage_tokens)
+        metrics.RELAYED_PEERS.set(len(self._peer.presence.reachability.relayed))
+        metrics.UNREACHED_PEERS.set(len(self._peer.presence.unreached))
         metrics.LIVE_PEERS.set(len(self._peer.membership.live(now())))
         progress = self._peer.trainer.progress
         metrics.TOKENS_PER_SECOND.set(progress.tokens_per_second if progress else 0)

@@ -93,6 +93,7 @@ class Replication:
         async with self._freezer.changing():
             await self._workload.apply(kept.data, header.index, apply.keeps_work)
             metrics.ENTRIES_APPLIED.inc()
+            metrics.TOKENS_COUNTED.inc(header.tokens_of(self._peer.me))
             self._host.handle(Applied(header))
             state_digest = await self._workload.state_digest()
             self._host.handle(Digested(header, state_digest))

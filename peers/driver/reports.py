@@ -26,4 +26,5 @@ def tokens_lost(effect: TokensLost) -> None:
 
 
 def trouble(effect: Trouble) -> None:
+    metrics.TROUBLED.set(bool(effect.reason))
     logger.warning("%s", effect.reason or "what this peer trains counts again")

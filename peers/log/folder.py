@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -111,6 +111,10 @@ class RunLog(ABC):
     def log_after(self, index: int) -> LogState | None:
         """Return the log as it was after so many entries, if that is known here."""
         return self._chain.after(index - 1)
+
+    def states(self, first: int, last: int) -> Iterator[tuple[int, LogState]]:
+        """The log after each of the entries [first, last) that are here, with their indices. Raises: LogError."""
+        return self._chain.states(first, last)
 
     def lineage(self, end: LogState) -> Lineage:
         """Return what a peer that has been at `end` knows of the log there, as far as it is here. Looks at all

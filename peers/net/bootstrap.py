@@ -16,10 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from peers import metrics
 from peers.errors import LocalNetworkError, ManifestError
+from peers.health import HEALTH
 from peers.links.settings import LinkSettings
 from peers.net.daemon import peer_id_of
 from peers.net.transport import HivemindTransport
+from peers.presence.heartbeat import PeerState
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.values.anchors import AnchorError
 from peers.values.identity import Identity
@@ -34,6 +37,8 @@ MANIFEST_LIFETIME = 3600.0  # seconds that the DHT keeps a manifest
 REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
 MANIFEST_LIMIT = 1000  # runs that one node remembers: 64 MB at most
 QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another's sake
+LIFE_SIGN_INTERVAL = 5.0  # seconds
+LIFE_SIGN_LIMIT = 30.0  # seconds without one, after which the node hangs
 SUFFIX = ".manifest"
 REVOKED_SUFFIX = ".revocations"
 ANCHORS_SUFFIX = ".anchors"
@@ -118,6 +123,8 @@ class ManifestStore:
             for suffix in (REVOKED_SUFFIX, ANCHORS_SUFFIX):
                 path.with_suffix(suffix).unlink(missing_ok=True)
             forgotten.append(path.name.removesuffix(SUFFIX))
+            with suppress(KeyError):
+                metrics.RUN_LIVE_PEERS.remove(forgotten[-1])
             logger.info("forgot the run %s: nobody uses it", forgotten[-1])
         return forgotten
 
@@ -128,9 +135,11 @@ class ManifestStore:
         )
 
 
-class Archive(Protocol):
+class Beside(Protocol):
+    """What a bootstrap node does besides with the runs that it remembers."""
+
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Keep these runs, until cancelled."""
+        """Do it until cancelled. `manifests` may be gone through again and again."""
 
 
 async def run_bootstrap(
@@ -141,13 +150,13 @@ async def run_bootstrap(
     manifest_directory: Path,
     on_ready: Callable[[tuple[str, ...]], None],
     stop: asyncio.Event,
-    archive: Archive | None = None,
+    beside: Sequence[Beside] = (),
     links: LinkSettings | None = None,
     tickets: Sequence[Ticket] = (),
 ) -> None:
-    """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used. `archive` keeps the
-    runs that are announced to it, those by invitation with one of the `tickets`. `links` says how the node brings
-    volunteers together that can't dial each other.
+    """Run a bootstrap node until `stop` is set. `on_ready` gets its multiaddrs once it can be used. `beside` is
+    what it does with the runs that are announced to it; the `tickets` admit it to those by invitation. `links` says how
+    the node brings volunteers together that can't dial each other.
 
     Raises: ManifestError, LocalNetworkError, SwarmUnreachableError when it cannot start; LocalNetworkError when
     libp2p's daemon dies.
@@ -180,13 +189,15 @@ async def run_bootstrap(
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
         await _publish(transport, store)
         on_ready(transport.addresses)
-        keeping = asyncio.create_task(archive.keep(transport, store)) if archive else None
+        keeping = [asyncio.create_task(one.keep(transport, store)) for one in beside]
+        for task in keeping:
+            task.add_done_callback(_report_failure)
         try:
             await _until_stopped(transport, store, stop)
         finally:
-            if keeping:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
     finally:
         await transport.close()
 
@@ -229,14 +240,21 @@ def _open_door(
 
 async def _publish(transport: HivemindTransport, store: ManifestStore) -> None:
     """Put every manifest into the DHT again, and see which of the runs are in use."""
-    for manifest in store:
+    HEALTH.expect("publishing", 3 * REPUBLISH_INTERVAL, "no manifest was put into the DHT again")
+    manifests = list(store)
+    metrics.KNOWN_RUNS.set(len(manifests))
+    for manifest in manifests:
         await transport.store_manifest(manifest, MANIFEST_LIFETIME)
-        if await transport.heartbeats(manifest.run_id):
+        heartbeats = await transport.heartbeats(manifest.run_id)
+        if heartbeats:
             store.touch(manifest.run_id)
+        live = sum(beat.state not in (PeerState.LEAVING, PeerState.ARCHIVING) for beat in heartbeats)
+        metrics.RUN_LIVE_PEERS.labels(manifest.run_id).set(live)
 
 
 async def _until_stopped(transport: HivemindTransport, store: ManifestStore, stop: asyncio.Event) -> None:
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(transport.failure())
+    living = asyncio.create_task(_give_life_signs())
     try:
         while not stopped.done():
             await asyncio.wait({stopped, failed}, timeout=REPUBLISH_INTERVAL, return_when=asyncio.FIRST_COMPLETED)
@@ -244,6 +262,24 @@ async def _until_stopped(transport: HivemindTransport, store: ManifestStore, sto
                 raise failed.result()
             await _publish(transport, store)
     finally:
-        stopped.cancel()
-        failed.cancel()
-        await asyncio.gather(stopped, failed, return_exceptions=True)
+        for task in (stopped, failed, living):
+            task.cancel()
+        await asyncio.gather(stopped, failed, living, return_exceptions=True)
+        HEALTH.over("publishing")
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    """Tell of what ended although it should go on for as long as the node does."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a part of this node has failed: restart it", exc_info=error)
+        HEALTH.failing("bootstrap", f"a part of this node has failed: {error}")
+
+
+async def _give_life_signs() -> None:
+    """Show that this process still turns to its work."""
+    try:
+        while True:
+            HEALTH.expect("bootstrap", LIFE_SIGN_LIMIT, "this node has not come to its work")
+            await asyncio.sleep(LIFE_SIGN_INTERVAL)
+    finally:
+        HEALTH.over("bootstrap")

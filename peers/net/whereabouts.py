@@ -12,6 +12,7 @@ from typing import Protocol
 
 from peers import metrics
 from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
+from peers.health import HEALTH
 from peers.presence.copies import Copies
 from peers.presence.gossip import Gossip
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -30,6 +31,7 @@ ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a partner has to answer
 FIRST_LIMIT = 2.0  # seconds that a newcomer waits for the first answers
 LOOK_LIMIT = 5.0  # seconds that somebody outside the run takes to ask who is in it
 LIFETIME = 20.0  # seconds; of heartbeats, while none is known
+NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not find it"
 
 
 class WhereaboutsNetwork(Protocol):
@@ -101,7 +103,12 @@ class Whereabouts:
 
     async def _store(self, said: Heartbeat, signed: bytes) -> bool:
         self.dht.stored(now())
-        return await self._network.store_heartbeat(said, signed)
+        is_stored = await self._network.store_heartbeat(said, signed)
+        if is_stored:
+            HEALTH.well(f"dht {self._run}")
+        else:
+            HEALTH.failing(f"dht {self._run}", NO_NODE)
+        return is_stored
 
     # Gossip ---------------------------------------------------------------------------------------------------
     async def _keep_telling(self) -> None:
@@ -140,6 +147,7 @@ class Whereabouts:
             raise RefusalError(str(error)) from error
 
     async def close(self) -> None:
+        HEALTH.over(f"dht {self._run}")
         tasks = [*self._exchanging, *([self._telling] if self._telling else [])]
         for task in tasks:
             task.cancel()

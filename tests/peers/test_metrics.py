@@ -1,44 +1,115 @@
-"""What a peer counts, and who may read it."""
+"""What a peer counts, what it says of its health, and who may read it."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import subprocess
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from urllib.error import HTTPError
 
-import prometheus_client
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
+import opendiloco.checkpoints.checkpointer
+import opendiloco.workers.telemetry  # noqa: F401  (both count)
 from peers import metrics
 from peers.errors import LocalNetworkError
-from peers.metrics import DROPPED, serve_metrics
+from peers.health import Health
+from peers.metrics import DROPPED, MetricsServer, serve_metrics
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
+UNUSUAL = "diloco_peer_held_out_bits_per_byte use base unit"
+"""The one thing that promtool finds: it takes the field's own unit for another one's."""
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The servers that are started; they end with the test, not only with the process."""
-    started: list[Any] = []
-
-    def start(port: int, host: str) -> None:
-        started.append(prometheus_client.start_http_server(port, host))
-
-    monkeypatch.setattr(metrics, "start_http_server", start)
-    yield started
-    for server, thread in started:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def health(monkeypatch: pytest.MonkeyPatch) -> Health:
+    fresh = Health(lambda: fresh.time)  # type: ignore[attr-defined]
+    fresh.time = 100.0  # type: ignore[attr-defined]
+    monkeypatch.setattr(metrics, "HEALTH", fresh)
+    return fresh
 
 
-def test_counts_are_served_to_this_machine_and_a_port_in_use_is_a_clear_error(servers: list[Any]) -> None:
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    server = serve_metrics(0)
+    yield server
+    server.close()
+
+
+def get(server: MetricsServer, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.address[1]}{path}", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def exposed() -> dict[str, tuple[str, str, str]]:
+    """Type, labels and meaning of each of our metrics, by the name that Prometheus sees."""
+    found = {}
+    for collector in list(REGISTRY._collector_to_names):
+        if isinstance(collector, MetricWrapperBase):
+            [family] = collector.describe()
+            suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+            labels = ", ".join(f"`{label}`" for label in collector._labelnames)
+            found[family.name + suffix] = (family.type, labels, family.documentation)
+    return {name: found[name] for name in sorted(found) if name.startswith("diloco_peer_")}
+
+
+def test_counts_are_served_to_this_machine_and_a_port_in_use_is_a_clear_error(server: MetricsServer) -> None:
     before = REGISTRY.get_sample_value("diloco_peer_dropped_total", {"what": "message"}) or 0
     DROPPED.labels("message").inc()
-    serve_metrics(0)
-    ((server, _),) = servers
-    address, port = server.server_address
+    address, port = server.address
     assert address == "127.0.0.1", "regression: anybody in the network could read them"
     with pytest.raises(LocalNetworkError, match=f"port {port}"):
         serve_metrics(port)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        assert f'diloco_peer_dropped_total{{what="message"}} {before + 1}' in answer.read().decode()
+    status, said = get(server, "/metrics")
+    assert status == 200
+    assert f'diloco_peer_dropped_total{{what="message"}} {before + 1}' in said
+    assert get(server, "/else")[0] == 404
+
+
+def test_a_process_is_healthy_until_something_lacks_or_fails(server: MetricsServer, health: Health) -> None:
+    assert get(server, "/healthz") == (200, '{"healthy": true, "reasons": []}\n'), "it only starts"
+    health.expect("heartbeat", 10.0, "no heartbeat was published")
+    health.time += 9  # type: ignore[attr-defined]
+    assert get(server, "/healthz")[0] == 200
+    health.time += 4  # type: ignore[attr-defined]
+    health.failing("workers", "the worker was killed")
+    status, said = get(server, "/healthz")
+    assert status == 503
+    reasons = ["the worker was killed", "no heartbeat was published for 13 seconds"]
+    assert json.loads(said) == {"healthy": False, "reasons": reasons}
+    assert REGISTRY.get_sample_value("diloco_peer_healthy") == 0
+    health.well("workers")
+    health.expect("heartbeat", 10.0, "no heartbeat was published")
+    assert get(server, "/healthz")[0] == 200
+    assert REGISTRY.get_sample_value("diloco_peer_healthy") == 1
+
+
+def test_nothing_is_expected_of_what_is_over(health: Health) -> None:
+    health.expect("training", 10.0, "training has not gone on")
+    health.failing("training", "it failed")
+    health.time += 20  # type: ignore[attr-defined]
+    assert len(health.reasons) == 2
+    health.over("training")
+    assert health.reasons == []
+
+
+def test_the_page_has_every_metric() -> None:
+    rows = [f"| `{name}` | {kind} | {labels} | {meaning} |" for name, (kind, labels, meaning) in exposed().items()]
+    shown = re.findall(r"^\| `diloco_peer_.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert "\n".join(shown) == "\n".join(rows)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
+def test_names_are_as_prometheus_wants_them() -> None:
+    done = subprocess.run(["promtool", "check", "metrics"], input=generate_latest(), capture_output=True, timeout=60)
+    found = [line for line in done.stdout.decode().splitlines() + done.stderr.decode().splitlines() if line]
+    assert not [line for line in found if not line.startswith(UNUSUAL)]

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import pytest
 
 from peers.errors import LocalProtocolError
+from peers.health import Health
 from peers.net import whereabouts as module
 from peers.net.whereabouts import GOSSIP, Whereabouts
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -47,6 +48,7 @@ class Node:
         self.peer_id = self.identity.peer_id
         world.nodes[self.peer_id] = self
         self.stored = self.searched = 0
+        self.takes = True
         self.connected: list[str] = []
         self.whereabouts = Whereabouts(RUN, self)
         self.voice = Voice(self.identity)
@@ -64,8 +66,9 @@ class Node:
 
     async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool:
         self.stored += 1
-        self.world.dht[heartbeat.peer] = heartbeat, signed
-        return True
+        if self.takes:
+            self.world.dht[heartbeat.peer] = heartbeat, signed
+        return self.takes
 
     async def find_heartbeats(self, run_id: str) -> list[bytes]:
         self.searched += 1
@@ -114,6 +117,25 @@ async def beats(world: World, nodes: list[Node], count: int) -> list[set[str]]:
 async def closed(*nodes: Node) -> None:
     for node in nodes:
         await node.whereabouts.close()
+
+
+def test_a_peer_whose_heartbeats_no_node_takes_is_ill_until_one_does(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health = Health()
+    monkeypatch.setattr(module, "HEALTH", health)
+
+    async def scenario() -> None:
+        node = Node(world)
+        node.takes = False
+        await node.says()
+        assert health.reasons == [module.NO_NODE]
+        node.takes = True
+        await beats(world, [node], 10)
+        assert health.reasons == []
+        await closed(node)
+
+    asyncio.run(scenario())
 
 
 def test_a_newcomer_is_known_to_all_at_its_first_beat(world: World) -> None:

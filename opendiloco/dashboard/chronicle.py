@@ -1,0 +1,167 @@
+"""What a log says of a run, entry by entry: who was in each, who was not and why, who signed it, and who contributed
+what."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from peers.log.certificate import Certificate, electorate, weigh
+from peers.log.folder import RunLog
+from peers.log.header import Header
+from peers.log.state import LogState
+
+SLICE = 64
+"""Entries that are read at once: a long log must not hold up what else the process does."""
+KEPT = 240
+"""Entries that are shown: the newest."""
+UNSIGNED = 8
+"""Entries of which more may become known: the newest that lack something."""
+
+
+class Absence(NamedTuple):
+    """A peer that had a lease, and does not count in an entry. `kind` is one word for `why`."""
+
+    peer: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """How many of those who may sign an entry have signed it. More than half of them certify it."""
+
+    signed: int
+    voters: int
+    is_certified: bool
+    is_alone: bool
+
+
+@dataclass
+class Record:
+    """One entry. What is not known of it yet is None."""
+
+    index: int
+    digest: bytes
+    payload: bytes
+    state_digest: bytes | None
+    members: int
+    tokens: int
+    lineage_tokens: int
+    signatures: Signatures | None
+    absent: tuple[Absence, ...]
+    joined: tuple[str, ...]
+
+
+@dataclass
+class Contribution:
+    """What one peer has brought into the entries that were read."""
+
+    tokens: int = 0
+    entries: int = 0
+    last: int = 0
+
+
+class Chronicle:
+    """One lineage, read up to entry `next_index`. A log that has gone over to another lineage is read anew."""
+
+    def __init__(self) -> None:
+        self._begin(0)
+
+    def _begin(self, first: int) -> None:
+        self.first = first
+        """Index of the first entry that was read: a peer that joined in the middle may not have what came before."""
+        self.records = deque[Record](maxlen=KEPT)
+        self.contributions: dict[str, Contribution] = {}
+        self.tokens = 0  # of all contributions
+        self._end: LogState | None = None
+        self._unsigned = deque[tuple[Record, LogState, Header]](maxlen=UNSIGNED)
+
+    @property
+    def next_index(self) -> int:
+        return self.first if self._end is None else self._end.position.index
+
+    def read(self, log: RunLog) -> bool:
+        """Read on, at most `SLICE` entries. Return whether there may be more. Raises: LogError."""
+        if self._end is None or not self._is_of(log):
+            self._begin(log.first)
+        start = self.next_index
+        for index, state in log.states(start, start + SLICE):
+            if state.last is not None:
+                self._take(index, state.last, log)
+            self._end = state
+        self._complete(log)
+        return self.next_index < log.next_index
+
+    def _is_of(self, log: RunLog) -> bool:
+        """Whether what was read last is still in the log, and nothing has come before what was read first."""
+        assert self._end is not None
+        heads = log.heads_at([self.next_index])
+        return log.first == self.first and heads.get(self.next_index) == self._end.position.head
+
+    def _take(self, index: int, header: Header, log: RunLog) -> None:
+        before = log.empty_log if index == 0 else self._end
+        certificate = log.certificate_at(index)
+        record = Record(
+            index=index,
+            digest=header.digest,
+            payload=header.payload,
+            state_digest=log.state_digest_at(index),
+            members=len(header.roster),
+            tokens=sum(member.tokens for member in header.roster if not member.missed),
+            lineage_tokens=header.lineage_tokens,
+            signatures=None if before is None else signatures(certificate, before, header),
+            absent=() if before is None else absences(before, header, certificate),
+            joined=() if before is None else tuple(peer for peer in header.peers if peer not in before.known),
+        )
+        self.records.append(record)
+        if before is not None and (record.signatures is None or record.state_digest is None):
+            self._unsigned.append((record, before, header))
+        for member in header.roster:
+            contribution = self.contributions.setdefault(member.peer, Contribution())
+            contribution.tokens += 0 if member.missed else member.tokens
+            contribution.entries += 1
+            contribution.last = index
+        self.tokens += record.tokens
+
+    def _complete(self, log: RunLog) -> None:
+        """Take up what has become known of the newest entries since they were read."""
+        for record, before, header in self._unsigned:
+            record.signatures = record.signatures or signatures(log.certificate_at(record.index), before, header)
+            record.state_digest = record.state_digest or log.state_digest_at(record.index)
+
+
+def signatures(certificate: Certificate | None, before: LogState | None, header: Header) -> Signatures | None:
+    """Return what a certificate shows, whose signatures were checked when it was taken into the log."""
+    if certificate is None or before is None:
+        return None
+    proof = weigh(certificate, before, header)
+    return Signatures(proof.signers, len(electorate(before, header)), proof.is_certified, certificate.alone)
+
+
+def absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[Absence, ...]:
+    """Return the peers that had work to bring into an entry, and do not count in it."""
+    faults = {fault.peer: fault.kind for fault in header.faults}
+    gone, leases = set(before.gone_in(header)), {lease.peer for lease in header.leases}
+    voters = electorate(before, header)
+    left = {voters[farewell.place][0] for farewell in certificate.farewells} if certificate else set()
+    missed = {member.peer: member.missed for member in header.roster if member.missed}
+    found = [
+        Absence(peer, "died", f"lost while it sent: {count} of its chunks lack, and its samples are trained again")
+        for peer, count in missed.items()
+    ]
+    for peer in dict.fromkeys((*before.by_standing, *faults)):
+        if peer in faults:
+            found.append(Absence(peer, "lied", f"excluded for a proven lie: {faults[peer]}"))
+        elif peer in header.peers:
+            continue
+        elif peer in left:
+            found.append(Absence(peer, "left", "said goodbye"))
+        elif peer in gone:
+            found.append(Absence(peer, "gone", "has left, fell silent, or started again"))
+        elif peer in leases:
+            found.append(Absence(peer, "late", "was not ready; its work may still count in the next entry"))
+        else:
+            found.append(Absence(peer, "absent", "was not ready; its lease went back into the pool"))
+    return tuple(found)

@@ -1,0 +1,195 @@
+"""Serves the dashboard: one page, its script and its style, and what they show as server-sent events and JSON.
+
+It only ever answers GET, knows no credentials, and lets a page load nothing from anywhere else. On a loopback address
+it answers only those who name one, so that no web site that somebody visits can read it through their browser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import web
+
+from opendiloco.dashboard.sources import Source
+from opendiloco.dashboard.watching import Board, Watching
+from peers.errors import LocalNetworkError
+
+logger = logging.getLogger(__name__)
+
+WATCHERS_LIMIT = 100  # pages that are open at once
+SHUTDOWN_SECONDS = 1.0  # that open pages are waited for at the end
+STATIC = {
+    "/": ("index.html", "text/html"),
+    "/app.js": ("app.js", "text/javascript"),
+    "/charts.js": ("charts.js", "text/javascript"),
+    "/format.js": ("format.js", "text/javascript"),
+    "/style.css": ("style.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+def bind(address: tuple[str, int]) -> socket.socket:
+    """Return a socket that listens at this host and port; port 0 is any free one. Raises: LocalNetworkError."""
+    host, port = address
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise LocalNetworkError(
+            f"the dashboard cannot be served at {host} port {port}: {error.strerror or error}.",
+            "Choose another --dashboard HOST:PORT.",
+        ) from error
+    if not is_loopback(listening.getsockname()[0]):
+        logger.warning("anybody who can reach %s port %d can see the dashboard", *listening.getsockname()[:2])
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it is a name or an address of this machine that no other machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+@asynccontextmanager
+async def dashboard(listening: socket.socket | None, sources: Callable[[], Iterable[Source]]) -> AsyncIterator[None]:
+    """Show what `sources` have, for as long as the context lasts; nothing where nobody listens."""
+    if listening is None:
+        yield
+        return
+    watching = Watching(sources)
+    runner = web.AppRunner(
+        application(watching, is_loopback(listening.getsockname()[0])),
+        access_log=None,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        handle_signals=False,
+    )
+    await runner.setup()
+    await web.SockSite(runner, listening).start()
+    looking = asyncio.create_task(watching.keep_looking())
+    looking.add_done_callback(_report_failure)
+    try:
+        yield
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        await runner.cleanup()
+
+
+def application(watching: Watching, is_local: bool) -> web.Application:
+    """The server's parts, for `watching`. With `is_local` only those are answered who name a loopback address."""
+    app = web.Application(middlewares=[_only_local] if is_local else [])
+    app.on_response_prepare.append(_add_headers)
+    for path, (name, content_type) in STATIC.items():
+        content = files("opendiloco.dashboard").joinpath("static", name).read_bytes()
+        app.router.add_get(path, _static(content, content_type))
+    pages = Pages(watching)
+    app.router.add_get("/events", pages.list_events)
+    app.router.add_get("/api/runs", pages.list_json)
+    app.router.add_get("/runs/{run}/events", pages.run_events)
+    app.router.add_get("/api/runs/{run}", pages.run_json)
+    return app
+
+
+class Pages:
+    """What is told of runs."""
+
+    def __init__(self, watching: Watching) -> None:
+        self._watching = watching
+        self._open = 0
+
+    async def list_json(self, request: web.Request) -> web.Response:
+        summaries = [watch.view.summary() for watch in self._watching.runs.values()]
+        return web.json_response(summaries)
+
+    async def run_json(self, request: web.Request) -> web.Response:
+        run = request.match_info["run"]
+        if run not in self._watching.runs:
+            raise _unknown_run()
+        return web.json_response(self._watching.runs[run].view.sections())
+
+    async def list_events(self, request: web.Request) -> web.StreamResponse:
+        return await self._stream(request, self._watching.board)
+
+    async def run_events(self, request: web.Request) -> web.StreamResponse:
+        run = request.match_info["run"]
+        if run not in self._watching.runs:
+            raise _unknown_run()
+        watch = self._watching.runs[run]
+        watch.show()
+        return await self._stream(request, watch.board)
+
+    async def _stream(self, request: web.Request, board: Board) -> web.StreamResponse:
+        """Send a board's sections as events, for as long as somebody reads them."""
+        if self._open >= WATCHERS_LIMIT:
+            raise web.HTTPServiceUnavailable(text="Too many pages are open.", headers={"Retry-After": "30"})
+        self._open += 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        try:
+            with suppress(ConnectionError):  # the page was closed
+                await response.prepare(request)
+                async for news in board.news():
+                    event = ": nothing new\n\n" if news is None else f"event: {news[0]}\ndata: {news[1]}\n\n"
+                    await response.write(event.encode())
+        finally:
+            self._open -= 1
+        return response
+
+
+def _static(content: bytes, content_type: str) -> Any:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=content, content_type=content_type, charset="utf-8")
+
+    return answer
+
+
+def _unknown_run() -> web.HTTPNotFound:
+    return web.HTTPNotFound(text="This node does not know such a run.")
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
+    response.headers.popall("Server", None)
+
+
+@web.middleware
+async def _only_local(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    name = request.url.host or ""
+    if not is_loopback(name):
+        text = "This dashboard answers only to names of this machine: a proxy has to send `Host: localhost`."
+        raise web.HTTPMisdirectedRequest(text=text)
+    answer: web.StreamResponse = await handler(request)
+    return answer
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the dashboard shows nothing new any more", exc_info=error)

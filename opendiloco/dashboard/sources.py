@@ -1,0 +1,131 @@
+"""Where a dashboard has what it shows from: a bootstrap node's archive, a follower, or a volunteer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from opendiloco.checkpoints.held_out_curve import HeldOutCurve
+from opendiloco.run import Run
+from peers.errors import ManifestError
+from peers.log.folder import RunLog
+from peers.presence.heartbeat import Heartbeat
+from peers.values.anchors import Anchors
+from peers.values.manifest import SignedManifest
+
+logger = logging.getLogger(__name__)
+
+NO_ARCHIVE = (
+    "This node does not keep the run's log. With --archive FOLDER it does, and shows entries, signatures and "
+    "contributions."
+)
+NOT_YET = "The run's log has not come here yet."
+
+
+@dataclass(frozen=True)
+class Source:
+    """One run, as this process knows it. `me` is our own peer, if we train in it; `no_log` says why there is no log.
+
+    `held_out` takes the held-out losses that are heard of. `found` has those that somebody else here keeps.
+    """
+
+    run: Run
+    heartbeats: Callable[[], Awaitable[Sequence[Heartbeat]]]
+    log: Callable[[], RunLog | None]
+    anchors: Callable[[], Anchors]
+    held_out: HeldOutCurve = field(default_factory=HeldOutCurve)
+    found: Callable[[], Mapping[int, float]] = dict
+    me: str = ""
+    no_log: str = NOT_YET
+
+
+class Network(Protocol):
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
+    def anchors_of(self, run_id: str) -> Anchors: ...
+
+
+class Archived(Protocol):
+    """A run that an archive keeps."""
+
+    @property
+    def log(self) -> RunLog: ...
+    @property
+    def held_out(self) -> HeldOutCurve: ...
+
+
+class Volunteering(Protocol):
+    """A peer of this process."""
+
+    run: Run
+
+    @property
+    def log(self) -> RunLog: ...
+    @property
+    def held_out(self) -> HeldOutCurve: ...
+    def heartbeats(self) -> list[Heartbeat]: ...
+
+
+def follower_source(run: Run, network: Network, log: Callable[[], RunLog | None]) -> Source:
+    """The run that this machine follows."""
+    return Source(as_signed(run), lambda: network.heartbeats(run.run_id), log, lambda: network.anchors_of(run.run_id))
+
+
+def volunteer_source(volunteer: Volunteering, network: Network) -> Source:
+    """The run that this machine trains in. It knows who is there without asking."""
+    run = volunteer.run
+
+    async def heartbeats() -> Sequence[Heartbeat]:
+        return volunteer.heartbeats()
+
+    return Source(
+        as_signed(run),
+        heartbeats,
+        lambda: volunteer.log,
+        lambda: network.anchors_of(run.run_id),
+        found=lambda: volunteer.held_out.losses,
+        me=volunteer.heartbeats()[0].peer,
+    )
+
+
+def as_signed(run: Run) -> Run:
+    """The same without what this machine's owner has chosen, such as folders."""
+    return Run.from_manifest(run.manifest)
+
+
+class NodeSources:
+    """The runs that a bootstrap node remembers, and their logs where it keeps them."""
+
+    def __init__(self, network: Network, kept: Callable[[str], Archived | None] | None) -> None:
+        self._network = network
+        self._kept = kept
+        self._sources: dict[str, Source | None] = {}  # None: of another version
+
+    def update(self, manifests: Iterable[SignedManifest]) -> list[Source]:
+        """Return a source for each of these runs."""
+        known = {manifest.run_id: manifest for manifest in manifests}
+        self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in known}
+        for run_id, manifest in known.items():
+            self._begin(run_id, manifest)
+        return [source for source in self._sources.values() if source is not None]
+
+    def _begin(self, run_id: str, manifest: SignedManifest) -> None:
+        archived = self._kept(run_id) if self._kept else None
+        source = self._sources.get(run_id)
+        if run_id in self._sources and (source is None or archived is None or source.log() is not None):
+            return
+        try:
+            run = source.run if source else Run.from_manifest(manifest)
+        except ManifestError as error:
+            logger.info("run %s is not shown: %s", run_id, error)
+            self._sources[run_id] = None
+            return
+        self._sources[run_id] = Source(
+            run,
+            lambda: self._network.heartbeats(run_id),
+            lambda: archived.log if archived else None,
+            lambda: self._network.anchors_of(run_id),
+            archived.held_out if archived else HeldOutCurve(),
+            no_log=NOT_YET if self._kept else NO_ARCHIVE,
+        )

@@ -1,0 +1,293 @@
+"""What the dashboard's server answers, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientResponse
+from aiohttp.test_utils import TestClient, TestServer
+from click import BadParameter, Command, Context, Option
+
+from opendiloco.checkpoints.held_out_curve import HeldOutCurve
+from opendiloco.cli.options import parse_address
+from opendiloco.dashboard import server, watching
+from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
+from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
+from opendiloco.dashboard.watching import Watching
+from peers.errors import LocalNetworkError, SwarmUnreachableError
+from peers.log.folder import MemoryLog
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss
+from peers.values.anchors import NO_ANCHORS, Anchors
+from peers.values.manifest import SignedManifest
+from tests.opendiloco.dashboard.invented import HOSTILE, PEERS, Story, invented_run, said
+
+STATIC = Path(server.__file__).parent / "static"
+LIMIT = 20.0  # seconds that anything may take
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story(3)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watching, "WATCHED_SECONDS", 0.01)
+
+
+@asynccontextmanager
+async def serving(*sources: Source) -> AsyncIterator[TestClient]:  # type: ignore[type-arg]
+    watched = Watching(lambda: sources)
+    looking = asyncio.create_task(watched.keep_looking())
+    try:
+        async with asyncio.timeout(LIMIT):
+            while not all(watch.board.sections for watch in watched.runs.values()) or not watched.runs:
+                await asyncio.sleep(0.01)
+            async with TestClient(TestServer(application(watched, is_local=True))) as client:
+                yield client
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+def asking(story: Story, ask: Callable[[TestClient], Awaitable[None]]) -> None:  # type: ignore[type-arg]
+    async def scenario() -> None:
+        async with serving(story.source) as client:
+            await ask(client)
+
+    asyncio.run(scenario())
+
+
+async def event(answer: ClientResponse) -> tuple[str, str]:
+    """The next event that is told, its name and what it says."""
+    name = ""
+    while True:
+        line = (await answer.content.readline()).decode().rstrip("\n")
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            return name, line.removeprefix("data: ")
+
+
+def test_every_answer_forbids_all_that_is_not_from_here(story: Story) -> None:
+    async def ask(client: TestClient) -> None:  # type: ignore[type-arg]
+        for path in ("/", "/app.js", "/style.css", "/api/runs", "/events", "/nothing"):
+            async with client.get(path) as answer:
+                assert answer.headers["Content-Security-Policy"] == POLICY, path
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                assert answer.headers["Referrer-Policy"] == "no-referrer"
+                assert "Server" not in answer.headers
+                assert "Set-Cookie" not in answer.headers
+        assert "unsafe" not in POLICY
+
+    asking(story, ask)
+
+
+def test_the_page_has_neither_inline_script_nor_style_nor_anything_from_elsewhere() -> None:
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    assert "<style" not in page
+    assert " style=" not in page
+    assert "onclick" not in page
+    assert page.count("<script") == page.count('<script type="module" src="app.js"></script>') == 1
+    for path in STATIC.iterdir():
+        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in text.replace("// ", "") or path.suffix == ".js", path
+        assert "http:" not in text
+        assert "https:" not in text
+        for dangerous in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
+            assert dangerous not in text, f"{path.name}: what peers say must stay text"
+
+
+def test_events_tell_the_state_and_then_what_is_new(story: Story) -> None:
+    async def ask(client: TestClient) -> None:  # type: ignore[type-arg]
+        async with client.get(f"/runs/{story.run.run_id}/events") as answer:
+            assert answer.content_type == "text/event-stream"
+            told = dict([await event(answer) for _ in range(5)])
+            assert set(told) == {"run", "peers", "losses", "rounds", "contributions"}
+            assert HOSTILE in [row["trouble"] for row in json.loads(told["peers"])["rows"]]
+            assert all("\n" not in text for text in told.values())
+            story.step()
+            while True:
+                name, text = await event(answer)
+                if name == "run" and json.loads(text)["outer_step"] == 4:
+                    break
+
+    asking(story, ask)
+
+
+def test_runs_are_listed_and_unknown_ones_are_not_found(story: Story) -> None:
+    async def ask(client: TestClient) -> None:  # type: ignore[type-arg]
+        async with client.get("/api/runs") as answer:
+            [row] = await answer.json()
+            assert (row["run"], row["outer_step"], row["peers"]) == (story.run.run_id, 3, 3)
+        async with client.get(f"/api/runs/{story.run.run_id}") as answer:
+            assert (await answer.json())["run"]["name"] == "tiny"
+        for path in ("/runs/tiny-x/events", "/api/runs/tiny-x", "/static/../server.py", "/index.html"):
+            async with client.get(path) as answer:
+                assert answer.status == 404, path
+        async with client.get("/events") as answer:
+            assert (await event(answer))[0] == "runs"
+
+    asking(story, ask)
+
+
+def test_nothing_can_be_changed(story: Story) -> None:
+    async def ask(client: TestClient) -> None:  # type: ignore[type-arg]
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            async with client.request(method, "/api/runs") as answer:
+                assert answer.status == 405
+
+    asking(story, ask)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:80", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8080", 200),
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+    ],
+)
+def test_a_web_site_cannot_read_it_through_a_browser(story: Story, host: str, status: int) -> None:
+    async def ask(client: TestClient) -> None:  # type: ignore[type-arg]
+        async with client.get("/api/runs", headers={"Host": host}) as answer:
+            assert answer.status == status
+
+    asking(story, ask)
+
+
+def test_too_many_open_pages_are_refused_and_closed_ones_do_not_count(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "WATCHERS_LIMIT", 1)
+
+    async def ask(client: TestClient) -> None:  # type: ignore[type-arg]
+        first = await client.get("/events")
+        async with client.get("/events") as answer:
+            assert answer.status == 503
+            assert answer.headers["Retry-After"]
+        first.close()
+        while True:
+            story.step()  # it is seen that a page is closed when there is something to tell it
+            async with client.get("/events") as answer:
+                if answer.status == 200:
+                    break
+
+    asking(story, ask)
+
+
+def test_a_source_that_fails_shows_what_was_known(story: Story) -> None:
+    calls = 0
+
+    async def heartbeats() -> list[Heartbeat]:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise SwarmUnreachableError("nobody is there.", "Try again.")
+        return await story.heartbeats()
+
+    async def scenario() -> None:
+        async with serving(replace(story.source, heartbeats=heartbeats)) as client:
+            async with client.get(f"/runs/{story.run.run_id}/events") as answer:
+                await event(answer)
+                while calls < 3:
+                    await asyncio.sleep(0.01)
+            async with client.get("/api/runs") as answer:
+                [row] = await answer.json()
+                assert row["outer_step"] == 3
+
+    asyncio.run(scenario())
+
+
+# Sources --------------------------------------------------------------------------------------------------------
+class Network:
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+        return []
+
+    def anchors_of(self, run_id: str) -> Anchors:
+        return NO_ANCHORS
+
+
+def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(story: Story) -> None:
+    class Archived:
+        log = story.invented.log
+        held_out = story.source.held_out
+
+    other = invented_run("other")
+    kept: dict[str, Archived] = {}
+    bare, sources = NodeSources(Network(), None), NodeSources(Network(), kept.get)
+    manifests: list[SignedManifest] = [story.run.manifest, other.manifest]
+    assert [source.no_log for source in bare.update(manifests)] == [NO_ARCHIVE, NO_ARCHIVE]
+    assert [source.log() for source in sources.update(manifests)] == [None, None]
+    kept[story.run.run_id] = Archived()
+    first, second = sources.update(manifests)
+    assert isinstance(first.log(), MemoryLog)
+    assert second.log() is None
+    assert sources.update(manifests)[0] is first
+    assert sources.update(manifests[1:]) == [second], "a run that was forgotten"
+
+
+# Addresses ------------------------------------------------------------------------------------------------------
+def test_it_listens_where_it_was_told_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with bind(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert url_of(listening) == f"http://127.0.0.1:{port}/"
+        assert not caplog.records
+        with pytest.raises(LocalNetworkError, match=f"127.0.0.1 port {port}"):
+            bind(("127.0.0.1", port))
+    with bind(("0.0.0.0", 0)):
+        assert "anybody who can reach" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.1", "::1", "[::1]"])
+def test_loopback_names(host: str) -> None:
+    assert is_loopback(host)
+    assert not is_loopback(f"{host}.example.org")
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("127.0.0.1:8080", ("127.0.0.1", 8080)), ("[::1]:0", ("::1", 0)), ("localhost:80", ("localhost", 80))],
+)
+def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(Context(Command("x")), Option(["--dashboard"]), text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["8080", "127.0.0.1", ":8080", "::1:8080", "localhost:70000", "localhost:http", "[::1]"]
+)
+def test_what_is_no_address_is_a_clear_error(text: str) -> None:
+    with pytest.raises(BadParameter, match="no HOST:PORT"):
+        parse_address(Context(Command("x")), Option(["--dashboard"]), text)
+
+
+def test_a_volunteers_own_peer_is_marked_and_its_curve_is_left_to_its_trackers(story: Story) -> None:
+    class Volunteer:
+        run = story.run
+        log = story.invented.log
+        held_out = HeldOutCurve()
+
+        def heartbeats(self) -> list[Heartbeat]:
+            return [said(story.run, story.invented.end, PEERS[0], held_out=HeldOutLoss(index=2, loss=2.0))]
+
+    volunteer = Volunteer()
+    volunteer.held_out.add(0, 5.0)
+
+    async def scenario() -> None:
+        source = volunteer_source(volunteer, Network())
+        async with serving(source) as client, client.get(f"/api/runs/{story.run.run_id}") as answer:
+            shown = await answer.json()
+        assert shown["run"]["me"] == PEERS[0]
+        assert shown["losses"]["held_out"] == [[0, 5.0], [2, 2.0]]
+
+    asyncio.run(scenario())
+    assert volunteer.held_out.losses == {0: 5.0}, "regression: its trackers were never told of what the page had heard"

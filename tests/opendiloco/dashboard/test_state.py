@@ -1,0 +1,226 @@
+"""What a dashboard says of a run, from invented heartbeats and entries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from opendiloco.dashboard import chronicle
+from opendiloco.dashboard.chronicle import Chronicle
+from opendiloco.dashboard.curve import MOST_POINTS, Curve
+from opendiloco.dashboard.state import LARGEST_LOSS, REMEMBERED_SECONDS, RunView, minorities
+from opendiloco.dashboard.timeline import SHOWN, Timeline
+from peers.log.folder import MemoryLog
+from peers.presence.heartbeat import HeldOutLoss, PeerState
+from peers.values.wire import digest_of
+from tests.opendiloco.dashboard.invented import HOSTILE, NOW, PEERS, InventedLog, Story, invented_run, said
+
+
+@pytest.fixture(scope="module")
+def story() -> Story:
+    return Story(14)
+
+
+def read(log: MemoryLog) -> Chronicle:
+    found = Chronicle()
+    while found.read(log):
+        pass
+    return found
+
+
+# The log --------------------------------------------------------------------------------------------------------
+def test_entries_say_who_does_not_count_and_why(story: Story) -> None:
+    found = {record.index: record for record in read(story.invented.log).records}
+    kinds = {index: [(one.peer, one.kind) for one in record.absent] for index, record in found.items() if record.absent}
+    assert kinds == {6: [(PEERS[2], "late")], 9: [(PEERS[2], "died")], 11: [(PEERS[2], "gone")]}
+    assert "3 of its chunks" in found[9].absent[0].why
+    assert found[2].joined == (PEERS[3],)
+    assert found[9].tokens == 3 * found[0].tokens // 3, "what the dead one brought does not count"
+
+
+def test_entries_say_how_many_have_signed_them(story: Story) -> None:
+    records = read(story.invented.log).records
+    first, died = records[0].signatures, records[9].signatures
+    assert first is not None
+    assert died is not None
+    assert (first.signed, first.voters, first.is_certified) == (2, 3, True)
+    assert (died.signed, died.voters, died.is_certified) == (3, 4, True)
+
+
+def test_contributions_are_the_tokens_that_count(story: Story) -> None:
+    found = read(story.invented.log)
+    lease = found.records[0].tokens // 3
+    # In 14 entries the first two peers are in all; the third misses one, dies in one and is gone from the eleventh on.
+    assert [found.contributions[peer].tokens // lease for peer in PEERS[:4]] == [14, 14, 9, 12]
+    assert found.tokens == lease * 49 == story.invented.end.lineage_tokens
+
+
+def test_a_long_log_is_read_in_slices_and_only_its_end_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chronicle, "SLICE", 5)
+    invented, found = InventedLog(invented_run()), Chronicle()
+    for _ in range(12):
+        invented.add(PEERS[:2])
+    assert [found.read(invented.log), found.next_index] == [True, 5]
+    assert [found.read(invented.log), found.read(invented.log), found.next_index] == [True, False, 12]
+    invented.add(PEERS[:2])
+    assert not found.read(invented.log)
+    assert found.contributions[PEERS[0]].entries == 13
+
+
+def test_another_lineage_is_read_anew() -> None:
+    run = invented_run()
+    ours, theirs, found = InventedLog(run), InventedLog(run), Chronicle()
+    for _ in range(3):
+        ours.add(PEERS[:2])
+        theirs.add(PEERS[1:4])
+    found.read(ours.log)
+    found.read(theirs.log)
+    assert set(found.contributions) == set(PEERS[1:4])
+    assert found.contributions[PEERS[1]].entries == 3
+
+
+def test_what_is_not_known_of_an_entry_is_taken_up_later() -> None:
+    run, found = invented_run(), Chronicle()
+    whole = InventedLog(run)
+    header = whole.add(PEERS[:3])
+    log = MemoryLog(run.settings.empty_log, 0)
+    log.append(header, None, None)
+    found.read(log)
+    assert found.records[0].signatures is None
+    log.append(header, digest_of(b"state 0"), None, whole.log.certificate_at(0))
+    found.read(log)
+    assert found.records[0].signatures is not None
+    assert found.records[0].state_digest == digest_of(b"state 0")
+
+
+def test_a_log_without_its_beginning_says_from_where_it_counts() -> None:
+    run = invented_run()
+    whole = InventedLog(run)
+    for _ in range(4):
+        whole.add(PEERS[:3])
+    log = MemoryLog(run.settings.empty_log, 0)
+    for index in (2, 3):
+        header = whole.log.header_at(index)
+        assert header is not None
+        log.append(header, None, None, whole.log.certificate_at(index))
+    found = read(log)
+    assert [record.index for record in found.records] == [2, 3]
+    assert found.first == 2
+    assert found.records[0].signatures is None, "who could sign it is not known"
+    assert found.records[1].signatures is not None
+
+
+# Heartbeats -----------------------------------------------------------------------------------------------------
+def view_of(story: Story, looks: int = 2) -> RunView:
+    view = RunView(story.run, me=PEERS[0])
+    for look in range(looks):
+        view.observe(asyncio.run(story.heartbeats()), NOW + 2.0 * look)
+        view.read(story.invented.log)
+    return view
+
+
+def sections(view: RunView) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(view.sections(), allow_nan=False))
+    return found
+
+
+def test_the_whole_view_is_plain_values(story: Story) -> None:
+    found = sections(view_of(story))
+    assert set(found) == {"run", "peers", "losses", "rounds", "contributions"}
+    run = found["run"]
+    assert (run["outer_step"], run["outer_steps"], run["peers"], run["archives"]) == (14, 40, 3, 1)
+    assert run["lineage_tokens"] == story.invented.end.lineage_tokens
+    assert run["no_log"] == ""
+    assert run["disagreements"] == []
+    rows = found["peers"]["rows"]
+    assert [row["peer"] for row in rows] == [PEERS[0], PEERS[1], PEERS[3], PEERS[5]], "this machine, then by tokens"
+    assert [row["reach"] for row in rows][:2] == ["open", "NAT"]
+    assert rows[1]["relayed"] == 1
+    assert rows[2]["trouble"] == HOSTILE, "text is told as it is; the page shows it as text"
+    assert rows[0]["share"] == pytest.approx(14 / 49)
+    assert found["contributions"]["rows"][0]["entries"] == 14
+    assert found["losses"]["held_out"][0][0] == 14
+    assert len(found["rounds"]["rows"]) == 14
+
+
+def test_what_is_not_known_is_said() -> None:
+    run = invented_run()
+    found = sections(RunView(run, no_log="This node keeps no log."))
+    assert found["run"]["no_log"] == "This node keeps no log."
+    assert found["run"]["looked_at"] is None
+    assert found["peers"] == {"rows": [], "more": 0}
+    assert found["losses"] == {"training": [], "held_out": []}
+
+
+def test_a_peer_that_is_gone_is_shown_for_a_while(story: Story) -> None:
+    view = view_of(story)
+    beats = asyncio.run(story.heartbeats())
+    view.observe(beats[:1], NOW + 10)
+    rows = {row["peer"]: row for row in sections(view)["peers"]["rows"]}
+    assert rows[PEERS[1]]["state"] == "gone"
+    assert rows[PEERS[1]]["seen"] == NOW + 2
+    view.observe(beats[:1], NOW + 3 + REMEMBERED_SECONDS)
+    assert len(sections(view)["peers"]["rows"]) == 1
+
+
+def test_fewer_than_half_of_the_peers_can_neither_draw_the_curve_nor_set_the_step(story: Story) -> None:
+    run, end = story.run, story.invented.end
+    honest = [said(run, end, peer, loss=2.0 + place / 10) for place, peer in enumerate(PEERS[:3])]
+    liars = [
+        said(run, end, peer, index=10**9, loss=1e300, held_out=HeldOutLoss(index=10**9, loss=-5.0))
+        for peer in PEERS[3:5]
+    ]
+    view = RunView(run)
+    view.observe([*honest, *liars], NOW)
+    found = sections(view)
+    assert found["run"]["outer_step"] == 14
+    assert [loss for _, loss in found["losses"]["training"]] == [2.1]
+    assert found["losses"]["held_out"] == []
+    view.observe([said(run, end, PEERS[0], 2, held_out=HeldOutLoss(index=12, loss=1e9))], NOW)
+    assert sections(view)["losses"]["held_out"] == [[12, LARGEST_LOSS]]
+
+
+def test_peers_with_other_digests_are_named(story: Story) -> None:
+    run, end = story.run, story.invented.end
+    other: dict[str, Any] = {"state_digest": digest_of(b"another state")}
+    beats = [said(run, end, peer, **(other if place == 2 else {})) for place, peer in enumerate(PEERS[:3])]
+    assert minorities(beats) == {PEERS[2]}
+    assert minorities(beats[1:]) == {PEERS[1], PEERS[2]}, "of two nobody can say who is right"
+    view = RunView(run)
+    view.observe(beats, NOW)
+    assert sections(view)["run"]["disagreements"] == [14]
+
+
+def test_a_farewell_is_no_presence(story: Story) -> None:
+    view = RunView(story.run)
+    view.observe([said(story.run, story.invented.end, PEERS[0], state=PeerState.LEAVING)], NOW)
+    assert sections(view)["run"]["peers"] == 0
+
+
+# Time -----------------------------------------------------------------------------------------------------------
+def test_steps_take_as_long_as_was_seen() -> None:
+    timeline = Timeline()
+    for at, step, is_averaging in ((0, 3, False), (5, 4, False), (20, 4, True), (22, 4, True), (25, 5, False)):
+        timeline.observe(step, is_averaging, 3, NOW + at)
+    assert timeline.spans[3].seconds is None, "nobody here saw it begin"
+    assert timeline.spans[4][1:] == (20.0, 5.0, 3)
+    assert timeline.usual_seconds == 20.0
+    timeline.observe(9, False, 3, NOW + 30)
+    assert timeline.spans[8].seconds is None, "several at once"
+    timeline.observe(4, False, 3, NOW + 31)
+    assert set(timeline.spans) == {3}, "another lineage"
+
+
+def test_a_run_of_years_takes_bounded_room() -> None:
+    timeline, curve = Timeline(), Curve(0.25)
+    for step in range(3 * MOST_POINTS):
+        timeline.observe(step, False, 3, NOW + step)
+        curve.add(step, step)
+    assert len(timeline.spans) == SHOWN
+    points = curve.points
+    assert MOST_POINTS / 3 < len(points) <= MOST_POINTS
+    assert points == sorted(points)
+    assert points[-1][1] == pytest.approx(3 * MOST_POINTS, rel=0.01)

@@ -1,0 +1,90 @@
+"""What a driver says of its own health: that it publishes heartbeats, and that its worker gets on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+import peers.driver.pulse
+import peers.driver.training
+from peers.driver.host import Host
+from peers.driver.pulse import Pulse
+from peers.driver.training import STEP_LIMIT, STUCK, Training
+from peers.health import Health
+from peers.protocol.effects import Train
+from peers.transfer.buffers import PayloadBuffers
+from peers.values.workload import InnerLoop, Progress, Trained
+from tests.peers.builders import SETTINGS
+from tests.peers.driver.test_pulse import ME, Network, new_peer
+from tests.peers.fakes import FakeWorkload
+
+STEP = Progress(inner_step=1, loss=2.0, tokens_per_second=10.0)
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Worker(FakeWorkload):
+    """A worker that does one inner step, and then looks at what is said of it once time has passed."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        on_progress(STEP)
+        self._look()
+        return Trained((), 0, 2.0)
+
+
+class Silent:
+    def handle(self, event: object) -> None:
+        """Nobody listens."""
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def health(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Health:
+    health = Health(clock)
+    for module in (peers.driver.pulse, peers.driver.training):
+        monkeypatch.setattr(module, "HEALTH", health)
+    return health
+
+
+def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health, clock: Clock) -> None:
+    pulse = Pulse(new_peer(), ME, Network(), lambda work: work.close())
+    asyncio.run(pulse.publish())
+    clock.seconds += SETTINGS.timing.heartbeat_expiry
+    assert health.reasons == []
+    clock.seconds += 1
+    assert health.reasons == ["no heartbeat was published for 11 seconds"]
+    asyncio.run(pulse.publish())
+    assert health.reasons == []
+
+
+def test_a_worker_that_does_no_inner_step_for_long_is_told_of_until_training_ends(health: Health, clock: Clock) -> None:
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        clock.seconds += STEP_LIMIT
+        seen.append(health.reasons)
+        clock.seconds += 1
+        seen.append(health.reasons)
+
+    workload = Worker(look)
+    buffers = PayloadBuffers(workload, 0)
+    training = Training(workload, buffers, asyncio.Lock(), asyncio.Lock(), cast(Host, Silent()))
+    asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
+    assert seen == [[], [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]]
+    assert health.reasons == []
