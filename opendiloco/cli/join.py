@@ -156,6 +156,7 @@ def command(
     from opendiloco.checkpoints.journal import Journal
     from opendiloco.checkpoints.remote import check_url
     from opendiloco.checkpoints.run_folder import RunFolder
+    from opendiloco.doctor.quick import check_quickly
     from opendiloco.entrance import enter, read_ticket
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
@@ -171,6 +172,7 @@ def command(
     if console is None:
         log.start("info")
     invite = parse_run(run, initial_peers)
+    check_quickly(state, workers)
     placement = Placement.read(os.environ)
     if placement is not None and not placement.is_first:
         run_interruptible(lambda interrupts: serve_as_node(placement, invite.run_id, state, interrupts))
