@@ -155,6 +155,7 @@ ROOMS = (
     "plan",
     "demo",
     "dashboard",
+    "doctor",
     "cli",
 )
 """Packages of opendiloco, as the table in CONTRIBUTING.md has them."""
@@ -171,7 +172,7 @@ def test_rooms_import_only_from_those_above(room: str) -> None:
     assert not {module for module in importers(f"opendiloco.{room}") if any(is_in(module, other) for other in above)}
 
 
-FOUNDATIONS = {"cores", "errors", "evaluation_turns", "host_memory", "run", "shared_memory", "stages"}
+FOUNDATIONS = {"cores", "errors", "evaluation_turns", "host_memory", "quantities", "run", "shared_memory", "stages"}
 """Modules of opendiloco outside the rooms that a room may import; the others stand on the rooms."""
 
 

@@ -19,10 +19,11 @@ EXIT_CODES: dict[int, str] = {
     13: "a run by invitation does not admit this machine: no ticket, or one that is expired, revoked or used up",
     14: "another machine takes part with the same key: a copied identity file",
     15: "the machines of one volunteer do not fit together, or one of them is lost",
+    16: "`doctor` has found what keeps this machine from training, or from taking part in the run",
     70: "the protocol was broken: a bug, ours or a peer's",
     130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
 }
-UNEXPECTED, INTERRUPTED = 1, 130
+UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130
 
 
 def exit_code_lines() -> str:

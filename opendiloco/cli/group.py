@@ -14,6 +14,7 @@ from peers.errors import DilocoPeerError
 
 COMMANDS: Mapping[str, str] = {
     "demo": "opendiloco.cli.demo",
+    "doctor": "opendiloco.cli.doctor",
     "bootstrap": "opendiloco.cli.bootstrap",
     "run": "opendiloco.cli.run",
     "plan": "opendiloco.cli.plan",

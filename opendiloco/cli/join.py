@@ -162,6 +162,7 @@ def command(
     from opendiloco.checkpoints.run_folder import RunFolder
     from opendiloco.dashboard.server import dashboard as serving
     from opendiloco.dashboard.sources import volunteer_source
+    from opendiloco.doctor.quick import check_quickly
     from opendiloco.entrance import enter, read_ticket
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
@@ -177,6 +178,7 @@ def command(
     if console is None:
         log.start("info")
     invite = parse_run(run, initial_peers)
+    check_quickly(state, workers)
     placement = Placement.read(os.environ)
     if placement is not None and not placement.is_first:
         run_interruptible(lambda interrupts: serve_as_node(placement, invite.run_id, state, interrupts))

@@ -17,6 +17,7 @@ from opendiloco.kernels import FORMATS
 from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.build import layout_of
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
+from opendiloco.quantities import days_in_words, in_words
 
 UTILISATION = 0.4
 """Share of its peak at which a GPU is taken to train."""
@@ -28,7 +29,6 @@ MOMENTS_FILES = 2
 SECONDS_A_DAY = 86_400
 SHORTEST_ROUND = 1.0
 """Seconds that a round over the internet takes for its messages alone, more or less."""
-UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 @dataclass(frozen=True)
@@ -155,21 +155,6 @@ def _time_on(machine: Machine, needs: Needs) -> str:
     if rounds < SHORTEST_ROUND:
         return f"{time}, and more for rounds, whatever its link"
     return f"{time}, with a link of {float(f'{bits / 1e6:.2g}'):,g} Mbit/s"
-
-
-def in_words(count: int) -> str:
-    """Return bytes with a unit, to three digits."""
-    unit, name = next(((size, name) for size, name in UNITS if count >= size), UNITS[-1])
-    return f"{float(f'{count / unit:.3g}'):g} {name}"
-
-
-def days_in_words(days: float) -> str:
-    """Return a duration in the largest unit of which it has at least one, to two digits."""
-    for name, length in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
-        if days >= length:
-            count = float(f"{days / length:.2g}")
-            return f"{count:g} {name if count != 1 else name.removesuffix('s')}"
-    return "less than a minute"
 
 
 def worker_memory(

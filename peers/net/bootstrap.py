@@ -19,6 +19,7 @@ from typing import Protocol
 from peers import metrics
 from peers.errors import LocalNetworkError, ManifestError
 from peers.health import HEALTH
+from peers.links.rating import RATING, Rater
 from peers.links.settings import LinkSettings
 from peers.net.daemon import peer_id_of
 from peers.net.transport import HivemindTransport
@@ -187,6 +188,7 @@ async def run_bootstrap(
         for manifest in store:
             _open_door(transport, store, manifest, chains)
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
+        await transport.on_stream(RATING, Rater(transport.no_round).answer)
         await _publish(transport, store)
         on_ready(transport.addresses)
         keeping = [asyncio.create_task(one.keep(transport, store)) for one in beside]

@@ -139,7 +139,7 @@ async def start_daemon(
     parse_addresses(initial_peers, needs_peer_id=True)
     parse_addresses([*listen, *announce], needs_peer_id=False)
     for address in listen:
-        _require_free_port(address)
+        require_free_port(address)
     sweep_sockets()
     _starting.set(attempts := list[Daemon]())
     local = exposure is Exposure.LOCAL
@@ -282,8 +282,11 @@ def _key_file(identity: Identity) -> Iterator[str]:
         os.unlink(path)
 
 
-def _require_free_port(address: str) -> None:
-    """libp2p shares ports (SO_REUSEPORT) and is content if one of several addresses works: both hide a conflict."""
+def require_free_port(address: str) -> None:
+    """Raise LocalNetworkError unless the port of a multiaddr is free.
+
+    libp2p shares ports (SO_REUSEPORT) and is content if one of several addresses works: both hide a conflict.
+    """
     listener = LISTENER.match(address)
     if listener is None or listener["port"] == "0":
         return

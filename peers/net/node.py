@@ -218,6 +218,18 @@ class HivemindNode:
             async with asyncio.timeout(DHT_WAIT):
                 await self._daemon._client.disconnect(to_peer_id(peer_id))
 
+    async def clock_of(self, peer_id: str) -> tuple[float, float]:
+        """Return by how many seconds a node's clock is ahead of ours, and those of the round trip that told: the answer
+        was written somewhere within it. Raises: PeerUnreachableError."""
+        protocol, request = self._node.protocol, HIVEMIND.protocol.dht_pb2.PingRequest()
+        asked, began = time.time(), time.monotonic()
+        try:
+            answer = await protocol.get_stub(to_peer_id(peer_id)).rpc_ping(request, timeout=protocol.wait_timeout)
+        except NETWORK_ERRORS as error:
+            raise PeerUnreachableError(peer_id, str(error) or type(error).__name__) from error
+        took = time.monotonic() - began
+        return answer.dht_time - asked - took / 2, took
+
     async def can_be_dialled(self) -> bool | None:
         """Return whether others can dial our libp2p port; None while nobody has tried."""
         return None

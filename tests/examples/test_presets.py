@@ -19,9 +19,10 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.inner.team import Team
 from opendiloco.kernels import FORMATS
 from opendiloco.model.build import build_skeleton
+from opendiloco.quantities import days_in_words, in_words
 from opendiloco.reference import Reference, Work
 from opendiloco.workers import assembly
-from opendiloco.workers.needs import MACHINES, days_in_words, in_words, needs_of
+from opendiloco.workers.needs import MACHINES, needs_of
 from peers.values.leases import SampleRange
 
 ROOT = Path(__file__).parents[2]

@@ -26,6 +26,7 @@ SLOW = {"torch", "hivemind", "transformers", "datasets", "pydantic", "numpy", "r
 COMMANDS = [
     [],
     ["demo"],
+    ["doctor"],
     ["bootstrap"],
     ["run"],
     ["run", "create"],

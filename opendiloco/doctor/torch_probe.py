@@ -1,0 +1,97 @@
+"""What torch says of itself, asked in a process of its own: a driver that hangs or crashes takes nobody with it.
+
+`python -m opendiloco.doctor.torch_probe` prints it as JSON; `installed_torch` reads of it what lies in files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from opendiloco.doctor.facts import Gpu, Torch
+
+PROBE_SECONDS = 60.0
+"""Importing torch takes 2 on an idle machine, and a GPU's first use a few more."""
+PLATFORM = re.compile(r"^(cuda|hip)\b[^=\n]*= *'([^']+)'", re.MULTILINE)
+NAMES = {"cuda": "CUDA", "hip": "ROCm"}
+
+
+def installed_torch() -> Torch | None:
+    """Return what torch's files say, without importing it, in milliseconds; None where it is not installed."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        installed = version("torch")
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except (PackageNotFoundError, OSError):
+        return None
+    found = PLATFORM.search(text)
+    return Torch(installed, None if found is None else f"{NAMES[found[1]]} {found[2]}")
+
+
+def probed_torch(torch: Torch | None) -> Torch | None:
+    """Return the same with what torch says when it is asked."""
+    if torch is None:
+        return None
+    command = [sys.executable, "-m", "opendiloco.doctor.torch_probe"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return replace(torch, error=f"it did not answer within {PROBE_SECONDS:.0f} s")
+    return answered(torch, done.returncode, done.stdout, done.stderr)
+
+
+def answered(torch: Torch, code: int, out: str, err: str) -> Torch:
+    """Return what the probe's output says."""
+    try:
+        told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        gpus = tuple(Gpu(**(gpu | {"capability": tuple(gpu["capability"])})) for gpu in told["gpus"])
+        return replace(torch, gpus=gpus, error=told["error"])
+    except (ValueError, LookupError, TypeError):
+        lines = err.strip().splitlines()
+        why = lines[-1].strip() if lines else f"it ended with status {code}"
+        return replace(torch, error=f"{signal.Signals(-code).name} ended it" if code < 0 else why)
+
+
+def probe() -> dict[str, object]:
+    """Import torch, and compute something on each GPU."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        is_available = torch.cuda.is_available()
+    if not is_available:
+        return {"gpus": [], "error": first_sentence(said[-1].message if said else "")}
+    return {"gpus": [asdict(_gpu(torch, number)) for number in range(torch.cuda.device_count())], "error": ""}
+
+
+def first_sentence(message: object) -> str:
+    """Return the beginning of what a library says at length."""
+    return str(message).strip().partition(". ")[0].partition("\n")[0][:200]
+
+
+def _gpu(torch: Any, number: int) -> Gpu:
+    device, error, free = torch.device("cuda", number), "", 0
+    about = torch.cuda.get_device_properties(device)
+    try:
+        torch.ones(2, device=device).sum().item()
+        free, _ = torch.cuda.mem_get_info(device)
+    except RuntimeError as failure:
+        error = first_sentence(failure)
+    with torch.cuda.device(device):
+        has_bf16 = not error and torch.cuda.is_bf16_supported(including_emulation=False)
+    return Gpu(about.name, (about.major, about.minor), about.total_memory, free, has_bf16, error)
+
+
+if __name__ == "__main__":
+    print(json.dumps(probe()))

@@ -1,0 +1,20 @@
+"""Bytes and durations, in words for people."""
+
+from __future__ import annotations
+
+UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def in_words(count: int) -> str:
+    """Return bytes with a unit, to three digits."""
+    unit, name = next(((size, name) for size, name in UNITS if count >= size), UNITS[-1])
+    return f"{float(f'{count / unit:.3g}'):g} {name}"
+
+
+def days_in_words(days: float) -> str:
+    """Return a duration in the largest unit of which it has at least one, to two digits."""
+    for name, length in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
+        if days >= length:
+            count = float(f"{days / length:.2g}")
+            return f"{count:g} {name if count != 1 else name.removesuffix('s')}"
+    return "less than a minute"
