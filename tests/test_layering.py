@@ -153,6 +153,8 @@ ROOMS = (
     "outer",
     "checkpoints",
     "plan",
+    "owner",
+    "settings",
     "demo",
     "dashboard",
     "doctor",

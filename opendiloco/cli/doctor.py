@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from opendiloco.cli.exit_codes import INTERRUPTED, UNFIT
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import (
-    FOLDER,
-    announce_option,
-    data_option,
-    data_port_option,
-    initial_peers_option,
-    listen_option,
-    parse_run,
-    reader,
-    reader_option,
-    ticket_option,
-    worker_options,
-)
+from opendiloco.cli.options import parse_run, reader
+from opendiloco.cli.setting_options import is_typed, join_settings
+from peers.links.own_network import everywhere
 
 if TYPE_CHECKING:
     from opendiloco.doctor.examination import Examination, Wishes
     from opendiloco.doctor.findings import Finding
-    from opendiloco.workers.options import WorkerOptions
+    from opendiloco.settings.join_settings import JoinSettings
 
 
 @click.command(short_help="Say whether this machine can train, and what keeps it from it.")
-@click.option("--run", metavar="ID|INVITE", help="See whether this machine can take part in this run: a dry run.")
-@initial_peers_option
-@reader_option
-@ticket_option
-@listen_option(0)
-@announce_option
-@data_port_option(0, "Try this TCP port for bulk connections, as `join` would; 0 is any free one.")
-@worker_options
-@data_option("Train on the text in this folder.")
-@click.option(
-    "--state",
-    type=FOLDER,
-    metavar="FOLDER",
-    help="Where `join` would keep checkpoints.  [default: ~/.local/state/diloco-peer]",
-)
+@join_settings(needs_run=False)
 @click.option(
     "--trial/--no-trial",
     default=True,
@@ -54,21 +29,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
-def command(
-    log: LogOptions,
-    run: str | None,
-    initial_peers: tuple[str, ...],
-    identity: Path | None,
-    ticket: str | None,
-    listen: tuple[str, ...],
-    announce: tuple[str, ...],
-    data_port: int,
-    workers: WorkerOptions,
-    data: tuple[Path, ...],
-    state: Path | None,
-    trial: bool,
-    as_json: bool,
-) -> None:
+def command(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool) -> None:
     """Check this machine, and say what to do about what keeps it from training.
 
     With --run, look whether it can take part in that run, how fast, and at what price in traffic. Takes the options
@@ -78,19 +39,20 @@ def command(
     from opendiloco.entrance import read_ticket
 
     log.start("error")
-    invite = None if run is None else parse_run(run, initial_peers)
-    with reader(identity) as key:
+    invite = parse_run(settings.run, settings.initial_peers) if settings.run else None
+    is_named = is_typed(click.get_current_context(), "identity")  # else it may be in use by a volunteer
+    with reader(settings.identity if is_named else None) as key:
         wishes = Wishes(
             key=key,
-            listen=listen,
+            listen=settings.listen or everywhere(0),
             run_id=invite.run_id if invite else None,
-            addresses=invite.addresses if invite else initial_peers,
-            announce=announce,
-            data_port=data_port,
-            state=state,
-            data=data,
-            ticket=None if ticket is None else read_ticket(ticket),
-            workers=workers,
+            addresses=invite.addresses if invite else settings.initial_peers,
+            announce=settings.announce,
+            data_port=settings.data_port,
+            state=settings.state,
+            data=settings.data,
+            ticket=None if settings.ticket is None else read_ticket(settings.ticket),
+            workers=settings.workers,
             tries=trial,
         )
         raise SystemExit(examine(wishes, as_json))

@@ -341,7 +341,16 @@ def test_training_goes_on_while_the_state_is_digested() -> None:
         (1.0, 1e12, 4),
         (0.0, 100.0, 0),
     ],
-    ids=["nobody's is known", "equal", "in time", "nearly", "half", "whole steps", "a braggart", "our own is not known"],
+    ids=[
+        "nobody's is known",
+        "equal",
+        "in time",
+        "nearly",
+        "half",
+        "whole steps",
+        "a braggart",
+        "our own is not known",
+    ],
 )
 def test_who_is_slower_than_another_wants_a_shorter_lease(own: float, fastest: float, wants: int) -> None:
     """Of 20 samples, two an inner step; at the least an eighth of ten inner steps."""

@@ -1,0 +1,322 @@
+"""The settings of `diloco-peer join`, and those of all commands. The page docs/options.md is made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from opendiloco.owner.conditions import Condition, Hours, parse_conditions, parse_until
+from opendiloco.settings.setting import Settings, setting
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.trackers import Choice
+
+MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
+
+
+def _is_there(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError("there is no such folder")
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT, an IPv6 address in brackets. Raises: ValueError."""
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    is_port = port.isascii() and port.isdigit() and int(port) < 1 << 16
+    if not (colon and bare and is_port) or (":" in bare) != (host != bare):
+        raise ValueError(f"{text!r} is no HOST:PORT, such as 127.0.0.1:8080 or [::1]:8080")
+    return bare, int(port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings(Settings):
+    TITLE = "The log"
+
+    log_level: Literal["debug", "info", "warning", "error"] | None = setting(
+        "What to log.", None, shown="`info` for what keeps running, `warning` for the rest"
+    )
+    log_file: Path | None = setting("Log to this file instead of stderr.", None, metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
+    TITLE = "The run"
+
+    run: str = setting("The run's id, or an invite to it.", metavar="ID|INVITE")
+    initial_peers: tuple[str, ...] = setting(
+        "Address of a bootstrap node, or of any peer. May be repeated.", (), option="initial-peer", metavar="MULTIADDR"
+    )
+    identity: Path | None = setting(
+        "Key file; made if it does not exist.", None, metavar="FILE", shown="this user's own"
+    )
+    ticket: str | None = setting(
+        "What admits this machine to a run by invitation; needed once, then kept with what else --state keeps.",
+        None,
+        metavar="TICKET|FILE",
+    )
+    data: tuple[Path, ...] = setting(
+        "Train on the text in this folder. Given for each of the run's sources that is a local folder, in their order.",
+        (),
+        metavar="FOLDER",
+        check=_is_there,
+    )
+    on_partition: Literal["continue", "wait"] = setting(
+        "When most of the run's peers are gone for rounds.partition_grace_seconds: train with those that are here, or "
+        "wait for the others.",
+        "continue",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings(Settings):
+    TITLE = "The network"
+
+    listen: tuple[str, ...] = setting(
+        "Where to listen; port 0 is any free one. May be repeated.",
+        (),
+        metavar="MULTIADDR",
+        shown="/ip4/0.0.0.0/tcp/0 and /ip6/::/tcp/0",
+    )
+    announce: tuple[str, ...] = setting(
+        "Tell others these addresses instead of those found. May be repeated.", (), metavar="MULTIADDR"
+    )
+    data_port: int = setting(
+        "Accept bulk connections on TCP port N; 0 is any free one. Routers need not let it in.",
+        0,
+        metavar="N",
+        least=0,
+        most=65535,
+    )
+    relay_limit: float | None = setting(
+        "Pass on so many megabits a second between volunteers that have no other way.",
+        None,
+        metavar="MBIT",
+        shown="none",
+        above=0,
+    )
+    upload_limit: float | None = setting(
+        "Send model data at no more than so many megabits a second.", None, metavar="MBIT", above=0
+    )
+    download_limit: float | None = setting(
+        "Receive model data at no more than so many megabits a second.", None, metavar="MBIT", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(Settings):
+    TITLE = "The training on this machine"
+
+    device: str = setting("auto (all GPUs, or the CPU), cpu, cuda (all GPUs), or one: cuda:1 and so on.", "auto")
+    gpus: int | None = setting("Train on the first N GPUs.", None, metavar="N", shown="all", least=1)
+    cpu_workers: int = setting(
+        "Share the work among N processes, where it is the CPU that trains.", 1, metavar="N", least=1
+    )
+    threads: int | None = setting(
+        "CPU threads of each worker.", None, metavar="N", shown="on the CPU all cores but one, on GPUs 1", least=1
+    )
+    restarts: int = setting("Start workers anew that died or failed, up to N times in a row.", 3, metavar="N", least=0)
+    micro_batch: int | None = setting(
+        "Put N windows through the model at once, for less memory.",
+        None,
+        metavar="N",
+        shown="what fits, up to what the run says",
+        least=1,
+    )
+    activation_checkpointing: bool | None = setting(
+        "Compute activations again instead of keeping them: less memory, more time.",
+        None,
+        shown="as the run says",
+    )
+    compile: bool | None = setting(
+        "Compile the model's blocks with torch.compile, or do not.", None, shown="on GPUs, yes; on the CPU, no"
+    )
+    tf32: bool = setting("Let GPUs multiply in TF32 where the run says fp32: faster, 10 bits instead of 23.", False)
+    whole_layers: bool = setting(
+        "Several GPUs: keep layers whole between passes; less traffic, 8 bytes more a parameter on each.", False
+    )
+    replicas: int = setting(
+        "Divide the workers into N groups, each of which shares a whole model. One for each machine is HSDP.",
+        1,
+        metavar="N",
+        least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerSettings(Settings):
+    TITLE = "The machine's owner"
+
+    pause_when: str | None = setting(
+        "Pause while one of these holds, separated by commas: battery, busy[:PERCENT] (other programs use more of the "
+        "processor than 50 %, or so many percent), hot[:CELSIUS] (a processor or GPU has 85 °C, or so many), "
+        "process:NAME (a program of this name runs).",
+        None,
+        metavar="CONDITIONS",
+        check=parse_conditions,
+    )
+    hours: str | None = setting(
+        "Train only in these hours of the day, in local time: 22-07 or 21:30-07:15.",
+        None,
+        metavar="FROM-TO",
+        shown="all day",
+        check=Hours.parse,
+    )
+    until: str | None = setting(
+        "Leave at this moment, in local time: 07:30 (the next) or 2026-11-24 07:30.",
+        None,
+        metavar="TIME",
+        check=lambda text: parse_until(text, datetime.now()),
+    )
+    nice: int = setting(
+        "How much the training lets other programs come first on the processor: 0, not at all, to 19.",
+        0,
+        metavar="N",
+        least=0,
+        most=19,
+    )
+    max_memory: float | None = setting(
+        "Keep to so many gigabytes of main memory, all processes together: a run that needs more is refused, and fewer "
+        "windows go through a model on the CPU at once.",
+        None,
+        metavar="GB",
+        shown="all that is free",
+        above=0,
+    )
+    max_disk: float | None = setting(
+        "Keep to so many gigabytes for what outlives this process: a checkpoint that does not fit is not written.",
+        None,
+        metavar="GB",
+        shown="all that is free",
+        above=0,
+    )
+    gpu_power_limit: int | None = setting(
+        "Have nvidia-smi limit each GPU that is trained on to so many watts, until we leave.",
+        None,
+        metavar="WATT",
+        least=1,
+    )
+
+    def conditions(self) -> tuple[Condition, ...]:
+        """When to pause."""
+        hours = () if self.hours is None else (Hours.parse(self.hours),)
+        return hours + (() if self.pause_when is None else parse_conditions(self.pause_when))
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes."""
+        return None if self.max_memory is None else int(self.max_memory * GIGABYTE)
+
+    @property
+    def disk_limit(self) -> int | None:
+        """Bytes."""
+        return None if self.max_disk is None else int(self.max_disk * GIGABYTE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepingSettings(Settings):
+    TITLE = "What outlives the process"
+
+    state: Path | None = setting(
+        "Keep checkpoints and what else outlives this process in FOLDER/<run id>/<peer id>.",
+        None,
+        metavar="FOLDER",
+        shown="~/.local/state/diloco-peer",
+    )
+    keep: int = setting(
+        "Keep the newest N checkpoints, each of 8 bytes a parameter, and the log since; 0: nothing.",
+        2,
+        metavar="N",
+        least=0,
+    )
+    keep_every: int = setting(
+        "Keep those, too, whose outer step is a multiple of N.", 0, metavar="N", shown="none", least=0
+    )
+    remote: str | None = setting(
+        "Copy each checkpoint to a folder at this URL, any that fsspec knows: s3://, gs://, hf://, sftp://, a path.",
+        None,
+        metavar="URL",
+    )
+    moments: Literal["none", "local", "remote"] = setting(
+        "Keep the inner optimizer's state beside the newest checkpoint, too: on the disk, or also at --remote.",
+        "local",
+    )
+    checkpoint_limit: float = setting(
+        "Write and copy checkpoints at no more than so many megabits a second; --upload-limit holds for copies, too.",
+        1600.0,
+        metavar="MBIT",
+        above=0,
+    )
+    journal: Path | None = setting(
+        "Append every entry of the run's log that is applied here to this file.", None, metavar="FILE"
+    )
+
+    @property
+    def keeps_anything(self) -> bool:
+        return bool(self.keep or self.keep_every)
+
+    @property
+    def checkpoint_rate(self) -> float:
+        """Bytes a second."""
+        return self.checkpoint_limit * MEGABIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewSettings(Settings):
+    TITLE = "What is shown"
+
+    metrics_port: int | None = setting(
+        "Serve metrics for Prometheus, and /healthz, on 127.0.0.1, port N.", None, metavar="N", least=1, most=65535
+    )
+    dashboard: str | None = setting(
+        "Serve a page that shows the run, such as at 127.0.0.1:8080; port 0 is any free one.",
+        None,
+        metavar="HOST:PORT",
+        check=split_address,
+    )
+    track: tuple[str, ...] = setting(
+        "Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. May be repeated.",
+        (),
+        metavar="KIND:TARGET",
+        check=Choice.parse,
+    )
+    plain: bool = setting("Log lines instead of a live screen.", False)
+
+    @property
+    def dashboard_address(self) -> tuple[str, int] | None:
+        return None if self.dashboard is None else split_address(self.dashboard)
+
+    @property
+    def trackers(self) -> tuple[Choice, ...]:
+        return tuple(map(Choice.parse, self.track))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, OwnerSettings, KeepingSettings, ViewSettings):
+    """All settings of one volunteer."""
+
+    SECTIONS: ClassVar[tuple[type[Settings], ...]] = (
+        RunSettings,
+        NetworkSettings,
+        WorkerSettings,
+        OwnerSettings,
+        KeepingSettings,
+        ViewSettings,
+    )
+
+    @property
+    def workers(self) -> WorkerOptions:
+        """What of these the workers go by."""
+        known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(WorkerSettings)}
+        chosen = {name: getattr(self, name) for name in known}
+        return WorkerOptions(**chosen, nice=self.nice, max_memory=self.memory_limit)
+
+
+SECTIONS: tuple[type[Settings], ...] = (*JoinSettings.SECTIONS, LogSettings)
+"""All sections of the reference, in their order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSettings(JoinSettings, LogSettings):
+    """All that the configuration file may have."""
