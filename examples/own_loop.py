@@ -8,6 +8,7 @@ Prints the loss of each outer step's last inner step, until the run is over.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -39,7 +40,10 @@ def main() -> None:
     parser.add_argument("invite", help="what `diloco-peer run create` printed")
     parser.add_argument("--data", type=Path, action="append", default=[], help="a folder, if the run reads a local one")
     options = parser.parse_args()
-    train(RunConfig.from_toml(options.run), options.invite, options.data)
+    try:
+        train(RunConfig.from_toml(options.run), options.invite, options.data)
+    except KeyboardInterrupt:
+        sys.exit(130)  # what torch does at exit can make Python forget that it was interrupted
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Each effective batch must have the run's size; what is in it is the caller's bus
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -58,7 +59,10 @@ def main() -> None:
     parser.add_argument("invite", help="what `diloco-peer run create` printed")
     parser.add_argument("--text", type=Path, required=True, help="a folder with .txt files")
     options = parser.parse_args()
-    train(RunConfig.from_toml(options.run), options.invite, options.text)
+    try:
+        train(RunConfig.from_toml(options.run), options.invite, options.text)
+    except KeyboardInterrupt:
+        sys.exit(130)  # what torch does at exit can make Python forget that it was interrupted
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.entrance import enter, read_ticket
 from opendiloco.errors import first_line
+from opendiloco.interrupts import RememberedInterrupt
 from opendiloco.local_workload import HeldOut
 from opendiloco.loop_worker import LoopWorker, LoopWorkload, OuterStep
 from opendiloco.model.build import layout_of, trainable
@@ -91,7 +92,7 @@ class DiLoCo:
     Raises: LoopError for a model that is sharded, in half precision, or in one of several processes. Entering raises:
     ManifestError, AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; and leaves no
     thread behind, also when it is interrupted. What goes wrong later is raised by the inner step during which it is
-    noticed.
+    noticed, and so is a KeyboardInterrupt that Python has lost.
     """
 
     def __init__(
@@ -122,17 +123,20 @@ class DiLoCo:
         self._text: TrainingData | None = None
         self._has_runs_text = True
         self._until_leaving = ExitStack()
+        self._interrupt = RememberedInterrupt()
         self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
         self._joining: Future[_Joined] = Future()
         self._thread = threading.Thread(target=self._live, name="diloco-peer", daemon=True)
 
     def __enter__(self) -> Self:
+        self._until_leaving.enter_context(self._interrupt)
         self._thread.start()
         try:
             self._joined = self._joining.result()
             self._begin_outer_step()
         except BaseException:
-            self._give_up()
+            with self._until_leaving:
+                self._give_up()
             raise
         self._hook = self._inner_optimizer.register_step_post_hook(self._after_inner_step)
         return self
@@ -141,8 +145,8 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hook.remove()
-        self._joined.leave()
         try:
+            self._joined.leave()
             self._thread.join()
         except BaseException:  # whoever is interrupted now does not want to wait for the round under way
             self._give_up()
@@ -204,6 +208,7 @@ class DiLoCo:
             self._text = data = self._load(config, ahead)
             size = config.training.batch_size
             while (outer_step := self._outer_step) is not None:
+                self._interrupt.raise_again()
                 lease, first = numbers_of(outer_step.work.samples), outer_step.steps_done * size
                 data.samples.expect(lease)
                 yield torch.from_numpy(data.samples.read(lease[first : first + size]))
@@ -225,6 +230,7 @@ class DiLoCo:
 
     def _after_inner_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         outer_step = self._outer_step
+        self._interrupt.raise_again()
         if outer_step is None:
             return  # the run is over; what is trained now is the caller's alone
         if not outer_step.is_void:

@@ -1,11 +1,16 @@
-"""Ctrl-C and SIGTERM: the first asks politely, the second insists. A terminal that hangs up asks, and never insists."""
+"""Ctrl-C and SIGTERM: the first asks politely, the second insists. A terminal that hangs up asks, and never insists.
+
+In somebody else's program Ctrl-C is that program's, and Python's; there we only see to it that it is not lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
 
 from peers.net.signals import LEAVE_SIGNALS
 
@@ -33,6 +38,49 @@ class Interrupts:
             self.polite()
         elif self.count <= 2:
             self._task.cancel()
+
+
+class RememberedInterrupt:
+    """Ctrl-C as it was, but remembered. A context, which puts the former handler back.
+
+    Python loses a KeyboardInterrupt that is raised in a destructor or in some libraries' callbacks: it prints
+    "Exception ignored in", and the program goes on as if nothing had happened. So whoever works in the context asks
+    now and then.
+
+    The former handler decides what Ctrl-C means: only if it raises KeyboardInterrupt is there anything to remember. In
+    a thread other than the main one, or where Ctrl-C ends the process or is ignored, the context changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._was_raised = False
+        self._former: Any = None
+
+    def __enter__(self) -> Self:
+        former = signal.getsignal(signal.SIGINT)
+        if callable(former) and threading.current_thread() is threading.main_thread():
+            self._former = former
+            signal.signal(signal.SIGINT, self._heard)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_ours = signal.getsignal(signal.SIGINT) == self._heard  # nobody has set another one meanwhile
+        if is_ours and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._former)
+
+    def raise_again(self) -> None:
+        """Raise the KeyboardInterrupt that was lost, if there was one. Raises: KeyboardInterrupt."""
+        was_raised, self._was_raised = self._was_raised, False
+        if was_raised:
+            raise KeyboardInterrupt
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._former(number, frame)
+        except KeyboardInterrupt:
+            self._was_raised = True
+            raise
 
 
 def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T | None:

@@ -39,3 +39,25 @@ def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> 
     assert steps == sorted(set(steps)), "each once, in order; it may have been too late for one"
     assert steps[-1] == "outer step 3"
     site.assert_nothing_is_left()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
+def test_loops_that_are_interrupted_leave_and_say_so(tmp_path: Path) -> None:
+    """With the status of an interrupt, whatever torch runs at exit. Each is alone in a run of its own."""
+    site = Site(tmp_path)
+    corpus = str(write_corpus(tmp_path / "corpus"))
+    run = site.write_run(corpus, inner_steps=4)
+    with bootstrap(site) as address:
+        invites = [announce_run(run, address) for _ in range(2)]
+        with (
+            site.start_script(EXAMPLES / "own_loop.py", str(run), invites[0], "--data", corpus) as own,
+            site.start_script(EXAMPLES / "trainer_callback.py", str(run), invites[1], "--text", corpus) as trainer,
+        ):
+            own.line("outer step 2", "the loop does not train")
+            trainer.line("loss", "the Trainer does not train")
+            for loop in (own, trainer):
+                loop.interrupt_terminal()
+            for ended in (own.finish(), trainer.finish()):
+                assert ended.code == 130, ended.err
+                assert "Traceback" not in ended.err
+    site.assert_nothing_is_left()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +67,23 @@ def own_dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyt
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def _lost_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody hears of exceptions that Python cannot raise."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+
+
+@pytest.fixture
+def _handler_of_python() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class InterruptedWhenItDies:
+    """Python ignores what its destructor raises."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)

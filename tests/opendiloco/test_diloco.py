@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -40,6 +41,7 @@ from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
 from peers.values.workload import InnerLoop
+from tests.opendiloco.conftest import InterruptedWhenItDies
 from tests.opendiloco.test_data import sharded
 from tests.opendiloco.test_loop_worker import new_workload
 
@@ -152,16 +154,17 @@ def test_an_interrupt_while_it_joins_leaves_no_thread(monkeypatch: pytest.Monkey
     assert not loop._thread.is_alive()
 
 
-@pytest.mark.parametrize("when", ["waits for its first outer step", "leaves"])
+@pytest.mark.parametrize("when", ["waits for its first outer step", "says that it leaves", "leaves"])
 def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = loop_of_its_own(monkeypatch)
 
-    async def take_part() -> None:
-        loop._joining.set_result(_Joined(new_workload(), lambda: None))
-        await asyncio.Event().wait()
-
     def interrupt() -> None:
         raise KeyboardInterrupt
+
+    async def take_part() -> None:
+        leave = interrupt if "says" in when else lambda: None
+        loop._joining.set_result(_Joined(new_workload(), leave))
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(loop, "_take_part", take_part)
     monkeypatch.setattr(loop, "_begin_outer_step", interrupt if "waits" in when else lambda: None)
@@ -174,7 +177,7 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
 
         def join_or_interrupt() -> None:
             calls.append(None)
-            if len(calls) == 1:
+            if len(calls) == 1 and "says" not in when:
                 raise KeyboardInterrupt
             join(30)
 
@@ -182,6 +185,50 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             loop.__exit__(None, None, None)
     assert not loop._thread.is_alive()
+
+
+@pytest.mark.parametrize("asked", ["inner step", "batch"])
+@pytest.mark.usefixtures("_handler_of_python", "_lost_in_silence")
+def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
+    asked: str, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, workload = loop_of_its_own(monkeypatch), new_workload()
+    loop._data = (Path(small_config.data.source or ""),)
+    workload.run = Run.sign(small_config, Identity.generate())
+    left = asyncio.Event()
+
+    async def take_part() -> None:
+        call = asyncio.get_running_loop().call_soon_threadsafe
+        loop._joining.set_result(_Joined(workload, lambda: call(left.set)))
+        await left.wait()
+
+    def begin_outer_step() -> None:
+        work = InnerLoop(0, (SampleRange(0, 64),), 10, 0)
+        loop._outer_step = LoopsOuterStep(work, 0)  # type: ignore[assignment]
+
+    monkeypatch.setattr(loop, "_take_part", take_part)
+    monkeypatch.setattr(loop, "_begin_outer_step", begin_outer_step)
+    with loop:
+        batches = loop.batches()
+        next(batches)
+        InterruptedWhenItDies()
+        with pytest.raises(KeyboardInterrupt):
+            next(batches) if asked == "batch" else loop._inner_optimizer.step()
+    assert not loop._thread.is_alive()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("_handler_of_python")
+def test_a_loop_that_does_not_join_leaves_the_former_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = loop_of_its_own(monkeypatch)
+
+    async def take_part() -> None:
+        raise ManifestError("no such run.")
+
+    monkeypatch.setattr(loop, "_take_part", take_part)
+    with pytest.raises(ManifestError):
+        loop.__enter__()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_keeps_it_from_joining_is_raised_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,20 @@
-"""Signals to a real process with `run_interruptible`: the first asks, the second insists, more change nothing."""
+"""Signals to a real process with `run_interruptible`: the first asks, the second insists, more change nothing. In
+somebody else's program they do what they did, and are not lost."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any
 
 import pytest
 
-from opendiloco.interrupts import Interrupts, run_interruptible
+from opendiloco.interrupts import Interrupts, RememberedInterrupt, run_interruptible
+from tests.opendiloco.conftest import InterruptedWhenItDies
 
 
 def send(number: int) -> None:
@@ -79,3 +85,59 @@ def test_errors_pass_through() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_interruptible(main)
+
+
+@pytest.mark.usefixtures("_handler_of_python", "_lost_in_silence")
+def test_a_keyboard_interrupt_that_python_has_lost_is_raised_again_once() -> None:
+    with RememberedInterrupt() as interrupt:
+        interrupt.raise_again()
+        InterruptedWhenItDies()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.raise_again()
+        interrupt.raise_again()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("_handler_of_python")
+def test_a_handler_of_the_users_goes_on_working_and_decides() -> None:
+    heard = list[int]()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    signal.signal(signal.SIGINT, handler)
+    with RememberedInterrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        interrupt.raise_again()
+    assert heard == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.usefixtures("_handler_of_python")
+def test_a_handler_that_was_set_meanwhile_stays() -> None:
+    with RememberedInterrupt():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("_handler_of_python")
+@pytest.mark.parametrize("former", [signal.SIG_DFL, signal.SIG_IGN])
+def test_where_there_is_no_handler_there_is_none_of_ours(former: Any) -> None:
+    signal.signal(signal.SIGINT, former)
+    with RememberedInterrupt():
+        assert signal.getsignal(signal.SIGINT) == former
+
+
+@pytest.mark.usefixtures("_handler_of_python")
+def test_another_thread_changes_nothing() -> None:
+    """Python lets only the main one set handlers."""
+    ended = list[bool]()
+
+    def enter() -> None:
+        with suppress(ValueError), RememberedInterrupt():
+            ended.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(30)
+    assert ended == [True]
