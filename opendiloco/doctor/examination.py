@@ -163,8 +163,8 @@ class Examination:
             self._run = await self._find(transport, self._wishes.run_id)
         if self._run is not None:
             self._at("looking for ways to its peers")
-            ways, sought = await ways_to_peers(transport, self._run.run_id, {beat.peer for beat in self._others})
-            self._tell(check_peers(ways, sought))
+            ways, sought = await ways_to_peers(transport, {beat.peer for beat in self._others})
+            self._tell(check_peers(ways, sought, len(self._others)))
         self._at("measuring the link")
         self._bandwidth = await measured_bandwidth(transport, ways, self._nodes)
         self._tell(check_bandwidth(self._bandwidth, "nobody who answers measures it with us now"))

@@ -136,15 +136,15 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-async def ways_to_peers(transport: HivemindTransport, run_id: str, peers: set[str]) -> tuple[dict[str, Reach], int]:
-    """Make links with these peers. Returns how each is reached, and to how many no way was found in time."""
+async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[dict[str, Reach], int]:
+    """Wait until it is known how these peers are reached. Returns that, and to how many no way was found in time.
+
+    The transport makes links with all peers that it has heard of, unless there are too many.
+    """
     end = time.monotonic() + LINK_SECONDS
-    while True:
-        await transport.heartbeats(run_id)
-        ways = {peer: way for peer, way in transport.reach().items() if peer in peers}
-        if len(ways) == len(peers) or time.monotonic() >= end:
-            return ways, len(peers) - len(ways)
+    while (sought := transport.sought() & peers) and time.monotonic() < end:
         await asyncio.sleep(LOOK)
+    return {peer: way for peer, way in transport.reach().items() if peer in peers}, len(sought)
 
 
 async def measured_bandwidth(

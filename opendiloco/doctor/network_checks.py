@@ -96,16 +96,20 @@ def check_reach(seen: Sequence[DialledBack], answering: int) -> Finding:
         found = f"punched: port {best.port} at {best.seen_at} cannot be dialled, but the router keeps port numbers"
         return passed("reach", f"{found}, so that two peers can dial at once", reach=Reach.PUNCHED.value, **values)
     found = f"relayed: port {best.port} at {best.seen_at} cannot be dialled, and the router changes port numbers"
-    return warned("reach", f"{found}: only peers that are open are reached directly", OPEN_A_PORT, reach="relayed")
+    found = f"{found}: only peers that are open are reached directly"
+    return warned("reach", found, OPEN_A_PORT, reach=Reach.RELAYED.value, **values)
 
 
-def check_peers(ways: Mapping[str, Reach], sought: int) -> Finding:
-    """How we reach each peer of a run. `sought` are those to whom no way was found in time."""
+def check_peers(ways: Mapping[str, Reach], sought: int, there: int) -> Finding:
+    """How we reach each peer of a run. Of those that are `there`, no way was found in time to those still `sought`; in
+    a large run none is looked for beforehand."""
     counts = Counter(way for way in ways.values() if way is not Reach.NONE)
     lost = sum(way is Reach.NONE for way in ways.values()) + sought
     values = {way.value: counts[way] for way in Reach if way is not Reach.NONE} | {"none": lost}
     if not ways and not sought:
-        return skipped("peers", "nobody else is there now")
+        return skipped(
+            "peers", f"{there} are there: ways are looked for when needed" if there else "nobody is there now"
+        )
     found = ", ".join(f"{count} {way}" for way, count in counts.items()) or "none of them"
     if not counts:
         remedy = f"Without a way to any peer it trains in vain. {OPEN_A_PORT}"

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from opendiloco.cli import main
 from opendiloco.doctor.facts import Cards, Folder, Gpu, GpuState, Kernels, Machine, Sensor, Taken, Torch
 from opendiloco.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
 from opendiloco.doctor.machine_checks import (
@@ -29,6 +31,8 @@ from opendiloco.workers.options import WorkerOptions
 
 PASS, WARN, FAIL, SKIPPED = Verdict
 GB = 10**9
+RUN = "tiny-aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWADA2vJXLmyk1SHLyFogztmUkYfacm9C2finbispzbjcL"
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * GB, 79 * GB, has_bf16=True)
 T4 = Gpu("Tesla T4", (7, 5), 16 * GB, 15 * GB, has_bf16=False)
 BROKEN = replace(H100, error="CUDA error: no kernel image is available for execution on the device")
@@ -169,6 +173,15 @@ def test_join_hears_at_once_of_a_torch_that_does_not_fit(caplog: pytest.LogCaptu
 def test_join_ends_at_once_where_nothing_can_be_trained(machine: Machine, says: str) -> None:
     with pytest.raises(MachineError, match=says):
         judge(quick_findings(machine, WorkerOptions()))
+
+
+def test_join_itself_ends_before_it_asks_anybody(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    options = ["--identity", str(tmp_path / "key.pem"), "--state", str(tmp_path / "file" / "state")]
+    ended = CliRunner().invoke(main, ["join", "--run", RUN, "--initial-peer", NOBODY, "--plain", *options])
+    assert ended.exit_code == MachineError.exit_code
+    assert "state cannot be written to: Not a directory" in ended.output
+    assert not (tmp_path / "key.pem").exists()
 
 
 def test_join_says_nothing_of_a_disk_with_little_room() -> None:
