@@ -39,6 +39,7 @@ from opendiloco.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from opendiloco.dashboard.sources import Source
     from opendiloco.interrupts import Interrupts
     from opendiloco.island.environment import Placement
     from opendiloco.volunteer import Volunteer
@@ -194,7 +195,9 @@ def command(
         before = RunFolder.at(invite.run_id, key.peer_id, state)
         remembered = before.remembered_peers()
         links = relay_settings(data_port, relay_limit)
+        sources: list[Source] = []
         async with (
+            serving(shown_at, lambda: sources),
             other_machines(placement, invite.run_id, key.peer_id, interrupts) as nodes,
             connected(
                 key, invite.addresses, listen, announce, links=links, remembered=remembered.addresses
@@ -223,8 +226,8 @@ def command(
                 if record is not None:
                     volunteer.record(record)
                 interrupts.polite = lambda: leave(volunteer, console)
-                async with serving(shown_at, lambda: [volunteer_source(volunteer, transport)]):
-                    await train_in_view(volunteer, console)
+                sources.append(volunteer_source(volunteer, transport))
+                await train_in_view(volunteer, console)
         say("left the run", console)
 
     with hold_identity(identity) as key, tracking(track, invite.run_id, key.peer_id) as trackers:
