@@ -84,7 +84,7 @@ class RunWatch:
             await self._look()
 
     async def refresh(self) -> None:
-        """Look, unless somebody has just done so. Whoever asks does not wait for long: then it is told what is known."""
+        """Look, unless somebody has just done so. Whoever asks does not wait for long, and gets what is known."""
         with suppress(TimeoutError):
             async with asyncio.timeout(REFRESH_LIMIT), self._looking:
                 if time.monotonic() - self.looked_at >= WATCHED_SECONDS:
