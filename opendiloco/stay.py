@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -11,8 +10,6 @@ from opendiloco.anchorage import ask_for_anchors
 from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.journal import Journal
 from opendiloco.checkpoints.run_folder import RunFolder
-from opendiloco.dashboard.server import dashboard
-from opendiloco.dashboard.sources import volunteer_source
 from opendiloco.entrance import enter
 from opendiloco.owner.watch import OwnersWatch
 from opendiloco.run import Run, find_run
@@ -24,6 +21,7 @@ from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.trackers import tracking
 from peers.links.own_network import everywhere
 from peers.links.settings import LinkSettings
+from peers.net.transport import HivemindTransport
 from peers.streams.throttle import Caps
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
@@ -60,10 +58,8 @@ class Stay:
         self._journal = journal
         self._caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
 
-    async def train(
-        self, view: View, page: socket.socket | None, nodes: Nodes, when_ready: Callable[[Volunteer], None]
-    ) -> None:
-        """Find the run, and train in it until asked to leave, with a dashboard on `page`. Raises: DilocoPeerError."""
+    async def train(self, view: View, nodes: Nodes, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
+        """Find the run, and train in it until asked to leave. Raises: DilocoPeerError."""
         settings, invite, key = self._settings, self._invite, self._key
         if settings.memory_limit is not None:
             cap_memory(MemoryCap(settings.memory_limit))
@@ -96,9 +92,8 @@ class Stay:
                     if self._journal is not None:
                         volunteer.record(self._journal)
                     self._watch.begin(volunteer, run.settings.timing.grace, may_come_back=not nodes.others)
-                    when_ready(volunteer)
-                    async with dashboard(page, lambda: [volunteer_source(volunteer, transport)]):
-                        await view.train(volunteer)
+                    when_ready(volunteer, transport)
+                    await view.train(volunteer)
 
     def _as_wanted(self, run: Run) -> Run:
         """Return the run with what its owner chooses here. Raises: DataError."""

@@ -7,6 +7,7 @@ docs/metrics.md has all names, and a test compares.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from threading import Thread
@@ -22,6 +23,8 @@ from peers.values.wire import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
+
+logger = logging.getLogger(__name__)
 
 ENTRIES_APPLIED = Counter("diloco_peer_entries_applied", "Entries of the log applied by this peer")
 TOKENS_COUNTED = Counter("diloco_peer_tokens_counted", "Tokens that this peer trained, in entries applied here")
@@ -76,11 +79,13 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsServer:
     """Answer GET /metrics and /healthz on this port for as long as the process lives; by default to this machine
     alone. Raises: LocalNetworkError when the port is in use."""
     try:
-        return MetricsServer(port, host)
+        server = MetricsServer(port, host)
     except OSError as error:
         raise LocalNetworkError(
             f"metrics cannot be served on port {port}: {error.strerror}.", "Choose another --metrics-port."
         ) from error
+    logger.info("metrics are at http://%s:%d/metrics, and what is ill at /healthz", *server.address)
+    return server
 
 
 class _SilentHandler(WSGIRequestHandler):

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     import socket
 
     from opendiloco.cli.views import JoinView
+    from opendiloco.dashboard.sources import Source
     from opendiloco.interrupts import Interrupts
     from opendiloco.island.environment import Placement
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.volunteer import Volunteer
     from opendiloco.workers.nodes import Nodes
+    from peers.net.transport import HivemindTransport
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
@@ -103,6 +105,8 @@ async def live(
     async with watching(watch, folder) as is_wanted:
         if not is_wanted:
             return
+        from opendiloco.dashboard.server import dashboard
+        from opendiloco.dashboard.sources import volunteer_source
         from opendiloco.entrance import read_ticket
         from opendiloco.stay import Stay
 
@@ -112,11 +116,17 @@ async def live(
             check_url(settings.remote)
         stay = Stay(settings, invite, key, watch, ticket, journal)
 
-        def when_ready(volunteer: Volunteer) -> None:
-            interrupts.polite = lambda: leave(volunteer, view)
+        sources: list[Source] = []
 
-        async with other_machines(placement, invite.run_id, key.peer_id, view, interrupts) as nodes:
-            await stay.train(view, page, nodes, when_ready)
+        def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
+            interrupts.polite = lambda: leave(volunteer, view)
+            sources.append(volunteer_source(volunteer, transport))
+
+        async with (
+            dashboard(page, lambda: sources),
+            other_machines(placement, invite.run_id, key.peer_id, view, interrupts) as nodes,
+        ):
+            await stay.train(view, nodes, when_ready)
     view.say("left the run")
 
 

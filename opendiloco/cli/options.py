@@ -157,9 +157,9 @@ def data_port_option(default: int, help: str) -> Callable[[Command], Command]:
 
 metrics_port_option = click.option(
     "--metrics-port",
-    type=click.IntRange(1, 65535),
+    type=click.IntRange(0, 65535),
     metavar="N",
-    help="Serve metrics for Prometheus, and /healthz, on 127.0.0.1, port N.",
+    help="Serve metrics for Prometheus, and /healthz, on 127.0.0.1, port N; 0 is any free one.",
 )
 
 

@@ -23,5 +23,5 @@ class NodeDashboard:
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Serve until cancelled."""
         sources = NodeSources(transport, self._archive.kept if self._archive else None)
-        async with dashboard(self._listening, lambda: sources.update(manifests)):
+        async with dashboard(self._listening, lambda: sources.current(manifests)):
             await asyncio.Event().wait()

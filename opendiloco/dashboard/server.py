@@ -134,7 +134,9 @@ class Pages:
         run = request.match_info["run"]
         if run not in self._watching.runs:
             raise _unknown_run()
-        return web.json_response(self._watching.runs[run].view.sections())
+        watch = self._watching.runs[run]
+        await watch.refresh()
+        return web.json_response(watch.view.sections())
 
     async def list_events(self, request: web.Request) -> web.StreamResponse:
         return await self._stream(request, self._watching.board)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +18,7 @@ from peers.values.manifest import SignedManifest
 
 logger = logging.getLogger(__name__)
 
+UPDATE_SECONDS = 10.0  # between two looks at which runs a node remembers
 NO_ARCHIVE = (
     "This node does not keep the run's log. With --archive FOLDER it does, and shows entries, signatures and "
     "contributions."
@@ -101,14 +103,20 @@ class NodeSources:
         self._network = network
         self._kept = kept
         self._sources: dict[str, Source | None] = {}  # None: of another version
+        self._updated_at = float("-inf")
 
-    def update(self, manifests: Iterable[SignedManifest]) -> list[Source]:
-        """Return a source for each of these runs."""
+    def current(self, manifests: Iterable[SignedManifest]) -> list[Source]:
+        """Return a source for each of these runs, which take long to go through: that is not done each time."""
+        if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
+            self._update(manifests)
+            self._updated_at = time.monotonic()
+        return [source for source in self._sources.values() if source is not None]
+
+    def _update(self, manifests: Iterable[SignedManifest]) -> None:
         known = {manifest.run_id: manifest for manifest in manifests}
         self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in known}
         for run_id, manifest in known.items():
             self._begin(run_id, manifest)
-        return [source for source in self._sources.values() if source is not None]
 
     def _begin(self, run_id: str, manifest: SignedManifest) -> None:
         archived = self._kept(run_id) if self._kept else None

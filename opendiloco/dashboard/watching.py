@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.5  # between two looks at which runs are due
 WATCHED_SECONDS = 2.0  # between two looks at a run that somebody watches
 UNWATCHED_SECONDS = 30.0  # at one that nobody watches; of those one at a time
-UPDATE_SECONDS = 10.0  # between two looks at which runs there are
 LOOK_LIMIT = 20.0  # seconds that a look may take
+REFRESH_LIMIT = 3.0  # seconds that somebody who asks once waits for a look
 PING_SECONDS = 15.0  # after which a watcher hears that there is nothing new
 
 
@@ -71,6 +71,7 @@ class RunWatch:
         self.view = RunView(source.run, source.me, source.held_out, source.no_log)
         self.looked_at = float("-inf")  # on this machine's monotonic clock
         self._has_more = False
+        self._looking = asyncio.Lock()
 
     def is_due(self, now: float) -> bool:
         if self._has_more:
@@ -79,6 +80,17 @@ class RunWatch:
 
     async def look(self) -> None:
         """Learn what is new, and show it. What cannot be had now is not told, and tried again at the next look."""
+        async with self._looking:
+            await self._look()
+
+    async def refresh(self) -> None:
+        """Look, unless somebody has just done so. Whoever asks does not wait for long, and gets what is known."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REFRESH_LIMIT), self._looking:
+                if time.monotonic() - self.looked_at >= WATCHED_SECONDS:
+                    await self._look()
+
+    async def _look(self) -> None:
         try:
             async with asyncio.timeout(LOOK_LIMIT):
                 self.view.observe(await self.source.heartbeats(), time.time())
@@ -101,7 +113,6 @@ class Watching:
     def __init__(self, sources: Callable[[], Iterable[Source]]) -> None:
         self._sources = sources
         self.runs: dict[str, RunWatch] = {}
-        self._updated_at = float("-inf")
         self.board = Board()
         """The list of runs."""
 
@@ -123,10 +134,7 @@ class Watching:
                 await asyncio.gather(*looking.values(), return_exceptions=True)
 
     def _update(self) -> None:
-        if time.monotonic() - self._updated_at < UPDATE_SECONDS:
-            return
         sources = {source.run.run_id: source for source in self._sources()}
-        self._updated_at = time.monotonic()
         for run in self.runs.keys() - sources.keys():
             del self.runs[run]
         for run, source in sources.items():

@@ -267,7 +267,11 @@ class ViewSettings(Settings):
     TITLE = "What is shown"
 
     metrics_port: int | None = setting(
-        "Serve metrics for Prometheus, and /healthz, on 127.0.0.1, port N.", None, metavar="N", least=1, most=65535
+        "Serve metrics for Prometheus, and /healthz, on 127.0.0.1, port N; 0 is any free one.",
+        None,
+        metavar="N",
+        least=0,
+        most=65535,
     )
     dashboard: str | None = setting(
         "Serve a page that shows the run, such as at 127.0.0.1:8080; port 0 is any free one.",

@@ -17,6 +17,7 @@ from click import BadParameter, Command, Context, Option
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.cli.options import parse_address
 from opendiloco.dashboard import server, watching
+from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
 from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
 from opendiloco.dashboard.watching import Watching
@@ -217,7 +218,11 @@ class Network:
         return NO_ANCHORS
 
 
-def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(story: Story) -> None:
+def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard_sources, "UPDATE_SECONDS", 0.0)
+
     class Archived:
         log = story.invented.log
         held_out = story.source.held_out
@@ -226,14 +231,14 @@ def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(stor
     kept: dict[str, Archived] = {}
     bare, sources = NodeSources(Network(), None), NodeSources(Network(), kept.get)
     manifests: list[SignedManifest] = [story.run.manifest, other.manifest]
-    assert [source.no_log for source in bare.update(manifests)] == [NO_ARCHIVE, NO_ARCHIVE]
-    assert [source.log() for source in sources.update(manifests)] == [None, None]
+    assert [source.no_log for source in bare.current(manifests)] == [NO_ARCHIVE, NO_ARCHIVE]
+    assert [source.log() for source in sources.current(manifests)] == [None, None]
     kept[story.run.run_id] = Archived()
-    first, second = sources.update(manifests)
+    first, second = sources.current(manifests)
     assert isinstance(first.log(), MemoryLog)
     assert second.log() is None
-    assert sources.update(manifests)[0] is first
-    assert sources.update(manifests[1:]) == [second], "a run that was forgotten"
+    assert sources.current(manifests)[0] is first
+    assert sources.current(manifests[1:]) == [second], "a run that was forgotten"
 
 
 # Addresses ------------------------------------------------------------------------------------------------------
