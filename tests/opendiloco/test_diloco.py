@@ -199,7 +199,11 @@ def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
 
     async def take_part() -> None:
         call = asyncio.get_running_loop().call_soon_threadsafe
-        loop._joining.set_result(_Joined(workload, lambda: call(left.set)))
+
+        def leave() -> None:
+            call(left.set)
+
+        loop._joining.set_result(_Joined(workload, leave))
         await left.wait()
 
     def begin_outer_step() -> None:
