@@ -224,7 +224,8 @@ class WorkerGroup:
         await self._crew.start(self._options)
         self._watching = asyncio.create_task(self._watch(self._workers))
         self.device = self._crew.device
-        self.hold(self._is_held)
+        if self._is_held:
+            self.hold(True)
         commands = self._crew.commands(self._config, self._options, fresh)
         try:
             with CompilerWatch(self._workers, self._lose):
