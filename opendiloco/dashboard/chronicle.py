@@ -3,17 +3,19 @@ what."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from peers.log.certificate import Certificate, electorate, weigh
+from peers.log.chain import Entry
 from peers.log.folder import RunLog
 from peers.log.header import Header
 from peers.log.state import LogState
 
-SLICE = 64
-"""Entries that are read at once: a long log must not hold up what else the process does."""
+SLICE_SECONDS = 0.02
+"""For which a log is read at once: a long one must not hold up what else the process does."""
 KEPT = 240
 """Entries that are shown: the newest."""
 UNSIGNED = 8
@@ -83,14 +85,16 @@ class Chronicle:
         return self.first if self._end is None else self._end.position.index
 
     def read(self, log: RunLog) -> bool:
-        """Read on, at most `SLICE` entries. Return whether there may be more. Raises: LogError."""
+        """Read on, for `SLICE_SECONDS`. Return whether there may be more. Raises: LogError."""
         if self._end is None or not self._is_of(log):
             self._begin(log.first)
-        start = self.next_index
-        for index, state in log.states(start, start + SLICE):
+        enough = time.monotonic() + SLICE_SECONDS
+        for entry, state in log.states_after(self._end or log.empty_log):
             if state.last is not None:
-                self._take(index, state.last, log)
+                self._take(entry, state.last, log)
             self._end = state
+            if time.monotonic() >= enough:
+                break
         self._complete(log)
         return self.next_index < log.next_index
 
@@ -100,14 +104,14 @@ class Chronicle:
         heads = log.heads_at([self.next_index])
         return log.first == self.first and heads.get(self.next_index) == self._end.position.head
 
-    def _take(self, index: int, header: Header, log: RunLog) -> None:
-        before = log.empty_log if index == 0 else self._end
-        certificate = log.certificate_at(index)
+    def _take(self, entry: Entry, header: Header, log: RunLog) -> None:
+        before = log.empty_log if entry.index == 0 else self._end
+        certificate = entry.proof
         record = Record(
-            index=index,
+            index=entry.index,
             digest=header.digest,
             payload=header.payload,
-            state_digest=log.state_digest_at(index),
+            state_digest=entry.state_digest,
             members=len(header.roster),
             tokens=sum(member.tokens for member in header.roster if not member.missed),
             lineage_tokens=header.lineage_tokens,
@@ -122,7 +126,7 @@ class Chronicle:
             contribution = self.contributions.setdefault(member.peer, Contribution())
             contribution.tokens += 0 if member.missed else member.tokens
             contribution.entries += 1
-            contribution.last = index
+            contribution.last = entry.index
         self.tokens += record.tokens
 
     def _complete(self, log: RunLog) -> None:

@@ -22,6 +22,7 @@ WATCHED_SECONDS = 2.0  # between two looks at a run that somebody watches
 UNWATCHED_SECONDS = 30.0  # at one that nobody watches; of those one at a time
 LOOK_LIMIT = 20.0  # seconds that a look may take
 REFRESH_LIMIT = 3.0  # seconds that somebody who asks once waits for a look
+PAUSE_SECONDS = 0.05  # between two slices of a long log
 PING_SECONDS = 15.0  # after which a watcher hears that there is nothing new
 
 
@@ -70,12 +71,9 @@ class RunWatch:
         self.board = Board()
         self.view = RunView(source.run, source.me, source.held_out, source.no_log)
         self.looked_at = float("-inf")  # on this machine's monotonic clock
-        self._has_more = False
         self._looking = asyncio.Lock()
 
     def is_due(self, now: float) -> bool:
-        if self._has_more:
-            return True
         return now - self.looked_at >= (WATCHED_SECONDS if self.board.watchers else UNWATCHED_SECONDS)
 
     async def look(self) -> None:
@@ -95,9 +93,13 @@ class RunWatch:
             async with asyncio.timeout(LOOK_LIMIT):
                 self.view.observe(await self.source.heartbeats(), time.time())
             self.view.recall(self.source.found())
-            self._has_more = self.view.read(self.source.log(), self.source.anchors())
+            shown_at = time.monotonic()
+            while self.view.read(self.source.log(), self.source.anchors()):
+                await asyncio.sleep(PAUSE_SECONDS)
+                if time.monotonic() - shown_at >= WATCHED_SECONDS:
+                    self.show()
+                    shown_at = time.monotonic()
         except (TimeoutError, DilocoPeerError, LogError) as error:
-            self._has_more = False
             logger.debug("the dashboard could not look at %s: %r", self.source.run.run_id, error)
         self.looked_at = time.monotonic()
         if self.board.watchers or not self.board.sections:

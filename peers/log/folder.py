@@ -112,9 +112,13 @@ class RunLog(ABC):
         """Return the log as it was after so many entries, if that is known here."""
         return self._chain.after(index - 1)
 
-    def states(self, first: int, last: int) -> Iterator[tuple[int, LogState]]:
-        """The log after each of the entries [first, last) that are here, with their indices. Raises: LogError."""
-        return self._chain.states(first, last)
+    def states_after(self, log: LogState) -> Iterator[tuple[Entry, LogState]]:
+        """Follow the entries that come after a place in this log, each with the log after it. From the empty log it
+        follows all that are here. Raises: LogError."""
+        place = log.position.index - self.first if log.last else 0
+        for entry in self._chain.entries[place:]:
+            log = entry.after(log)
+            yield entry, log
 
     def lineage(self, end: LogState) -> Lineage:
         """Return what a peer that has been at `end` knows of the log there, as far as it is here. Looks at all
