@@ -40,7 +40,7 @@ from opendiloco.entrance import enter
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
-from peers.errors import DilocoPeerError
+from peers.errors import DilocoPeerError, ManifestError
 from peers.links.own_network import everywhere
 from peers.links.settings import LinkSettings
 from peers.net.transport import HivemindTransport
@@ -96,7 +96,8 @@ class Examination:
             self._listener(finding)
 
     async def run(self) -> None:
-        """Make all checks. What goes wrong is a finding."""
+        """Make all checks. What goes wrong is a finding. Raises: ManifestError for addresses that are none;
+        LocalNetworkError when libp2p's daemon dies."""
         self._at("looking at this machine")
         machine = await asyncio.to_thread(whole_machine, self._wishes.state)
         self._tell(*machine_findings(machine, self._wishes.workers))
@@ -104,7 +105,7 @@ class Examination:
         self._tell(check_kernels(await asyncio.to_thread(try_kernels)))
         await self._examine_network()
         await self._examine_training(machine)
-        self._skip_until(None, "the run was not found")
+        self._skip_until(None, "what the run takes is not known")
 
     def _skip_until(self, end: str | None, why: str) -> None:
         """Tell that what comes before the check of this name, and was not made, is not made any more."""
@@ -135,7 +136,7 @@ class Examination:
             async with self._connected(is_free=taken is None) as transport:
                 await self._examine_swarm(transport)
         except DilocoPeerError as lost:
-            if self._is_told("bootstrap"):
+            if self._is_told("bootstrap") or isinstance(lost, ManifestError):  # which is about what was typed
                 raise
             self._tell(check_bootstrap(self._nodes, lost))
             self._skip_until("memory", "the swarm is out of reach")

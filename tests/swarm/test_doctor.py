@@ -14,6 +14,7 @@ from opendiloco.doctor.examination import Examination, Wishes
 from opendiloco.doctor.facts import Cards, Folder, Kernels, Machine, Torch
 from opendiloco.doctor.findings import CHECKS, Finding, Verdict
 from opendiloco.workers.options import WorkerOptions
+from peers.errors import ManifestError
 from peers.net.daemon import P2P
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
@@ -106,6 +107,12 @@ def test_without_the_bootstrap_node() -> None:
     assert failing(findings) == {"bootstrap"}
     assert findings["bootstrap"].values == {"nodes": 1, "answering": 0}
     assert {findings[name].verdict for name in (*SWARM[1:], "speed", "round")} == {Verdict.SKIPPED}
+
+
+@pytest.mark.usefixtures("faultless")
+def test_an_address_that_is_none_is_wrong_usage() -> None:
+    with pytest.raises(ManifestError, match="'nonsense' is not a multiaddress"):
+        examine("nonsense")
 
 
 @pytest.mark.usefixtures("faultless")
