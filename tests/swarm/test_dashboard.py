@@ -64,20 +64,20 @@ def test_who_trains_who_follows_and_who_archives_show_the_same_run(tmp_path: Pat
             site.start("follow", "--run", invite, "--json", "--dashboard", "127.0.0.1:0") as follower,
         ):
             views = {}
-            for name, command in {"volunteer": first, "archive": node, "follower": follower}.items():
+            for name, command in {"archive": node, "follower": follower}.items():
                 views[name] = seen(
-                    dashboard_of(command),
-                    run,
-                    lambda view: len(view["contributions"]["rows"]) == 2 and view["run"]["outer_step"] >= 3,
-                    f"the {name} does not show who has contributed",
+                    dashboard_of(command), run, is_whole, f"the {name} does not show who has contributed"
                 )
-                assert view_is_whole(views[name]), views[name]
-            peers = {row["peer"] for row in views["volunteer"]["contributions"]["rows"]}
-            assert views["volunteer"]["run"]["me"] in peers
+            volunteer = seen(
+                dashboard_of(first),
+                run,
+                lambda view: (
+                    is_whole(view) and knows_an_archive(view) and all(agree(view, one) for one in views.values())
+                ),
+                "the volunteer does not show the entries that the others show",
+            )
+            assert volunteer["run"]["me"] in {row["peer"] for row in volunteer["contributions"]["rows"]}
             assert views["archive"]["run"]["me"] == ""
-            assert {row["state"] for row in views["volunteer"]["peers"]["rows"]} >= {"archiving"}
-            assert agree(views["volunteer"], views["archive"])
-            assert agree(views["volunteer"], views["follower"])
             for command in (node, first):
                 assert health_of(command) == (200, {"healthy": True, "reasons": []})
             follower.signal(signal.SIGINT)
@@ -89,16 +89,23 @@ def test_who_trains_who_follows_and_who_archives_show_the_same_run(tmp_path: Pat
     site.assert_nothing_is_left()
 
 
-def view_is_whole(view: Any) -> bool:
+def is_whole(view: Any) -> bool:
+    """Whether a view has something to show in each of its parts."""
     entries = [row for row in view["rounds"]["rows"] if "digest" in row]
-    return bool(entries and entries[-1]["voters"] == 2 and view["losses"]["training"] and not view["run"]["no_log"])
+    has_log = bool(entries) and entries[-1]["voters"] == 2 and not view["run"]["no_log"]
+    return has_log and len(view["contributions"]["rows"]) == 2 and bool(view["losses"]["training"])
+
+
+def knows_an_archive(view: Any) -> bool:
+    return "archiving" in {row["state"] for row in view["peers"]["rows"]}
 
 
 def agree(one: Any, other: Any) -> bool:
-    """Whether both show the same entries, where they show any of the same place."""
+    """Whether both show entries of the same places, which are the same."""
     first, second = digests(one), digests(other)
     both = first.keys() & second.keys()
-    return bool(both) and all(first[index] == second[index] for index in both)
+    assert all(first[index] == second[index] for index in both), "they show different entries of one place"
+    return bool(both)
 
 
 def digests(view: Any) -> dict[int, str]:
