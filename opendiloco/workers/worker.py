@@ -15,9 +15,8 @@ import os
 import queue
 import socket
 import threading
-import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,8 +43,6 @@ from opendiloco.workers.control import (
     ForgetMoments,
     Generate,
     Generated,
-    InnerLoopDone,
-    InnerStepDone,
     KeepMoments,
     LeaseDigested,
     LoadMoments,
@@ -55,6 +52,7 @@ from opendiloco.workers.control import (
     RecallMoments,
     RunInnerLoop,
     StoreMoments,
+    TakeAverage,
     parse_command,
 )
 from opendiloco.workers.failures import describe_failure
@@ -62,7 +60,6 @@ from opendiloco.workers.failures import describe_failure
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
-    from opendiloco.inner.inner_steps import InnerStep
     from opendiloco.inner.moments import Moments
     from opendiloco.inner.replica import ModelReplica
 
@@ -74,6 +71,8 @@ class ControlChannel:
         self._connection = connection
         self._sending = threading.Lock()
         self.stopped_number = 0
+        self._averages: dict[int, tuple[int, bool]] = {}
+        self._news = threading.Event()
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -83,15 +82,35 @@ class ControlChannel:
         with self._sending:  # batches are read by a thread of their own, which may have to tokenize
             self._connection.sendall(message.line())
 
+    def average_of(self, fragment: int) -> tuple[int, bool] | None:
+        """Return what was said last of a fragment: of which training it is, and whether there are new values."""
+        return self._averages.get(fragment)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return once this holds; it is asked anew whenever something was heard."""
+        while True:
+            self._news.clear()
+            if is_so():
+                return
+            self._news.wait()
+
+    def take(self, command: Command) -> None:
+        """Hear a command; those that are not heard while training wait in `commands`."""
+        match command:
+            case EndInnerLoop():
+                self.stopped_number = command.number
+            case TakeAverage():
+                self._averages[command.fragment] = command.number, command.is_changed
+            case _:
+                self.commands.put(command)
+        self._news.set()
+
     def _read(self) -> None:
         """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
         try:
             for line in self._connection.makefile("rb"):
                 command = parse_command(line)
-                if isinstance(command, EndInnerLoop):
-                    self.stopped_number = command.number
-                else:
-                    self.commands.put(command)
+                self.take(command)
         except ConnectionError:
             pass
         except Exception:
@@ -142,6 +161,7 @@ class Worker:
             from opendiloco.inner.team import MeetingPlace, Team
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
+            from opendiloco.workers.inner_loops import InnerLoops
 
         place = MeetingPlace(command.port, command.host, command.key, descriptors.listener)
         here = range(command.first_here, command.first_here + (command.here or command.workers))
@@ -159,6 +179,9 @@ class Worker:
         if command.options.trains:
             self._try_what_is_compiled()
         self._moments_descriptor = descriptors.moments
+        self._inner_loops = InnerLoops(
+            self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
+        )
         layout, length = self._replica.layout, self._config.training.sequence_length
         held_out, windows = self._data.held_out, self._config.evaluation.windows
         self.description = Configured(
@@ -203,61 +226,17 @@ class Worker:
             case DigestLease():
                 return LeaseDigested(lease_digest=self._data.samples.digest(numbers_of(command.lease), command.samples))
             case RunInnerLoop():
-                return self._train(command)
+                return self._inner_loops.run(command)
             case Evaluate():
                 return self._evaluate(command)
             case Generate():
                 return self._generate(command)
             case Export():
                 return self._export(command)
-            case Configure() | CountDevices() | EndInnerLoop():
+            case Configure() | CountDevices() | EndInnerLoop() | TakeAverage():
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
             case _:
                 return self._move_moments(command)
-
-    def _train(self, command: RunInnerLoop) -> InnerLoopDone:
-        from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
-
-        started = time.monotonic()
-        forget_peak_memory(self._team.device)
-        length = self._config.training.sequence_length
-
-        def stop_wanted() -> bool:
-            return command.number <= self._channel.stopped_number
-
-        start = self._vectors.local if command.from_local else self._vectors.theta
-        inner_steps = self._replica.inner_steps(
-            start, command.index, command.samples, command.steps, command.tokens, stop_wanted
-        )
-        for step in inner_steps:
-            if self._team.rank == 0:
-                self._report(step, tokens_per_second=step.samples * length / (time.monotonic() - started))
-            if self._team.size == 1:
-                self._carry_out_asides()
-        trained = inner_steps.trained
-        self._replica.store(self._vectors.local)
-        return InnerLoopDone(
-            samples=trained.samples,
-            tokens=trained.tokens,
-            inner_steps=trained.inner_steps,
-            loss=trained.loss,
-            gradient_norm=trained.gradient_norm,
-            learning_rate=self._replica.learning_rate,
-            skipped=trained.skipped,
-            seconds=time.monotonic() - started,
-            waited_seconds=trained.waited_seconds,
-            peak_memory_bytes=peak_memory(self._team.device),
-        )
-
-    def _report(self, step: InnerStep, tokens_per_second: float) -> None:
-        progress = InnerStepDone(
-            inner_step=step.number,
-            loss=step.loss,
-            gradient_norm=step.gradient_norm,
-            learning_rate=self._replica.learning_rate,
-            tokens_per_second=tokens_per_second,
-        )
-        self._channel.send(progress)
 
     def _carry_out_asides(self) -> None:
         """While we train, the peer process asks for nothing that does not fit between two inner steps."""
@@ -295,38 +274,42 @@ class Worker:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""
         from opendiloco.model.evaluation import held_out_loss
 
-        self._replica.load(self._vectors.theta)
         windows, at_once = command.windows, self.description.micro_batch
-        model, precision = self._replica.model, self._replica.precision
         sharers = None if self._team.mesh is None else self._team
-        loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, sharers)
+        with self._replica.showing(self._vectors.theta) as model:
+            precision = self._replica.precision
+            loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, sharers)
         return Evaluated(loss=loss, tokens=tokens)
 
     def _generate(self, command: Generate) -> Generated:
         from opendiloco.model.evaluation import generate_sample
 
         sampling = command.tokens, command.seed, command.temperature
-        return Generated(text=generate_sample(self._whole_model(), self._tokenizer, command.prompt, *sampling))
+        with self._whole_model() as model:
+            return Generated(text=generate_sample(model, self._tokenizer, command.prompt, *sampling))
 
     def _export(self, command: Export) -> Exported:
         from opendiloco.model.export import export_model
 
         folder = Path(command.folder)
-        export_model(self._whole_model(), self._tokenizer, folder, self._config, command.facts, command.dtype)
+        with self._whole_model() as model:
+            export_model(model, self._tokenizer, folder, self._config, command.facts, command.dtype)
         return Exported()
 
-    def _whole_model(self) -> Any:
+    @contextmanager
+    def _whole_model(self) -> Iterator[Any]:
         """A model with theta in it: the worker's own, or one made for the purpose if that is sharded."""
         from opendiloco.model.build import build_model, is_all_trained, trainable
         from opendiloco.model.shards import Shards
 
         if self._team.mesh is None:
-            self._replica.load(self._vectors.theta)
-            return self._replica.model
+            with self._replica.showing(self._vectors.theta) as own:
+                yield own
+            return
         draws = not is_all_trained(self._replica.model)
         model = build_model(self._config, self._tokenizer, draws=draws, threads=self._options.threads)
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
-        return model
+        yield model
 
 
 @contextmanager
