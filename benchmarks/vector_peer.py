@@ -22,7 +22,7 @@ import numpy as np
 
 import opendiloco
 from benchmarks.processes import cpu_seconds, memory_taken, read_lines, say
-from opendiloco.cli.options import limit_option
+from opendiloco.cli.setting_options import join_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import INT8
 from opendiloco.local_workload import LocalWorkload
@@ -268,8 +268,8 @@ async def run_peer(part: Part) -> None:
 @click.option("--fetches", is_flag=True, help="Only take over the state.")
 @click.option("--follows", is_flag=True, help="Only follow the log.")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="For the log, and for snapshots.")
-@limit_option("upload", "Send")
-@limit_option("download", "Receive")
+@join_option("upload_limit")
+@join_option("download_limit")
 def main(**options: Any) -> None:
     asyncio.run(run_peer(Part(**options)))
 

@@ -79,3 +79,9 @@ class IslandError(DilocoPeerError):
     """The machines of one volunteer do not fit together, or one of them is lost."""
 
     exit_code = 15
+
+
+class SettingsError(DilocoPeerError):
+    """An environment variable or the configuration file says what no setting can be."""
+
+    exit_code = 2

@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # of the modules of tests, which takes half of the time to collect them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+os.environ["DILOCO_CONFIG"] = os.devnull  # whoever runs the tests may have settings of their own
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # whose tests look for what theirs have left in the folder for temporary files
     own_folder = tempfile.mkdtemp(prefix="tests-")

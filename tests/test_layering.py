@@ -149,6 +149,7 @@ ROOMS = (
     "outer",
     "checkpoints",
     "plan",
+    "settings",
     "demo",
     "cli",
 )

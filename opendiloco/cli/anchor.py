@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, NEW_FOLDER, initial_peers_option, parse_run, run_option
+from opendiloco.cli.options import identity_option, initial_peers_option, parse_run, run_option, state_option
 
 if TYPE_CHECKING:
     from opendiloco.run import Run
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 @click.command(short_help="Sign the run's log, as one of its anchors.")
 @run_option
 @initial_peers_option
-@click.option("--identity", type=FILE, help="The anchor's key file.  [default: this user's own]")
-@click.option("--state", type=NEW_FOLDER, help="Where to remember what was signed.  [default: as `join` has it]")
+@identity_option("The anchor's")
+@state_option("Where to remember what was signed.")
 @click.option("--peer", metavar="PEER_ID", help="Sign the log of this peer.  [default: that of all peers]")
 @click.option(
     "--uncertified",

@@ -5,7 +5,7 @@ from __future__ import annotations
 EXIT_CODES: dict[int, str] = {
     0: "all went well, or a polite leave",
     1: "an unexpected error: a bug; or a demo whose peers disagree, whose model did not learn, or that was too short",
-    2: "wrong usage: an option or argument",
+    2: "wrong usage: an option, argument, environment variable or configuration file",
     3: "a manifest, invite, run id, run.toml or links.toml that is wrong or was tampered with",
     4: "the swarm is out of reach: no bootstrap node answers, the run is unknown, or nobody is there",
     5: "this machine's side of the network: a port in use, an identity file, libp2p's daemon",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 
 import click
 
 from opendiloco.cli.exit_codes import INTERRUPTED, UNEXPECTED, exit_code_lines
 from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.setting_options import FILE_KEY, PATH_KEY, log_options
+from opendiloco.errors import SettingsError
 from peers.errors import DilocoPeerError
 
 COMMANDS: Mapping[str, str] = {
@@ -27,6 +30,7 @@ COMMANDS: Mapping[str, str] = {
     "follow": "opendiloco.cli.follow",
     "log": "opendiloco.cli.log",
     "anchor": "opendiloco.cli.anchor",
+    "config": "opendiloco.cli.config",
     "kernels": "opendiloco.cli.kernels",
 }
 """Each command in the order of `--help`, and the module that has it under the name `command`."""
@@ -99,14 +103,32 @@ def show_version(context: click.Context, parameter: click.Parameter, is_wanted: 
     context.exit()
 
 
+def read_settings_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    """Take what the configuration file says for all options that it may have."""
+    if context.resilient_parsing:
+        return
+    from opendiloco.settings.file import SettingsFile
+
+    try:
+        found = SettingsFile.read(path)
+    except SettingsError as error:
+        raise click.UsageError(str(error), context) from error
+    context.meta[FILE_KEY] = found.values
+    context.meta[PATH_KEY] = found.path
+
+
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors, and log everything.")
 @click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    help="What to log. By default `info` for what keeps running, `warning` for the rest.",
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    envvar="DILOCO_CONFIG",
+    is_eager=True,
+    expose_value=False,
+    callback=read_settings_file,
+    help="Take settings from this file.  [default: ~/.config/diloco-peer/config.toml, if it is there]",
 )
-@click.option("--log-file", type=click.Path(dir_okay=False), help="Log to this file instead of stderr.")
+@log_options
 @click.option(
     "--version",
     is_flag=True,
@@ -116,6 +138,6 @@ def show_version(context: click.Context, parameter: click.Parameter, is_wanted: 
     help="Show the version, and that of the protocol, and exit.",
 )
 @click.pass_context
-def main(context: click.Context, debug: bool, log_level: str | None, log_file: str | None) -> None:
+def main(context: click.Context, debug: bool, log_level: str | None, log_file: Path | None) -> None:
     """Lend a machine to a language-model training run that nobody's data centre hosts."""
     context.obj = LogOptions("debug" if debug else log_level, log_file)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, FOLDER, initial_peers_option
+from opendiloco.cli.options import FILE, identity_option, initial_peers_option, state_option
 
 if TYPE_CHECKING:
     from opendiloco.issued import Issued
@@ -20,13 +20,8 @@ DAY = 86400
 PLACES = 10_000
 
 manifest_argument = click.argument("manifest", type=FILE)
-identity_option = click.option("--identity", type=FILE, help="The organiser's key file.  [default: this user's own]")
-state_option = click.option(
-    "--state",
-    type=FOLDER,
-    metavar="FOLDER",
-    help="Where to remember what was given.  [default: ~/.local/state/diloco-peer]",
-)
+organiser_option = identity_option("The organiser's")
+issued_option = state_option("Where to remember what was given.")
 
 
 @click.group()
@@ -54,8 +49,8 @@ def command() -> None:
     show_default=True,
     help="Good for so many days.",
 )
-@identity_option
-@state_option
+@organiser_option
+@issued_option
 @click.pass_obj
 def create(
     log: LogOptions,
@@ -100,8 +95,8 @@ def create(
 
 @command.command("list", short_help="Print the tickets that this machine has given.")
 @click.argument("run", metavar="RUN|MANIFEST")
-@identity_option
-@state_option
+@organiser_option
+@issued_option
 @click.pass_obj
 def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
     """Print the tickets that this machine has given to a run: id, places, expiry, for whom, and whether revoked."""
@@ -127,8 +122,8 @@ def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) 
 @manifest_argument
 @click.argument("tickets", nargs=-1, required=True, metavar="ID...")
 @initial_peers_option
-@identity_option
-@state_option
+@organiser_option
+@issued_option
 @click.pass_obj
 def revoke(
     log: LogOptions,

@@ -11,38 +11,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import (
-    FILE,
-    FOLDER,
-    announce_option,
-    data_option,
-    data_port_option,
-    initial_peers_option,
-    limit_option,
-    listen_option,
-    metrics_port_option,
-    parse_run,
-    relay_settings,
-    run_option,
-    ticket_option,
-    track_option,
-    worker_options,
-)
+from opendiloco.cli.options import parse_run, relay_settings
+from opendiloco.cli.setting_options import join_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from opendiloco.interrupts import Interrupts
     from opendiloco.island.environment import Placement
+    from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.volunteer import Volunteer
     from opendiloco.workers.nodes import Nodes
-    from opendiloco.workers.options import WorkerOptions
-    from opendiloco.workers.trackers import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -52,104 +36,9 @@ THIS_MACHINE = "this machine"
 
 
 @click.command()
-@run_option
-@initial_peers_option
-@click.option("--identity", type=FILE, help="Key file; made if it does not exist.  [default: this user's own]")
-@ticket_option
-@listen_option(0)
-@announce_option
-@data_port_option(0, "Accept bulk connections on TCP port N; 0 is any free one. Routers need not let it in.")
-@click.option(
-    "--relay-limit",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="MBIT",
-    help="Pass on so many megabits a second between volunteers that have no other way.  [default: none]",
-)
-@worker_options
-@data_option("Train on the text in this folder.")
-@limit_option("upload", "Send")
-@limit_option("download", "Receive")
-@click.option(
-    "--state",
-    type=FOLDER,
-    metavar="FOLDER",
-    help="Keep checkpoints and what else outlives this process in FOLDER/<run id>/<peer id>.  "
-    "[default: ~/.local/state/diloco-peer]",
-)
-@click.option(
-    "--keep",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=2,
-    show_default=True,
-    help="Keep the newest N checkpoints, each of 8 bytes a parameter, and the log since; 0: nothing.",
-)
-@click.option(
-    "--keep-every",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    help="Keep those, too, whose outer step is a multiple of N.",
-)
-@click.option(
-    "--remote",
-    metavar="URL",
-    help="Copy each checkpoint to a folder at this URL, any that fsspec knows: s3://, gs://, hf://, sftp://, a path.",
-)
-@click.option(
-    "--moments",
-    type=click.Choice(["none", "local", "remote"]),
-    default="local",
-    show_default=True,
-    help="Keep the inner optimizer's state beside the newest checkpoint, too: on the disk, or also at --remote.",
-)
-@click.option(
-    "--checkpoint-limit",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="MBIT",
-    default=1600.0,
-    show_default=True,
-    help="Write and copy checkpoints at no more than so many megabits a second; --upload-limit holds for copies, too.",
-)
-@click.option(
-    "--on-partition",
-    type=click.Choice(["continue", "wait"]),
-    default="continue",
-    show_default=True,
-    help="When most of the run's peers are gone for rounds.partition_grace_seconds: train with those that are here, or "
-    "wait for the others.",
-)
-@click.option("--journal", type=FILE, help="Append every entry of the run's log that is applied here to this file.")
-@metrics_port_option
-@track_option
-@click.option("--plain", is_flag=True, help="Log lines instead of a live screen.")
+@join_settings()
 @click.pass_obj
-def command(
-    log: LogOptions,
-    run: str,
-    initial_peers: tuple[str, ...],
-    identity: Path | None,
-    ticket: str | None,
-    listen: tuple[str, ...],
-    announce: tuple[str, ...],
-    data_port: int,
-    relay_limit: float | None,
-    workers: WorkerOptions,
-    data: tuple[Path, ...],
-    upload_limit: float | None,
-    download_limit: float | None,
-    state: Path | None,
-    keep: int,
-    keep_every: int,
-    remote: str | None,
-    moments: Literal["none", "local", "remote"],
-    checkpoint_limit: float,
-    on_partition: Literal["continue", "wait"],
-    journal: Path | None,
-    metrics_port: int | None,
-    track: tuple[Choice, ...],
-    plain: bool,
-) -> None:
+def command(log: LogOptions, settings: JoinSettings) -> None:
     """Train in a run with this machine until Ctrl-C."""
     from opendiloco.anchorage import ask_for_anchors
     from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
@@ -164,47 +53,50 @@ def command(
     from opendiloco.sole import listening
     from opendiloco.volunteer import connected, volunteering
     from opendiloco.workers.trackers import tracking
+    from peers.links.own_network import everywhere
     from peers.metrics import serve_metrics
     from peers.streams.throttle import Caps
 
-    console = None if plain or not sys.stdout.isatty() else start_console(log)
+    console = None if settings.plain or not sys.stdout.isatty() else start_console(log)
     if console is None:
         log.start("info")
-    invite = parse_run(run, initial_peers)
+    invite = parse_run(settings.run, settings.initial_peers)
     placement = Placement.read(os.environ)
     if placement is not None and not placement.is_first:
-        run_interruptible(lambda interrupts: serve_as_node(placement, invite.run_id, state, interrupts))
+        run_interruptible(lambda interrupts: serve_as_node(placement, invite.run_id, settings.state, interrupts))
         return
-    shown = None if ticket is None else read_ticket(ticket)
-    record = None if journal is None else Journal.open(journal)
-    if remote is not None:
-        check_url(remote)
-    if metrics_port is not None:
-        serve_metrics(metrics_port)
-    caps, rate = Caps.of_megabits(upload_limit, download_limit), checkpoint_limit * 1e6 / 8
+    shown = None if settings.ticket is None else read_ticket(settings.ticket)
+    record = None if settings.journal is None else Journal.open(settings.journal)
+    if settings.remote is not None:
+        check_url(settings.remote)
+    if settings.metrics_port is not None:
+        serve_metrics(settings.metrics_port)
+    caps, rate = Caps.of_megabits(settings.upload_limit, settings.download_limit), settings.checkpoint_rate
 
     async def main(interrupts: Interrupts) -> None:
-        before = RunFolder.at(invite.run_id, key.peer_id, state)
+        before = RunFolder.at(invite.run_id, key.peer_id, settings.state)
         remembered = before.remembered_peers()
-        links = relay_settings(data_port, relay_limit)
+        listen = settings.listen or everywhere(0)
+        links = relay_settings(settings.data_port, settings.relay_limit)
         async with (
             other_machines(placement, invite.run_id, key.peer_id, interrupts) as nodes,
             connected(
-                key, invite.addresses, listen, announce, links=links, remembered=remembered.addresses
+                key, invite.addresses, listen, settings.announce, links=links, remembered=remembered.addresses
             ) as transport,
         ):
             transport.cap(caps)
-            found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(data)
-            found = replace(found, goes_on_alone=on_partition == "continue")
-            folder = RunFolder.open(found, key.peer_id, state)
+            found = (await find_run(transport, invite.run_id, before.remembered_manifest())).with_data(settings.data)
+            found = replace(found, goes_on_alone=settings.on_partition == "continue")
+            folder = RunFolder.open(found, key.peer_id, settings.state)
             await ask_for_anchors(transport, found, invite.addresses, folder)
             entrance = await enter(transport, found, key, invite.addresses, folder, shown)
-            plan = KeepingPlan(folder, keep, keep_every, rate, remote, min(rate, caps.upload or rate), moments)
+            keeping = settings.keep, settings.keep_every, rate, settings.remote
+            plan = KeepingPlan(folder, *keeping, min(rate, caps.upload or rate), settings.moments)
             say(f"found run {found.run_id}; starting a worker (some seconds)", console)
-            kept = folder if keep or keep_every else None
+            kept = folder if settings.keeps_anything else None
             async with (
                 listening(transport, found.run_id) as sole,
-                volunteering(found, key, transport, workers, kept, trackers, nodes) as volunteer,
+                volunteering(found, key, transport, settings.workers, kept, trackers, nodes) as volunteer,
                 Checkpointer(plan) as checkpointer,
             ):
                 await sole
@@ -219,7 +111,7 @@ def command(
                 await train_in_view(volunteer, console)
         say("left the run", console)
 
-    with hold_identity(identity) as key, tracking(track, invite.run_id, key.peer_id) as trackers:
+    with hold_identity(settings.identity) as key, tracking(settings.trackers, invite.run_id, key.peer_id) as trackers:
         try:
             run_interruptible(main)
         finally:  # ends with the process: Python 3.11 crashed when it took cycles of views of shared memory apart

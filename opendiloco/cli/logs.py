@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 OURS = ("opendiloco", "peers")
@@ -20,7 +21,7 @@ class LogOptions:
     """What the person asked for; None leaves it to the command."""
 
     level: str | None
-    file: str | None
+    file: Path | None
 
     def start(self, default_level: str = "warning") -> None:
         """Log to stderr, or to the file. Other libraries' lines only count from warnings on, unless all is wanted.

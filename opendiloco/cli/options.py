@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
-from click.core import ParameterSource
 
-from opendiloco.workers.options import WorkerOptions
+from opendiloco.cli.setting_options import is_typed, join_option
 from peers.links.own_network import everywhere
 from peers.links.settings import LinkSettings
 
 if TYPE_CHECKING:
-    from opendiloco.workers.trackers import Choice
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
@@ -31,16 +29,17 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 PATH = click.Path(path_type=Path)
 
 
-def initial_peers_option(command: Command) -> Command:
-    return click.option(
-        "--initial-peer",
-        "initial_peers",
-        multiple=True,
-        metavar="MULTIADDR",
-        envvar=INITIAL_PEERS,
-        help="Address of a bootstrap node, or of any peer. May be repeated.  "
-        f"[default: those in {INITIAL_PEERS}, separated by spaces]",
-    )(command)
+initial_peers_option = join_option("initial_peers")
+run_option = join_option("run")
+
+
+def identity_option(whose: str) -> Callable[[Command], Command]:
+    """Sign as this peer: the machine's own, unless told otherwise."""
+    return join_option("identity", help=f"{whose} key file.")
+
+
+def state_option(help: str) -> Callable[[Command], Command]:
+    return join_option("state", help=help)
 
 
 def other_nodes_option(command: Command) -> Command:
@@ -52,10 +51,6 @@ def other_nodes_option(command: Command) -> Command:
         metavar="MULTIADDR",
         help="Address of another bootstrap node, or of any peer. May be repeated.",
     )(command)
-
-
-def run_option(command: Command) -> Command:
-    return click.option("--run", required=True, metavar="ID|INVITE", help="The run's id, or an invite to it.")(command)
 
 
 @dataclass(frozen=True)
@@ -88,6 +83,8 @@ def place_options(command: Command) -> Command:
     @functools.wraps(command)
     def with_place(*arguments: Any, **values: Any) -> Any:
         own = {field.name: values.pop(field.name) for field in fields(Place)}
+        if own["source"] is not None and not is_typed(click.get_current_context(), "run"):
+            own["run"] = None  # the settings name the run that this machine usually joins
         return command(*arguments, place=Place(**own), **values)
 
     wrapped: Any = with_place
@@ -100,18 +97,10 @@ def place_options(command: Command) -> Command:
         click.option("--from", "source", type=PATH, help="Take a checkpoint: its file, or the newest in a folder."),
         reader_option,
         initial_peers_option,
-        click.option("--run", metavar="ID|INVITE", help=run),
+        join_option("run", help=run, required=False),
     ):
         wrapped = option(wrapped)
     return cast(Command, wrapped)
-
-
-def ticket_option(command: Command) -> Command:
-    return click.option(
-        "--ticket",
-        metavar="TICKET|FILE",
-        help="What admits this machine to a run by invitation; needed once, then kept with what else --state keeps.",
-    )(command)
 
 
 def data_option(help: str) -> Callable[[Command], Command]:
@@ -153,15 +142,6 @@ def announce_option(command: Command) -> Command:
     )(command)
 
 
-def limit_option(direction: str, verb: str) -> Callable[[Command], Command]:
-    return click.option(
-        f"--{direction}-limit",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="MBIT",
-        help=f"{verb} model data at no more than so many megabits a second.",
-    )
-
-
 def data_port_option(default: int, help: str) -> Callable[[Command], Command]:
     return click.option(
         "--data-port",
@@ -186,103 +166,6 @@ def relay_settings(port: int, megabits: float | None) -> LinkSettings:
     return LinkSettings(port, None if megabits is None else megabits * 1e6 / 8)
 
 
-def parse_trackers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[Choice, ...]:
-    from opendiloco.workers.trackers import Choice
-
-    try:
-        return tuple(Choice.parse(value) for value in values)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
-
-track_option = click.option(
-    "--track",
-    multiple=True,
-    callback=parse_trackers,
-    metavar="KIND:TARGET",
-    help="Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. May be repeated.",
-)
-
-
-def worker_options(command: Command) -> Command:
-    """Those of the workers, which the command gets as one argument: `workers`, a `WorkerOptions`."""
-
-    @functools.wraps(command)
-    def with_options(*arguments: Any, **values: Any) -> Any:
-        own = {field.name: values.pop(field.name) for field in fields(WorkerOptions) if field.name in values}
-        return command(*arguments, workers=WorkerOptions(**own), **values)
-
-    wrapped: Any = with_options
-    for option in reversed(WORKER_OPTIONS):
-        wrapped = option(wrapped)
-    return cast(Command, wrapped)
-
-
-WORKER_OPTIONS = (
-    click.option(
-        "--device",
-        default="auto",
-        show_default=True,
-        help="auto (all GPUs, or the CPU), cpu, cuda (all GPUs), or one: cuda:1 and so on.",
-    ),
-    click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Train on the first N GPUs.  [default: all]"),
-    click.option(
-        "--cpu-workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        default=1,
-        show_default=True,
-        help="Share the work among N processes, where it is the CPU that trains.",
-    ),
-    click.option(
-        "--threads",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="CPU threads of each worker.  [default: on the CPU all cores but one, on GPUs 1]",
-    ),
-    click.option(
-        "--restarts",
-        type=click.IntRange(min=0),
-        metavar="N",
-        default=3,
-        show_default=True,
-        help="Start workers anew that died or failed, up to N times in a row.",
-    ),
-    click.option(
-        "--micro-batch",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Put N windows through the model at once, for less memory.  [default: what fits, up to what the run says]",
-    ),
-    click.option(
-        "--activation-checkpointing/--no-activation-checkpointing",
-        default=None,
-        help="Compute activations again instead of keeping them: less memory, more time.  [default: as the run says]",
-    ),
-    click.option(
-        "--compile/--no-compile",
-        default=None,
-        help="Compile the model's blocks with torch.compile, or do not.  [default: on GPUs, yes; on the CPU, no]",
-    ),
-    click.option(
-        "--tf32", is_flag=True, help="Let GPUs multiply in TF32 where the run says fp32: faster, 10 bits instead of 23."
-    ),
-    click.option(
-        "--whole-layers",
-        is_flag=True,
-        help="Several GPUs: keep layers whole between passes; less traffic, 8 bytes more a parameter on each.",
-    ),
-    click.option(
-        "--replicas",
-        type=click.IntRange(min=1),
-        metavar="N",
-        default=1,
-        show_default=True,
-        help="Divide the workers into N groups, each of which shares a whole model. One for each machine is HSDP.",
-    ),
-)
-
-
 @contextmanager
 def reader(path: Path | None) -> Iterator[Identity]:
     """The key of this file, or a new one, to look at a run with. Raises: LocalNetworkError."""
@@ -297,19 +180,20 @@ def reader(path: Path | None) -> Iterator[Identity]:
 
 
 def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:
-    """Return the run and the addresses for it: those of the invite and of the option, or else of the environment.
+    """Return the run and the addresses for it: those of the invite and of the option, or else of the environment
+    or the configuration file.
 
     Raises: ManifestError; UsageError when there are no addresses.
     """
     from peers.values.manifest import Invite
 
     invite = Invite.parse(run)
-    source = click.get_current_context().get_parameter_source("initial_peers")
-    if invite.addresses and source is ParameterSource.ENVIRONMENT:
-        return invite  # the variable may be about another swarm
+    if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
+        return invite  # the environment and the file may be about another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
         raise click.UsageError(
-            f"a run id does not say where the swarm is: add --initial-peer, set {INITIAL_PEERS}, or give the invite."
+            f"a run id does not say where the swarm is: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in "
+            "the configuration file, or give the invite."
         )
     return Invite(invite.run_id, addresses)

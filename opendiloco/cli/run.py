@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, INITIAL_PEERS, initial_peers_option
+from opendiloco.cli.options import FILE, INITIAL_PEERS, identity_option, initial_peers_option
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
@@ -29,7 +29,7 @@ def command() -> None:
 @command.command()
 @click.argument("run_toml", type=FILE)
 @initial_peers_option
-@click.option("--identity", type=FILE, help="The organiser's key file.  [default: this user's own]")
+@identity_option("The organiser's")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

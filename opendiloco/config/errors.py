@@ -26,11 +26,16 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def explain_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> ManifestError:
-    """One error with one line for each problem, each with its own remedy."""
+    """Return one error with one line for each problem, each with its own remedy."""
+    return ManifestError(describe_validation_error(origin, error, model))
+
+
+def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
+    """Return one line for each problem, each with its own remedy."""
     lines = [_line(problem, model) for problem in error.errors()]
     if len(lines) == 1:
-        return ManifestError(f"{origin}: {lines[0]}")
-    return ManifestError(f"{origin}: {len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines))
+        return f"{origin}: {lines[0]}"
+    return f"{origin}: {len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _line(problem: Any, model: type[BaseModel]) -> str:

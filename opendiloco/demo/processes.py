@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from opendiloco.errors import DemoError
+from opendiloco.settings.file import without_settings
 
 LINES_KEPT = 10
 STOP_SECONDS = 20.0  # a polite leave may finish a round first
@@ -32,13 +33,13 @@ class Child:
     @classmethod
     async def start(cls, name: str, arguments: list[str], folder: Path) -> Child:
         """In a session of its own, so that Ctrl-C reaches only the demo, which ends it politely."""
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+        ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-P", "-m", "opendiloco.cli", *arguments],
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=environment,
+            env=without_settings(os.environ) | ours,
             start_new_session=True,
         )
         return cls(name, process, folder / f"{name.replace(' ', '-')}.log")

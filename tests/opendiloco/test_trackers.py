@@ -15,8 +15,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from opendiloco.cli.options import track_option
+from opendiloco.cli.setting_options import join_settings
 from opendiloco.errors import MachineError
+from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.workers import trackers
 from opendiloco.workers.trackers import Choice, open_tracker, tracking
 from tests.opendiloco.trainings import NotingTracker
@@ -60,9 +61,9 @@ class FakeWandb(ModuleType):
 
 
 @click.command()
-@track_option
-def tracked(track: tuple[Choice, ...]) -> None:
-    click.echo(" ".join(f"{choice.kind}|{choice.target}" for choice in track))
+@join_settings(needs_run=False)
+def tracked(settings: JoinSettings) -> None:
+    click.echo(" ".join(f"{choice.kind}|{choice.target}" for choice in settings.trackers))
 
 
 def test_a_choice_is_a_kind_and_where() -> None:

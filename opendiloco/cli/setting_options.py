@@ -1,0 +1,128 @@
+"""Command line options made from settings. What the command line does not say, the environment and the file may."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import click
+from click.core import ParameterSource
+
+from opendiloco.settings.join_settings import JoinSettings, LogSettings
+from opendiloco.settings.setting import Setting, setting_of, settings_of
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+FILE_KEY = "opendiloco.settings.file"
+PATH_KEY = "opendiloco.settings.path"
+"""Where click's contexts have what the configuration file says, and its path."""
+
+
+class SettingOption(click.Option):
+    """An option for which the configuration file has a say, before the default."""
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        value, source = super().consume_value(ctx, opts)
+        said = file_values(ctx)
+        if source is ParameterSource.DEFAULT and self.name in said:
+            return said[self.name], ParameterSource.DEFAULT_MAP
+        return value, source
+
+
+def file_values(context: click.Context) -> Mapping[str, Any]:
+    """Return what the configuration file says, as TOML has it."""
+    found: Mapping[str, Any] = context.meta.get(FILE_KEY, {})
+    return found
+
+
+def is_typed(context: click.Context, name: str) -> bool:
+    """Whether the command line itself has this option."""
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def option_for(setting: Setting, help: str | None = None, **more: Any) -> Callable[[Command], Command]:
+    """Return click's option for a setting, with `more` of what click takes."""
+    text, shown = help or setting.about.help, setting.default_text
+    text = text if shown is None else f"{text}  [default: {shown}]"
+    return click.option(
+        setting.spelling,
+        setting.name,
+        cls=SettingOption,
+        type=_type_of(setting),
+        multiple=setting.is_repeated,
+        metavar=setting.about.metavar,
+        envvar=setting.variable,
+        default=None if setting.is_required or setting.is_repeated else setting.default,
+        help=text,
+        **({"required": setting.is_required} | more),
+    )
+
+
+def join_option(name: str, **changed: Any) -> Callable[[Command], Command]:
+    """Return the option for one of `join`'s settings, for a command that shares it."""
+    return option_for(setting_of(JoinSettings, name), **changed)
+
+
+def log_options(command: Command) -> Command:
+    """Add the options for the log to a command."""
+    return _with_all(command, list(settings_of(LogSettings)))
+
+
+def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
+    """Give a command all of `join`'s options, and what they say as one argument: `settings`.
+
+    Unless it `needs_run`, none needs to be named: `run` is empty then.
+    """
+    settings = [setting for section in JoinSettings.SECTIONS for setting in settings_of(section)]
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_settings(*arguments: Any, **values: Any) -> Any:
+            own = {setting.name: values.pop(setting.name) for setting in settings}
+            given = {name: value for name, value in own.items() if value is not None}
+            if not needs_run:
+                given = {"run": ""} | given
+            return command(*arguments, settings=_checked(given), **values)
+
+        changed = {} if needs_run else {"required": False}
+        return _with_all(cast(Command, with_settings), settings, changed)
+
+    return decorate
+
+
+def _checked(values: Mapping[str, Any]) -> JoinSettings:
+    """Return settings made of values. Raises: BadParameter that names the option of the first that is wrong."""
+    from pydantic import ValidationError
+
+    from opendiloco.settings.checks import checked
+
+    try:
+        return checked(JoinSettings, values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        option = f"--{setting_of(JoinSettings, str(problem['loc'][0])).option}"
+        raise click.BadParameter(f"{problem['input']!s}: {problem['msg']}.", param_hint=repr(option)) from error
+
+
+def _with_all(command: Command, settings: list[Setting], changed: Mapping[str, Any] | None = None) -> Command:
+    wrapped: Any = command
+    for setting in reversed(settings):
+        wrapped = option_for(setting, **(changed or {} if setting.is_required else {}))(wrapped)
+    return cast(Command, wrapped)
+
+
+def _type_of(setting: Setting) -> Any:
+    """Return click's type for one value."""
+    about = setting.about
+    if setting.choices:
+        return click.Choice(setting.choices)
+    if setting.is_path:
+        return click.Path(path_type=Path, file_okay=about.metavar != "FOLDER", dir_okay=about.metavar != "FILE")
+    if setting.kind not in (int, float):
+        return bool if setting.is_flag else str
+    low = about.least if about.above is None else about.above
+    if low is None and about.most is None:
+        return setting.kind
+    bounded: Any = click.IntRange if setting.kind is int else click.FloatRange
+    return bounded(low, about.most, min_open=about.above is not None)

@@ -1,0 +1,228 @@
+"""The settings of `diloco-peer join`, and those of all commands. The page docs/options.md is made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from opendiloco.settings.setting import Settings, setting
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.trackers import Choice
+
+MEGABIT = 1e6 / 8  # bytes
+
+
+def _is_there(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError("there is no such folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings(Settings):
+    TITLE = "The log"
+
+    log_level: Literal["debug", "info", "warning", "error"] | None = setting(
+        "What to log.", None, shown="`info` for what keeps running, `warning` for the rest"
+    )
+    log_file: Path | None = setting("Log to this file instead of stderr.", None, metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
+    TITLE = "The run"
+
+    run: str = setting("The run's id, or an invite to it.", metavar="ID|INVITE")
+    initial_peers: tuple[str, ...] = setting(
+        "Address of a bootstrap node, or of any peer. May be repeated.", (), option="initial-peer", metavar="MULTIADDR"
+    )
+    identity: Path | None = setting(
+        "Key file; made if it does not exist.", None, metavar="FILE", shown="this user's own"
+    )
+    ticket: str | None = setting(
+        "What admits this machine to a run by invitation; needed once, then kept with what else --state keeps.",
+        None,
+        metavar="TICKET|FILE",
+    )
+    data: tuple[Path, ...] = setting(
+        "Train on the text in this folder. Given for each of the run's sources that is a local folder, in their order.",
+        (),
+        metavar="FOLDER",
+        check=_is_there,
+    )
+    on_partition: Literal["continue", "wait"] = setting(
+        "When most of the run's peers are gone for rounds.partition_grace_seconds: train with those that are here, or "
+        "wait for the others.",
+        "continue",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings(Settings):
+    TITLE = "The network"
+
+    listen: tuple[str, ...] = setting(
+        "Where to listen; port 0 is any free one. May be repeated.",
+        (),
+        metavar="MULTIADDR",
+        shown="/ip4/0.0.0.0/tcp/0 and /ip6/::/tcp/0",
+    )
+    announce: tuple[str, ...] = setting(
+        "Tell others these addresses instead of those found. May be repeated.", (), metavar="MULTIADDR"
+    )
+    data_port: int = setting(
+        "Accept bulk connections on TCP port N; 0 is any free one. Routers need not let it in.",
+        0,
+        metavar="N",
+        least=0,
+        most=65535,
+    )
+    relay_limit: float | None = setting(
+        "Pass on so many megabits a second between volunteers that have no other way.",
+        None,
+        metavar="MBIT",
+        shown="none",
+        above=0,
+    )
+    upload_limit: float | None = setting(
+        "Send model data at no more than so many megabits a second.", None, metavar="MBIT", above=0
+    )
+    download_limit: float | None = setting(
+        "Receive model data at no more than so many megabits a second.", None, metavar="MBIT", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(Settings):
+    TITLE = "The training on this machine"
+
+    device: str = setting("auto (all GPUs, or the CPU), cpu, cuda (all GPUs), or one: cuda:1 and so on.", "auto")
+    gpus: int | None = setting("Train on the first N GPUs.", None, metavar="N", shown="all", least=1)
+    cpu_workers: int = setting(
+        "Share the work among N processes, where it is the CPU that trains.", 1, metavar="N", least=1
+    )
+    threads: int | None = setting(
+        "CPU threads of each worker.", None, metavar="N", shown="on the CPU all cores but one, on GPUs 1", least=1
+    )
+    restarts: int = setting("Start workers anew that died or failed, up to N times in a row.", 3, metavar="N", least=0)
+    micro_batch: int | None = setting(
+        "Put N windows through the model at once, for less memory.",
+        None,
+        metavar="N",
+        shown="what fits, up to what the run says",
+        least=1,
+    )
+    activation_checkpointing: bool | None = setting(
+        "Compute activations again instead of keeping them: less memory, more time.",
+        None,
+        shown="as the run says",
+    )
+    compile: bool | None = setting(
+        "Compile the model's blocks with torch.compile, or do not.", None, shown="on GPUs, yes; on the CPU, no"
+    )
+    tf32: bool = setting("Let GPUs multiply in TF32 where the run says fp32: faster, 10 bits instead of 23.", False)
+    whole_layers: bool = setting(
+        "Several GPUs: keep layers whole between passes; less traffic, 8 bytes more a parameter on each.", False
+    )
+    replicas: int = setting(
+        "Divide the workers into N groups, each of which shares a whole model. One for each machine is HSDP.",
+        1,
+        metavar="N",
+        least=1,
+    )
+
+    @property
+    def workers(self) -> WorkerOptions:
+        """These settings, as workers take them."""
+        known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(WorkerSettings)}
+        return WorkerOptions(**{name: getattr(self, name) for name in known})
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepingSettings(Settings):
+    TITLE = "What outlives the process"
+
+    state: Path | None = setting(
+        "Keep checkpoints and what else outlives this process in FOLDER/<run id>/<peer id>.",
+        None,
+        metavar="FOLDER",
+        shown="~/.local/state/diloco-peer",
+    )
+    keep: int = setting(
+        "Keep the newest N checkpoints, each of 8 bytes a parameter, and the log since; 0: nothing.",
+        2,
+        metavar="N",
+        least=0,
+    )
+    keep_every: int = setting(
+        "Keep those, too, whose outer step is a multiple of N.", 0, metavar="N", shown="none", least=0
+    )
+    remote: str | None = setting(
+        "Copy each checkpoint to a folder at this URL, any that fsspec knows: s3://, gs://, hf://, sftp://, a path.",
+        None,
+        metavar="URL",
+    )
+    moments: Literal["none", "local", "remote"] = setting(
+        "Keep the inner optimizer's state beside the newest checkpoint, too: on the disk, or also at --remote.",
+        "local",
+    )
+    checkpoint_limit: float = setting(
+        "Write and copy checkpoints at no more than so many megabits a second; --upload-limit holds for copies, too.",
+        1600.0,
+        metavar="MBIT",
+        above=0,
+    )
+    journal: Path | None = setting(
+        "Append every entry of the run's log that is applied here to this file.", None, metavar="FILE"
+    )
+
+    @property
+    def keeps_anything(self) -> bool:
+        return bool(self.keep or self.keep_every)
+
+    @property
+    def checkpoint_rate(self) -> float:
+        """Bytes a second."""
+        return self.checkpoint_limit * MEGABIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewSettings(Settings):
+    TITLE = "What is shown"
+
+    metrics_port: int | None = setting(
+        "Serve metrics for Prometheus on 127.0.0.1, port N.", None, metavar="N", least=1, most=65535
+    )
+    track: tuple[str, ...] = setting(
+        "Draw curves of this machine's training: tensorboard:FOLDER or wandb:PROJECT. May be repeated.",
+        (),
+        metavar="KIND:TARGET",
+        check=Choice.parse,
+    )
+    plain: bool = setting("Log lines instead of a live screen.", False)
+
+    @property
+    def trackers(self) -> tuple[Choice, ...]:
+        return tuple(map(Choice.parse, self.track))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, KeepingSettings, ViewSettings):
+    """All settings of one volunteer."""
+
+    SECTIONS: ClassVar[tuple[type[Settings], ...]] = (
+        RunSettings,
+        NetworkSettings,
+        WorkerSettings,
+        KeepingSettings,
+        ViewSettings,
+    )
+
+
+SECTIONS: tuple[type[Settings], ...] = (*JoinSettings.SECTIONS, LogSettings)
+"""All sections of the reference, in their order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSettings(JoinSettings, LogSettings):
+    """All that the configuration file may have."""
