@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ from opendiloco.errors import MachineError
 Vector = NDArray[np.float32]
 VALUE_BYTES = 4
 MORE_MEMORY = "Stop other programs or use a machine with more memory."
+RAISE_CAP = "Raise --max-memory, or leave it out."
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -78,13 +81,52 @@ def check_available(what: str, needed: int) -> None:
     """Raises: MachineError when there are fewer than `needed` bytes; it says what needs them."""
     available = available_memory()
     if needed > available:
+        remedy = RAISE_CAP if _cap is not None and needed <= _free_memory() else MORE_MEMORY
         raise MachineError(
-            f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", MORE_MEMORY
+            f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", remedy
         )
 
 
+_cap: MemoryCap | None = None
+
+
+def cap_memory(cap: MemoryCap | None) -> None:
+    """Have `available_memory` keep to what the owner gives from now on."""
+    global _cap
+    _cap = cap
+
+
+@dataclass(frozen=True)
+class MemoryCap:
+    """So many bytes for a process and all its descendants together."""
+
+    limit: int
+    family: int = field(default_factory=os.getpid)
+
+    def left(self) -> int:
+        """Return the bytes that they do not use yet. Memory that several of them see counts once."""
+        import psutil
+
+        root = psutil.Process(self.family)
+        return self.limit - sum(map(_used_by, (root, *root.children(recursive=True))))
+
+
+def _used_by(process: Any) -> int:
+    import psutil
+
+    with suppress(psutil.Error):
+        return int(process.memory_full_info().pss)
+    return 0
+
+
 def available_memory() -> int:
-    """Bytes this process can still take: the kernel's estimate, or what the container's limit leaves.
+    """Return the bytes that this process can still take: what is free, or what its owner's cap leaves of that."""
+    free = _free_memory()
+    return free if _cap is None else max(0, min(free, _cap.left()))
+
+
+def _free_memory() -> int:
+    """The kernel's estimate, or what the container's limit leaves.
 
     What a container used last for files it has read counts against its limit, but is given back when it is needed.
     """

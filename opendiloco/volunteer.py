@@ -39,6 +39,7 @@ from peers.net.findable import keep_findable
 from peers.net.remembered import RememberedPeers
 from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
+from peers.protocol.states import State
 from peers.transfer.storage import FolderStorage
 from peers.values.clock import now
 from peers.values.identity import Identity
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
 NO_TRAINING = WorkerOptions(trains=False, threads=None)
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
+AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
 LISTEN_SECONDS = 2.0
 """Between two looks at what other peers say of theta."""
 
@@ -156,6 +158,21 @@ class Volunteer:
             own, *others = self.heartbeats()
             self._curves.heard(own, others)
             await asyncio.sleep(LISTEN_SECONDS)
+
+    @property
+    def outer_step(self) -> int:
+        """How many outer steps the log has here."""
+        return self._driver.peer.log.position.index
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether an outer step is under way in which this machine takes part."""
+        return self._driver.peer.state in AT_WORK and self.outer_step < self.run.config.total_outer_steps
+
+    def hold(self, held: bool) -> None:
+        """Make no inner step while `held`; the peer goes on, and others see a member that is late."""
+        if isinstance(self._workload, LocalWorkload):
+            self._workload.workers.hold(held)
 
     def leave(self) -> None:
         """Leave politely: a round under way is finished, then the others are told, and `train` returns."""

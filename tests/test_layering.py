@@ -149,6 +149,7 @@ ROOMS = (
     "outer",
     "checkpoints",
     "plan",
+    "owner",
     "settings",
     "demo",
     "cli",

@@ -64,6 +64,8 @@ class KeepingPlan:
     remote_rate: float | None = None
     moments: Literal["none", "local", "remote"] = "local"
     """Where the inner optimizer's state is kept, too."""
+    disk_limit: int | None = None
+    """Bytes that the folder may take; None: as many as there are."""
 
     def keeps(self, index: int) -> bool:
         """Whether a checkpoint after `index` outer steps is worth writing."""
@@ -83,6 +85,7 @@ class KeepingPlan:
             remote_rate=self.remote_rate,
             owner=self.folder.peer_id,
             manifest=str(self.folder.manifest),
+            disk_limit=self.disk_limit,
         )
 
     def moments_job(self, index: int) -> MomentsJob:

@@ -30,6 +30,10 @@ PIECE = 4 << 20  # bytes copied at once
 FLUSH = 64 << 20  # bytes; what is not on the disk yet, and the page cache, are kept below about so many
 
 
+class DiskLimitError(Exception):
+    """The owner gives no more room; its words say how to get some."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One checkpoint to write; rates are in bytes a second, None: as fast as it goes."""
@@ -47,6 +51,8 @@ class Job:
     owner: str = ""
     manifest: str | None = None
     """A file that is to be beside the remote checkpoints, if it is there."""
+    disk_limit: int | None = None
+    """Bytes that the folder above the checkpoints may take."""
 
 
 def main() -> int:
@@ -55,12 +61,33 @@ def main() -> int:
     os.nice(NICENESS)
     path, began = Path(job.folder) / file_name(job.index), time.monotonic()
     try:
+        check_disk_limit(path.parent.parent, job.state_bytes, job.disk_limit)
         write_checkpoint(path, job.descriptor, job.state_bytes, job.metadata, job.rate)
         prune(path.parent, job.keep_newest, job.keep_every, job.index)
+    except DiskLimitError as error:
+        return end(NOT_SAVED, str(error))
     except OSError as error:
         return end(NOT_SAVED, f"{path} cannot be written: {_cause(error, path.parent, job.state_bytes)}")
     saved = f"{path} ({job.state_bytes / 1e6:.1f} MB in {time.monotonic() - began:.1f} s)"
     return end_sent(saved, began, None if job.remote is None else lambda: send(path, job))
+
+
+def check_disk_limit(folder: Path, needed: int, limit: int | None) -> None:
+    """Raises: DiskLimitError when so many bytes more are more than the folder may take."""
+    if limit is not None and folder_bytes(folder) + needed > limit:
+        raise DiskLimitError(
+            f"{needed / 1e6:.0f} MB more are more than the {limit / 1e9:g} GB of --max-disk. Keep fewer with "
+            "--keep, or raise --max-disk."
+        )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes that the files of a folder take on the disk."""
+    found = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # it was removed meanwhile
+            found += path.lstat().st_blocks * 512
+    return found
 
 
 def write_checkpoint(

@@ -17,7 +17,6 @@ from opendiloco.cli.options import (
     listen_option,
     metrics_port_option,
     other_nodes_option,
-    relay_settings,
 )
 
 if TYPE_CHECKING:
@@ -73,11 +72,12 @@ def command(
 
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
+    from peers.links.settings import LinkSettings
     from peers.metrics import serve_metrics
     from peers.net.bootstrap import run_bootstrap
 
     log.start("info")
-    links = relay_settings(data_port, None if no_relay else relay_limit)
+    links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)
     if metrics_port is not None:
         serve_metrics(metrics_port)
     shown = read_tickets(tickets)

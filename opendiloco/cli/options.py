@@ -13,7 +13,6 @@ import click
 
 from opendiloco.cli.setting_options import is_typed, join_option
 from peers.links.own_network import everywhere
-from peers.links.settings import LinkSettings
 
 if TYPE_CHECKING:
     from peers.values.identity import Identity
@@ -159,11 +158,6 @@ metrics_port_option = click.option(
     metavar="N",
     help="Serve metrics for Prometheus on 127.0.0.1, port N.",
 )
-
-
-def relay_settings(port: int, megabits: float | None) -> LinkSettings:
-    """Return what the options about links say; without megabits a second, nothing is relayed."""
-    return LinkSettings(port, None if megabits is None else megabits * 1e6 / 8)
 
 
 @contextmanager

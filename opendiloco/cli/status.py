@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -69,18 +69,20 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
         heartbeats = await live_heartbeats(transport, run)
         anchors = transport.anchors_of(run.run_id)
     agreement.observe(heartbeats)
+    here = volunteers_here(run.run_id)
     if as_json:
         peers = [plain(beat, run.config) for beat in heartbeats]
         agree, anchored = not agreement.disagreements, plain_anchors(anchors)
-        shown = {"run": run.run_id, "agree": agree, "anchored": anchored, "peers": peers}
+        shown = {"run": run.run_id, "agree": agree, "anchored": anchored, "peers": peers, "here": here}
         click.echo(json.dumps(shown, indent=2))
     else:
-        Console().print(picture(run, heartbeats, agreement, anchors))
+        Console().print(picture(run, heartbeats, agreement, anchors), *here_lines(here), sep="\n")
 
 
 async def watch_status(invite: Invite, key: Identity) -> None:
     import asyncio
 
+    from rich.console import Group
     from rich.live import Live
 
     from opendiloco.anchorage import ask_for_anchors
@@ -96,7 +98,8 @@ async def watch_status(invite: Invite, key: Identity) -> None:
             while True:
                 heartbeats = await live_heartbeats(transport, run)
                 agreement.observe(heartbeats)
-                live.update(picture(run, heartbeats, agreement, transport.anchors_of(run.run_id)), refresh=True)
+                shown = picture(run, heartbeats, agreement, transport.anchors_of(run.run_id))
+                live.update(Group(shown, *here_lines(volunteers_here(run.run_id))), refresh=True)
                 await asyncio.sleep(WATCH_SECONDS)
 
 
@@ -117,6 +120,28 @@ def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement, anchors
         return Group(run.run_id, NOBODY, *anchor_lines(anchors))
     table = peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id)
     return Group(table, *held_out_lines(heartbeats), *reach_lines(heartbeats), *anchor_lines(anchors), str(agreement))
+
+
+def volunteers_here(run_id: str) -> list[dict[str, object]]:
+    """Return what the volunteers of a run on this machine say of themselves, as JSON can say it."""
+    from opendiloco.checkpoints.run_folder import default_state_folder
+    from opendiloco.owner.controls import Request, ask, sockets
+
+    found: list[dict[str, object]] = []
+    for path in sockets(default_state_folder(), run_id):
+        if (answer := ask(path, Request(do="look"))) is not None:
+            found.append({"peer": path.parent.name, "phase": answer.phase, "paused": list(answer.reasons)})
+    return found
+
+
+def here_lines(here: list[dict[str, object]]) -> list[str]:
+    """The same for people."""
+    lines = []
+    for volunteer in here:
+        reasons = ", ".join(map(str, cast("list[str]", volunteer["paused"])))
+        doing = f"paused: {reasons}" if reasons else volunteer["phase"]
+        lines.append(f"on this machine …{str(volunteer['peer'])[-8:]}: {doing}")
+    return lines
 
 
 def plain_anchors(anchors: Anchors) -> list[dict[str, object]]:

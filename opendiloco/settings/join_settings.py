@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from opendiloco.owner.conditions import Condition, Hours, parse_conditions, parse_until
 from opendiloco.settings.setting import Settings, setting
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Choice
 
-MEGABIT = 1e6 / 8  # bytes
+MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
 
 
 def _is_there(folder: Path) -> None:
@@ -131,11 +133,75 @@ class WorkerSettings(Settings):
         least=1,
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerSettings(Settings):
+    TITLE = "The machine's owner"
+
+    pause_when: str | None = setting(
+        "Pause while one of these holds, separated by commas: battery, busy[:PERCENT] (other programs use more of the "
+        "processor than 50 %, or so many percent), hot[:CELSIUS] (a processor or GPU has 85 °C, or so many), "
+        "process:NAME (a program of this name runs).",
+        None,
+        metavar="CONDITIONS",
+        check=parse_conditions,
+    )
+    hours: str | None = setting(
+        "Train only in these hours of the day, in local time: 22-07 or 21:30-07:15.",
+        None,
+        metavar="FROM-TO",
+        shown="all day",
+        check=Hours.parse,
+    )
+    until: str | None = setting(
+        "Leave at this moment, in local time: 07:30 (the next) or 2026-11-24 07:30.",
+        None,
+        metavar="TIME",
+        check=lambda text: parse_until(text, datetime.now()),
+    )
+    nice: int = setting(
+        "How much the training lets other programs come first on the processor: 0, not at all, to 19.",
+        0,
+        metavar="N",
+        least=0,
+        most=19,
+    )
+    max_memory: float | None = setting(
+        "Keep to so many gigabytes of main memory, all processes together: a run that needs more is refused, and fewer "
+        "windows go through a model on the CPU at once.",
+        None,
+        metavar="GB",
+        shown="all that is free",
+        above=0,
+    )
+    max_disk: float | None = setting(
+        "Keep to so many gigabytes for what outlives this process: a checkpoint that does not fit is not written.",
+        None,
+        metavar="GB",
+        shown="all that is free",
+        above=0,
+    )
+    gpu_power_limit: int | None = setting(
+        "Have nvidia-smi limit each GPU that is trained on to so many watts, until we leave.",
+        None,
+        metavar="WATT",
+        least=1,
+    )
+
+    def conditions(self) -> tuple[Condition, ...]:
+        """When to pause."""
+        hours = () if self.hours is None else (Hours.parse(self.hours),)
+        return hours + (() if self.pause_when is None else parse_conditions(self.pause_when))
+
     @property
-    def workers(self) -> WorkerOptions:
-        """These settings, as workers take them."""
-        known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(WorkerSettings)}
-        return WorkerOptions(**{name: getattr(self, name) for name in known})
+    def memory_limit(self) -> int | None:
+        """Bytes."""
+        return None if self.max_memory is None else int(self.max_memory * GIGABYTE)
+
+    @property
+    def disk_limit(self) -> int | None:
+        """Bytes."""
+        return None if self.max_disk is None else int(self.max_disk * GIGABYTE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,16 +273,24 @@ class ViewSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, KeepingSettings, ViewSettings):
+class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, OwnerSettings, KeepingSettings, ViewSettings):
     """All settings of one volunteer."""
 
     SECTIONS: ClassVar[tuple[type[Settings], ...]] = (
         RunSettings,
         NetworkSettings,
         WorkerSettings,
+        OwnerSettings,
         KeepingSettings,
         ViewSettings,
     )
+
+    @property
+    def workers(self) -> WorkerOptions:
+        """What of these the workers go by."""
+        known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(WorkerSettings)}
+        chosen = {name: getattr(self, name) for name in known}
+        return WorkerOptions(**chosen, nice=self.nice, max_memory=self.memory_limit)
 
 
 SECTIONS: tuple[type[Settings], ...] = (*JoinSettings.SECTIONS, LogSettings)

@@ -1,6 +1,7 @@
 """What the peer process and each of its workers say to each other: one JSON object a line over a socket pair.
 
-Commands are carried out one after the other; only `EndInnerLoop` and those about moments are heard while training.
+Commands are carried out one after the other; only `EndInnerLoop`, `Hold` and those about moments are heard while
+training.
 Each command is answered by exactly one reply of its kind, or by `Failed`; to `RunInnerLoop` the first worker also sends
 `InnerStepDone` in between. `AtStage` may come at any time.
 """
@@ -91,6 +92,16 @@ class EndInnerLoop(ControlMessage):
 
     kind: Literal["end_inner_loop"] = "end_inner_loop"
     number: int
+
+
+class Hold(ControlMessage):
+    """Make no inner step until told that it is not `held` any more. Has no reply.
+
+    Each worker waits between two inner steps; those that share a model wait for each other.
+    """
+
+    kind: Literal["hold"] = "hold"
+    held: bool
 
 
 class Evaluate(ControlMessage):
@@ -289,7 +300,16 @@ class Failed(ControlMessage):
 MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments | ForgetMoments | LocateMoments
 """Between two inner steps, if the worker is alone."""
 Command = (
-    CountDevices | Configure | DigestLease | RunInnerLoop | EndInnerLoop | Evaluate | Generate | Export | MoveMoments
+    CountDevices
+    | Configure
+    | DigestLease
+    | RunInnerLoop
+    | EndInnerLoop
+    | Hold
+    | Evaluate
+    | Generate
+    | Export
+    | MoveMoments
 )
 Reply = (
     AtStage

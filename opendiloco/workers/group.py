@@ -32,6 +32,7 @@ from opendiloco.workers.control import (
     Exported,
     Generate,
     Generated,
+    Hold,
     InnerLoopDone,
     InnerStepDone,
     LeaseDigested,
@@ -90,7 +91,7 @@ class WorkerGroup:
         self._micro_batch = 0
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
         self._restarts = Restarts(options.restarts)
-        self._is_closing = False
+        self._is_closing = self._is_held = False
         self._crew = self._new_crew()
 
     @classmethod
@@ -151,6 +152,12 @@ class WorkerGroup:
             raise
         self.telemetry.trained(work.index, done)
         return Trained(done.samples, done.tokens, done.loss)
+
+    def hold(self, held: bool) -> None:
+        """Have the workers make no inner step while they are held: these, and those that are started in their place."""
+        self._is_held = held
+        for worker in self._workers:
+            worker.write(Hold(held=held))
 
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta over at most so many windows."""
@@ -216,6 +223,7 @@ class WorkerGroup:
         await self._crew.start(self._options)
         self._watching = asyncio.create_task(self._watch(self._workers))
         self.device = self._crew.device
+        self.hold(self._is_held)
         commands = self._crew.commands(self._config, self._options, fresh)
         try:
             with CompilerWatch(self._workers, self._lose):
@@ -310,7 +318,7 @@ class WorkerGroup:
             await self._replace_after(self._lost)
         try:
             if isinstance(command, RunInnerLoop) and self._nodes.others:
-                self._check_that_it_is_new(command)
+                self._nodes.check_that_it_is_new(command.index)
                 await self._check_text(command)
             await self.weights.bring(command, self.vectors)
             [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_progress)
@@ -326,18 +334,6 @@ class WorkerGroup:
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
             self._restarts.begin_anew()
         return answered
-
-    def _check_that_it_is_new(self, command: RunInnerLoop) -> None:
-        """Raises: IslandError when another machine was the first one before, and has a later state of the run on its
-        disk than anybody had who was there now."""
-        for node in self._nodes.others:
-            if node.others_steps > command.index:
-                raise IslandError(
-                    f"{node.name} has this run's state after outer step {node.others_steps} on its disk; here, on node "
-                    f"0, training would go on after outer step {command.index}.",
-                    "Start torchrun so that it numbers the machines as before, or give --state and --identity on a "
-                    "disk that all machines share. If that state is not wanted, remove it there.",
-                )
 
     async def _check_text(self, command: RunInnerLoop) -> None:
         """Have all workers read what is trained first. Raises: IslandError when a machine has other text there."""

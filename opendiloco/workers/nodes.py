@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeAlias
 
+from opendiloco.errors import IslandError
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import ControlMessage, Evaluate, RunInnerLoop
 from opendiloco.workers.handle import WorkerHandle
@@ -60,6 +61,18 @@ class Nodes:
     others: Sequence[Node] = ()
     host: str = LOOPBACK
     port: int = 0
+
+    def check_that_it_is_new(self, index: int) -> None:
+        """Raises: IslandError when another machine was the first one before, and has a later state of the run on its
+        disk than anybody had who was there now: that after `index` outer steps."""
+        for node in self.others:
+            if node.others_steps > index:
+                raise IslandError(
+                    f"{node.name} has this run's state after outer step {node.others_steps} on its disk; here, on node "
+                    f"0, training would go on after outer step {index}.",
+                    "Start torchrun so that it numbers the machines as before, or give --state and --identity on a "
+                    "disk that all machines share. If that state is not wanted, remove it there.",
+                )
 
 
 class SpreadWeights:

@@ -23,6 +23,8 @@ class WorkerOptions:
     where the run says fp32. With `whole_layers`, workers that share a model keep its layers whole from the forward to
     the backward pass, and their gradients until a batch's last window. They share it `replicas` times, each of so many
     equal groups once.
+    Workers are `nice`, 0 to 19: whoever is less so comes first. All processes of the volunteer together keep to
+    `max_memory` bytes of main memory, as far as they can choose.
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
     only evaluates, generates and exports.
     """
@@ -38,6 +40,8 @@ class WorkerOptions:
     whole_layers: bool = False
     replicas: int = 1
     restarts: int = 0
+    nice: int = 0
+    max_memory: int | None = None
     trains: bool = True
 
 

@@ -14,9 +14,7 @@ import mmap
 import os
 import queue
 import socket
-import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.errors import WorkerError
-from opendiloco.shared_memory import SharedVectors
+from opendiloco.shared_memory import MemoryCap, SharedVectors, cap_memory
 from opendiloco.stages import at_stage, watched_by
+from opendiloco.workers.channel import ControlChannel
 from opendiloco.workers.control import (
     AtStage,
     Command,
@@ -44,6 +43,7 @@ from opendiloco.workers.control import (
     ForgetMoments,
     Generate,
     Generated,
+    Hold,
     InnerLoopDone,
     InnerStepDone,
     KeepMoments,
@@ -55,9 +55,9 @@ from opendiloco.workers.control import (
     RecallMoments,
     RunInnerLoop,
     StoreMoments,
-    parse_command,
 )
 from opendiloco.workers.failures import describe_failure
+from opendiloco.workers.options import WorkerOptions
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
@@ -65,39 +65,6 @@ if TYPE_CHECKING:
     from opendiloco.inner.inner_steps import InnerStep
     from opendiloco.inner.moments import Moments
     from opendiloco.inner.replica import ModelReplica
-
-
-class ControlChannel:
-    """The worker's end of the control channel, read by a thread of its own so that its closing is noticed at once."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._sending = threading.Lock()
-        self.stopped_number = 0
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-
-    def start(self) -> None:
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def send(self, message: ControlMessage) -> None:
-        with self._sending:  # batches are read by a thread of their own, which may have to tokenize
-            self._connection.sendall(message.line())
-
-    def _read(self) -> None:
-        """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
-        try:
-            for line in self._connection.makefile("rb"):
-                command = parse_command(line)
-                if isinstance(command, EndInnerLoop):
-                    self.stopped_number = command.number
-                else:
-                    self.commands.put(command)
-        except ConnectionError:
-            pass
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
 
 
 class Descriptors(NamedTuple):
@@ -113,6 +80,7 @@ class Worker:
     """A configured worker: model, data and shared vectors."""
 
     def __init__(self, command: Configure, descriptors: Descriptors, channel: ControlChannel) -> None:
+        _keep_to(command.options)
         # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
         # it comes when it is known that there is a device to train on, and data.
         at_stage("importing torch")
@@ -209,7 +177,7 @@ class Worker:
                 return self._generate(command)
             case Export():
                 return self._export(command)
-            case Configure() | CountDevices() | EndInnerLoop():
+            case Configure() | CountDevices() | EndInnerLoop() | Hold():
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
             case _:
                 return self._move_moments(command)
@@ -217,7 +185,7 @@ class Worker:
     def _train(self, command: RunInnerLoop) -> InnerLoopDone:
         from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
 
-        started = time.monotonic()
+        started = time.monotonic() + self._held_seconds(command.number)
         forget_peak_memory(self._team.device)
         length = self._config.training.sequence_length
 
@@ -233,6 +201,7 @@ class Worker:
                 self._report(step, tokens_per_second=step.samples * length / (time.monotonic() - started))
             if self._team.size == 1:
                 self._carry_out_asides()
+            started += self._held_seconds(command.number)
         trained = inner_steps.trained
         self._replica.store(self._vectors.local)
         return InnerLoopDone(
@@ -247,6 +216,14 @@ class Worker:
             waited_seconds=trained.waited_seconds,
             peak_memory_bytes=peak_memory(self._team.device),
         )
+
+    def _held_seconds(self, number: int) -> float:
+        """Wait while the owner wants a pause and training `number` is not to end; return for how long."""
+        began = time.monotonic()
+        while self._channel.is_held(number):
+            if self._team.size == 1:
+                self._carry_out_asides()
+        return time.monotonic() - began
 
     def _report(self, step: InnerStep, tokens_per_second: float) -> None:
         progress = InnerStepDone(
@@ -326,6 +303,13 @@ class Worker:
         model = build_model(self._config, self._tokenizer, draws=draws, threads=self._options.threads)
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
         return model
+
+
+def _keep_to(options: WorkerOptions) -> None:
+    """Take no more of the machine than its owner gives."""
+    os.nice(options.nice)
+    if options.max_memory is not None:
+        cap_memory(MemoryCap(options.max_memory, os.getppid()))
 
 
 @contextmanager

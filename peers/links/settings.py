@@ -14,3 +14,8 @@ class LinkSettings:
 
     port: int = 0
     relay_limit: float | None = None
+
+    @classmethod
+    def of_megabits(cls, port: int, relay_limit: float | None) -> LinkSettings:
+        """Return what options say, whose limits are in megabits a second."""
+        return cls(port, None if relay_limit is None else relay_limit * 1e6 / 8)

@@ -21,7 +21,7 @@ import pytest
 
 from opendiloco.checkpoints.files import file_name
 from opendiloco.checkpoints.loading import Checkpoints
-from opendiloco.checkpoints.writer import NOT_SAVED, NOT_SENT, SAVED, main, write_checkpoint
+from opendiloco.checkpoints.writer import NOT_SAVED, NOT_SENT, SAVED, folder_bytes, main, write_checkpoint
 from tests.opendiloco.frozen_states import RUN, FrozenState, frozen, job
 
 PLAIN = "import sys; import opendiloco.checkpoints.writer as writer; sys.exit(writer.main())"
@@ -162,6 +162,21 @@ def test_a_full_disk_is_not_written_to_at_all(
     assert "--keep" in said
     assert "--state" in said
     assert names(folder) == {file_name(5)}
+
+
+def test_an_owner_gives_no_more_room_than_the_limit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "nice", lambda increment: None)
+    state, used = frozen(6), folder_bytes(folder.parent)
+    for room, status, there in ((1_000_000, NOT_SAVED, {5}), (3_000_000, SAVED, {5, 6})):
+        written = asdict(job(folder, state, disk_limit=used + room))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(written)))
+        assert main() == status
+        assert names(folder) == {file_name(index) for index in there}
+    said = capsys.readouterr().err
+    assert "--max-disk" in said
+    assert "--keep" in said
 
 
 def test_a_file_that_another_writer_has_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 import peers.net.bootstrap
 from opendiloco.cli import main
-from opendiloco.cli.options import relay_settings
 from peers import metrics
 from peers.links.settings import LinkSettings
 
@@ -52,5 +51,5 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_a_volunteer_relays_for_nobody_by_default() -> None:
-    assert relay_settings(0, None) == LinkSettings()
-    assert relay_settings(5, 16.0) == LinkSettings(5, 2e6)
+    assert LinkSettings.of_megabits(0, None) == LinkSettings()
+    assert LinkSettings.of_megabits(5, 16.0) == LinkSettings(5, 2e6)

@@ -2,13 +2,25 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from opendiloco import shared_memory
 from opendiloco.errors import MachineError
-from opendiloco.shared_memory import SharedVectors, available_memory, create_memory_file, reserve
+from opendiloco.shared_memory import (
+    MemoryCap,
+    SharedVectors,
+    available_memory,
+    cap_memory,
+    check_available,
+    create_memory_file,
+    reserve,
+)
 
 
 def test_two_mappings_of_one_file_see_the_same_values() -> None:
@@ -71,3 +83,33 @@ def test_a_containers_page_cache_is_not_in_the_way(
 
 def test_available_memory_is_plausible() -> None:
     assert 2**20 < available_memory() < 2**50
+
+
+@pytest.fixture
+def uncapped() -> Iterator[None]:
+    yield
+    cap_memory(None)
+
+
+@pytest.mark.usefixtures("uncapped")
+def test_an_owner_gives_no_more_than_the_cap() -> None:
+    cap_memory(MemoryCap(2**60))
+    assert 0 < available_memory() < 2**60
+    cap_memory(MemoryCap(1))
+    assert available_memory() == 0
+    with pytest.raises(MachineError, match="anything: 0 MiB are needed") as caught:
+        check_available("anything", 1)
+    assert "--max-memory" in caught.value.remedy
+
+
+def test_what_descendants_use_counts_against_the_cap() -> None:
+    """A child that takes 100 MB, and says so."""
+    program = "import sys; taken = bytearray(b'x') * 100_000_000; print(flush=True); sys.stdin.read()"
+    cap = MemoryCap(2**60)
+    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        left = cap.left()
+        child.kill()
+        child.wait()
+        assert cap.left() - left > 90_000_000

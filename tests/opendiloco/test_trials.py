@@ -25,9 +25,10 @@ from opendiloco.inner.team import Team
 from opendiloco.model.build import initial_theta
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
 from opendiloco.workers.assembly import assemble_model
+from opendiloco.workers.channel import ControlChannel
 from opendiloco.workers.control import Configure
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.worker import ControlChannel, Descriptors, Worker
+from opendiloco.workers.worker import Descriptors, Worker
 from peers.values.leases import SampleRange
 
 PATIENCE = 300.0

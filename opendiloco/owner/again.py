@@ -1,0 +1,42 @@
+"""A volunteer that begins anew after a long pause: as a fresh process in the place of this one.
+
+So all memory is free while it is paused, that of GPUs and of libraries, too. The process id, the terminal and the
+command line stay; what the owner has asked for goes along in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+from opendiloco.owner.wishes import Wishes
+from peers.net.signals import LEAVE_SIGNALS
+
+WISHES_VARIABLE = "_DILOCO_PEER_WISHES"
+OWNERS_SIGNALS = (*LEAVE_SIGNALS, signal.SIGUSR1)
+
+
+def begin_again(wishes: Wishes) -> NoReturn:
+    """Become a new process with the same command line. Signals wait until it listens (see `listen_again`)."""
+    said = json.dumps({"is_asked": wishes.is_asked, "overruled": sorted(wishes.overruled)})
+    signal.pthread_sigmask(signal.SIG_BLOCK, OWNERS_SIGNALS)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {WISHES_VARIABLE: said})
+
+
+def listen_again() -> None:
+    """Let signals through that came while this process began."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OWNERS_SIGNALS)
+
+
+def remembered_wishes(environment: Mapping[str, str]) -> Wishes:
+    """Return what the owner had asked for before this process began again."""
+    said = json.loads(environment.get(WISHES_VARIABLE) or "{}")
+    return Wishes(bool(said.get("is_asked")), said.get("overruled", ()))

@@ -1,0 +1,88 @@
+"""What is true of this machine now, as far as an owner's conditions ask for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+
+import psutil
+
+from opendiloco.owner.gpus import look_at_gpus
+
+PROCESSORS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "acpitz"})
+"""What Linux calls the sensors of processors; others belong to disks and network cards."""
+PLAUSIBLE = range(1, 126)
+"""Degrees Celsius. Sensors that are not connected say other numbers."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One look at a machine. `others` is the share of its cores that programs other than ours use, 0 to 1.
+
+    `celsius` has the hottest processor or GPU; None: no sensor can be read. `programs` are the names of all processes.
+    """
+
+    now: datetime
+    on_battery: bool = False
+    others: float = 0.0
+    celsius: float | None = None
+    programs: frozenset[str] = frozenset()
+
+
+class Observer:
+    """Looks at this machine. What programs use is told as of the look before."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float, Mapping[int, float]] | None = None
+
+    def look(self) -> Facts:
+        """Return the facts. It takes some tens of milliseconds."""
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+        names = (process.info["name"] for process in psutil.process_iter(["name"]))
+        return Facts(
+            now=datetime.now(),
+            on_battery=battery is not None and battery.power_plugged is False,
+            others=self._share_of_others(),
+            celsius=hottest(_processors(), [gpu.celsius for gpu in look_at_gpus() if gpu.celsius is not None]),
+            programs=frozenset(name for name in names if name),
+        )
+
+    def _share_of_others(self) -> float:
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        now, ours = time.monotonic(), seconds_of_family()
+        before, self._before = self._before, (now, idle, ours)
+        if before is None:
+            return 0.0
+        seconds = (now - before[0]) * (psutil.cpu_count() or 1)
+        own = sum(used - before[2].get(process, 0.0) for process, used in ours.items())
+        return share_of_others(seconds, idle - before[1], own)
+
+
+def share_of_others(seconds: float, idle: float, own: float) -> float:
+    """Return the share of so many seconds of all cores that was neither idle nor ours."""
+    return min(max(0.0, seconds - idle - own) / seconds, 1.0) if seconds > 0 else 0.0
+
+
+def hottest(processors: Iterable[float], gpus: Iterable[float]) -> float | None:
+    """Return the highest temperature that can be one."""
+    return max((value for value in (*processors, *gpus) if int(value) in PLAUSIBLE), default=None)
+
+
+def seconds_of_family() -> dict[int, float]:
+    """Return the processor time of this process and of each of its descendants, by process id."""
+    found = {}
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended
+            times = process.cpu_times()
+            found[process.pid] = times.user + times.system
+    return found
+
+
+def _processors() -> list[float]:
+    sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
+    return [reading.current for name, readings in sensors.items() if name in PROCESSORS for reading in readings]

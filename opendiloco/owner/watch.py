@@ -1,0 +1,192 @@
+"""One stay in a run under its owner's eyes: who watches the machine, holds the training, and says when to leave.
+
+A pause stops the training between two inner steps. The peer itself stays: it keeps the log, votes, and others see a
+member that is late. One that pauses for longer than others wait for it would hold them up in every round, so it leaves
+politely then, gives back its lease, and frees the memory; when the pause is over, it joins again from its disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from opendiloco.owner.again import listen_again
+from opendiloco.owner.conditions import Condition, reasons
+from opendiloco.owner.controls import Answer, Request, serve_controls
+from opendiloco.owner.facts import Facts
+from opendiloco.owner.sleep import SleepWatch, awake, since_start
+from opendiloco.owner.wishes import Wishes
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+LONGEST_HOLD = 60.0
+"""Seconds for which a paused volunteer keeps its place and memory at most, however long others would wait for it."""
+
+
+class Held(Protocol):
+    """What an owner's wishes are carried out on: a volunteer."""
+
+    @property
+    def outer_step(self) -> int: ...
+    @property
+    def is_at_work(self) -> bool: ...
+    def hold(self, held: bool) -> None:
+        """Make no inner step, or go on."""
+
+    def leave(self) -> None:
+        """Leave politely."""
+
+
+class OwnersWatch:
+    """Looks at the machine now and then, and does what the owner wants."""
+
+    def __init__(
+        self,
+        wishes: Wishes,
+        conditions: Sequence[Condition] = (),
+        until: datetime | None = None,
+        look: Callable[[], Facts] | None = None,
+        say: Callable[[str], None] = logger.info,
+    ) -> None:
+        self.wishes = wishes
+        self.phase = "starting"
+        self.comes_back = False
+        """Whether the stay ends to begin anew: after the pause, or at once if the machine has slept."""
+        self._conditions = conditions
+        self._until = until
+        self._look = look or _facts_of_now
+        self._say = say
+        self._sleep = SleepWatch()
+        self._volunteer: Held | None = None
+        self._may_come_back = True
+        self._hold_seconds = 0.0
+        self._shown: tuple[str, ...] = ()
+        self._held_since: float | None = None
+        self._finish_after: int | None = None
+        self._is_leaving = False
+
+    def begin(self, volunteer: Held, grace: float, may_come_back: bool = True) -> None:
+        """Carry the wishes out on a volunteer, for which others wait `grace` seconds. Unless it `may_come_back`, a long
+        pause ends its part in the run."""
+        self._volunteer, self._may_come_back = volunteer, may_come_back
+        self._hold_seconds = min(grace, LONGEST_HOLD)
+
+    def answer(self, request: Request) -> Answer:
+        """Do what a command asks for."""
+        if request.do == "pause":
+            says = self.wishes.pause()
+        elif request.do == "resume":
+            says = self.wishes.resume(request.anyway)
+        elif request.do == "finish":
+            says = self.wishes.finish()
+        else:
+            says = self.phase
+        self.act(awake())
+        return Answer(says=says, phase=self.phase, reasons=self.wishes.reasons)
+
+    def toggle(self) -> None:
+        """Pause or go on: what SIGUSR1 does."""
+        self._say(self.wishes.toggle())
+        self.act(awake())
+
+    async def watch(self) -> None:
+        """Look at the machine until cancelled."""
+        while True:
+            facts = await asyncio.to_thread(self._look)
+            self.observe(facts, awake(), since_start())
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def wait_until_wanted(self) -> bool:
+        """Return when there is no reason to pause; whether the volunteer is wanted then."""
+        while True:
+            self.observe(await asyncio.to_thread(self._look), awake(), since_start())
+            if self._is_leaving or self.wishes.is_finishing:
+                return False
+            if not self.wishes.is_paused:
+                return True
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def observe(self, facts: Facts, awake: float, since_start: float) -> None:
+        """Take in one look at the machine, at these times of the two clocks."""
+        self.wishes.observe(reasons(self._conditions, facts), awake)
+        slept = self._sleep.tick(awake, since_start)
+        if slept:
+            self._say(f"this machine has slept for {in_words(slept)}")
+        if slept > self._hold_seconds and self._volunteer is not None:
+            self._leave("the others have gone on: joining again", comes_back=True)
+        if self._until is not None and facts.now >= self._until:
+            self._leave(f"it is {self._until:%H:%M}: leaving the run")
+        self.act(awake)
+
+    def act(self, now: float) -> None:
+        """Carry out what the owner wants at time `now`."""
+        wanted = self.wishes.reasons
+        if wanted != self._shown:
+            self._say(f"paused: {', '.join(wanted)}" if wanted else "the pause is over")
+            self._shown = wanted
+        volunteer = self._volunteer
+        if volunteer is None or self._is_leaving:
+            return
+        if bool(wanted) != (self._held_since is not None):
+            volunteer.hold(bool(wanted))
+            self._held_since = now if wanted else None
+        if self._held_since is not None and now - self._held_since >= self._hold_seconds:
+            self._leave("the pause is long: leaving the run meanwhile", comes_back=self._may_come_back)
+        self._finish(volunteer)
+
+    def _finish(self, volunteer: Held) -> None:
+        """Leave once the outer step is taken that was under way when the owner asked for that."""
+        if not self.wishes.is_finishing:
+            return
+        if self._finish_after is None:
+            self._finish_after = volunteer.outer_step
+        if self.wishes.is_paused or not volunteer.is_at_work or volunteer.outer_step > self._finish_after:
+            self._leave("the outer step is done: leaving the run")
+
+    def _leave(self, why: str, comes_back: bool = False) -> None:
+        if self._is_leaving:
+            return
+        self._is_leaving, self.comes_back = True, comes_back
+        self._say(why)
+        if self._volunteer is not None:
+            self._volunteer.leave()
+
+
+def in_words(seconds: float) -> str:
+    """Return a duration as people say it."""
+    minutes, hours = seconds / 60, seconds / 3600
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
+
+
+def _facts_of_now() -> Facts:
+    return Facts(datetime.now())
+
+
+@asynccontextmanager
+async def watching(watch: OwnersWatch, folder: Path) -> AsyncIterator[bool]:
+    """Hear the owner's commands and signals, and watch the machine, until the context ends.
+
+    Begins when there is no reason to pause, or the volunteer is not wanted any more: yields which.
+    Raises: MachineError when the folder cannot have a control socket.
+    """
+    loop = asyncio.get_running_loop()
+    async with serve_controls(folder, watch.answer):
+        loop.add_signal_handler(signal.SIGUSR1, watch.toggle)
+        listen_again()
+        is_wanted = await watch.wait_until_wanted()
+        task = asyncio.create_task(watch.watch())
+        try:
+            yield is_wanted
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            loop.remove_signal_handler(signal.SIGUSR1)

@@ -1,0 +1,60 @@
+"""What the owner wants of a volunteer now: to train, to pause and why, or to finish. Knows no clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+CALM_SECONDS = 30.0
+"""For how long a condition must not hold before training goes on: what comes and goes would stop it again and again."""
+ASKED = "asked"
+ASKED_REASON = "you asked for it"
+
+
+class Wishes:
+    """Takes in commands and conditions. `reasons` says why to pause, and is empty while the volunteer is to train."""
+
+    def __init__(self, is_asked: bool = False, overruled: Iterable[str] = ()) -> None:
+        self.is_asked = is_asked
+        self.overruled = set(overruled)
+        """Names of conditions that do not count until they have ended."""
+        self.is_finishing = False
+        self._held = dict[str, tuple[str, float]]()  # reasons by name, and when each was last seen
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        asked = (ASKED_REASON,) if self.is_asked else ()
+        return asked + tuple(reason for name, (reason, _) in self._held.items() if name not in self.overruled)
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.reasons)
+
+    def observe(self, reasons: Mapping[str, str], now: float) -> None:
+        """Take in which conditions hold at time `now`: each counts at once, and until it has been gone for a while."""
+        for name, reason in reasons.items():
+            self._held[name] = reason, now
+        for name, (_, seen) in tuple(self._held.items()):
+            if now - seen >= CALM_SECONDS:
+                del self._held[name]
+        self.overruled &= set(self._held)
+
+    def pause(self) -> str:
+        self.is_asked = True
+        return "pausing"
+
+    def resume(self, anyway: bool = False) -> str:
+        """Go on; with `anyway` also against conditions that hold now, until they have ended."""
+        self.is_asked = False
+        if anyway:
+            self.overruled |= set(self._held)
+        if self.is_paused:
+            return f"still paused: {', '.join(self.reasons)}; `resume --anyway` overrules that"
+        return "training goes on"
+
+    def toggle(self) -> str:
+        """Pause, or go on whatever stands against it."""
+        return self.resume(anyway=True) if self.is_paused else self.pause()
+
+    def finish(self) -> str:
+        self.is_finishing = True
+        return "leaving after this outer step"

@@ -1,0 +1,112 @@
+"""One stay of a volunteer in a run, from finding the run to leaving it, as its settings and its owner say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from opendiloco.anchorage import ask_for_anchors
+from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.checkpoints.journal import Journal
+from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.entrance import enter
+from opendiloco.owner.watch import OwnersWatch
+from opendiloco.run import Run, find_run
+from opendiloco.settings.join_settings import JoinSettings
+from opendiloco.shared_memory import MemoryCap, cap_memory
+from opendiloco.sole import listening
+from opendiloco.volunteer import Volunteer, connected, volunteering
+from opendiloco.workers.nodes import Nodes
+from opendiloco.workers.trackers import tracking
+from peers.links.own_network import everywhere
+from peers.links.settings import LinkSettings
+from peers.streams.throttle import Caps
+from peers.values.identity import Identity
+from peers.values.manifest import Invite
+from peers.values.tickets import Ticket
+
+
+class View(Protocol):
+    """Whoever shows a person how it goes."""
+
+    def say(self, text: str) -> None:
+        """Show one line."""
+
+    async def train(self, volunteer: Volunteer) -> None:
+        """Have the volunteer train, and show how that goes meanwhile."""
+
+
+class Stay:
+    """What one stay needs to know."""
+
+    def __init__(
+        self,
+        settings: JoinSettings,
+        invite: Invite,
+        key: Identity,
+        watch: OwnersWatch,
+        ticket: Ticket | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self._settings = settings
+        self._invite = invite
+        self._key = key
+        self._watch = watch
+        self._ticket = ticket
+        self._journal = journal
+        self._caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
+
+    async def train(self, view: View, nodes: Nodes, when_ready: Callable[[Volunteer], None]) -> None:
+        """Find the run, and train in it until asked to leave. Raises: DilocoPeerError."""
+        settings, invite, key = self._settings, self._invite, self._key
+        if settings.memory_limit is not None:
+            cap_memory(MemoryCap(settings.memory_limit))
+        before = RunFolder.at(invite.run_id, key.peer_id, settings.state)
+        remembered = before.remembered_peers()
+        links = LinkSettings.of_megabits(settings.data_port, settings.relay_limit)
+        listen = settings.listen or everywhere(0)
+        with tracking(settings.trackers, invite.run_id, key.peer_id) as trackers:
+            async with connected(
+                key, invite.addresses, listen, settings.announce, links=links, remembered=remembered.addresses
+            ) as transport:
+                transport.cap(self._caps)
+                run = self._as_wanted(await find_run(transport, invite.run_id, before.remembered_manifest()))
+                folder = RunFolder.open(run, key.peer_id, settings.state)
+                await ask_for_anchors(transport, run, invite.addresses, folder)
+                entrance = await enter(transport, run, key, invite.addresses, folder, self._ticket)
+                view.say(f"found run {run.run_id}; starting a worker (some seconds)")
+                kept = folder if settings.keeps_anything else None
+                async with (
+                    listening(transport, run.run_id) as sole,
+                    volunteering(run, key, transport, settings.workers, kept, trackers, nodes) as volunteer,
+                    Checkpointer(self._keeping(folder)) as checkpointer,
+                ):
+                    await sole
+                    view.say(f"what outlives this process is in {folder.path}")
+                    view.say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave")
+                    volunteer.admitted_by(entrance)
+                    volunteer.checkpoint_with(checkpointer)
+                    volunteer.remember_with(remembered)
+                    if self._journal is not None:
+                        volunteer.record(self._journal)
+                    self._watch.begin(volunteer, run.settings.timing.grace, may_come_back=not nodes.others)
+                    when_ready(volunteer)
+                    await view.train(volunteer)
+
+    def _as_wanted(self, run: Run) -> Run:
+        """Return the run with what its owner chooses here. Raises: DataError."""
+        return replace(run.with_data(self._settings.data), goes_on_alone=self._settings.on_partition == "continue")
+
+    def _keeping(self, folder: RunFolder) -> KeepingPlan:
+        settings, rate = self._settings, self._settings.checkpoint_rate
+        return KeepingPlan(
+            folder=folder,
+            keep_newest=settings.keep,
+            keep_every=settings.keep_every,
+            rate=rate,
+            remote=settings.remote,
+            remote_rate=min(rate, self._caps.upload or rate),
+            moments=settings.moments,
+            disk_limit=settings.disk_limit,
+        )

@@ -1,0 +1,109 @@
+"""When a volunteer pauses: each condition is a function of facts, held here to invented ones."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from opendiloco.owner.conditions import Hours, parse_condition, parse_conditions, parse_until, reasons
+from opendiloco.owner.facts import Facts, hottest, share_of_others
+
+
+def facts(clock: str = "12:00", **values: Any) -> Facts:
+    return Facts(datetime.fromisoformat(f"2026-11-24 {clock}"), **values)
+
+
+@pytest.mark.parametrize(
+    ("word", "true", "reason"),
+    [
+        ("battery", {"on_battery": True}, "on battery"),
+        ("busy", {"others": 0.51}, "other programs use 51 % of the processor"),
+        ("busy:20", {"others": 0.3}, "other programs use 30 % of the processor"),
+        ("hot", {"celsius": 85.0}, "85 °C"),
+        ("hot:60", {"celsius": 61.4}, "61 °C"),
+        ("process:Game", {"programs": frozenset({"sh", "game"})}, "Game runs"),
+    ],
+)
+def test_each_condition_says_why(word: str, true: dict[str, Any], reason: str) -> None:
+    condition = parse_condition(word)
+    assert condition.reason(facts(**true)) == reason
+    assert condition.reason(facts()) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "false"), [("busy", {"others": 0.5}), ("hot", {"celsius": 84.9}), ("busy:20", {"others": 0.2})]
+)
+def test_what_is_not_above_a_limit_is_no_reason(word: str, false: dict[str, Any]) -> None:
+    assert parse_condition(word).reason(facts(**false)) is None
+
+
+def test_reasons_are_those_of_the_conditions_that_hold() -> None:
+    conditions = parse_conditions("battery, busy:30,process:game")
+    assert reasons(conditions, facts(on_battery=True, programs=frozenset({"game"}))) == {
+        "battery": "on battery",
+        "process:game": "game runs",
+    }
+
+
+@pytest.mark.parametrize("text", ["batery", "busy:much", "process:", "battery:3", "hot:"[:3] + "ter"])
+def test_any_other_condition_is_refused_with_those_that_there_are(text: str) -> None:
+    with pytest.raises(ValueError, match="is none of battery, busy"):
+        parse_condition(text)
+
+
+@pytest.mark.parametrize(
+    ("hours", "within", "outside"),
+    [
+        ("22-07", ["22:00", "23:59", "00:00", "06:59"], ["07:00", "12:00", "21:59"]),
+        ("9-17", ["09:00", "16:59"], ["08:59", "17:00", "00:00"]),
+        ("21:30-7:15", ["21:30", "07:14"], ["21:29", "07:15"]),
+        ("18-24", ["18:00", "23:59"], ["00:00", "17:59"]),
+    ],
+)
+def test_hours_may_go_past_midnight(hours: str, within: list[str], outside: list[str]) -> None:
+    condition = Hours.parse(hours)
+    assert [clock for clock in within if condition.reason(facts(clock))] == []
+    assert {condition.reason(facts(clock)) for clock in outside} == {f"outside of the hours {hours}"}
+
+
+@pytest.mark.parametrize("text", ["22", "22-25", "7-7", "a-b", "10:99-11"])
+def test_no_hours(text: str) -> None:
+    with pytest.raises(ValueError, match=r"hours such as|two times|minute must be"):
+        Hours.parse(text)
+
+
+NOW = datetime(2026, 11, 24, 12, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("12:30", datetime(2026, 11, 24, 12, 30)),
+        ("12:00", datetime(2026, 11, 25, 12, 0)),
+        ("7:05", datetime(2026, 11, 25, 7, 5)),
+        ("2026-11-26 08:00", datetime(2026, 11, 26, 8, 0)),
+    ],
+)
+def test_until_is_the_next_such_time_or_a_moment(text: str, moment: datetime) -> None:
+    assert parse_until(text, NOW) == moment
+
+
+@pytest.mark.parametrize("text", ["tomorrow", "25:00", "7"])
+def test_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="is no time such as"):
+        parse_until(text, NOW)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "idle", "own", "share"), [(8, 8, 0, 0), (8, 2, 2, 0.5), (8, 0, 0, 1), (8, 6, 4, 0), (0, 0, 0, 0)]
+)
+def test_others_use_what_is_neither_idle_nor_ours(seconds: float, idle: float, own: float, share: float) -> None:
+    assert share_of_others(seconds, idle, own) == share
+
+
+def test_sensors_that_are_not_connected_do_not_count() -> None:
+    assert hottest([40.0, 0.0, 60.5], [255.0]) == 60.5
+    assert hottest([], [71.0]) == 71.0
+    assert hottest([-273.0], []) is None

@@ -1,0 +1,91 @@
+"""An owner's say over a real volunteer: pause, resume, finish, and the signal. A long pause frees the memory."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from opendiloco.owner.controls import Request, ask, sockets
+from tests.opendiloco.conftest import write_corpus
+from tests.swarm.cli_processes import LOOPBACK, Site, announce_run, bootstrap, eventually
+
+pytestmark = pytest.mark.swarm
+UNKNOWN = "small-4g7u4kmrxjywblfd5f42e2lu5qn7cwx4"
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWKYEu8bBjQxRZNSgbeQFnCu5HkMyAKLiWKP8naSpCUJoy"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    site.assert_nothing_is_left()
+
+
+@pytest.fixture
+def invite(site: Site) -> Iterator[str]:
+    corpus = str(write_corpus(site.folder / "corpus"))
+    with bootstrap(site) as address:
+        yield announce_run(site.write_run(corpus), address)
+
+
+def tell(site: Site, do: Any) -> str:
+    """What the one volunteer of a site says to a command."""
+    [socket] = sockets(site.folder / "state" / "diloco-peer")
+    answer = ask(socket, Request(do=do))
+    assert answer is not None
+    return answer.says
+
+
+def test_pause_resume_and_finish(site: Site, invite: str) -> None:
+    here = ("--identity", "one.pem", "--device", "cpu", "--data", "corpus", "--nice", "5", "--max-memory", "8")
+    with site.start("join", "--run", invite, *here, *LOOPBACK) as volunteer:
+        volunteer.line("outer step 1:", "it does not train")
+        us = psutil.Process(volunteer.pid)
+        [worker] = [process for process in us.children() if "opendiloco.workers.worker" in process.cmdline()]
+        assert worker.nice() == min(19, us.nice() + 5)
+
+        # a pause that others wait for
+        volunteer.signal(signal.SIGUSR1)
+        volunteer.line("paused: you asked for it", "it does not hear the signal")
+        assert tell(site, "resume") == "training goes on"
+
+        # a longer one
+        assert "pausing" in site.run("pause").out
+        volunteer.line("left the run", "it does not leave when the pause is long")
+        eventually(lambda: len(volunteer.said("paused: you asked")) == 3, "it forgets that it is paused")
+        assert volunteer.children() == {}
+        seen = json.loads(site.run("status", "--run", invite, "--json").out)
+        assert [one["paused"] for one in seen["here"]] == [["you asked for it"]]
+        assert seen["peers"] == []
+
+        # and its end
+        assert tell(site, "resume") == "training goes on"
+        volunteer.line("this machine goes on after outer step", "it does not come back from its disk")
+        eventually(lambda: len(volunteer.said("joining as")) == 2, "it does not join again")
+        assert tell(site, "finish") == "leaving after this outer step"
+        finished = volunteer.finish()
+        assert finished.code == 0, finished.err
+        assert "the outer step is done" in finished.out
+        assert "Traceback" not in finished.err
+
+
+def test_a_condition_keeps_it_from_starting(site: Site) -> None:
+    """The run is one that nobody knows: it would fail as soon as it looked for it."""
+    here = ("--run", UNKNOWN, "--initial-peer", NOBODY, "--identity", "one.pem", "--pause-when", "process:sh")
+    with site.start("join", *here, *LOOPBACK, prefix=("sh", "-c", '"$@"; exit $?', "sh")) as volunteer:
+        volunteer.line("paused: .*sh runs", "it does not see the program")
+        assert "still paused: sh runs" in site.run("resume").out
+        assert "leaving" in site.run("finish").out
+        assert volunteer.finish().code == 0
+
+
+def test_nobody_is_there_to_be_told(site: Site) -> None:
+    told = site.run("pause")
+    assert told.code == 6
+    assert "no volunteer in" in told.err
