@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.logs import PLACE, LogOptions
 from opendiloco.cli.options import parse_run
 from opendiloco.cli.setting_options import join_settings
 
@@ -58,8 +58,9 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
     with hold_identity(settings.identity) as key, power_limit(settings.gpu_power_limit, settings.device, settings.gpus):
         try:
             run_interruptible(lambda interrupts: live(settings, invite, key, watch, view, placement, interrupts))
-        finally:  # ends with the process: Python 3.11 crashed when it took cycles of views of shared memory apart
-            gc.freeze()
+        finally:
+            view.close()
+            gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
     if watch.comes_back:
         begin_again(watch.wishes)
 
@@ -75,7 +76,9 @@ def owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
 
     until = None if settings.until is None else parse_until(settings.until, datetime.now())
     look = Observer().look if settings.pause_when else None
-    return OwnersWatch(remembered_wishes(os.environ), settings.conditions(), until, look, view.say)
+    watch = OwnersWatch(remembered_wishes(os.environ), settings.conditions(), until, look, view.say)
+    watch.phase = lambda: view.phase
+    return watch
 
 
 async def live(
@@ -106,7 +109,10 @@ async def live(
             check_url(settings.remote)
         stay = Stay(settings, invite, key, watch, ticket, journal)
 
+        PLACE.run, PLACE.peer = invite.run_id, key.peer_id
+
         def when_ready(volunteer: Volunteer) -> None:
+            PLACE.outer_step = lambda: volunteer.outer_step
             interrupts.polite = lambda: leave(volunteer, view)
 
         async with other_machines(placement, invite.run_id, key.peer_id, view, interrupts) as nodes:

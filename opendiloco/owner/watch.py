@@ -56,7 +56,8 @@ class OwnersWatch:
         say: Callable[[str], None] = logger.info,
     ) -> None:
         self.wishes = wishes
-        self.phase = "starting"
+        self.phase: Callable[[], str] = lambda: "starting"
+        """Says what the volunteer is doing."""
         self.comes_back = False
         """Whether the stay ends to begin anew: after the pause, or at once if the machine has slept."""
         self._conditions = conditions
@@ -87,9 +88,9 @@ class OwnersWatch:
         elif request.do == "finish":
             says = self.wishes.finish()
         else:
-            says = self.phase
+            says = self.phase()
         self.act(awake())
-        return Answer(says=says, phase=self.phase, reasons=self.wishes.reasons)
+        return Answer(says=says, phase=self.phase(), reasons=self.wishes.reasons)
 
     def toggle(self) -> None:
         """Pause or go on: what SIGUSR1 does."""

@@ -23,6 +23,7 @@ from peers.driver.rounds import RoundCosts, Rounds, RoundTransport
 from peers.driver.scouting import Scout, ScoutTransport
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError
+from peers.log.folder import RunLog
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
@@ -32,7 +33,7 @@ from peers.protocol.events import Event, LeaveRequested, Tick
 from peers.protocol.peer import Peer
 from peers.transfer.companion import CompanionDonor
 from peers.transfer.companion_fetch import CompanionJoiner
-from peers.transfer.download import PullTransport
+from peers.transfer.download import Download, PullTransport
 from peers.transfer.inspection import inspection
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.clock import now
@@ -209,6 +210,16 @@ class Driver:
     def round_costs(self) -> RoundCosts:
         """What all rounds of this peer have cost until now."""
         return self._rounds.costs
+
+    @property
+    def download(self) -> Download | None:
+        """The snapshot's that is fetched, or was fetched last."""
+        return self._replication.download
+
+    @property
+    def entries(self) -> RunLog:
+        """The entries that this peer has."""
+        return self._log
 
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now."""
