@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 from collections.abc import Iterator
 
@@ -19,6 +20,10 @@ class Pair:
         self.channel = ControlChannel(theirs)
         self.channel.start()
 
+    def close(self) -> None:
+        """The peer process is gone."""
+        self._ours.close()
+
     def tell(self, *messages: ControlMessage) -> None:
         """Returns once the channel has heard all of them."""
         for message in (*messages, CountDevices()):
@@ -28,10 +33,12 @@ class Pair:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr("opendiloco.workers.channel.os._exit", lambda status: None)
+    ends = queue.SimpleQueue[int]()
+    monkeypatch.setattr("opendiloco.workers.channel.os._exit", ends.put)
     pair = Pair()
     yield pair
-    pair._ours.close()
+    pair.close()
+    assert ends.get(timeout=60) == 0  # or the thread would end the tests, once `_exit` is the real one again
 
 
 def test_a_training_is_held_until_the_pause_is_over(pair: Pair) -> None:
