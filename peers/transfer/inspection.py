@@ -7,13 +7,13 @@ from typing import Protocol
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.sum_tree import Sum, SumTree
 from peers.values.wire import digest_of
-from peers.values.workload import BadBlocksError, Blocks, Inspect
+from peers.values.workload import BadBlocksError, Blocks, Inspect, PayloadKind
 
 
 class Measuring(Protocol):
     """What this needs of the training side."""
 
-    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
         """See `Workload.squared_norm`."""
 
 
@@ -24,9 +24,14 @@ def inspection(codec: Measuring, buffers: PayloadBuffers) -> Inspect:
         start, stop = buffers.chunk_bytes(chunk)
         if len(data) != stop - start:
             raise BadBlocksError(f"chunk {chunk} has {len(data)} bytes, not {stop - start}")
-        return codec.squared_norm(data, buffers.chunking.blocks(chunk)[0])
+        return codec.squared_norm(data, buffers.chunking.blocks(chunk)[0], buffers.fragment)
 
     return inspect
+
+
+def payload_kind(codec: Measuring, buffers: PayloadBuffers) -> PayloadKind:
+    """Return what the protocol is to know of a fragment's payloads."""
+    return PayloadKind(buffers.size, inspection(codec, buffers))
 
 
 def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect) -> Sum:

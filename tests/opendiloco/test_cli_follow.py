@@ -53,7 +53,7 @@ class Donor:
         saved = recorded.states[FROZEN]
         digests = chunk_digests([saved.state])
         self.snapshot = Snapshot(saved.last, saved.state_digest, digests, saved.state)
-        self.buffers = PayloadBuffers(new_state(recorded.run), 1 << 30)
+        self.buffers = PayloadBuffers(new_state(recorded.run).fragments[0], 1 << 30)
         for payload in recorded.payloads:
             self.buffers.kept.keep(payload)
         self.log = MemoryLog(recorded.empty_log)
@@ -63,7 +63,7 @@ class Donor:
         run_id = self.recorded.run.run_id
         await serve_snapshots(self.transport, {run_id: self})
         await serve_headers(self.transport, {run_id: self.log.stretch})
-        await serve_payloads(self.transport, {run_id: self.buffers})
+        await serve_payloads(self.transport, {run_id: [self.buffers]})
         return self.transport
 
     def is_member(self, peer: str) -> bool:

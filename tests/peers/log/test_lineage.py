@@ -21,15 +21,14 @@ from peers.values.workload import Progress
 from tests.peers.builders import (
     LOG,
     PAYLOAD,
+    PAYLOADS,
     SETTINGS,
-    SIZE,
     STATE,
     TOKENS,
     Rig,
     commit,
     first_log,
     holding,
-    inspect,
     of,
 )
 from tests.peers.protocol.test_peer import OTHER, ahead_by, at_second, fetching, told
@@ -284,7 +283,7 @@ def test_whoever_starts_again_tells_what_followed_and_sees_who_was_elsewhere() -
     lineage, second = log.lineage(end), log.header_at(1)
     assert second is not None
     assert lineage.after(LOG.at(second).position) == (log.header_at(2), log.certificate_at(2))
-    assert lineage.heads == tuple(log.digests(0, 3))
+    assert lineage.heads == tuple(log.heads(0, 3))
     assert lineage.lacks(2, bytes(32))
     assert not lineage.lacks(2, second.digest)
 
@@ -303,7 +302,7 @@ def test_of_a_log_without_its_beginning_what_follows_its_first_entry() -> None:
     log = MemoryLog(LOG)
     end = kept(log, "abc", "a", "a", first=2)
     lineage = log.lineage(end)
-    assert lineage.heads == tuple(log.digests(2, 4))
+    assert lineage.heads == tuple(log.heads(2, 4))
     assert lineage.doubt is None, "nobody knows yet what the first one here followed"
 
 
@@ -318,6 +317,6 @@ def test_of_a_log_that_has_not_come_so_far_nothing() -> None:
 def test_a_minority_that_starts_again_says_so() -> None:
     log = MemoryLog(LOG)
     lineage = log.lineage(kept(log, "a"))
-    peer = Peer("a", SETTINGS, SIZE, STATE, 0.0, 1, SimulatedKeys("a"), inspect, lineage)
+    peer = Peer("a", SETTINGS, PAYLOADS, STATE, 0.0, 1, SimulatedKeys("a"), lineage)
     assert peer.replica.is_of_minority
     assert (peer.log, peer.settled) == (lineage.log, lineage.log)

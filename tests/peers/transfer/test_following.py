@@ -96,12 +96,12 @@ class Donor:
     async def serve(self) -> FakeTransport:
         await serve_snapshots(self.transport, {RUN: self})
         await serve_headers(self.transport, {RUN: chain_of(self.run.headers).stretch})
-        await serve_payloads(self.transport, {RUN: self.buffers})
+        await serve_payloads(self.transport, {RUN: [self.buffers]})
         return self.transport
 
 
 class FollowedWorkload(FakeWorkload):
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         chunks = [digest_of(payload[start : start + BLOCK]) for start in range(0, len(payload), BLOCK)]
         self.state = after(self.state, Payload(memoryview(payload), tuple(chunks)))
 
