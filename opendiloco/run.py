@@ -10,7 +10,7 @@ from typing import Protocol
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.local_sources import is_local, volunteered
 from peers.errors import ManifestError, SwarmUnreachableError
-from peers.log.settings import RunSettings, Timing
+from peers.log.settings import RunSettings
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -73,13 +73,7 @@ class Run:
             snapshot_every=self.config.snapshots.every,
             goes_on_alone=self.goes_on_alone,
             probation=self.config.admission.probation,
-            timing=Timing(
-                heartbeat=rounds.heartbeat_seconds,
-                heartbeat_expiry=rounds.heartbeat_expiry_seconds,
-                grace=rounds.grace_seconds,
-                round_timeout=rounds.round_timeout_seconds,
-                partition_grace=rounds.partition_grace_seconds,
-            ),
+            timing=rounds.timing,
         )
 
 

@@ -104,6 +104,17 @@ class RoundsSection(Section):
     exclusion: Annotated[int, Field(ge=0, le=1_000_000)] = RunSettings.exclusion
     """Outer steps for which a peer is excluded that is proven to have lied; 0: none."""
 
+    @property
+    def timing(self) -> Timing:
+        """Return the times of these, as the protocol has them."""
+        return Timing(
+            heartbeat=self.heartbeat_seconds,
+            heartbeat_expiry=self.heartbeat_expiry_seconds,
+            grace=self.grace_seconds,
+            round_timeout=self.round_timeout_seconds,
+            partition_grace=self.partition_grace_seconds,
+        )
+
     @model_validator(mode="after")
     def check_expiry(self) -> Self:
         if self.heartbeat_expiry_seconds <= 2 * self.heartbeat_seconds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opendiloco.host_memory import STATE_BYTES
 from opendiloco.plan.methods import Method, Shape
@@ -27,16 +27,13 @@ class Plan:
     tokens_per_step: int
     smallest_share: float
     snapshot_every: int
-    grace: float = 10.0
-    heartbeat: float = 2.0
-    partition_grace: float = 60.0
+    timing: Timing = field(default_factory=Timing)
     staleness: int = 1
 
     @property
     def pace(self) -> Pace:
         """Return the pace that peers keep."""
-        timing = Timing(grace=self.grace, heartbeat=self.heartbeat, partition_grace=self.partition_grace)
-        return Pace(self.inner_steps, self.inner_steps * self.tokens_per_step, self.smallest_share, timing)
+        return Pace(self.inner_steps, self.inner_steps * self.tokens_per_step, self.smallest_share, self.timing)
 
     def own_steps(self, peer: Peer) -> int:
         """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""

@@ -40,9 +40,7 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
         tokens_per_step=training.batch_size * training.sequence_length,
         smallest_share=config.rounds.smallest_share,
         snapshot_every=config.snapshots.every,
-        grace=config.rounds.grace_seconds,
-        heartbeat=config.rounds.heartbeat_seconds,
-        partition_grace=config.rounds.partition_grace_seconds,
+        timing=config.rounds.timing,
         staleness=config.rounds.staleness,
     )
 
