@@ -7,7 +7,6 @@ it answers only those who name one, so that no web site that somebody visits can
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -20,6 +19,7 @@ from aiohttp import web
 from opendiloco.dashboard.sources import Source
 from opendiloco.dashboard.watching import Board, Watching
 from peers.errors import LocalNetworkError
+from peers.links import contacts
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +71,7 @@ def url_of(listening: socket.socket) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether it is a name or an address of this machine that no other machine can reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return contacts.is_loopback(host.strip("[]"))
 
 
 @asynccontextmanager

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from opendiloco.doctor.facts import GpuState, Sensor
+from opendiloco.owner import nvidia_smi
 
 SYS = Path("/sys/class")
-QUERY = "name,temperature.gpu,power.draw,power.limit,power.default_limit,clocks_throttle_reasons.active"
+QUERY = (
+    "name",
+    "temperature.gpu",
+    "power.draw",
+    "power.limit",
+    "power.default_limit",
+    "clocks_throttle_reasons.active",
+)
 QUERY_SECONDS = 10.0
 SLOWED_BY_HEAT, SLOWED_BY_POWER = 0x20 | 0x40, 0x80
 """Bits of NVML's reasons for slower clocks: thermal slowdowns by software and hardware; the power supply's brake."""
@@ -34,35 +40,23 @@ def is_on_battery(root: Path = SYS) -> bool:
 
 def query_gpus() -> tuple[GpuState, ...]:
     """Return what nvidia-smi says of each GPU; nothing without it."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    command = [tool, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS)
-        if done.returncode == 0:
-            return parse_gpus(done.stdout)
-    return ()
+    return parse_gpus(nvidia_smi.query(QUERY, QUERY_SECONDS))
 
 
 def parse_gpus(text: str) -> tuple[GpuState, ...]:
     """Return the GPUs of nvidia-smi's table, one a line. Fields that it does not know, such as "[N/A]", are None."""
     found = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) != len(QUERY.split(",")):
-            continue
-        name, celsius, watts, limit, default, reasons = fields
+    for name, celsius, watts, limit, default, reasons in nvidia_smi.rows(text, QUERY):
         bits = 0
         with suppress(ValueError):
             bits = int(reasons, 16)
         found.append(
             GpuState(
                 name,
-                celsius=_number(celsius),
-                watts=_number(watts),
-                limit=_number(limit),
-                default_limit=_number(default),
+                celsius=nvidia_smi.number(celsius),
+                watts=nvidia_smi.number(watts),
+                limit=nvidia_smi.number(limit),
+                default_limit=nvidia_smi.number(default),
                 is_slowed_by_heat=bool(bits & SLOWED_BY_HEAT),
                 is_slowed_by_power=bool(bits & SLOWED_BY_POWER),
             )
@@ -93,12 +87,6 @@ def _degrees(path: Path) -> float | None:
     with suppress(ValueError):
         celsius = int(_text(path)) / 1000
         return celsius if -50 < celsius < 200 else None
-    return None
-
-
-def _number(text: str) -> float | None:
-    with suppress(ValueError):
-        return float(text)
     return None
 
 

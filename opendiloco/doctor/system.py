@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from opendiloco.checkpoints.run_folder import default_state_folder
@@ -39,10 +40,7 @@ def quick_machine(state: Path | None = None) -> Machine:
 def whole_machine(state: Path | None = None) -> Machine:
     """Return the same with what torch and the sensors say. Takes seconds."""
     quick = quick_machine(state)
-    return Machine(
-        **{field: getattr(quick, field) for field in quick.__dataclass_fields__}
-        | {"torch": probed_torch(quick.torch), "sensors": read_sensors(), "gpu_states": query_gpus()}
-    )
+    return replace(quick, torch=probed_torch(quick.torch), sensors=read_sensors(), gpu_states=query_gpus())
 
 
 def read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER) -> Cards:

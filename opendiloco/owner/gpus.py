@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from opendiloco.errors import MachineError
+from opendiloco.owner import nvidia_smi
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = "nvidia-smi"
 SECONDS = 20.0
-COLUMNS = "index,temperature.gpu,power.draw,power.limit"
+COLUMNS = ("index", "temperature.gpu", "power.draw", "power.limit")
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,12 @@ class Gpu:
 
 def look_at_gpus() -> list[Gpu]:
     """Return the GPUs that nvidia-smi sees; none where it is missing or fails."""
-    if shutil.which(PROGRAM) is None:
-        return []
-    try:
-        return parse_gpus(_ask(f"--query-gpu={COLUMNS}", "--format=csv,noheader,nounits"))
-    except (OSError, subprocess.SubprocessError):
-        return []
+    return parse_gpus(nvidia_smi.query(COLUMNS, SECONDS))
 
 
 def parse_gpus(text: str) -> list[Gpu]:
     """Return what nvidia-smi has said, a GPU a line."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
-    return [Gpu(row[0], *map(_number, row[1:4])) for row in rows if len(row) == COLUMNS.count(",") + 1]
+    return [Gpu(index, *map(nvidia_smi.number, cells)) for index, *cells in nvidia_smi.rows(text, COLUMNS)]
 
 
 def used_indices(device: str, gpus: int | None, seen: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -79,7 +72,7 @@ def _limits(device: str, gpus: int | None) -> list[tuple[str, float]]:
     limits = [(gpu.index, gpu.limit) for gpu in seen if gpu.index in used and gpu.limit is not None]
     if not limits:
         raise MachineError(
-            f"--gpu-power-limit: {PROGRAM} names no GPU with a power limit that is trained on here.",
+            f"--gpu-power-limit: {nvidia_smi.PROGRAM} names no GPU with a power limit that is trained on here.",
             "Leave the option out, or see what nvidia-smi says.",
         )
     return limits
@@ -88,7 +81,7 @@ def _limits(device: str, gpus: int | None) -> list[tuple[str, float]]:
 def _limit(index: str, watts: float) -> None:
     """Raises: MachineError."""
     try:
-        _ask("-i", index, "-pl", f"{watts:g}")
+        nvidia_smi.ask("-i", index, "-pl", f"{watts:g}", seconds=SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
         said = [*(getattr(error, "stdout", None) or "").strip().splitlines(), str(error)][0].rstrip(".")
         raise MachineError(
@@ -96,14 +89,3 @@ def _limit(index: str, watts: float) -> None:
             "Most drivers let only root do that: set it with `sudo nvidia-smi -pl`, and leave --gpu-power-limit out.",
         ) from error
     logger.info("GPU %s may draw %g W", index, watts)
-
-
-def _ask(*arguments: str) -> str:
-    command = [PROGRAM, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS).stdout
-
-
-def _number(text: str) -> float | None:
-    with suppress(ValueError):
-        return float(text)
-    return None
