@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
-"""Has Python call a function before it ends. By `atexit` alone that is after executors have ended, which leaving needs."""
+"""Has Python call a function before it ends; `atexit` alone does so when executors, which leaving needs, have ended."""
 EVALUATED_AT_ONCE = 4
 """Windows. How many fit beside what the loop keeps is not known."""
 
@@ -326,7 +326,7 @@ class DiLoCo:
 
 
 def _leave_before_exit(reference: weakref.ref[DiLoCo]) -> None:
-    """Leave the run if nobody has: a program may end right after its training has raised, without leaving the context."""
+    """Leave the run if nobody has: a program may end right after its training has raised, still in the context."""
     diloco = reference()  # lives as long as its thread does
     if diloco is not None and diloco._thread.is_alive():
         diloco._joined.leave()
