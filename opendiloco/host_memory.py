@@ -18,7 +18,7 @@ STATE_BYTES = 2 * VALUE_BYTES
 MOMENTS_BYTES = 2 * VALUE_BYTES
 """Of AdamW's two moments, for each value."""
 GAPS_BYTES = 25
-"""Of gaps in glibc's heaps that gathering leaves, for each weight, and each worker on the CPU but the first: measured with
+"""Of gaps in glibc's heaps that gathering leaves, for each weight and each CPU worker but the first: measured with
 2 and 3 workers and 62 million parameters (docs/training.md)."""
 IN_USE = 1 << 26
 """Bytes of chunks and streams of a round, and of what the allocator keeps: measured, whatever the model."""
