@@ -124,15 +124,15 @@ class VectorWorkload(LocalWorkload):
     stepped_at: float | None = None
     cpu: float | None = None
 
-    async def contribution(self) -> Blocks:
+    async def contribution(self, fragment: int = 0) -> Blocks:
         self.began_at = time.monotonic()
-        blocks = await super().contribution()
+        blocks = await super().contribution(fragment)
         self.encoded_at = time.monotonic()
         return blocks
 
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         self.agreed_at = time.monotonic()
-        await super().apply(payload, index, keeps_work)
+        await super().apply(payload, index, fragment, keeps_work)
         self.stepped_at = time.monotonic()
         self.cpu = cpu_seconds()
 

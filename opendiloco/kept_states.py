@@ -59,7 +59,7 @@ class Origin:
         """Its peer may be writing to it: what is wrong at its end is passed over."""
         empty_log, file = self.run.settings.empty_log, self.log / ENTRIES
         chain = read_chain(file, empty_log)[0] if file.exists() else Chain(empty_log)
-        return LogFolder(self.log, chain, workload.byte_range(0, 1)[1])
+        return LogFolder(self.log, chain, workload.fragments[0].byte_range(0, 1)[1])
 
 
 @asynccontextmanager

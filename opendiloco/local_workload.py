@@ -36,7 +36,7 @@ from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.health import HEALTH
 from peers.presence.heartbeat import HeldOutLoss
-from peers.values.workload import Blocks, InnerLoop, Progress, Reduction, Trained
+from peers.values.workload import Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
 
 if TYPE_CHECKING:
     from peers.driver.driver import Driver
@@ -120,7 +120,9 @@ class TrainingWorkload(LocalState):
     def run_is_over(self) -> None:
         """Hear that there is nothing more to train."""
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
         await self._take_turn(work.index)
         if work.index >= self._outer_steps:
             self.run_is_over()
@@ -131,7 +133,7 @@ class TrainingWorkload(LocalState):
     async def _inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         return await self.trainer.train(work, on_progress)
 
-    async def contribution(self) -> Blocks:
+    async def contribution(self, fragment: int = 0) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
         await self._measured()
         self._trained_at = time.monotonic()
@@ -148,10 +150,10 @@ class TrainingWorkload(LocalState):
             self._codec.average, reduction.contributions, reduction.first_block, reduction.out, reduction.tokens
         )
 
-    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
         return self._codec.squared_norm(blocks, first_block)
 
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         """Raises: BadBlocksError, and changes nothing."""
         await self._measured()
         await asyncio.to_thread(self._apply_beside_work, payload, index, keeps_work)
@@ -160,6 +162,9 @@ class TrainingWorkload(LocalState):
             self._measuring = asyncio.create_task(self._measure(payload, index, trained_at, self.on_outer_step))
         if not keeps_work:
             self._trained_at = None
+
+    async def unchanged(self, index: int, fragment: int) -> None:
+        """Nobody waits for a fragment here, where there is one."""
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
@@ -227,9 +232,9 @@ class LocalWorkload(TrainingWorkload):
             with suppress(WorkersRestartedError):
                 return await self.workers.train(work, on_progress, from_local=True)
 
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         await self.workers.weights.theta_is_sent()  # or a machine would get some of the old theta, some of the new
-        await super().apply(payload, index, keeps_work)
+        await super().apply(payload, index, fragment, keeps_work)
 
     async def evaluate(self) -> Evaluated:
         """Return the loss of theta on the run's held-out windows: as many as the manifest says, whoever asks. Not while

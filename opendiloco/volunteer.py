@@ -254,7 +254,7 @@ async def volunteer_with(
     """One that trains with these workers; see `volunteering`."""
     log, lineage, storage = None, None, None
     if folder is not None:
-        log = LogFolder.open(folder.log, run.settings.empty_log, workload.byte_range(0, 1)[1])
+        log = LogFolder.open(folder.log, run.settings.empty_log, workload.fragments[0].byte_range(0, 1)[1])
         storage = FolderStorage(folder.download, available_memory)
         position = await resume_from(folder, workload, log)
         lineage = await asyncio.to_thread(log.lineage, position)

@@ -23,7 +23,7 @@ from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.shared_memory import Vector
 from peers.transfer.state_chunks import digest_of_state
-from peers.values.workload import Blocks, SnapshotError
+from peers.values.workload import Blocked, Blocks, SnapshotError
 
 PIECE = 1 << 20  # values checked at once, so that it takes no memory to speak of
 
@@ -87,13 +87,10 @@ class LocalState:
         return self._state.theta.size
 
     @property
-    def block_count(self) -> int:
-        return self._codec.block_count
+    def fragments(self) -> Sequence[Blocked]:
+        return (self._codec,)
 
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
-        return self._codec.byte_range(first_block, last_block)
-
-    async def apply(self, payload: Blocks, index: int) -> None:
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0) -> None:
         """Raises: BadBlocksError, and changes nothing."""
         await asyncio.to_thread(self._apply, payload, index)
 

@@ -67,7 +67,7 @@ class Driver:
         companion: CompanionState | None = None,
     ) -> None:
         """With a `companion` state, a peer that joins in the middle of the run copies another peer's."""
-        stores = keeping.stores(workload, settings.empty_log)
+        stores = keeping.stores(workload.fragments, settings.empty_log)
         self.peer = Peer(
             identity.peer_id,
             settings,

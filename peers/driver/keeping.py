@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peers.log.folder import MemoryLog, RunLog
@@ -37,7 +38,8 @@ class Keeping:
     storage: Storage | None = None
     payload_bytes: int = KEPT_BYTES
 
-    def stores(self, blocked: Blocked, empty_log: LogState) -> Stores:
-        """Return the stores of a run with payloads of so many blocks."""
+    def stores(self, fragments: Sequence[Blocked], empty_log: LogState) -> Stores:
+        """Return the stores of a run with these fragments."""
+        [blocked] = fragments
         log = MemoryLog(empty_log, 0) if self.log is None else self.log
         return Stores(PayloadBuffers(blocked, self.payload_bytes, log.payload), log, self.storage or MemoryStorage())

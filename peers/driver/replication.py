@@ -91,7 +91,7 @@ class Replication:
         if kept is None:
             raise LocalProtocolError(f"the payload of entry {header.index} is to be applied and not here")
         async with self._freezer.changing():
-            await self._workload.apply(kept.data, header.index, apply.keeps_work)
+            await self._workload.apply(kept.data, header.index, header.fragment, apply.keeps_work)
             metrics.ENTRIES_APPLIED.inc()
             metrics.TOKENS_COUNTED.inc(header.tokens_of(self._peer.me))
             self._host.handle(Applied(header))

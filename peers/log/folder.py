@@ -274,7 +274,7 @@ class LogFolder(RunLog):
         """The log in a folder, which is made if need be. What is corrupt is named in a warning and cut off.
 
         Args:
-            block_bytes: of each block of a payload but the last: `workload.byte_range(0, 1)[1]` will do.
+            block_bytes: of each block of a payload but the last: `workload.fragments[0].byte_range(0, 1)[1]` will do.
 
         Raises: LogFolderError.
         """

@@ -44,7 +44,7 @@ class SimulatedWorkload:
         if not any(blocks):
             raise BadBlocksError("all of its blocks are zero")
 
-    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
         """Take bytes for values."""
         self.check(blocks, first_block)
         return float(sum(map(mul, blocks, blocks)))

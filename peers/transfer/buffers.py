@@ -38,12 +38,17 @@ SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
 
 
 class PayloadBuffers:
-    """The present round's blocks, and the payloads that are kept."""
+    """Of one fragment: the present round's blocks, and the payloads that are kept."""
 
     def __init__(
-        self, blocked: Blocked, budget: int = 0, older: Callable[[bytes], Payload | None] = lambda digest: None
+        self,
+        blocked: Blocked,
+        budget: int = 0,
+        older: Callable[[bytes], Payload | None] = lambda digest: None,
+        fragment: int = 0,
     ) -> None:
         """`older` finds payloads that are not in memory any more."""
+        self.fragment = fragment
         self._byte_range = blocked.byte_range
         self.chunking = Chunking(blocked.block_count)
         self.size = PayloadSize(self.chunking.count, blocked.byte_range(0, blocked.block_count)[1])

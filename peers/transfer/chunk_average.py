@@ -35,9 +35,9 @@ async def average_chunk(
     first_block = buffers.chunking.blocks(chunk)[0]
     room = buffers.room(len(contributions[0][0]))
     try:
-        average = await codec.reduce(Reduction(contributions, first_block, memoryview(room), tokens))
+        average = await codec.reduce(Reduction(contributions, first_block, memoryview(room), tokens, buffers.fragment))
     except (BadBlocksError, DilocoPeerError) as error:
-        spoiler, _ = reduce.members[await find_spoiler(codec, contributions, first_block)]
+        spoiler, _ = reduce.members[await find_spoiler(codec, contributions, first_block, buffers.fragment)]
         if spoiler == me:
             raise
         return BadBlocks(round_name, spoiler, chunk, str(error))
@@ -48,7 +48,9 @@ async def average_chunk(
     return ReducedArrived(round_name, me, chunk, reduce.absent, digest)
 
 
-async def find_spoiler(codec: Reducing, contributions: Sequence[tuple[Blocks, float]], first_block: int) -> int:
+async def find_spoiler(
+    codec: Reducing, contributions: Sequence[tuple[Blocks, float]], first_block: int, fragment: int = 0
+) -> int:
     """Return the place of the contribution with which averaging begins to fail, given that it fails for all of them.
 
     Sums only grow from honest contributions by what rounding ignores beside one that makes them overflow.
@@ -59,7 +61,7 @@ async def find_spoiler(codec: Reducing, contributions: Sequence[tuple[Blocks, fl
         tried = contributions[:middle]
         try:
             if any(weight for _, weight in tried):  # there is no average of nothing
-                await codec.reduce(Reduction(tried, first_block))
+                await codec.reduce(Reduction(tried, first_block, fragment=fragment))
             good = middle
         except (BadBlocksError, DilocoPeerError):
             bad = middle

@@ -259,7 +259,7 @@ class Following:
 
     async def _payload(self, header: Header, donors: Sequence[str]) -> memoryview:
         """Nobody else asks for it here, so it is not kept. Raises: PayloadError."""
-        buffers = PayloadBuffers(self._state)
+        buffers = PayloadBuffers(self._state.fragments[header.fragment], fragment=header.fragment)
         await Payloads(self._transport, self.log.run, buffers).fetch(header, donors)
         payload = buffers.kept.get(header.payload)
         assert payload is not None

@@ -13,7 +13,7 @@ from peers.values.workload import BadBlocksError, Blocks, Inspect
 class Measuring(Protocol):
     """What this needs of the training side."""
 
-    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
         """See `Workload.squared_norm`."""
 
 
@@ -24,7 +24,7 @@ def inspection(codec: Measuring, buffers: PayloadBuffers) -> Inspect:
         start, stop = buffers.chunk_bytes(chunk)
         if len(data) != stop - start:
             raise BadBlocksError(f"chunk {chunk} has {len(data)} bytes, not {stop - start}")
-        return codec.squared_norm(data, buffers.chunking.blocks(chunk)[0])
+        return codec.squared_norm(data, buffers.chunking.blocks(chunk)[0], buffers.fragment)
 
     return inspect
 

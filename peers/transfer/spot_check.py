@@ -99,7 +99,9 @@ class SpotCheck:
         first_block = self._buffers.chunking.blocks(average.chunk)[0]
         room, tokens = bytearray(len(contributions[0][0])), sum(tokens for _, tokens in reduce.members)
         try:
-            again = await self._codec.reduce(Reduction(contributions, first_block, memoryview(room), tokens))
+            again = await self._codec.reduce(
+                Reduction(contributions, first_block, memoryview(room), tokens, self._buffers.fragment)
+            )
         except (BadBlocksError, DilocoPeerError):
             return None  # of which the reducer is to speak
         if digest_of(again) == average.digest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -13,6 +13,12 @@ Blocks: TypeAlias = bytes | bytearray | memoryview
 """Whole blocks of a payload."""
 Inspect: TypeAlias = Callable[[int, Blocks], float]
 """Returns the squared norm of a chunk. Raises: BadBlocksError when these bytes are no such chunk."""
+OnCaptured: TypeAlias = Callable[[int], Awaitable[None]]
+"""Told of a fragment whose local values have been stored by all workers of the machine."""
+
+
+async def captures_nothing(fragment: int) -> None:
+    """Of a run with one fragment, nothing is captured before training ends."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What there is to average: checked blocks from `first_block` on, each contribution's with its weight.
+    """What there is to average: checked blocks of a fragment, from `first_block` on, each with its owner's weight.
 
     Weights are tokens, or less for a contribution that is clipped; the sum is divided by `tokens`, by default the sum
     of the weights. The average may lie in `out`, which has as many bytes as each contribution.
@@ -60,10 +66,11 @@ class Reduction:
     first_block: int
     out: memoryview | None = None
     tokens: int | None = None
+    fragment: int = 0
 
 
 class Blocked(Protocol):
-    """How payloads are cut into blocks."""
+    """How the payloads of one fragment are cut into blocks."""
 
     @property
     def block_count(self) -> int:
@@ -73,14 +80,18 @@ class Blocked(Protocol):
         """Byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
 
 
-class ReplicatedState(Blocked, Protocol):
+class ReplicatedState(Protocol):
     """The state machine that the log drives: momentum and theta. It is all that following a run takes.
 
     Calls are never concurrent.
     """
 
-    async def apply(self, payload: Blocks, index: int) -> None:
-        """Outer step `index` from the payload's bytes, whole or not at all.
+    @property
+    def fragments(self) -> Sequence[Blocked]:
+        """How each fragment's payloads are cut up. Plain DiLoCo has one fragment."""
+
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0) -> None:
+        """Take outer step `index` of one fragment from the payload's bytes, whole or not at all.
 
         Raises: BadBlocksError, and changes nothing.
         """
@@ -106,14 +117,20 @@ class Workload(ReplicatedState, Protocol):
     A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
     momentum and may run beside anything, `copy_state` and `state_digest` beside `train` and `reduce`, `copy_state` also
     beside `contribution`, and `apply` beside `train` once it has reported progress; other calls are never concurrent.
+    Of a run with several fragments, `contribution` and `unchanged` may also run beside `train`.
     """
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        """Load theta into the worker and train. Cancelling stops the worker within an inner step."""
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
+        """Load theta into the worker and train. Cancelling stops the worker within an inner step.
 
-    async def contribution(self) -> Blocks:
-        """The quantized pseudo-gradient, a whole payload: the theta that training began with, less local. Once for each
-        training, when it is done. The bytes may lie where those of the call before lay."""
+        At each fragment's offset but the last one's, `on_captured` is awaited: all workers have stored what they have
+        learned of that fragment. Of the last fragment that is so when this returns."""
+
+    async def contribution(self, fragment: int = 0) -> Blocks:
+        """The quantized pseudo-gradient of a fragment, a whole payload: the theta that its training began with, less
+        local. Once for each time that it is captured. The bytes may lie where those of the call before lay."""
 
     async def reduce(self, reduction: Reduction) -> Blocks:
         """Return the average of the blocks: in fp32, in their order, weighted; quantized once.
@@ -122,15 +139,20 @@ class Workload(ReplicatedState, Protocol):
         too.
         """
 
-    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
-        """Return the sum of the squares of what blocks from `first_block` on decode to, the same bits everywhere.
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
+        """Return the sum of the squares of what a fragment's blocks from `first_block` on decode to, the same bits
+        everywhere.
 
         Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes.
         """
 
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         """See `ReplicatedState.apply`. With `keeps_work`, what is being trained, or has been, goes on counting from the
         theta that it began with."""
+
+    async def unchanged(self, index: int, fragment: int) -> None:
+        """Hear that outer step `index` leaves a fragment as it is, since nobody had trained it: whoever waits for it
+        goes on."""
 
 
 class CompanionState(Protocol):

@@ -53,7 +53,7 @@ class Donor:
         saved = recorded.states[FROZEN]
         digests = chunk_digests([saved.state])
         self.snapshot = Snapshot(saved.last, saved.state_digest, digests, saved.state)
-        self.buffers = PayloadBuffers(new_state(recorded.run), 1 << 30)
+        self.buffers = PayloadBuffers(new_state(recorded.run).fragments[0], 1 << 30)
         for payload in recorded.payloads:
             self.buffers.kept.keep(payload)
         self.log = MemoryLog(recorded.empty_log)

@@ -47,8 +47,8 @@ async def swarm_step(swarm: dict[str, LocalWorkload], index: int, tokens: int, r
     )
     payloads = [await member.contribution() for member in members]
     payload = b""
-    for first, last, reducer in ((0, 3, members[0]), (3, members[0].block_count, members[1])):
-        start, stop = reducer.byte_range(first, last)
+    for first, last, reducer in ((0, 3, members[0]), (3, members[0].fragments[0].block_count, members[1])):
+        start, stop = reducer.fragments[0].byte_range(first, last)
         blocks = [(whole[start:stop], result.tokens) for whole, result in zip(payloads, trained, strict=True)]
         for piece, _ in blocks:
             reducer.squared_norm(piece, first)
@@ -158,15 +158,16 @@ def test_nothing_is_copied_unless_the_manifest_says_so(workload: LocalWorkload) 
 
 def test_it_is_a_workload_of_whole_and_ragged_blocks(workload: LocalWorkload) -> None:
     as_seen_by_peers: Workload = workload
-    assert as_seen_by_peers.block_count == 3
-    assert workload.byte_range(0, 1) == (0, 1028)
-    assert workload.byte_range(1, 3) == (1028, kernels.INT8.payload_size(2500))
+    [whole] = as_seen_by_peers.fragments
+    assert whole.block_count == 3
+    assert whole.byte_range(0, 1) == (0, 1028)
+    assert whole.byte_range(1, 3) == (1028, kernels.INT8.payload_size(2500))
 
 
 @pytest.mark.parametrize("first_block", [0, 1, 2])
 def test_check_knows_which_blocks_are_whole(workload: LocalWorkload, first_block: int) -> None:
     payload = bytes(asyncio.run(workload.contribution()))
-    start, stop = workload.byte_range(first_block, 3)
+    start, stop = workload.fragments[0].byte_range(first_block, 3)
     workload.squared_norm(payload[start:stop], first_block)
     for wrong in (payload[start : stop - 1], payload[start:stop] + b"\0", b"\xff" * (stop - start)):
         with pytest.raises(BadBlocksError):

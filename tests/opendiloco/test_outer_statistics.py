@@ -76,7 +76,7 @@ def test_each_outer_step_is_told_of_once_it_is_taken(small_config: RunConfig) ->
             if index < 3:
                 await workload.train(work, lambda progress: None)
                 own = bytes(await workload.contribution())
-            await workload.apply(own if index == 1 else bytes(opposite), index, keeps_work)
+            await workload.apply(own if index == 1 else bytes(opposite), index, keeps_work=keeps_work)
         await workload.contribution()  # waits for what is being measured
 
     asyncio.run(story())

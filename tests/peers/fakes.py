@@ -15,7 +15,18 @@ from peers.streams.throttle import Caps
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.reach import Reach
-from peers.values.workload import BadBlocksError, Blocks, InnerLoop, Progress, Reduction, SnapshotError, Trained
+from peers.values.workload import (
+    BadBlocksError,
+    Blocked,
+    Blocks,
+    InnerLoop,
+    OnCaptured,
+    Progress,
+    Reduction,
+    SnapshotError,
+    Trained,
+    captures_nothing,
+)
 from tests.peers.builders import SIZE
 
 BLOCK = SIZE.bytes // SIZE.chunks
@@ -118,6 +129,10 @@ class FakeWorkload:
         self.state = state
 
     @property
+    def fragments(self) -> Sequence[Blocked]:
+        return (self,)
+
+    @property
     def state_size(self) -> int:
         return len(self.state)
 
@@ -128,7 +143,7 @@ class FakeWorkload:
         if blocks == GARBAGE:
             raise BadBlocksError("code -128")
 
-    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
         """All are as long as `PROOF` says."""
         self.check(blocks, first_block)
         return PROOF.squares
@@ -144,14 +159,19 @@ class FakeWorkload:
             raise SnapshotError("not that state")
         self.state = bytes(state)
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
         raise NotImplementedError
 
-    async def contribution(self) -> bytes:
+    async def contribution(self, fragment: int = 0) -> bytes:
         raise NotImplementedError
 
     async def reduce(self, reduction: Reduction) -> bytes:
         raise NotImplementedError
 
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+    async def unchanged(self, index: int, fragment: int) -> None:
+        raise NotImplementedError
+
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         raise NotImplementedError

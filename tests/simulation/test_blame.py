@@ -65,7 +65,7 @@ def accuses_falsely(swarm: Swarm) -> None:
 
     mine.commit_to = commit  # type: ignore[method-assign]
     mine.workload.squared_norm = (  # type: ignore[method-assign]
-        lambda blocks, first_block: honest(blocks, first_block) if is_own[0] else 1.0
+        lambda blocks, first_block, fragment=0: honest(blocks, first_block) if is_own[0] else 1.0
     )
 
 

@@ -33,7 +33,7 @@ from peers.protocol.messages import Commit
 from peers.protocol.packing import open_envelope
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
-from peers.values.workload import InnerLoop, Progress, Trained
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.swarm.vector_workload import VectorWorkload
 
 VALUES = 32 * 1024  # in 32 chunks
@@ -140,8 +140,10 @@ class UnhurriedWorkload(VectorWorkload):
         super().__init__(values)
         self._seconds = seconds
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        trained = await super().train(work, on_progress)
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
+        trained = await super().train(work, on_progress, on_captured)
         await asyncio.sleep(self._seconds)
         return trained
 

@@ -34,7 +34,7 @@ from peers.transfer.state_chunks import STATE_CHUNK, StateChunking
 from peers.transfer.storage import FolderStorage, Storage
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, unpack
-from peers.values.workload import CompanionState, InnerLoop, Progress, Trained
+from peers.values.workload import CompanionState, InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.swarm.vector_workload import VectorWorkload
 
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
@@ -60,12 +60,14 @@ class StillWorkload(VectorWorkload):
         super().__init__(VALUES)
         self.frozen = asyncio.Event()
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
         if work.index >= FROZEN:
             await self.frozen.wait()
         if work.index >= END:
             await asyncio.Event().wait()
-        return await super().train(work, on_progress)
+        return await super().train(work, on_progress, on_captured)
 
 
 class OwnNumbers:

@@ -61,8 +61,8 @@ class HonestWorkload(UnhurriedWorkload):
         super().__init__(VALUES, seconds)
         self.payload = b""
 
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
-        await super().apply(payload, index, keeps_work)
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+        await super().apply(payload, index, fragment, keeps_work)
         self.payload = bytes(payload)
 
     def tell(self, header: Header, state_digest: bytes) -> None:
@@ -78,8 +78,8 @@ class LyingWorkload(HonestWorkload):
 
     lies: tuple[Lie, ...] = ()
 
-    async def contribution(self) -> bytes:
-        payload = await super().contribution()
+    async def contribution(self, fragment: int = 0) -> bytes:
+        payload = await super().contribution(fragment)
         for lie in self.lies:
             if isinstance(lie, RealLie):
                 payload = lie.contributes(payload)
@@ -228,8 +228,9 @@ class LyingDriver(Driver, Means):
         return self.keys
 
     def payload_of_its_own(self) -> Payload:
-        start, stop = self.workload.byte_range(0, self.workload.block_count)
-        payload = Payload.cut(memoryview(b"\x07" * (stop - start)), self.workload.byte_range(0, 1)[1])
+        [fragment] = self.workload.fragments
+        start, stop = fragment.byte_range(0, fragment.block_count)
+        payload = Payload.cut(memoryview(b"\x07" * (stop - start)), fragment.byte_range(0, 1)[1])
         self._replication._stores.buffers.kept.keep(payload)
         return payload
 

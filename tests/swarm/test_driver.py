@@ -233,7 +233,7 @@ def test_a_death_in_the_middle_of_a_round_costs_no_restart(place: int) -> None:
             assert entries[0][index + 1] == entries[1][index + 1]
             header, _ = entries[0][index]
             missed = {member.peer: member.missed for member in header.roster}
-            chunks = Chunking(victim.workload.block_count).count
+            chunks = Chunking(victim.workload.codec.block_count).count
             assert missed.pop(victim_id) == chunks - 1, "one chunk of its had arrived"
             assert missed == {one.driver.peer.me: 0 for one in others}
 

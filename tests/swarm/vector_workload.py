@@ -13,7 +13,16 @@ from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.leases import sample_count
-from peers.values.workload import Blocks, InnerLoop, Progress, Reduction, SnapshotError, Trained
+from peers.values.workload import (
+    Blocks,
+    InnerLoop,
+    OnCaptured,
+    Progress,
+    Reduction,
+    SnapshotError,
+    Trained,
+    captures_nothing,
+)
 
 VALUES = 5000
 
@@ -24,7 +33,7 @@ class VectorWorkload:
     def __init__(self, values: int = VALUES) -> None:
         self.values = values
         self.codec = BlockCodec(INT8, values)
-        self.block_count = self.codec.block_count
+        self.fragments = (self.codec,)
         self.state_size = 8 * values
         theta = np.random.default_rng(0).standard_normal(values).astype(np.float32)
         self.state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.6))
@@ -32,10 +41,9 @@ class VectorWorkload:
         self.may_train = asyncio.Event()
         self.may_train.set()
 
-    def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
-        return self.codec.byte_range(first_block, last_block)
-
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
         await self.may_train.wait()
         random = np.random.default_rng([work.index, work.samples[0].start])
         noise = random.standard_normal(self.values).astype(np.float32)
@@ -44,7 +52,7 @@ class VectorWorkload:
         on_progress(Progress(work.steps, 1.0, 1.0))
         return Trained(work.samples, 8 * sample_count(work.samples), 1.0)
 
-    async def contribution(self) -> bytes:
+    async def contribution(self, fragment: int = 0) -> bytes:
         payload = self.codec.empty_payload()
         self.codec.encode_difference(self.base, self.local, payload)
         return bytes(payload)
@@ -52,11 +60,14 @@ class VectorWorkload:
     async def reduce(self, reduction: Reduction) -> Blocks:
         return self.codec.average(reduction.contributions, reduction.first_block, None, reduction.tokens)
 
-    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
         return self.codec.squared_norm(blocks, first_block)
 
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         self.state.apply(self.codec.checked(payload), index)
+
+    async def unchanged(self, index: int, fragment: int) -> None:
+        """Nobody waits for it."""
 
     async def state_digest(self) -> bytes:
         return self.state.digest()

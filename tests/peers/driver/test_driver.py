@@ -33,7 +33,7 @@ from peers.transfer.inspection import offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, unpack
-from peers.values.workload import Blocks, InnerLoop, Progress, Reduction, Trained
+from peers.values.workload import Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
 from tests.peers.builders import RUN, SETTINGS, SIZE, STATE, Rig, ready
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload, at_once
 from tests.peers.protocol.test_peer import at_second
@@ -118,11 +118,13 @@ class FussyWorkload(FakeWorkload):
         self.may_end_training = asyncio.Event()
         self.trained = bytes(SIZE.bytes)
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
         await self.may_end_training.wait()
         return Trained(work.samples, 100, 1.0)
 
-    async def contribution(self) -> bytes:
+    async def contribution(self, fragment: int = 0) -> bytes:
         return self.trained
 
     async def reduce(self, reduction: Reduction) -> bytes:
@@ -130,7 +132,7 @@ class FussyWorkload(FakeWorkload):
             raise DilocoPeerError("the weighted values overflow")
         return bytes(len(reduction.contributions[0][0]))
 
-    async def apply(self, payload: Blocks, index: int, keeps_work: bool = False) -> None:
+    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         self.applied.append(bytes(payload))
 
 

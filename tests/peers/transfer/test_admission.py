@@ -157,7 +157,7 @@ def test_blocks_with_another_norm_than_was_committed_to_are_evidence(door: Door)
 class Longer(FakeWorkload):
     """What comes is twice as long as it says."""
 
-    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
         return 4.0
 
 
@@ -167,7 +167,7 @@ def test_an_average_that_is_longer_than_what_it_is_made_of_is_not_taken(
 ) -> None:
     """The members have committed to norms of 1."""
     codec = FakeWorkload()
-    codec.squared_norm = lambda blocks, first_block: squares  # type: ignore[method-assign]
+    codec.squared_norm = lambda blocks, first_block, fragment=0: squares  # type: ignore[method-assign]
     door.admission = Admission(door.rig.peer, door.buffers, codec)
     assert door.take("c", 4, reduced=True).is_taken == is_taken
 
@@ -175,7 +175,7 @@ def test_an_average_that_is_longer_than_what_it_is_made_of_is_not_taken(
 def test_all_averages_of_a_reducer_together_are_no_longer_than_what_they_are_made_of(door: Door) -> None:
     """Else the more chunks a part has, the further its reducer could move theta."""
     codec = FakeWorkload()
-    codec.squared_norm = lambda blocks, first_block: 2.5  # type: ignore[method-assign]
+    codec.squared_norm = lambda blocks, first_block, fragment=0: 2.5  # type: ignore[method-assign]
     door.admission = Admission(door.rig.peer, door.buffers, codec)
     assert door.take("c", 4, reduced=True).is_taken
     event, is_taken = door.take("c", 5, reduced=True)

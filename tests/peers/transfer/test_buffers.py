@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,6 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.values.chunks import payload_digest
 from peers.values.memory import empty
 from peers.values.wire import digest_of
-from peers.values.workload import Workload
 from tests.peers.builders import attempt, first_log
 
 LOG = first_log()
@@ -25,7 +23,7 @@ OWN = bytes(range(56))
 
 
 def buffers() -> PayloadBuffers:
-    return PayloadBuffers(cast(Workload, SimulatedWorkload("a", BLOCKS)))
+    return PayloadBuffers(SimulatedWorkload("a", BLOCKS))
 
 
 def open_round() -> PayloadBuffers:
@@ -259,7 +257,7 @@ def test_what_others_ask_for_from_long_ago_pushes_nothing_out_that_is_needed_now
         reads.append(digest)
         return long_ago.get(digest)
 
-    mine = PayloadBuffers(cast(Workload, SimulatedWorkload("a", BLOCKS)), 0, read)
+    mine = PayloadBuffers(SimulatedWorkload("a", BLOCKS), 0, read)
     held = payload_of(b"held")
     mine.kept.keep(held)
     for digest, payload in long_ago.items():

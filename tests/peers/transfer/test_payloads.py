@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import cast
 
 import pytest
 
@@ -32,7 +31,6 @@ from peers.transfer.payloads import (
 from peers.values.chunks import CHUNK_BLOCKS
 from peers.values.reach import Reach
 from peers.values.wire import DIGEST_BYTES, digest_of, pack, unpack
-from peers.values.workload import Workload
 from tests.peers.builders import LOG, RUN, member
 from tests.peers.fakes import NoChance, at_once
 from tests.peers.streams.test_throttle import now, simulate
@@ -54,7 +52,7 @@ HEADER = LOG.next_header([member("a", 0, 20)], THE_PAYLOAD.digest)
 
 
 def buffers() -> PayloadBuffers:
-    return PayloadBuffers(cast(Workload, SimulatedWorkload("a", CHUNKS * CHUNK_BLOCKS)))
+    return PayloadBuffers(SimulatedWorkload("a", CHUNKS * CHUNK_BLOCKS))
 
 
 class Network:
@@ -180,7 +178,7 @@ def test_what_is_kept_is_not_fetched() -> None:
 def test_what_is_on_the_disk_is_not_fetched_and_is_at_hand_then() -> None:
     async def scenario() -> None:
         network = Network()
-        mine = PayloadBuffers(cast(Workload, SimulatedWorkload("a", CHUNKS * CHUNK_BLOCKS)), 0, lambda _: THE_PAYLOAD)
+        mine = PayloadBuffers(SimulatedWorkload("a", CHUNKS * CHUNK_BLOCKS), 0, lambda _: THE_PAYLOAD)
         await Payloads(Transport(network, "me"), RUN, mine).fetch(HEADER, ["a"])
         assert network.asked == []
         assert mine.kept.get(THE_PAYLOAD.digest) is THE_PAYLOAD
