@@ -77,7 +77,7 @@ class ArchivedRun:
         self._checkpoints = Checkpoints(self._folder.checkpoints, run.run_id)
         self.checkpointer = Checkpointer(KeepingPlan(self._folder))
         self._state_bytes = 0  # until the model's size is known
-        self.buffers: PayloadBuffers | None = None  # from then on
+        self.buffers: tuple[PayloadBuffers, ...] = ()  # of each fragment, from then on
         self._snapshot: Snapshot | None = None
         self._peers: frozenset[str] = frozenset()
         self._anchoring = Anchoring(run, identity, transport, self._folder)
@@ -105,10 +105,10 @@ class ArchivedRun:
         self.log.prune(min(self._checkpoints.indices()))
 
     def _size_is(self, state_bytes: int) -> None:
-        if self.buffers is None:
+        if not self.buffers:
             self._state_bytes = state_bytes
             codec = BlockCodec(self._format, state_bytes // (2 * VALUE_BYTES))
-            self.buffers = PayloadBuffers(codec, 0, self.log.payload)
+            self.buffers = PayloadBuffers.of_each([codec], 0, self.log.payload)
 
     # Giving ---------------------------------------------------------------------------------------------------
     def is_member(self, peer: str) -> bool:
@@ -203,7 +203,7 @@ class ArchivedRun:
             return
         for beat in beats:
             await self._transport.connect(beat.peer, beat.addresses)
-        if self.buffers is None:
+        if not self.buffers:
             self._size_is(await ask_size(self._transport, donors, self.log.empty_log))
         for beat in ahead:
             others = [peer for peer in donors if peer != beat.peer]
@@ -240,16 +240,16 @@ class ArchivedRun:
         """Keep the next entry, unless too few have signed it, and others may still come. Returns whether it is kept.
 
         Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
-        assert self.buffers is not None
         found = await next_in_log(self._transport, donors[0], self.end, self._anchors, self._heads)
         if not self._doubts.may_follow(self.end, found.proof):
             return False
         header = found.log.last
         assert header is not None
         await Payloads(self._transport, self.run.run_id, self.buffers).fetch(header, donors)
-        payload = self.buffers.kept.get(header.payload)
+        kept = self.buffers[header.fragment].kept
+        payload = kept.get(header.payload)
         await asyncio.to_thread(self.log.append, header, None, payload, found.certificate)
-        self.buffers.kept.lies_on_disk(header.payload)
+        kept.lies_on_disk(header.payload)
         self.end = found.log
         return True
 
@@ -312,7 +312,7 @@ class Archive:
         """Keep every run of `manifests`, which is looked through again and again, until cancelled."""
         sources: dict[str, SnapshotSource] = {}
         pasts: dict[str, Past] = {}
-        kept: dict[str, PayloadBuffers] = {}
+        kept: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
         await serve_snapshots(transport, sources)
         await serve_headers(transport, pasts, self._is_member)
@@ -339,7 +339,7 @@ class Archive:
             self._unusable.add(manifest.run_id)
             return None
 
-    async def _keep_one(self, archived: ArchivedRun, kept: dict[str, PayloadBuffers]) -> None:
+    async def _keep_one(self, archived: ArchivedRun, kept: dict[str, Sequence[PayloadBuffers]]) -> None:
         async with archived.checkpointer:
             while True:
                 for work in (
@@ -350,7 +350,7 @@ class Archive:
                         await work()
                     except (*FAILURES, DilocoPeerError) as error:
                         logger.warning("run %s: %s", archived.run.run_id, error)
-                if archived.buffers is not None:
+                if archived.buffers:
                     kept[archived.run.run_id] = archived.buffers
                 if archived.end.last is not None or archived.run.manifest.is_by_invitation:  # else nobody gives it any
                     await archived.publish()

@@ -169,16 +169,12 @@ class Proofs:
             findings.wrong.append((index, f"{told}, when no entry could name that"))
         elif isinstance(proof, BadContribution):
             findings.is_unverified("proofs of false contributions, which need the model", index)
-        elif not proof.convicts(Court(verify, _measures_nothing, chunks=0)):
+        elif not proof.convicts(Court(verify, payloads=())):
             findings.wrong.append((index, wrong))
         elif place.index not in self._heads:
             findings.is_unverified("proofs of faults, since what came before is not here", index)
         else:
             findings.is_verified("proofs of faults", index)
-
-
-def _measures_nothing(chunk: int, data: Blocks) -> float:
-    raise NotImplementedError("no codec without the model")
 
 
 def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findings:

@@ -34,7 +34,7 @@ from peers.protocol.peer import Peer
 from peers.transfer.companion import CompanionDonor
 from peers.transfer.companion_fetch import CompanionJoiner
 from peers.transfer.download import PullTransport
-from peers.transfer.inspection import inspection
+from peers.transfer.inspection import payload_kind
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.clock import now
 from peers.values.identity import Identity
@@ -53,8 +53,9 @@ class Transport(MessageTransport, RoundTransport, PullTransport, PulseTransport,
 class Driver:
     """One peer of one run. `run` returns when it has left, and raises what made going on impossible.
 
-    `on_entry` is told of every entry applied here, with the state digest after it; `on_snapshot` of every state that is
-    frozen here or fetched. `entries` is the log as far as it is here.
+    `on_entry` is told of every outer step that is taken here whole: the entry that closes it, and the state digest
+    after it. `on_snapshot` is told of every state that is frozen here or fetched. `entries` is the log as far as it is
+    here.
     """
 
     def __init__(
@@ -71,12 +72,11 @@ class Driver:
         self.peer = Peer(
             identity.peer_id,
             settings,
-            stores.buffers.size,
+            [payload_kind(workload, buffers) for buffers in stores.buffers],
             keeping.state_digest,
             now(),
             secrets.randbits(INCARNATION_BITS),
             IdentityKeys(identity),
-            inspection(workload, stores.buffers),
             keeping.lineage,
         )
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
@@ -94,7 +94,8 @@ class Driver:
         self._replication = Replication(transport, workload, stores, worker, self)
         self._replication.on_entry = lambda header, state_digest: self.on_entry(header, state_digest)
         self._replication.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
-        self._training = Training(workload, stores.buffers, worker, self._replication.lock, self)
+        locks = worker, self._replication.lock
+        self._training = Training(workload, stores.buffers, *locks, self, self._replication.is_applying)
         self._serving = [self._messenger.serve, self._rounds.serve, self._scout.serve, self._replication.serve]
         if companion is not None:
             copied = self.peer, companion, transport, stores.storage, self

@@ -1,13 +1,14 @@
-"""The chunks of a round on their way in: only what the protocol waits for."""
+"""The chunks of rounds on their way in: only what the protocol waits for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from peers import metrics
 from peers.driver.host import Host
+from peers.errors import RemoteProtocolError
 from peers.protocol.rounds import Attempt
 from peers.streams.channel import Channel, RefusalError
 from peers.streams.chunk_streams import receive_chunks
@@ -33,13 +34,21 @@ class IncomingTransport(Protocol):
 
 
 class Incoming:
-    """Receives the chunks of the present round. `meter` measures what comes, and `rates` have it by sender."""
+    """Receives the chunks of the present rounds, one for each fragment at most. `meter` measures what comes, and
+    `rates` have it by sender."""
 
-    def __init__(self, transport: IncomingTransport, admission: Admission, buffers: PayloadBuffers, host: Host) -> None:
+    def __init__(
+        self,
+        transport: IncomingTransport,
+        admissions: Sequence[Admission],
+        buffers: Sequence[PayloadBuffers],
+        host: Host,
+    ) -> None:
+        """`admissions` and `buffers` are of each fragment."""
         self.meter = RateMeter()
         self.received_bytes = 0
         self._transport = transport
-        self._admission = admission
+        self._admissions = admissions
         self._buffers = buffers
         self._host = host
         self._from: dict[str, RateMeter] = {}
@@ -58,12 +67,13 @@ class Incoming:
         for meter in self._from.values():
             meter.begin_round()
 
-    def tidy(self, present: Attempt | None, members: Collection[str]) -> None:
-        """End streams that nobody waits for: of other rounds than `present`, and from members that are lost."""
+    def tidy(self, present: Mapping[Attempt, Collection[str]]) -> None:
+        """End streams that nobody waits for: of other rounds than the `present` ones, and from peers that are not among
+        their members any more."""
         for task, (round_name, peer) in list(self._receivers.items()):
-            if round_name == present and peer not in members:
+            if round_name in present and peer not in present[round_name]:
                 task.cancel()
-            elif round_name != present:
+            elif round_name not in present:
                 asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round_name, peer))
 
     def _cut(self, receiver: asyncio.Task[None], of: tuple[Attempt, str]) -> None:
@@ -85,9 +95,13 @@ class Incoming:
         Raises: RefusalError, RemoteProtocolError.
         """
         round_name = unpack_from(sender, StreamHeader, packed).round_name
+        fragment = round_name.position.fragment
+        if fragment >= len(self._admissions):
+            raise RemoteProtocolError(sender, f"there is no fragment {fragment}")
+        admission = self._admissions[fragment]
         try:
             async with asyncio.timeout(ADMISSION_TIMEOUT if self._host.peer.is_live(sender) else 0):
-                await self._host.until(lambda peer: self._admission.is_shared(round_name, sender))
+                await self._host.until(lambda peer: admission.is_shared(round_name, sender))
         except TimeoutError:
             raise RefusalError(f"not in round {round_name} with you") from None
         if list(self._receivers.values()).count((round_name, sender)) >= MOST:
@@ -102,7 +116,7 @@ class Incoming:
         def take(header: ChunkHeader, data: bytearray) -> bool:
             return self._take(sender, round_name, header, data)
 
-        return StreamArrivals(sender, self._admission, self._buffers, take)
+        return StreamArrivals(sender, admission, self._buffers[fragment], take)
 
     def _take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray) -> bool:
         """Take a chunk in. Return whether the sender is rid of it."""
@@ -110,7 +124,7 @@ class Incoming:
         self.received_bytes += len(data)
         metrics.ROUND_BYTES.labels("received").inc(len(data))
         self._from[sender].passed(len(data))
-        event, is_taken = self._admission.take(sender, round_name, header, data)
+        event, is_taken = self._admissions[round_name.position.fragment].take(sender, round_name, header, data)
         if event is not None:
             self._host.handle(event)
         return is_taken

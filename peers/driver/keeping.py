@@ -16,9 +16,9 @@ from peers.values.workload import Blocked
 
 @dataclass(frozen=True)
 class Stores:
-    """Where a peer keeps payloads, headers and snapshots."""
+    """Where a peer keeps payloads, of each fragment apart, headers and snapshots."""
 
-    buffers: PayloadBuffers
+    buffers: tuple[PayloadBuffers, ...]
     log: RunLog
     storage: Storage
 
@@ -40,6 +40,6 @@ class Keeping:
 
     def stores(self, fragments: Sequence[Blocked], empty_log: LogState) -> Stores:
         """Return the stores of a run with these fragments."""
-        [blocked] = fragments
         log = MemoryLog(empty_log, 0) if self.log is None else self.log
-        return Stores(PayloadBuffers(blocked, self.payload_bytes, log.payload), log, self.storage or MemoryStorage())
+        buffers = PayloadBuffers.of_each(fragments, self.payload_bytes, log.payload)
+        return Stores(buffers, log, self.storage or MemoryStorage())

@@ -1,4 +1,4 @@
-"""The chunks of a round on their way out: one queue for each member, and several streams that empty it."""
+"""The chunks of rounds on their way out: one queue for each member, and several streams that empty it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,35 @@ class OutgoingTransport(Protocol):
     def stream(self, peer_id: str, protocol: str) -> AbstractAsyncContextManager[Channel]: ...
 
 
-class Outgoing:
-    """Sends the chunks of the present round. `meter` measures what is confirmed."""
+class Uplink:
+    """What our link carries away in all rounds together: `meter` measures what is confirmed."""
 
-    def __init__(self, transport: OutgoingTransport, buffers: PayloadBuffers, host: Host) -> None:
+    def __init__(self) -> None:
         self.meter = RateMeter()
+        self.lanes = Lanes(MOST_WITH_BBR if has_bbr() else MOST)
         self.sent_bytes = 0
+
+    def begin_round(self, others: int) -> None:
+        """A round begins, with so many other members."""
+        self.lanes.begin_round(others)
+        self.meter.begin_round()
+
+    def passed(self, count: int) -> None:
+        """So many bytes of a chunk are confirmed."""
+        self.meter.passed(count)
+        self.sent_bytes += count
+        metrics.ROUND_BYTES.labels("sent").inc(count)
+
+
+class Outgoing:
+    """Sends the chunks of one fragment's present round."""
+
+    def __init__(self, transport: OutgoingTransport, buffers: PayloadBuffers, host: Host, uplink: Uplink) -> None:
         self._transport = transport
         self._buffers = buffers
         self._host = host
+        self._uplink = uplink
         self._round: Attempt | None = None
-        self._lanes = Lanes(MOST_WITH_BBR if has_bbr() else MOST)
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
 
@@ -48,8 +66,7 @@ class Outgoing:
         for peer in list(self._senders):
             self._end_streams_to(peer, at_once=False)
         self._round = round_name
-        self._lanes.begin_round(others)
-        self.meter.begin_round()
+        self._uplink.begin_round(others)
 
     def tidy(self, present: Attempt | None, members: Collection[str]) -> None:
         """End streams that nobody waits for: of other rounds than `present`, and to members that are lost."""
@@ -80,7 +97,7 @@ class Outgoing:
     def _open_streams_to(self, round_name: Attempt, to: str) -> None:
         tasks = [task for task in self._senders.get(to, []) if not task.done()]
         most = max(FEWEST, STREAMS // len(self._queues))
-        while len(tasks) < min(self._lanes.count, self._buffers.size.chunks, most):
+        while len(tasks) < min(self._uplink.lanes.count, self._buffers.size.chunks, most):
             tasks.append(self._host.start(self._carry(round_name, to, self._queues[to])))
         self._senders[to] = tasks
 
@@ -124,9 +141,7 @@ class Outgoing:
     def _answered(self, send: SendChunk, is_taken: bool) -> None:
         if is_taken:
             start, stop = self._buffers.chunk_bytes(send.chunk)
-            self.meter.passed(stop - start)
-            self.sent_bytes += stop - start
-            metrics.ROUND_BYTES.labels("sent").inc(stop - start)
+            self._uplink.passed(stop - start)
             self._widen(send.round_name, stop - start)
             self._host.handle(ChunkSent(send.round_name, send.to, send.chunk, send.reduced))
         else:
@@ -135,7 +150,7 @@ class Outgoing:
     def _widen(self, round_name: Attempt, count: int) -> None:
         """Use more connections, where those that there are do not carry all that waits."""
         has_more = any(queue.qsize() for queue in self._queues.values())
-        if self._lanes.passed(count, has_more) and round_name == self._round:
+        if self._uplink.lanes.passed(count, has_more) and round_name == self._round:
             for peer in list(self._senders):
                 self._open_streams_to(round_name, peer)
 

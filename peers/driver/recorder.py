@@ -11,6 +11,7 @@ from contextlib import suppress
 from peers.errors import RemoteProtocolError
 from peers.log.chain import Chain
 from peers.log.folder import LogFolderError, RunLog
+from peers.log.header import Header
 from peers.log.payload import Payload
 from peers.log.state import LogError
 from peers.protocol.effects import Apply
@@ -36,9 +37,9 @@ class Recorder:
         peer: Peer,
         transport: PullTransport,
         start: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
-        lies_on_disk: Callable[[bytes], None] = lambda payload: None,
+        lies_on_disk: Callable[[Header], None] = lambda header: None,
     ) -> None:
-        """`lies_on_disk` is told of every payload that has been written there, by its digest."""
+        """`lies_on_disk` is told of every entry whose payload has been written there."""
         self._log = log
         self._peer = peer
         self._transport = transport
@@ -50,8 +51,9 @@ class Recorder:
         self._trouble = ""
         """Why the disk did not take the last entry; empty: it did."""
 
-    def add(self, made: Apply, state_digest: bytes, payload: Payload) -> None:
-        """Write down an entry that was applied, with what proves it and its annex."""
+    def add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
+        """Write down an entry that was applied, with what proves it and its annex. The digest is that of the state
+        after its cycle, if the entry is the last one of it to be applied."""
         self._last = self._start(self._add(made, state_digest, payload))
 
     async def follow(self, chain: Chain, end: int) -> None:
@@ -67,7 +69,7 @@ class Recorder:
         if self._last is not None:
             await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
 
-    async def _add(self, made: Apply, state_digest: bytes, payload: Payload) -> None:
+    async def _add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
         header = made.header
         async with self._turn:
             try:
@@ -79,7 +81,7 @@ class Recorder:
             else:
                 self._note("", header.index)
                 if self._log.is_on_disk:
-                    self._lies_on_disk(header.payload)
+                    self._lies_on_disk(header)
             if self._log.first:
                 await self._add_headers_before()
             await asyncio.to_thread(self._proofs.look)

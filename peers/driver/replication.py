@@ -13,7 +13,7 @@ from peers.driver.host import Host
 from peers.driver.keeping import Stores
 from peers.driver.recorder import Recorder
 from peers.errors import LocalProtocolError
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES
 from peers.presence.presence import state_named
 from peers.protocol.effects import Apply, FetchLineage, FetchPayload, FetchSnapshot
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 class Replication:
     """Momentum and theta, and what is kept of how they came about.
 
-    `on_entry` is told of every entry applied here, with the state digest after it; `on_snapshot` of every state that is
-    frozen here or fetched.
+    `on_entry` is told of every outer step that is taken here whole: the entry that closes it, and the state digest
+    after it. `on_snapshot` is told of every state that is frozen here or fetched.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Replication:
         self._lineages = LineageFetch(transport, stores.log, recent=host.peer.lineage.after)
         self._looking: asyncio.Task[None] | None = None
         self._fetched: Compared  # the log that vouches for the snapshot that is fetched
-        self._recorder = Recorder(stores.log, host.peer, transport, host.start, stores.buffers.kept.lies_on_disk)
+        self._recorder = Recorder(stores.log, host.peer, transport, host.start, self._lies_on_disk)
+        self._applying: set[int] = set()
         self._freezer = Freezer(host.peer, workload, stores.storage, host)
         self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
         self.lock = self._freezer.state_lock
@@ -83,23 +84,40 @@ class Replication:
         """Wait until what was applied is on the disk, within seconds."""
         await self._recorder.finish()
 
+    def _lies_on_disk(self, header: Header) -> None:
+        self._stores.buffers[header.fragment].kept.lies_on_disk(header.payload)
+
+    def is_applying(self, fragment: int) -> bool:
+        """Whether an entry of this fragment is yet to be applied."""
+        return fragment in self._applying
+
     def apply(self, apply: Apply) -> None:
+        self._applying.add(apply.header.fragment)
         self._host.start(self._apply(apply))
 
     async def _apply(self, apply: Apply) -> None:
-        header, kept = apply.header, self._stores.buffers.kept.get(apply.header.payload)
-        if kept is None:
+        header = apply.header
+        kept = self._stores.buffers[header.fragment].kept.get(header.payload)
+        if kept is None and header.payload != NO_PAYLOAD:
             raise LocalProtocolError(f"the payload of entry {header.index} is to be applied and not here")
         async with self._freezer.changing():
-            await self._workload.apply(kept.data, header.index, header.fragment, apply.keeps_work)
+            log = self._peer.log
+            if kept is None:
+                await self._workload.unchanged(header.index, header.fragment)
+            else:
+                await self._workload.apply(kept.data, header.index, header.fragment, apply.keeps_work)
+            self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
             metrics.TOKENS_COUNTED.inc(header.tokens_of(self._peer.me))
             self._host.handle(Applied(header))
-            state_digest = await self._workload.state_digest()
-            self._host.handle(Digested(header, state_digest))
-        self.on_entry(header, state_digest)
+            state_digest = None
+            if log.last is not None and not log.made:  # a cycle is whole
+                state_digest = await self._workload.state_digest()
+                self._host.handle(Digested(log.last, state_digest))
         self._recorder.add(apply, state_digest, kept)
-        self._host.start(self._freeze())
+        if log.last is not None and state_digest is not None:
+            self.on_entry(log.last, state_digest)
+            self._host.start(self._freeze())
 
     async def _freeze(self) -> None:
         try:

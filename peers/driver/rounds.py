@@ -1,8 +1,9 @@
-"""The data of the present round: room for it, its chunks on their way, their averages, and the payload in the end."""
+"""The data of rounds: room for it, its chunks on their way, their averages, and the payload in the end."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from peers import metrics
@@ -11,7 +12,7 @@ from peers.driver.traffic import StreamTransport, Traffic
 from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk, SendChunk
 from peers.protocol.events import PayloadAssembled
 from peers.protocol.exchange import Exchange
-from peers.protocol.rounds import Round
+from peers.protocol.rounds import Attempt, Round
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
 from peers.transfer.download import PullTransport
@@ -35,18 +36,22 @@ class RoundCosts(NamedTuple):
 
 
 class Rounds:
-    """One peer's rounds, of which one is under way at a time."""
+    """One peer's rounds, of which one is under way at a time for each fragment."""
 
-    def __init__(self, transport: RoundTransport, workload: Workload, buffers: PayloadBuffers, host: Host) -> None:
+    def __init__(
+        self, transport: RoundTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
+    ) -> None:
+        """`buffers` are of each fragment."""
         self._transport = transport
         self._workload = workload
         self._buffers = buffers
         self._host = host
         self.traffic = Traffic(transport, workload, buffers, host)
-        self._run, self._members = host.peer.settings.run, frozenset[str]()  # of the last round
+        self._run = host.peer.settings.run
+        self._members: dict[int, frozenset[str]] = {}  # of each fragment's last round
         self._spot_check = SpotCheck(transport, workload, buffers, self._run, host.peer.me)
         self._reducing = asyncio.Semaphore(REDUCERS)
-        self._round: Round | None = None
+        self._rounds: dict[int, Round] = {}  # by fragment
         self._began_at: float | None = None
         self._seconds = 0.0
 
@@ -58,14 +63,21 @@ class Rounds:
 
     async def serve(self) -> None:
         await self.traffic.serve()
-        await serve_contributions(self._transport, self._run, self._buffers, lambda peer: peer in self._members)
+        await serve_contributions(self._transport, self._run, self._buffers, self._is_member)
+
+    def _is_member(self, fragment: int, peer: str) -> bool:
+        """Whether a peer was in the last round of a fragment."""
+        return peer in self._members.get(fragment, ())
+
+    def _buffers_of(self, round_name: Attempt) -> PayloadBuffers:
+        return self._buffers[round_name.position.fragment]
 
     def open(self, opening: OpenRound) -> None:
         metrics.ROUNDS.inc()
         self._end_clock()
         self._began_at = now()
-        self._buffers.open(opening.round.name)
-        self._members = frozenset(opening.round.peers)
+        self._buffers_of(opening.round.name).open(opening.round.name)
+        self._members[opening.round.name.position.fragment] = frozenset(opening.round.peers)
         self.traffic.begin(opening.round.name, len(opening.round.remaining) - 1)
 
     def send(self, send: SendChunk) -> None:
@@ -76,14 +88,15 @@ class Rounds:
 
     async def _average(self, reduce: ReduceChunk) -> None:
         async with self._reducing:
-            event = await average_chunk(self._workload, self._buffers, self._host.peer.me, reduce)
+            event = await average_chunk(self._workload, self._buffers_of(reduce.round_name), self._host.peer.me, reduce)
         if event is not None:
             self._host.handle(event)
 
     def assemble(self, assemble: AssemblePayload) -> None:
         round_name, exchange = assemble.round_name, self._host.peer.exchange_of(assemble.round_name)
-        if self._buffers.round(round_name):
-            self._host.handle(PayloadAssembled(round_name, self._buffers.assemble(round_name)))
+        buffers = self._buffers_of(round_name)
+        if buffers.round(round_name):
+            self._host.handle(PayloadAssembled(round_name, buffers.assemble(round_name)))
             if exchange is not None:
                 self._host.start(self._look_at_averages(exchange))
 
@@ -93,23 +106,24 @@ class Rounds:
             self._host.handle(refuted)
 
     def follow(self) -> None:
-        """Release what belongs to another round than the protocol's present one, or to members that it has lost."""
+        """Release what belongs to other rounds than the protocol's present ones, or to members that they have lost."""
         peer = self._host.peer
         if peer.is_exchanging:
             self._transport.no_round.clear()
         else:  # also while a round may go on some time: perhaps when somebody has joined
             self._transport.no_round.set()
-        round = peer.exchange.round if peer.exchange else None
-        if round is self._round:
+        rounds = {fragment: slot.exchange.round for fragment, slot in peer.slots.items() if slot.exchange}
+        before, self._rounds = self._rounds, rounds
+        if rounds.keys() == before.keys() and all(rounds[fragment] is before[fragment] for fragment in rounds):
             return
-        self._round = round
-        if round is None:
+        for fragment in before.keys() - rounds.keys():
+            self._buffers[fragment].close()
+        if not rounds:
             self._end_clock()
-            self._buffers.close()
-        self.traffic.tidy(round.name if round else None, round.remaining if round else ())
+        self.traffic.tidy({round.name: round.remaining for round in rounds.values()})
 
     def _end_clock(self) -> None:
-        """Count the time of the round that has ended, if one was under way."""
+        """Count the time of the rounds that have ended, if any was under way."""
         if self._began_at is not None:
             seconds = now() - self._began_at
             self._began_at = None

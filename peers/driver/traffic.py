@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from peers.driver.host import Host
 from peers.driver.incoming import Incoming, IncomingTransport
-from peers.driver.outgoing import Outgoing, OutgoingTransport
+from peers.driver.outgoing import Outgoing, OutgoingTransport, Uplink
 from peers.protocol.effects import SendChunk
 from peers.protocol.rounds import Attempt
 from peers.streams.throttle import Caps
@@ -23,31 +23,40 @@ class StreamTransport(IncomingTransport, OutgoingTransport, Protocol):
 class Traffic:
     """Both directions together."""
 
-    def __init__(self, transport: StreamTransport, workload: Workload, buffers: PayloadBuffers, host: Host) -> None:
+    def __init__(
+        self, transport: StreamTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
+    ) -> None:
+        """`buffers` are of each fragment."""
         self._transport = transport
-        self._outgoing = Outgoing(transport, buffers, host)
-        self._incoming = Incoming(transport, Admission(host.peer, buffers, workload), buffers, host)
+        self._uplink = Uplink()
+        self._outgoing = [Outgoing(transport, each, host, self._uplink) for each in buffers]
+        admissions = [Admission(host.peer, each, workload) for each in buffers]
+        self._incoming = Incoming(transport, admissions, buffers, host)
 
     async def serve(self) -> None:
         await self._incoming.serve()
 
     def begin(self, round_name: Attempt, others: int) -> None:
         """Move chunks of this round, which has so many other members."""
-        self._outgoing.begin(round_name, others)
+        self._outgoing[round_name.position.fragment].begin(round_name, others)
         self._incoming.begin()
 
-    def tidy(self, present: Attempt | None, members: Collection[str]) -> None:
-        """End streams that nobody waits for: of other rounds than `present`, and with members that are lost."""
-        self._outgoing.tidy(present, members)
-        self._incoming.tidy(present, members)
+    def tidy(self, present: Mapping[Attempt, Collection[str]]) -> None:
+        """End streams that nobody waits for: of other rounds than the `present` ones, and with peers that are not among
+        their members any more."""
+        of_fragment = {name.position.fragment: name for name in present}
+        for fragment, outgoing in enumerate(self._outgoing):
+            name = of_fragment.get(fragment)
+            outgoing.tidy(name, present[name] if name else ())
+        self._incoming.tidy(present)
 
     def send(self, send: SendChunk) -> None:
-        self._outgoing.send(send)
+        self._outgoing[send.round_name.position.fragment].send(send)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of chunks that other members took from this peer, in all rounds."""
-        return self._outgoing.sent_bytes
+        return self._uplink.sent_bytes
 
     @property
     def received_bytes(self) -> int:
@@ -57,7 +66,7 @@ class Traffic:
     @property
     def rate(self) -> int:
         """Bytes a second that the link was seen to carry each way in rounds; 0: not known."""
-        return int(self._transport.caps.of_both(self._outgoing.meter.rate, self._incoming.meter.rate))
+        return int(self._transport.caps.of_both(self._uplink.meter.rate, self._incoming.meter.rate))
 
     @property
     def rates(self) -> dict[str, int]:
@@ -66,5 +75,5 @@ class Traffic:
 
     def knows(self, upload: float, download: float) -> None:
         """Take these for the rates of a round, since they were measured otherwise."""
-        self._outgoing.meter.knows(upload)
+        self._uplink.meter.knows(upload)
         self._incoming.meter.knows(download)

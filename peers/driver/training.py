@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from peers.driver.host import Host
 from peers.health import HEALTH
 from peers.protocol.effects import StopTraining, Train
-from peers.protocol.events import TrainingDone, TrainingProgress
+from peers.protocol.events import Captured, TrainingDone, TrainingProgress
+from peers.protocol.slot import SlotState
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import inspection, offer
+from peers.values.leases import sample_count
+from peers.values.sum_tree import Sum
 from peers.values.workload import Progress, Trained, Workload
 
 FIRST_STEP_LIMIT = 1800.0  # seconds; a compiler may be at work
@@ -25,17 +29,25 @@ class Training:
     """Has the worker train once at a time. `on_begin` is told of the index of each outer step that is trained for."""
 
     def __init__(
-        self, workload: Workload, buffers: PayloadBuffers, worker: asyncio.Lock, state: asyncio.Lock, host: Host
+        self,
+        workload: Workload,
+        buffers: Sequence[PayloadBuffers],
+        worker: asyncio.Lock,
+        state: asyncio.Lock,
+        host: Host,
+        is_applying: Callable[[int], bool] = lambda fragment: False,
     ) -> None:
-        """`worker` is held while the worker is at work, `state` while theta and momentum are read."""
+        """`worker` is held while the worker is at work, `state` while theta and momentum are read. `buffers` are of
+        each fragment; `is_applying` says whether an entry of one is yet to be applied."""
         self.on_begin: Callable[[int], None] = lambda index: None
         self._workload = workload
         self._buffers = buffers
-        self._inspect = inspection(workload, buffers)
         self._worker = worker
         self._state = state
         self._host = host
+        self._is_applying = is_applying
         self._training: asyncio.Task[None] | None = None
+        self._loss = 0.0
         self._longest_step = 0.0  # seconds
         self._stepped_at: float | None = None
 
@@ -49,11 +61,10 @@ class Training:
 
     async def _train(self, train: Train) -> None:
         async with self._worker:  # a training that was stopped needs a moment to end
-            await asyncio.to_thread(self._buffers.prepare)
+            for buffers in self._buffers:
+                await asyncio.to_thread(buffers.prepare)
             trained = await self._watched(train)
-            async with self._state:
-                own = await self._workload.contribution()  # now, so that no round waits for it
-            root = await asyncio.to_thread(offer, own, self._buffers, self._inspect)
+            root = await self._quantize(len(self._buffers) - 1)  # now, so that no round waits for it
         self._host.handle(TrainingDone(replace(trained, contribution=root)))
 
     async def _watched(self, train: Train) -> Trained:
@@ -61,11 +72,36 @@ class Training:
         HEALTH.expect("training", max(FIRST_STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
         self._stepped_at = None
         try:
-            return await self._workload.train(train, self._progress)
+            return await self._workload.train(train, self._progress, partial(self._captured, train))
         finally:
             HEALTH.over("training")
 
+    async def _captured(self, train: Train, fragment: int) -> None:
+        """Offer what was learned of a fragment. Where that is of no use any more, the worker is told to go on."""
+        root = await self._quantize(fragment)
+        trained = Trained((), self._planned_tokens(train), self._loss, contribution=root)
+        self._host.handle(Captured(fragment, trained))
+        slot = self._host.peer.slots.get(fragment)
+        is_offered = slot is not None and slot.state is not SlotState.OPEN
+        if not is_offered and not self._is_applying(fragment):
+            await self._workload.unchanged(train.index, fragment)
+
+    async def _quantize(self, fragment: int) -> Sum:
+        """Take a fragment's pseudo-gradient for our contribution. Return the root over its chunks."""
+        buffers = self._buffers[fragment]
+        async with self._state:
+            own = await self._workload.contribution(fragment)
+        return await asyncio.to_thread(offer, own, buffers, inspection(self._workload, buffers))
+
+    def _planned_tokens(self, train: Train) -> int:
+        """Return how many tokens all of a training's inner steps have: by these a fragment counts in its round, which
+        comes before most of them."""
+        settings = self._host.peer.settings
+        most = train.steps * settings.samples_per_lease // settings.inner_steps
+        return min(sample_count(train.samples), most) * settings.tokens_per_sample
+
     def _progress(self, progress: Progress) -> None:
+        self._loss = self._loss if progress.loss is None else progress.loss
         if self._stepped_at is not None:
             self._longest_step = max(self._longest_step, time.monotonic() - self._stepped_at)
         self._stepped_at = time.monotonic()  # without the time in which the machine slept

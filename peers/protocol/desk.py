@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from peers.log.certificate import Departure
 from peers.log.settings import RunSettings
@@ -12,30 +13,29 @@ from peers.protocol.effects import Effect, Send
 from peers.protocol.events import Event, Received
 from peers.protocol.faults import Court
 from peers.protocol.schedule import Schedule
-from peers.values.chunks import PayloadSize
 from peers.values.signing import Keys
-from peers.values.workload import Inspect
+from peers.values.workload import PayloadKind
 
 
 class Desk:
-    """`now` is the time of the event that is being handled, in seconds of the driver's clock."""
+    """`now` is the time of the event that is being handled, in seconds of the driver's clock. `payloads` are of each
+    fragment."""
 
     def __init__(
         self,
         me: str,
         settings: RunSettings,
-        payload: PayloadSize,
+        payloads: Sequence[PayloadKind],
         now: float,
         incarnation: int,
         keys: Keys,
-        inspect: Inspect,
     ) -> None:
         self.me = me
         self.keys = keys
-        self.docket = Docket(Court(keys.verify, inspect, payload.chunks))
+        self.docket = Docket(Court(keys.verify, payloads))
         self.memory = Memory(me, settings.run, incarnation, keys)
         self.settings = settings
-        self.payload = payload
+        self.payloads = payloads
         self.schedule = Schedule(settings.timing)
         self.now = self.started_at = now
         self.events: deque[Event] = deque()

@@ -8,6 +8,7 @@ has said as another start.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -21,7 +22,7 @@ from peers.protocol.commitment import Author, Commitment, Evidence
 from peers.protocol.rounds import Attempt
 from peers.values.signing import Signature, Verify
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, WireError, digest_of, pack, unpack
-from peers.values.workload import Inspect
+from peers.values.workload import PayloadKind
 
 PROOF_LIMIT = MESSAGE_LIMIT - (1 << 13)
 """Bytes of a proof: one fits into a message."""
@@ -29,11 +30,10 @@ PROOF_LIMIT = MESSAGE_LIMIT - (1 << 13)
 
 @dataclass(frozen=True)
 class Court:
-    """What proofs are judged by: signatures, the codec, and how many `chunks` a payload has."""
+    """What proofs are judged by: signatures, and the codec of each fragment's payloads."""
 
     verify: Verify
-    inspect: Inspect
-    chunks: int
+    payloads: Sequence[PayloadKind]
 
 
 class Signed(NamedTuple):
@@ -163,7 +163,10 @@ class BadContribution(FaultProof):
         return self.author.position
 
     def convicts(self, court: Court) -> bool:
-        return self.evidence.convicts(self.author, court.chunks, court.verify, court.inspect)
+        if self.position.fragment >= len(court.payloads):
+            return False
+        kind = court.payloads[self.position.fragment]
+        return self.evidence.convicts(self.author, kind.size.chunks, court.verify, kind.inspect)
 
 
 class SignedEntry(Value):

@@ -146,7 +146,8 @@ class Leadership:
 
     def _lead(self) -> Leader:
         if self._leader is None:
-            settings, payload, digest = self._desk.settings, self._desk.payload, self._replica.state_digest
+            settings, digest = self._desk.settings, self._replica.state_digest
+            payload = self._desk.payloads[self._log.fragment].size
             standing, log = self._presence.standing, self._log.in_state(digest)
             showings = Showings(settings.timing.resend)
             judge = Judge(log, self._desk.docket, self._replica.lineage, lambda: self._work.exchange, showings)

@@ -177,7 +177,8 @@ class Offer:
             return False
         reduces = {share.member.peer for share in round.shares if share.chunks}
         trained = {member.peer for member in round.roster if member.tokens}
-        return round.chunks == self._desk.payload.chunks and reduces <= trained and not reduces <= set(round.lost)
+        chunks = self._desk.payloads[self._log.fragment].size.chunks
+        return round.chunks == chunks and reduces <= trained and not reduces <= set(round.lost)
 
     def _knows_commitments(self, begin: Begin) -> bool:
         """Return whether our own commitment is for this round, and a Begin says what all have committed to, and of us

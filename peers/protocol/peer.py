@@ -13,7 +13,7 @@ What the news of one part means for the others is in course.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from peers.errors import LocalProtocolError
 from peers.log.branch import Branch
@@ -81,9 +81,8 @@ from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.troubles import Troubles
-from peers.values.chunks import PayloadSize
 from peers.values.signing import Keys
-from peers.values.workload import Inspect
+from peers.values.workload import PayloadKind
 
 
 class Peer:
@@ -93,19 +92,19 @@ class Peer:
         self,
         me: str,
         settings: RunSettings,
-        payload: PayloadSize,
+        payloads: Sequence[PayloadKind],
         state_digest: bytes,
         now: float,
         incarnation: int,
         keys: Keys,
-        inspect: Inspect,
         lineage: Lineage | None = None,
     ) -> None:
         """`incarnation` is a number that no start of this peer has had before. `lineage` ends where the state is, if
-        that is not before the first entry. What is shown as evidence is judged by `inspect`."""
+        that is not before the first entry. `payloads` are of each fragment: what is shown as evidence is judged by
+        them, too."""
         self.me = me
         self.settings = settings
-        self._desk = Desk(me, settings, payload, now, incarnation, keys, inspect)
+        self._desk = Desk(me, settings, payloads, now, incarnation, keys)
         self._course = Course(self._desk, state_digest, lineage or Lineage(settings.empty_log))
         self.presence: Presence = self._course.presence
         self.trainer: Trainer = self._course.trainer
@@ -300,9 +299,8 @@ class Peer:
     def is_exchanging(self) -> bool:
         """Whether chunks come and go. The payload of an entry that is handed on is fetched as a whole."""
         slots = self.slots.values()
-        return self.state is State.AVERAGING and any(
-            slot.state is SlotState.AVERAGING and not slot.adopting for slot in slots
-        )
+        is_here = self.state in (State.TRAINING, State.AVERAGING)
+        return is_here and any(slot.state is SlotState.AVERAGING and not slot.adopting for slot in slots)
 
     def exchange_of(self, round_name: Attempt) -> Exchange | None:
         """Of this round, if it is under way."""

@@ -61,7 +61,12 @@ class Crowd(Swarm):
         self.start(name)
         peer = self.peers[name]
         self.tapes[name] = Tape(
-            name, self.settings, peer.buffers.size, peer.state, peer.peer.incarnation, peer.time(self.now)
+            name,
+            self.settings,
+            tuple(each.buffers.size for each in peer.fragments),
+            peer.state,
+            peer.peer.incarnation,
+            peer.time(self.now),
         )
 
     def carry(self, sender: SimulatedPeer, to: SimulatedPeer, packed: bytes) -> None:

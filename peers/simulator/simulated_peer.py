@@ -55,7 +55,7 @@ from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
-from peers.transfer.inspection import inspection
+from peers.transfer.inspection import payload_kind
 from peers.transfer.snapshot_fetch import Offered, Vouched
 from peers.transfer.snapshots import SnapshotOffer
 from peers.values.leases import sample_count
@@ -101,12 +101,11 @@ class SimulatedPeer:
         self.peer = Peer(
             name,
             world.settings,
-            self.buffers.size,
+            [payload_kind(fragment.workload, fragment.buffers) for fragment in self.fragments],
             self.state,
             self.time(0.0),
             next(world.incarnations),
             self._keys,
-            inspection(self.workload, self.buffers),
         )
         self.packer = Packer(self.peer)
         self.alive = True

@@ -21,6 +21,7 @@ from peers.protocol.peer import Peer
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.chunks import PayloadSize
 from peers.values.identity import Identity, verify
+from peers.values.workload import PayloadKind
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Tape:
 
     me: str
     settings: RunSettings
-    payload: PayloadSize
+    payloads: tuple[PayloadSize, ...]
     state_digest: bytes
     incarnation: int
     started_at: float
@@ -80,8 +81,9 @@ def play(tape: Tape, scenes: Sequence[range]) -> list[float]:
 def replayed(tape: Tape) -> Iterator[list[Effect]]:
     """Yield what a peer wants done about each thing that happened, with its messages packed."""
     keys = PricedKeys(tape.me)
-    started = tape.settings, tape.payload, tape.state_digest, tape.started_at, tape.incarnation
-    peer = Peer(tape.me, *started, keys, lambda chunk, data: 0.0)  # nobody is accused
+    payloads = [PayloadKind(size, lambda chunk, data: 0.0) for size in tape.payloads]  # nobody is accused
+    started = tape.settings, payloads, tape.state_digest, tape.started_at, tape.incarnation
+    peer = Peer(tape.me, *started, keys)
     packer = Packer(peer)
     for now, what in tape.happened:
         effects = _told(peer, packer, now, what)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Self
 
 from peers.log.payload import KeptPayloads, Payload
 from peers.protocol.commitment import ChunkProof
@@ -61,6 +62,17 @@ class PayloadBuffers:
         self._round: RoundBuffers | None = None
         self._spare: memoryview | None = None
         self._used: list[bytearray] = []
+
+    @classmethod
+    def of_each(
+        cls,
+        fragments: Sequence[Blocked],
+        budget: int = 0,
+        older: Callable[[bytes], Payload | None] = lambda digest: None,
+    ) -> tuple[Self, ...]:
+        """Create those of each fragment, which share the budget."""
+        share = budget // len(fragments)
+        return tuple(cls(blocked, share, older, fragment) for fragment, blocked in enumerate(fragments))
 
     def find(self, digest: bytes) -> Payload | None:
         """A payload that is kept here. May read all of it from a disk, so it is called in threads."""

@@ -259,8 +259,8 @@ class Following:
 
     async def _payload(self, header: Header, donors: Sequence[str]) -> memoryview:
         """Nobody else asks for it here, so it is not kept. Raises: PayloadError."""
-        buffers = PayloadBuffers(self._state.fragments[header.fragment], fragment=header.fragment)
+        buffers = PayloadBuffers.of_each(self._state.fragments)
         await Payloads(self._transport, self.log.run, buffers).fetch(header, donors)
-        payload = buffers.kept.get(header.payload)
+        payload = buffers[header.fragment].kept.get(header.payload)
         assert payload is not None
         return payload.data

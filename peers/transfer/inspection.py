@@ -7,7 +7,7 @@ from typing import Protocol
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.sum_tree import Sum, SumTree
 from peers.values.wire import digest_of
-from peers.values.workload import BadBlocksError, Blocks, Inspect
+from peers.values.workload import BadBlocksError, Blocks, Inspect, PayloadKind
 
 
 class Measuring(Protocol):
@@ -27,6 +27,11 @@ def inspection(codec: Measuring, buffers: PayloadBuffers) -> Inspect:
         return codec.squared_norm(data, buffers.chunking.blocks(chunk)[0], buffers.fragment)
 
     return inspect
+
+
+def payload_kind(codec: Measuring, buffers: PayloadBuffers) -> PayloadKind:
+    """Return what the protocol is to know of a fragment's payloads."""
+    return PayloadKind(buffers.size, inspection(codec, buffers))
 
 
 def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect) -> Sum:

@@ -33,9 +33,10 @@ STAGGER = 3.0  # seconds after which another donor is asked for them, too
 
 
 class PayloadRequest(Value):
-    """Chunks [first, last) of a kept payload; of none: the digests of all its chunks."""
+    """Chunks [first, last) of a fragment's payload that is kept; of none: the digests of all its chunks."""
 
     run: RunId
+    fragment: Count
     payload: Digest
     first: Count
     last: Count
@@ -45,15 +46,16 @@ class PayloadError(Exception):
     """A payload can't be had from the peers that should have it."""
 
 
-async def serve_payloads(transport: PullTransport, kept: Mapping[str, PayloadBuffers]) -> None:
-    """Give the payloads that are kept of these runs to who asks, from now on."""
+async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[PayloadBuffers]]) -> None:
+    """Give the payloads that are kept of these runs' fragments to who asks, from now on."""
     places = Places(READERS, PULLS)
 
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, PayloadRequest, packed)
         transport.check_admitted(request.run, sender)
-        buffers = kept.get(request.run)
+        fragments = kept.get(request.run, ())
+        buffers = fragments[request.fragment] if request.fragment < len(fragments) else None
         payload = await asyncio.to_thread(buffers.find, request.payload) if buffers else None
         if buffers is None or payload is None:
             raise RefusalError("that payload is not kept here")
@@ -73,9 +75,9 @@ class Payloads:
     """Fetches payloads of one run for one peer."""
 
     def __init__(
-        self, transport: PullTransport, run: str, buffers: PayloadBuffers, chance: random.Random = CHANCE
+        self, transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], chance: random.Random = CHANCE
     ) -> None:
-        """`chance` decides in which order donors are asked."""
+        """`buffers` are of each fragment; `chance` decides in which order donors are asked."""
         self._transport = transport
         self._run = run
         self._buffers = buffers
@@ -85,26 +87,34 @@ class Payloads:
     async def fetch(self, header: Header, donors: Sequence[str]) -> None:
         """Get and keep the payload of an entry. Raises: PayloadError when no donor has all of it."""
         async with self._fetches.setdefault(header.payload, asyncio.Lock()):
-            payload = await asyncio.to_thread(self._buffers.find, header.payload)
-            self._buffers.kept.keep(payload or await self._fetch(header.payload, donors))
+            buffers = self._buffers[header.fragment]
+            payload = await asyncio.to_thread(buffers.find, header.payload)
+            buffers.kept.keep(payload or await self._fetch(buffers, header.payload, donors))
 
-    async def _fetch(self, payload: bytes, donors: Sequence[str]) -> Payload:
-        digests, donors = await self._digests(payload, donors)
+    async def _fetch(self, buffers: PayloadBuffers, payload: bytes, donors: Sequence[str]) -> Payload:
+        fragment, chunks = buffers.fragment, buffers.size.chunks
+        digests, donors = await self._digests(buffers, payload, donors)
         wanted = Wanted(
             name=PAYLOAD,
             digests=digests,
-            bounds=self._buffers.chunks_bytes,
-            request=lambda first, last: pack(PayloadRequest(run=self._run, payload=payload, first=first, last=last)),
-            range=max(1, min(RANGE, self._buffers.size.chunks // RANGES_AT_LEAST)),
+            bounds=buffers.chunks_bytes,
+            request=lambda first, last: self._request(fragment, payload, first, last),
+            range=max(1, min(RANGE, chunks // RANGES_AT_LEAST)),
         )
-        data = self._buffers.room_for_payload()
+        data = buffers.room_for_payload()
         try:
             await Download(self._transport, wanted, data).run(donors)
         except DownloadError as error:
             raise PayloadError(str(error)) from error
         return Payload(data, digests)
 
-    async def _digests(self, payload: bytes, donors: Sequence[str]) -> tuple[tuple[bytes, ...], list[str]]:
+    def _request(self, fragment: int, payload: bytes, first: int, last: int) -> bytes:
+        request = PayloadRequest(run=self._run, fragment=fragment, payload=payload, first=first, last=last)
+        return pack(request)
+
+    async def _digests(
+        self, buffers: PayloadBuffers, payload: bytes, donors: Sequence[str]
+    ) -> tuple[tuple[bytes, ...], list[str]]:
         """The digests of the payload's chunks, and the donors that may have it: those that are slow to say so last.
 
         Donors are asked one after another, without waiting long for any.
@@ -116,7 +126,7 @@ class Payloads:
             while waiting or asking:
                 if waiting:
                     donor = waiting.popleft()
-                    asking[asyncio.create_task(self._ask_digests(donor, payload))] = donor
+                    asking[asyncio.create_task(self._ask_digests(buffers, donor, payload))] = donor
                 done, _ = await asyncio.wait(
                     asking, timeout=STAGGER if waiting else None, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -132,10 +142,10 @@ class Payloads:
             await asyncio.gather(*asking, return_exceptions=True)
         raise PayloadError("; ".join(reasons) or "nobody has it")
 
-    async def _ask_digests(self, donor: str, payload: bytes) -> tuple[bytes, ...]:
+    async def _ask_digests(self, buffers: PayloadBuffers, donor: str, payload: bytes) -> tuple[bytes, ...]:
         """Raises: PeerUnreachableError; RemoteProtocolError when they are those of another payload."""
-        size = DIGEST_BYTES * self._buffers.size.chunks
-        request = pack(PayloadRequest(run=self._run, payload=payload, first=0, last=0))
+        size = DIGEST_BYTES * buffers.size.chunks
+        request = self._request(buffers.fragment, payload, 0, 0)
         _, packed = await self._transport.pull(donor, PAYLOAD, request, size, DIGESTS_TIMEOUT)
         digests = tuple(bytes(packed[at : at + DIGEST_BYTES]) for at in range(0, len(packed), DIGEST_BYTES))
         if len(packed) != size or payload_digest(digests) != payload:

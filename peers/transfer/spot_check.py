@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from peers.errors import DilocoPeerError, RemoteProtocolError
@@ -35,28 +35,32 @@ MOST = 64
 
 
 class ContributionRequest(Value):
-    """One chunk of what the peer contributed last."""
+    """One chunk of what the peer contributed last to a fragment."""
 
     run: RunId
+    fragment: Count
     chunk: Count
 
 
 async def serve_contributions(
-    transport: PullTransport, run: str, buffers: PayloadBuffers, is_member: Callable[[str], bool]
+    transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], is_member: Callable[[int, str], bool]
 ) -> None:
-    """Show what this peer contributes to whoever `is_member` of the rounds that it is in, from now on."""
+    """Show what this peer contributes to whoever `is_member` of the fragment's round that it is in, from now on."""
     places = Places(READERS, 1)
 
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, ContributionRequest, packed)
         transport.check_admitted(request.run, sender)
-        if request.run != run or not is_member(sender) or buffers.tree is None:
+        if request.fragment >= len(buffers):
+            raise RemoteProtocolError(sender, f"there is no fragment {request.fragment}")
+        own = buffers[request.fragment]
+        if request.run != run or not is_member(request.fragment, sender) or own.tree is None:
             raise RefusalError("there was no round with you to which this peer contributed")
-        if request.chunk >= buffers.size.chunks:
+        if request.chunk >= own.size.chunks:
             raise RemoteProtocolError(sender, f"there is no chunk {request.chunk} in a payload")
         async with places.one_for(sender):
-            yield pack(buffers.proof(request.chunk)), buffers.own_chunk(request.chunk)
+            yield pack(own.proof(request.chunk)), own.own_chunk(request.chunk)
 
     await transport.on_pull(CONTRIBUTION, serve, gives_way=True)
 
@@ -68,12 +72,12 @@ class SpotCheck:
         self,
         transport: PullTransport,
         codec: Reducing,
-        buffers: PayloadBuffers,
+        buffers: Sequence[PayloadBuffers],
         run: str,
         me: str,
         chance: random.Random = CHANCE,
     ) -> None:
-        """`chance` decides which ones."""
+        """`buffers` are of each fragment; `chance` decides which averages are made."""
         self._transport = transport
         self._codec = codec
         self._buffers = buffers
@@ -96,26 +100,30 @@ class SpotCheck:
         contributions = [(blocks, weight) for blocks, (_, weight) in zip(shown, reduce.weights, strict=True) if blocks]
         if len(contributions) < len(reduce.members):
             return None
-        first_block = self._buffers.chunking.blocks(average.chunk)[0]
+        buffers = self._buffers_of(exchange)
+        first_block = buffers.chunking.blocks(average.chunk)[0]
         room, tokens = bytearray(len(contributions[0][0])), sum(tokens for _, tokens in reduce.members)
         try:
-            again = await self._codec.reduce(
-                Reduction(contributions, first_block, memoryview(room), tokens, self._buffers.fragment)
-            )
+            reduction = Reduction(contributions, first_block, memoryview(room), tokens, buffers.fragment)
+            again = await self._codec.reduce(reduction)
         except (BadBlocksError, DilocoPeerError):
             return None  # of which the reducer is to speak
         if digest_of(again) == average.digest:
             return None
         return AverageRefuted(exchange.name, average.origin.reducer, average.chunk)
 
+    def _buffers_of(self, exchange: Exchange) -> PayloadBuffers:
+        return self._buffers[exchange.name.position.fragment]
+
     async def _contribution(self, exchange: Exchange, peer: str, chunk: int) -> Blocks | None:
         """Return a member's blocks as it has committed to them; None: they are not to be had (any more)."""
-        start, stop = self._buffers.chunk_bytes(chunk)
+        buffers = self._buffers_of(exchange)
+        start, stop = buffers.chunk_bytes(chunk)
         try:
             if peer == self._me:
-                proof, blocks = self._buffers.proof(chunk), bytearray(self._buffers.own_chunk(chunk))
+                proof, blocks = buffers.proof(chunk), bytearray(buffers.own_chunk(chunk))
             else:
-                request = pack(ContributionRequest(run=self._run, chunk=chunk))
+                request = pack(ContributionRequest(run=self._run, fragment=buffers.fragment, chunk=chunk))
                 packed, blocks = await self._transport.pull(peer, CONTRIBUTION, request, stop - start, TIMEOUT)
                 proof = unpack_from(peer, ChunkProof, packed)
         except (KeyError, PeerUnreachableError, RemoteProtocolError):

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from peers.values.chunks import PayloadSize
 from peers.values.leases import SampleRange
 from peers.values.sum_tree import Sum
 
@@ -13,6 +14,16 @@ Blocks: TypeAlias = bytes | bytearray | memoryview
 """Whole blocks of a payload."""
 Inspect: TypeAlias = Callable[[int, Blocks], float]
 """Returns the squared norm of a chunk. Raises: BadBlocksError when these bytes are no such chunk."""
+
+
+@dataclass(frozen=True)
+class PayloadKind:
+    """What there is to know of one fragment's payloads: how large they are, and what measures their chunks."""
+
+    size: PayloadSize
+    inspect: Inspect
+
+
 OnCaptured: TypeAlias = Callable[[int], Awaitable[None]]
 """Told of a fragment whose local values have been stored by all workers of the machine."""
 

@@ -63,7 +63,7 @@ class Donor:
         run_id = self.recorded.run.run_id
         await serve_snapshots(self.transport, {run_id: self})
         await serve_headers(self.transport, {run_id: self.log.stretch})
-        await serve_payloads(self.transport, {run_id: self.buffers})
+        await serve_payloads(self.transport, {run_id: [self.buffers]})
         return self.transport
 
     def is_member(self, peer: str) -> bool:

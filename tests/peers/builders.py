@@ -53,7 +53,7 @@ from peers.values.chunks import PayloadSize, split_evenly
 from peers.values.leases import Lease, SampleRange
 from peers.values.sum_tree import Sum, SumTree
 from peers.values.wire import digest_of
-from peers.values.workload import Blocks, Trained
+from peers.values.workload import Blocks, PayloadKind, Trained
 
 RUN = "tiny"
 MANIFEST = digest_of(b"manifest")
@@ -237,7 +237,8 @@ def inspect(chunk: int, data: Blocks) -> float:
     return float(sum(value * value for value in data))
 
 
-COURT = Court(SimulatedKeys("a").verify, inspect, SIZE.chunks)
+PAYLOADS = (PayloadKind(SIZE, inspect),)
+COURT = Court(SimulatedKeys("a").verify, PAYLOADS)
 
 
 def judge(log: LogState, exchange: Callable[[], Exchange | None] = lambda: None) -> Judge:
@@ -251,7 +252,7 @@ class Rig:
         self, me: str = "b", others: str = "ac", settings: RunSettings = SETTINGS, incarnation: int = 0
     ) -> None:
         self.now = 0.0
-        self.peer = Peer(me, settings, SIZE, STATE, 0.0, incarnation, SimulatedKeys(me), inspect)
+        self.peer = Peer(me, settings, PAYLOADS, STATE, 0.0, incarnation, SimulatedKeys(me))
         self.others = others
         self.sequence = 0
         self.effects: list[Effect] = []

@@ -172,7 +172,7 @@ class PayloadFlood(Flood):
         last = self.liar.log.last
         digest = last.payload if last is not None and self.draw.random() < 0.5 else secrets.token_bytes(32)
         return PAYLOAD, pack(
-            PayloadRequest(run=self.run, payload=digest, first=0, last=self.draw.choice((0, 1, 2**61)))
+            PayloadRequest(run=self.run, fragment=0, payload=digest, first=0, last=self.draw.choice((0, 1, 2**61)))
         )
 
 

@@ -25,21 +25,32 @@ from peers.values.workload import (
 )
 
 VALUES = 5000
+FRAGMENT = 2048  # values of each fragment but the last, where there are several
 
 
 class VectorWorkload:
-    """Real kernels, a real outer step, and inner steps that take no time unless `may_train` is cleared."""
+    """Real kernels, a real outer step, and inner steps that take no time unless `may_train` is cleared.
 
-    def __init__(self, values: int = VALUES) -> None:
+    Of several fragments, the worker waits for each one's entry before it goes on.
+    """
+
+    def __init__(self, values: int = VALUES, fragments: int = 1) -> None:
         self.values = values
-        self.codec = BlockCodec(INT8, values)
-        self.fragments = (self.codec,)
+        starts = [FRAGMENT * fragment for fragment in range(fragments)]
+        self.parts = [slice(start, stop) for start, stop in zip(starts, [*starts[1:], values], strict=True)]
+        self.fragments = [BlockCodec(INT8, part.stop - part.start) for part in self.parts]
         self.state_size = 8 * values
         theta = np.random.default_rng(0).standard_normal(values).astype(np.float32)
-        self.state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.6))
+        self.state = OuterState(theta, OuterOptimizerSection(learning_rate=0.7, momentum=0.6), self.parts)
         self.base = self.local = theta.copy()
         self.may_train = asyncio.Event()
         self.may_train.set()
+        self.may_go_on = [asyncio.Event() for _ in self.parts]
+
+    @property
+    def codec(self) -> BlockCodec:
+        """Of the first fragment; often there is no other."""
+        return self.fragments[0]
 
     async def train(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
@@ -50,24 +61,31 @@ class VectorWorkload:
         self.base = self.state.theta.copy()
         self.local = self.base + noise / np.float32(100)
         on_progress(Progress(work.steps, 1.0, 1.0))
+        for fragment in range(len(self.fragments) - 1):
+            self.may_go_on[fragment].clear()
+            await on_captured(fragment)
+            await self.may_go_on[fragment].wait()
         return Trained(work.samples, 8 * sample_count(work.samples), 1.0)
 
     async def contribution(self, fragment: int = 0) -> bytes:
-        payload = self.codec.empty_payload()
-        self.codec.encode_difference(self.base, self.local, payload)
+        codec, part = self.fragments[fragment], self.parts[fragment]
+        payload = codec.empty_payload()
+        codec.encode_difference(self.base[part], self.local[part], payload)
         return bytes(payload)
 
     async def reduce(self, reduction: Reduction) -> Blocks:
-        return self.codec.average(reduction.contributions, reduction.first_block, None, reduction.tokens)
+        codec = self.fragments[reduction.fragment]
+        return codec.average(reduction.contributions, reduction.first_block, None, reduction.tokens)
 
     def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
-        return self.codec.squared_norm(blocks, first_block)
+        return self.fragments[fragment].squared_norm(blocks, first_block)
 
     async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
-        self.state.apply(self.codec.checked(payload), index)
+        self.state.apply(self.fragments[fragment].checked(payload), index, fragment)
+        self.may_go_on[fragment].set()
 
     async def unchanged(self, index: int, fragment: int) -> None:
-        """Nobody waits for it."""
+        self.may_go_on[fragment].set()
 
     async def state_digest(self) -> bytes:
         return self.state.digest()

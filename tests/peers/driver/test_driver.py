@@ -142,7 +142,7 @@ class DriverOf(Driver):
     def __init__(self, transport: SlowTransport) -> None:
         self.workload = FussyWorkload()
         super().__init__(Identity.generate(), cast(Transport, transport), self.workload, SETTINGS, Keeping(STATE))
-        self.buffers = self._rounds._buffers
+        [self.buffers] = self._rounds._buffers
         offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
 
     def carry_on(self, rig: Rig) -> None:
@@ -390,7 +390,7 @@ async def donor(payload: Payload) -> SlowTransport:
     transport = SlowTransport(Rig())
     buffers = PayloadBuffers(FakeWorkload())
     buffers.kept.keep(payload)
-    await serve_payloads(transport, {RUN: buffers})
+    await serve_payloads(transport, {RUN: [buffers]})
     assert PAYLOAD in transport.serve
     return transport
 

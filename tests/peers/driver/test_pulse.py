@@ -22,7 +22,7 @@ from peers.values.identity import Identity
 from peers.values.reach import Reach
 from peers.values.signing import IdentityKeys
 from peers.values.workload import Progress
-from tests.peers.builders import LOG, PAYLOAD, RUN, SETTINGS, SIZE, STATE, beat, chain_of, first_log, inspect
+from tests.peers.builders import LOG, PAYLOAD, PAYLOADS, RUN, SETTINGS, STATE, beat, chain_of, first_log
 
 ME, OTHER = Identity.generate(), Identity.generate()
 EARLY, LATE = "/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/2"
@@ -91,7 +91,7 @@ async def beats(network: Network, peer: Peer, count: int) -> None:
 
 
 def new_peer() -> Peer:
-    return Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0, incarnation=5, keys=IdentityKeys(ME), inspect=inspect)
+    return Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, incarnation=5, keys=IdentityKeys(ME))
 
 
 def test_it_says_what_is_known_of_the_runs_anchors_and_holds_it_against_the_log() -> None:
@@ -113,7 +113,7 @@ def test_a_peer_that_began_in_the_middle_is_told_what_its_log_has_of_the_time_be
         before = LOG.at(headers[-1])
         headers.append(before.next_header([before.expected(peer) for peer in before.roster], PAYLOAD))
     *_, last = headers
-    peer = Peer(ME.peer_id, SETTINGS, SIZE, STATE, 0.0, 5, IdentityKeys(ME), inspect, lineage=Lineage(LOG.at(last)))
+    peer = Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, 5, IdentityKeys(ME), lineage=Lineage(LOG.at(last)))
     pulse = Pulse(peer, ME, Network(), lambda work: work.close())
     assert pulse.heads(log) is None, "it has nothing yet"
     log.follow(chain_of([header for header in headers if header]), len(headers))

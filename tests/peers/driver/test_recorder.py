@@ -13,6 +13,7 @@ from peers.driver import recorder as recorder_module
 from peers.driver.recorder import Recorder
 from peers.log.files import proof_path
 from peers.log.folder import LogFolder, LogFolderError, MemoryLog
+from peers.log.header import Header
 from peers.log.payload import Payload
 from peers.protocol.effects import Apply
 from peers.transfer.headers import Past, serve_headers
@@ -27,12 +28,12 @@ from tests.peers.protocol.test_peer import at_second
 @pytest.mark.parametrize("has_disk", [True, False])
 def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
+        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[Header]()
         log = LogFolder.open(tmp_path, LOG, 8) if has_disk else MemoryLog(LOG, 0)
         recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
         recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
-        assert told == ([payload.digest] if has_disk else [])
+        assert [header.payload for header in told] == ([payload.digest] if has_disk else [])
         assert log.payload(payload.digest) == payload
 
     asyncio.run(scenario())
@@ -40,7 +41,7 @@ def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) ->
 
 def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
+        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[Header]()
         log = LogFolder.open(tmp_path / "log", LOG, 8)
         shutil.rmtree(tmp_path / "log")
         recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)

@@ -11,7 +11,9 @@ from prometheus_client import REGISTRY
 
 from peers.driver import rounds
 from peers.driver.rounds import RoundCosts, Rounds
+from peers.protocol.rounds import Attempt
 from peers.transfer.buffers import PayloadBuffers
+from tests.peers.builders import LOG
 from tests.peers.fakes import FakeWorkload
 
 
@@ -24,7 +26,7 @@ class StandIn:
     def begin(self, round_name: object, others: int) -> None:
         self.sent_bytes += 10
 
-    def tidy(self, present: object, members: object) -> None:
+    def tidy(self, present: object) -> None:
         self.received_bytes += 1
 
 
@@ -32,22 +34,23 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     """Another attempt at the same entry goes on counting, and nothing is counted twice."""
     clock = [100.0]
     monkeypatch.setattr(rounds, "now", lambda: clock[0])
-    peer = SimpleNamespace(exchange=None, is_exchanging=False, me="a", settings=SimpleNamespace(run="run"))
+    peer = SimpleNamespace(slots={}, is_exchanging=False, me="a", settings=SimpleNamespace(run="run"))
     host: Any = SimpleNamespace(peer=peer)
     transport: Any = SimpleNamespace(no_round=asyncio.Event(), caps=None)
     workload: Any = FakeWorkload()
     monkeypatch.setattr(rounds, "Traffic", lambda *parts: StandIn())
-    counted = Rounds(transport, workload, PayloadBuffers(workload), host)
+    counted = Rounds(transport, workload, [PayloadBuffers(workload)], host)
     assert counted.costs == RoundCosts(0.0, 0, 0)
     seconds, taken = "diloco_peer_round_seconds_total", "diloco_peer_rounds_total"
     before = {name: REGISTRY.get_sample_value(name) or 0.0 for name in (seconds, taken)}
 
     def begin(name: str) -> None:
-        round = SimpleNamespace(name=name, peers=("a", "b"), remaining=("a", "b"))
+        named = Attempt(position=LOG.position, number=1, leader=name)
+        round = SimpleNamespace(name=named, peers=("a", "b"), remaining=("a", "b"))
         opening: Any = SimpleNamespace(round=round)
-        monkeypatch.setattr(counted._buffers, "open", lambda name: None)
+        monkeypatch.setattr(counted._buffers[0], "open", lambda name: None)
         counted.open(opening)
-        peer.exchange = SimpleNamespace(round=round)
+        peer.slots[0] = SimpleNamespace(exchange=SimpleNamespace(round=round))
         counted.follow()
 
     begin("first")
@@ -55,7 +58,7 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     assert counted.costs.seconds == 3
     begin("second")
     clock[0] += 4
-    peer.exchange = None
+    peer.slots.clear()
     counted.follow()
     clock[0] += 50
     counted.follow()

@@ -173,7 +173,7 @@ class Host:
         self.events: list[Event] = []
         self.wire = Wire(self.notify)
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.traffic = Traffic(self.wire, FakeWorkload(), self.buffers, self)
+        self.traffic = Traffic(self.wire, FakeWorkload(), [self.buffers], self)
         self._waiting: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._held_back: list[SendChunk] = []
@@ -259,7 +259,7 @@ class Host:
         exchange = self.rig.peer.exchange
         if exchange is None:
             self.buffers.close()
-        self.traffic.tidy(exchange.name if exchange else None, exchange.round.remaining if exchange else ())
+        self.traffic.tidy({exchange.name: exchange.round.remaining} if exchange else {})
         self.notify()
 
 
@@ -492,16 +492,16 @@ def test_streams_to_all_members_together_are_bounded(monkeypatch: pytest.MonkeyP
 
     async def scenario() -> None:
         async with Host.running() as host:
-            host.traffic._outgoing._lanes.count = MOST
+            host.traffic._uplink.lanes.count = MOST
             offer(OWN, host.buffers, lambda chunk, data: 1.0)
             host.traffic.send(SendChunk(host.round, "a", 0, False))
-            assert len(host.traffic._outgoing._senders["a"]) == SIZE.chunks, "no more than there are chunks"
+            assert len(host.traffic._outgoing[0]._senders["a"]) == SIZE.chunks, "no more than there are chunks"
             host.traffic.send(SendChunk(host.round, "c", 4, False))
-            assert len(host.traffic._outgoing._senders["c"]) == 5
+            assert len(host.traffic._outgoing[0]._senders["c"]) == 5
             monkeypatch.setattr(outgoing, "STREAMS", 1)
-            host.traffic._outgoing._senders["c"].clear()
+            host.traffic._outgoing[0]._senders["c"].clear()
             host.traffic.send(SendChunk(host.round, "c", 4, False))
-            assert len(host.traffic._outgoing._senders["c"]) == FEWEST
+            assert len(host.traffic._outgoing[0]._senders["c"]) == FEWEST
 
     simulate(scenario())
 

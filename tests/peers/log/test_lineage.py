@@ -21,15 +21,14 @@ from peers.values.workload import Progress
 from tests.peers.builders import (
     LOG,
     PAYLOAD,
+    PAYLOADS,
     SETTINGS,
-    SIZE,
     STATE,
     TOKENS,
     Rig,
     commit,
     first_log,
     holding,
-    inspect,
     of,
 )
 from tests.peers.protocol.test_peer import OTHER, ahead_by, at_second, fetching, told
@@ -318,6 +317,6 @@ def test_of_a_log_that_has_not_come_so_far_nothing() -> None:
 def test_a_minority_that_starts_again_says_so() -> None:
     log = MemoryLog(LOG)
     lineage = log.lineage(kept(log, "a"))
-    peer = Peer("a", SETTINGS, SIZE, STATE, 0.0, 1, SimulatedKeys("a"), inspect, lineage)
+    peer = Peer("a", SETTINGS, PAYLOADS, STATE, 0.0, 1, SimulatedKeys("a"), lineage)
     assert peer.replica.is_of_minority
     assert (peer.log, peer.settled) == (lineage.log, lineage.log)

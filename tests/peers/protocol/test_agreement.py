@@ -15,7 +15,7 @@ from peers.protocol.desk import Desk
 from peers.protocol.messages import Complete, Prepared, Waiting
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
-from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, TIMING, attempt, beat, first_log, inspect, sends
+from tests.peers.builders import PAYLOAD, PAYLOADS, SETTINGS, TIMING, attempt, beat, first_log, sends
 
 LOG = first_log()
 OTHER = digest_of(b"another payload")
@@ -33,7 +33,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
-        self.desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
+        self.desk = Desk("b", SETTINGS, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("b"))
         self.acceptor = Acceptor()
         self.agreement = Agreement(self.desk, self.presence, self.acceptor)
         self.beats = 0

@@ -17,7 +17,7 @@ from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.workload import Trained
-from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, Rig, commit, inspect, of
+from tests.peers.builders import PAYLOAD, PAYLOADS, SETTINGS, STATE, TOKENS, Rig, commit, of
 
 TWO = replace(SETTINGS, fragments=2)
 THREE = replace(SETTINGS, fragments=3)
@@ -65,7 +65,7 @@ def test_an_entry_that_was_replayed_ends_its_slot_alone() -> None:
 
 
 def replica_of_two(fragments: int = 2) -> tuple[Replica, Desk]:
-    desk = Desk("b", TWO, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
+    desk = Desk("b", TWO, PAYLOADS * 2, 0.0, incarnation=0, keys=SimulatedKeys("b"))
     log = replace(TWO, fragments=fragments).empty_log
     return Replica(desk, Presence("b", 10.0, 10.0, bar=10.0, now=0.0), Lineage(log), STATE), desk
 

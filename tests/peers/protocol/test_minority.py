@@ -11,7 +11,7 @@ from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.minority import may_found
 from peers.simulator.simulated_keys import SimulatedKeys
-from tests.peers.builders import LOG, SETTINGS, SIZE, beat, first_log, inspect
+from tests.peers.builders import LOG, PAYLOADS, SETTINGS, beat, first_log
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_few_found_no_run_while_enough_wait_to_do_so(
     founders: str, waiting: str, archives: str, is_believed: bool
 ) -> None:
     settings = replace(SETTINGS, minimum_peers=3)
-    desk = Desk("me", settings, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("me"), inspect=inspect)
+    desk = Desk("me", settings, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("me"))
     presence = Presence("me", 10.0, 40.0, bar=20.0, now=0.0)
     presence.membership.observe([beat(name, LOG, PeerState.READY) for name in waiting], 0.0)
     presence.membership.observe([beat(name, LOG, PeerState.ARCHIVING) for name in archives], 0.0)
@@ -40,7 +40,7 @@ def test_few_found_no_run_while_enough_wait_to_do_so(
 def test_few_found_no_run_while_others_do_not_answer_for_a_moment_or_cannot_have_been_heard_of() -> None:
     """Regression: one lost message to one of those who waited, and a liar's own founding was believed."""
     settings = replace(SETTINGS, minimum_peers=3)
-    desk = Desk("me", settings, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("me"), inspect=inspect)
+    desk = Desk("me", settings, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("me"))
     presence = Presence("me", 10.0, 40.0, bar=20.0, now=0.0)
     assert not may_found(desk, presence, 1), "we have just started"
     presence.membership.observe([beat(name, LOG, PeerState.READY) for name in "ab"], 0.0)

@@ -21,7 +21,7 @@ from peers.protocol.part import Part, Row, Table
 from peers.protocol.replica import Replica
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
-from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TOKENS, Rig, complete, inspect, member, of
+from tests.peers.builders import PAYLOAD, PAYLOADS, SETTINGS, STATE, TOKENS, Rig, complete, member, of
 from tests.peers.protocol.test_peer import IN_STATE, MOVES, at_second
 
 EVENTS = {event for part in PARTS for rows in part.TABLE.values() for event in rows}
@@ -101,7 +101,7 @@ def hands_an_entry_on(rig: Rig) -> None:
 def makes_two_entries_at_once() -> None:
     """Of the two fragments of a cycle: the second waits until the first is applied."""
     log = replace(SETTINGS, fragments=2).empty_log
-    desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
+    desk = Desk("b", SETTINGS, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("b"))
     replica = Replica(desk, Presence("b", 10.0, 10.0, bar=10.0, now=0.0), Lineage(log), STATE)
     closing = log.of(1).next_header([member("a", 0, 20)], PAYLOAD)
     first = log.next_header([Member(peer="a", tokens=TOKENS, samples=())], PAYLOAD)

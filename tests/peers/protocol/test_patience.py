@@ -8,12 +8,12 @@ from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.patience import ATTEMPTS, Patience
 from peers.simulator.simulated_keys import SimulatedKeys
-from tests.peers.builders import SETTINGS, SIZE, attempt, first_log, inspect
+from tests.peers.builders import PAYLOADS, SETTINGS, attempt, first_log
 
 
 def patience() -> tuple[Patience, Presence]:
     presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
-    desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
+    desk = Desk("b", SETTINGS, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("b"))
     return Patience(desk, presence, first_log()), presence
 
 
@@ -47,7 +47,7 @@ def test_whoever_is_given_up_stays_so_until_another_one_is_asked() -> None:
 
 
 def test_a_leader_that_hands_on_what_is_declined_in_attempt_after_attempt_is_left() -> None:
-    desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
+    desk = Desk("b", SETTINGS, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("b"))
     one, log = Patience(desk, patience()[1], first_log()), first_log()
     assert one.decline(attempt(log, 1))
     assert not one.decline(attempt(log, 1)), "it is said once"

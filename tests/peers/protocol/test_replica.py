@@ -27,13 +27,12 @@ from tests.peers.builders import (
     CERTIFIED,
     LOG,
     PAYLOAD,
+    PAYLOADS,
     SETTINGS,
-    SIZE,
     STATE,
     TOKENS,
     beat,
     first_log,
-    inspect,
     member,
     of,
 )
@@ -55,7 +54,7 @@ class Place:
     """b's replica, at some place in the log, beside a and c."""
 
     def __init__(self, log: LogState = LOG) -> None:
-        self.desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
+        self.desk = Desk("b", SETTINGS, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("b"))
         self.presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
         self.replica = Replica(self.desk, self.presence, Lineage(log), STATE)
         self.search = Search(self.desk, self.presence, self.replica)

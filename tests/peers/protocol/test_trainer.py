@@ -15,7 +15,7 @@ from peers.protocol.trainer import STUCK, Trainer, TrainerState
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.leases import SampleRange
 from peers.values.workload import Progress, Trained
-from tests.peers.builders import LOG, PAYLOAD, SETTINGS, SIZE, TIMING, first_log, inspect, member
+from tests.peers.builders import LOG, PAYLOAD, PAYLOADS, SETTINGS, TIMING, first_log, member
 
 LEASE = (SampleRange(20, 40),)
 FASTEST = 1000.0
@@ -25,7 +25,7 @@ class Bench:
     """b's trainer."""
 
     def __init__(self, settings: RunSettings = SETTINGS) -> None:
-        self.desk = Desk("b", settings, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
+        self.desk = Desk("b", settings, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("b"))
         self.trainer = Trainer(self.desk)
 
     def training(self, steps: int = 10) -> Bench:

@@ -21,6 +21,7 @@ from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
 from tests.peers.builders import (
     PAYLOAD,
+    PAYLOADS,
     SETTINGS,
     SIZE,
     STATE,
@@ -30,7 +31,6 @@ from tests.peers.builders import (
     commitments,
     complete,
     first_log,
-    inspect,
     member,
     of,
     ready,
@@ -210,7 +210,7 @@ def test_newcomers_that_are_lost_have_no_say() -> None:
 def ready_for(seconds: float, vote: str) -> Presence:
     """What b thinks of its leader a, whom most have left after so many seconds; by itself it would take `vote`."""
     presence = Presence("b", 10.0, 40.0, bar=20.0, now=0.0)
-    desk = Desk("b", SETTINGS, SIZE, 0.0, incarnation=0, keys=SimulatedKeys("b"), inspect=inspect)
+    desk = Desk("b", SETTINGS, PAYLOADS, 0.0, incarnation=0, keys=SimulatedKeys("b"))
     patience = Patience(desk, presence, first_log())
     desk.now = presence.now = seconds
     presence.vote = vote

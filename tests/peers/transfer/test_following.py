@@ -96,7 +96,7 @@ class Donor:
     async def serve(self) -> FakeTransport:
         await serve_snapshots(self.transport, {RUN: self})
         await serve_headers(self.transport, {RUN: chain_of(self.run.headers).stretch})
-        await serve_payloads(self.transport, {RUN: self.buffers})
+        await serve_payloads(self.transport, {RUN: [self.buffers]})
         return self.transport
 
 

@@ -69,7 +69,7 @@ class Network:
         kept = buffers()
         if payload:
             kept.kept.keep(payload)
-        await serve_payloads(Transport(self, name), {RUN: kept})
+        await serve_payloads(Transport(self, name), {RUN: [kept]})
         if meddle:
             self.meddle[name] = meddle
 
@@ -121,7 +121,7 @@ class Transport:
 async def fetch(network: Network, donors: Sequence[str], header: Header = HEADER) -> PayloadBuffers:
     """What a peer has that fetched the payload."""
     mine = buffers()
-    await Payloads(Transport(network, "me"), RUN, mine, NoChance()).fetch(header, donors)
+    await Payloads(Transport(network, "me"), RUN, [mine], NoChance()).fetch(header, donors)
     return mine
 
 
@@ -169,7 +169,7 @@ def test_what_is_kept_is_not_fetched() -> None:
     async def scenario() -> None:
         network, mine = Network(), buffers()
         mine.kept.keep(THE_PAYLOAD)
-        await Payloads(Transport(network, "me"), RUN, mine).fetch(HEADER, ["a"])
+        await Payloads(Transport(network, "me"), RUN, [mine]).fetch(HEADER, ["a"])
         assert network.asked == []
 
     asyncio.run(scenario())
@@ -179,7 +179,7 @@ def test_what_is_on_the_disk_is_not_fetched_and_is_at_hand_then() -> None:
     async def scenario() -> None:
         network = Network()
         mine = PayloadBuffers(SimulatedWorkload("a", CHUNKS * CHUNK_BLOCKS), 0, lambda _: THE_PAYLOAD)
-        await Payloads(Transport(network, "me"), RUN, mine).fetch(HEADER, ["a"])
+        await Payloads(Transport(network, "me"), RUN, [mine]).fetch(HEADER, ["a"])
         assert network.asked == []
         assert mine.kept.get(THE_PAYLOAD.digest) is THE_PAYLOAD
 
@@ -236,7 +236,7 @@ def test_of_a_fetch_that_fails_nothing_is_kept() -> None:
         await network.donor("a", meddle=dies_after(3, "a"))
         await network.donor("b", meddle=lies_in(100))
         with pytest.raises(PayloadError, match=r"peer a did not answer.*; .*peer b|peer b.*; .*peer a"):
-            await Payloads(Transport(network, "me"), RUN, mine, NoChance()).fetch(HEADER, ["a", "b"])
+            await Payloads(Transport(network, "me"), RUN, [mine], NoChance()).fetch(HEADER, ["a", "b"])
         assert mine.kept.get(THE_PAYLOAD.digest) is None
 
     asyncio.run(scenario())
@@ -274,7 +274,7 @@ def test_fetches_of_one_payload_at_once_share_the_work() -> None:
     async def scenario() -> None:
         network, mine = Network(), buffers()
         await network.donor("a")
-        payloads = Payloads(Transport(network, "me"), RUN, mine)
+        payloads = Payloads(Transport(network, "me"), RUN, [mine])
         await asyncio.gather(*(payloads.fetch(HEADER, ["a"]) for _ in range(3)))
         assert_whole(mine)
         assert network.asked_for_chunks("a") == CHUNKS
@@ -307,7 +307,7 @@ def test_not_everybody_asks_the_same_donor_first() -> None:
         first = set()
         for seed in range(10):
             network.asked.clear()
-            await Payloads(Transport(network, "me"), RUN, buffers(), random.Random(seed)).fetch(HEADER, names)
+            await Payloads(Transport(network, "me"), RUN, [buffers()], random.Random(seed)).fetch(HEADER, names)
             first.add(network.asked[0][0])
         assert len(first) > 3
 
@@ -316,7 +316,7 @@ def test_not_everybody_asks_the_same_donor_first() -> None:
 
 # Serving --------------------------------------------------------------------------------------------------------
 def request(first: int, last: int, payload: bytes = THE_PAYLOAD.digest) -> bytes:
-    return pack(PayloadRequest(run=RUN, payload=payload, first=first, last=last))
+    return pack(PayloadRequest(run=RUN, fragment=0, payload=payload, first=first, last=last))
 
 
 async def serving() -> Serve:

@@ -75,8 +75,10 @@ class Circle:
 
         async def scenario() -> AverageRefuted | None:
             for name in self.names:
-                await serve_contributions(self.network[name], RUN, self.buffers[name], lambda peer: peer in self.names)
-            return await SpotCheck(me, Codec(), self.buffers["b"], RUN, "b", Chance(chance)).check(self.exchange)
+                await serve_contributions(
+                    self.network[name], RUN, [self.buffers[name]], lambda fragment, peer: peer in self.names
+                )
+            return await SpotCheck(me, Codec(), [self.buffers["b"]], RUN, "b", Chance(chance)).check(self.exchange)
 
         return asyncio.run(scenario())
 
@@ -177,8 +179,8 @@ def test_who_is_shown_something(who: str, run: str, chunk: int, reason: str) -> 
     asking.donors = circle.network
 
     async def scenario() -> None:
-        await serve_contributions(circle.network["a"], RUN, circle.buffers["a"], lambda peer: peer in "abc")
-        await asking.pull("a", CONTRIBUTION, pack(ContributionRequest(run=run, chunk=chunk)), BLOCK, 1.0)
+        await serve_contributions(circle.network["a"], RUN, [circle.buffers["a"]], lambda fragment, peer: peer in "abc")
+        await asking.pull("a", CONTRIBUTION, pack(ContributionRequest(run=run, fragment=0, chunk=chunk)), BLOCK, 1.0)
 
     with pytest.raises(Exception, match=reason):
         asyncio.run(scenario())
@@ -189,8 +191,9 @@ def test_whoever_has_contributed_nothing_shows_nothing() -> None:
     circle.buffers["a"].tree = None
 
     async def scenario() -> None:
-        await serve_contributions(circle.network["a"], RUN, circle.buffers["a"], lambda peer: True)
-        await circle.network["b"].pull("a", CONTRIBUTION, pack(ContributionRequest(run=RUN, chunk=0)), BLOCK, 1.0)
+        await serve_contributions(circle.network["a"], RUN, [circle.buffers["a"]], lambda fragment, peer: True)
+        request = pack(ContributionRequest(run=RUN, fragment=0, chunk=0))
+        await circle.network["b"].pull("a", CONTRIBUTION, request, BLOCK, 1.0)
 
     with pytest.raises((PeerRefusedError, PeerUnreachableError), match="contributed"):
         asyncio.run(scenario())
