@@ -53,6 +53,7 @@ class Frozen:
     state_digest: bytes
     memory: MemoryFile
     last: None = None
+    ends: tuple[bytes, ...] = ()
 
 
 @dataclass

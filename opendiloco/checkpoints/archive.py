@@ -28,7 +28,7 @@ from peers import metrics
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder, RunLog
-from peers.log.header import Position
+from peers.log.header import NO_PAYLOAD, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
 from peers.net.transport import CallHandler, HivemindTransport
@@ -83,10 +83,9 @@ class ArchivedRun:
         self._anchoring = Anchoring(run, identity, transport, self._folder)
         self._doubts = Doubts(run.settings.timing.partition_grace)
         self._load()
-        last = self.log.header_at(self.log.next_index - 1)
-        if self._snapshot is not None and (last is None or last.index < self._snapshot.index - 1):
-            last = self._snapshot.last
-        self.end = self.log.empty_log.at(last)
+        end = self.log.log_after(self.log.next_index)
+        frozen = self._frozen
+        self.end = frozen if end is None or end.position.index < frozen.position.index else end
         """The log as it ends here: after the last entry, or after the snapshot if nothing has come since."""
 
     @cached_property
@@ -100,7 +99,9 @@ class ArchivedRun:
         checkpoint = self._checkpoints.load_newest()
         if checkpoint is None:
             return
-        self._snapshot = Snapshot(checkpoint.last, checkpoint.state_digest, checkpoint.chunk_digests, checkpoint.state)
+        self._snapshot = Snapshot(
+            checkpoint.last, checkpoint.state_digest, checkpoint.chunk_digests, checkpoint.state, checkpoint.ends
+        )
         self._size_is(len(checkpoint.state))
         self.log.prune(min(self._checkpoints.indices()))
 
@@ -120,24 +121,32 @@ class ArchivedRun:
         return self._snapshot
 
     def held(self, head: bytes) -> Snapshot | None:
-        snapshot = self._snapshot
-        return snapshot if snapshot and self.log.empty_log.at(snapshot.last).position.head == head else None
+        return self._snapshot if self._frozen.position.head == head else None
+
+    @property
+    def _frozen(self) -> LogState:
+        """The log where our snapshot is; the empty one without any."""
+        empty, snapshot = self.log.empty_log, self._snapshot
+        return empty if snapshot is None else empty.at(snapshot.last, snapshot.ends)
 
     def answer(self, inquiry: Inquire) -> bytes | None:
         """Return a message that says what followed a place in the log; nothing if that is where it ends."""
-        before, followed = self._log_at(inquiry.position), self.log.header_at(inquiry.position.index)
+        index, fragment = inquiry.position.index, inquiry.position.fragment
+        if fragment >= self.end.fragments:
+            return None
+        before, followed = self._log_at(inquiry.position), self.log.header_at(index, fragment)
         if before is not None and followed is not None and followed.previous == inquiry.position.head:
-            return pack_message(
-                self.run.run_id, Commit(header=followed, certificate=self.log.certificate_at(followed.index)), before
-            )
-        if inquiry.position == self.end.position:
+            commit = Commit(header=followed, certificate=self.log.certificate_at(index, fragment))
+            return pack_message(self.run.run_id, commit, before)
+        if inquiry.position.is_in_cycle_of(self.end.position):
             return None
         return pack_message(self.run.run_id, Elsewhere(position=self.end.position), None)
 
     def _log_at(self, position: Position) -> LogState | None:
         """The log as it was at a position: also where our snapshot is, from which the entries here may go on."""
-        frozen = self.log.empty_log.at(self._snapshot.last if self._snapshot else None)
-        return frozen if frozen.position == position else self.log.log_at(position)
+        frozen = self._frozen
+        log = frozen if position.is_in_cycle_of(frozen.position) else self.log.log_after(position.index)
+        return log.of(position.fragment) if log is not None and position.is_in_cycle_of(log.position) else None
 
     async def publish(self) -> None:
         """Say that the run is kept here, up to where."""
@@ -192,7 +201,7 @@ class ArchivedRun:
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         self._peers = frozenset(beat.peer for beat in beats)
         index, tokens = self.end.position.index, self.end.lineage_tokens
-        is_astray, heads = self._is_astray, self.log.digests(index - RECENT_ENTRIES, index)
+        is_astray, heads = self._is_astray, self.log.heads(index - RECENT_ENTRIES, index)
         ahead = [
             beat
             for beat in beats
@@ -237,19 +246,20 @@ class ArchivedRun:
         return self.end != before
 
     async def _keep_next(self, donors: Sequence[str]) -> bool:
-        """Keep the next entry, unless too few have signed it, and others may still come. Returns whether it is kept.
+        """Keep the next cycle, unless too few have signed it, and others may still come. Returns whether it is kept.
 
         Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
         found = await next_in_log(self._transport, donors[0], self.end, self._anchors, self._heads)
         if not self._doubts.may_follow(self.end, found.proof):
             return False
-        header = found.log.last
-        assert header is not None
-        await Payloads(self._transport, self.run.run_id, self.buffers).fetch(header, donors)
-        kept = self.buffers[header.fragment].kept
-        payload = kept.get(header.payload)
-        await asyncio.to_thread(self.log.append, header, None, payload, found.certificate)
-        kept.lies_on_disk(header.payload)
+        payloads = Payloads(self._transport, self.run.run_id, self.buffers)
+        for header, _ in found.entries:
+            if header.payload != NO_PAYLOAD:
+                await payloads.fetch(header, donors)
+        for header, certificate in found.entries:
+            kept = self.buffers[header.fragment].kept
+            await asyncio.to_thread(self.log.append, header, None, kept.get(header.payload), certificate)
+            kept.lies_on_disk(header.payload)
         self.end = found.log
         return True
 
@@ -284,7 +294,7 @@ class ArchivedRun:
         await asyncio.to_thread(self.log.follow, found.chain, max(snapshot.index, found.theirs.start.position.index))
         await asyncio.to_thread(self._load)
         if snapshot.index > self.end.position.index or not is_ours:
-            self.end = self.log.empty_log.at(snapshot.last)
+            self.end = self.log.empty_log.at(snapshot.last, snapshot.ends)
 
     async def _complete_log(self, donors: Sequence[str]) -> None:
         """The headers before those that are here, back to the manifest."""

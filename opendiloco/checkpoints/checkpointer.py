@@ -42,10 +42,12 @@ CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by what came of th
 
 
 class Frozen(Protocol):
-    """A state that does not change any more, and the last entry of the log that led to it."""
+    """A state that does not change any more, and the entry that closes the last cycle that led to it."""
 
     @property
     def last(self) -> Header | None: ...
+    @property
+    def ends(self) -> tuple[bytes, ...]: ...
     @property
     def state_digest(self) -> bytes: ...
     @property
@@ -76,7 +78,7 @@ class KeepingPlan:
             descriptor=memory.descriptor,
             state_bytes=memory.data.nbytes,
             index=index_after(state.last),
-            metadata=metadata_of(self.folder.run_id, state.last, state.state_digest),
+            metadata=metadata_of(self.folder.run_id, state.last, state.state_digest, state.ends),
             folder=str(self.folder.checkpoints),
             keep_newest=self.keep_newest,
             keep_every=self.keep_every,

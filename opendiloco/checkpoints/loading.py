@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +21,21 @@ from opendiloco.checkpoints.files import (
 )
 from opendiloco.errors import CheckpointError
 from peers.errors import quoted
-from peers.log.header import Header
+from peers.log.header import Header, cycle_head
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
-from peers.values.wire import MESSAGE_LIMIT, WireError, pack, unpack
+from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, WireError, pack, unpack
 
 logger = logging.getLogger(__name__)
 
 FIELDS = {"format", "run", "last", "head", "state_digest"}
+ENDS = "ends"
+"""A further field where a cycle has several entries: their digests."""
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A state whose bytes are those that its digest was taken of, and the last entry of the log that led to it.
+    """A state whose bytes are those that its digest was taken of, and the entry that closes the last cycle that led to
+    it, whose entries have the digests `ends`.
 
     `state` is mapped from the file: momentum's bytes, then theta's. Whether the values are finite has not been checked.
     """
@@ -42,6 +45,7 @@ class Checkpoint:
     state: memoryview
     state_digest: bytes
     chunk_digests: tuple[bytes, ...]
+    ends: tuple[bytes, ...] = ()
 
     @property
     def index(self) -> int:
@@ -54,14 +58,17 @@ def index_after(last: Header | None) -> int:
     return 0 if last is None else last.index + 1
 
 
-def metadata_of(run: str, last: Header | None, state_digest: bytes) -> dict[str, str]:
+def metadata_of(run: str, last: Header | None, state_digest: bytes, ends: Sequence[bytes] = ()) -> dict[str, str]:
     """What a checkpoint says of itself."""
+    head = b"" if last is None else cycle_head(ends or (last.digest,))
+    more = {ENDS: b"".join(ends).hex()} if len(ends) > 1 else {}
     return {
         "format": FORMAT,
         "run": run,
         "last": "" if last is None else pack(last).hex(),
-        "head": "" if last is None else last.digest.hex(),
+        "head": head.hex(),
         "state_digest": state_digest.hex(),
+        **more,
     }
 
 
@@ -122,7 +129,7 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
     try:
         with path.open("rb") as file:
             metadata, offset = read_file_header(file)
-            last, state_digest = _read_metadata(metadata, run)
+            last, state_digest, ends = _read_metadata(metadata, run)
             state = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[offset:]
         if index_of(path.name) not in (None, index_after(last)):
             raise DamagedFileError(f"holds the state after {index_after(last)} outer steps, not what its name says")
@@ -135,23 +142,28 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
         ) from error
     except DamagedFileError as error:
         raise CheckpointError(f"{path} {error}.", "Use another checkpoint.") from error
-    return Checkpoint(path, last, state, state_digest, digests)
+    return Checkpoint(path, last, state, state_digest, digests, ends)
 
 
-def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes]:
-    """The log's last header and the state digest. Raises: DamagedFileError."""
-    if metadata.get("format") != FORMAT or metadata.keys() != FIELDS:
+def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes, tuple[bytes, ...]]:
+    """The log's last header, the state digest, and the digests of all entries of the last cycle.
+
+    Raises: DamagedFileError."""
+    if metadata.get("format") != FORMAT or metadata.keys() - {ENDS} != FIELDS:
         raise DamagedFileError(f"is not of the format {FORMAT!r}")
     if metadata["run"] != run:
         raise DamagedFileError(f"belongs to the run {quoted(metadata['run'], 120)}, not to {run}")
     try:
         state_digest, packed = bytes.fromhex(metadata["state_digest"]), bytes.fromhex(metadata["last"])
         last = unpack(Header, packed, MESSAGE_LIMIT) if packed else None
+        told = bytes.fromhex(metadata.get(ENDS, ""))
     except (WireError, ValueError) as error:
         raise DamagedFileError(f"has metadata that cannot be read ({error})") from error
-    if metadata_of(run, last, state_digest) != metadata or (last is not None and last.run != run):
+    ends = tuple(told[at : at + DIGEST_BYTES] for at in range(0, len(told), DIGEST_BYTES))
+    is_of_run = last is None or (last.run == run and ends[-1:] in ((), (last.digest,)))
+    if metadata_of(run, last, state_digest, ends) != metadata or not is_of_run:
         raise DamagedFileError("has metadata that contradicts itself")
-    return last, state_digest
+    return last, state_digest, ends or (() if last is None else (last.digest,))
 
 
 def newest_by_peer(folder: Path, run: str) -> dict[str, int]:

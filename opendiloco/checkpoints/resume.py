@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from peers.log.folder import RunLog
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError, LogState
+from peers.transfer.cycles import step
 from peers.values.memory import empty
 from peers.values.workload import BadBlocksError, Workload
 
@@ -17,10 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint(Protocol):
-    """A state, and the last entry of the log that led to it."""
+    """A state, and the entry that closes the last cycle that led to it, whose entries have the digests `ends`."""
 
     @property
     def last(self) -> Header | None: ...
+    @property
+    def ends(self) -> tuple[bytes, ...]: ...
     @property
     def state(self) -> memoryview: ...
     @property
@@ -34,13 +37,14 @@ class InitialState:
     state: memoryview
     state_digest: bytes
     last: Header | None = None
+    ends: tuple[bytes, ...] = ()
 
 
 async def resume(
     workload: Workload, log: RunLog, checkpoint: Checkpoint | None = None, until: int | None = None
 ) -> LogState:
     """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead; at most
-    to the state after `until` entries, if the checkpoint's is not later.
+    to the state after `until` outer steps, if the checkpoint's is not later.
 
     Each state is held against the digest that was recorded when it was first reached. The first entry that is missing,
     or whose payload is missing or gives another state, is named in a warning, and the workload has the state before it.
@@ -57,7 +61,7 @@ async def resume(
     else:
         await workload.restore(checkpoint.state, checkpoint.state_digest)
     while True:
-        reached, wrong = await _replay(workload, log, log.empty_log.at(checkpoint.last), stop)
+        reached, wrong = await _replay(workload, log, log.empty_log.at(checkpoint.last, checkpoint.ends), stop)
         if wrong is None:
             return reached
         stop = wrong
@@ -71,23 +75,26 @@ async def _initial_state(workload: Workload) -> InitialState:
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:
-    """Apply the entries before `stop`, as far as they are sound.
+    """Apply the cycles before `stop`, as far as they are sound.
 
-    Returns the log as it ends there; and if an entry has led to a wrong state, which the workload now has, its index.
+    Returns the log as it ends there; and if a cycle has led to a wrong state, which the workload now has, its index.
     """
     while at.position.index < stop:
         index = at.position.index
-        header = log.header_at(index)
-        if header is None:
+        headers = log.headers(index, index + 1)
+        if not headers:
             logger.warning("entry %d is not in this machine's log: nothing after it is replayed", index)
             break
         try:
-            after = at.append(header)
-            payload = await asyncio.to_thread(log.payload, header.payload)
-            if payload is None:
+            after = at
+            for header in headers:
+                after = after.append(header)
+            found = {header.fragment: header.payload for header in headers if header.payload != NO_PAYLOAD}
+            payloads = {part: await asyncio.to_thread(log.payload, digest) for part, digest in found.items()}
+            if not all(payloads.values()):
                 logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
                 break
-            await workload.apply(payload.data, index)
+            await step(workload, index, {part: payload.data for part, payload in payloads.items() if payload})
             state_digest = await workload.state_digest()
         except (LogError, BadBlocksError) as error:
             logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)

@@ -77,7 +77,7 @@ class Pulse:
         """Return what `log` has of the time before the peer's lineage; None where nothing lacks there."""
         lineage = self._peer.lineage
         last = lineage.known_from
-        heads = log.digests(last - RECENT_ENTRIES, last) if lineage.is_short else []
+        heads = log.heads(last - RECENT_ENTRIES, last) if lineage.is_short else []
         return HeadsSeen(last, tuple(heads)) if len(heads) > 1 else None
 
     async def beat(self) -> HeartbeatsSeen:

@@ -168,9 +168,10 @@ class Replication:
             return
         metrics.STATES_FETCHED.inc()
         await self._recorder.follow(self._fetched.chain, max(snapshot.index, self._fetched.theirs.start.position.index))
-        heads = tuple(self._stores.log.digests(snapshot.index - RECENT_ENTRIES, snapshot.index))
+        heads = tuple(self._stores.log.heads(snapshot.index - RECENT_ENTRIES, snapshot.index))
         doubt = self._fetched.theirs.doubt_before(snapshot.index, self._peer.lineage.doubt)
-        self._host.handle(SnapshotRestored(fetch.donor, snapshot.last, snapshot.state_digest, heads, doubt=doubt))
+        state = snapshot.last, snapshot.state_digest, heads, snapshot.ends, doubt
+        self._host.handle(SnapshotRestored(fetch.donor, *state))
         self._freezer.hold(snapshot)
 
     async def _vouch(self, fetch: FetchSnapshot) -> Vouched:

@@ -21,7 +21,7 @@ from peers.values.wire import WireError, pack, unpack
 
 ANCHORED = "anchored"
 """The name of the file, in an anchor's folder of the run."""
-STRETCH = 256  # entries that are checked at once
+STRETCH = 256  # cycles that are checked at once
 
 
 class AnchorFileError(DilocoPeerError):
@@ -94,10 +94,11 @@ class Anchorer:
             raise CannotAnchorError(f"its entries before {first} are not here")
         index = first
         for header in log.headers(first, min(last, first + STRETCH)):
-            certificate = log.certificate_at(index)
-            if certificate is None or not prove(certificate, before, header, self._verify).is_certified:
+            certificate, at = log.certificate_at(header.index, header.fragment), before.of(header.fragment)
+            if certificate is None or not prove(certificate, at, header, self._verify).is_certified:
                 break
-            before, index = before.append(header), index + 1
+            before = before.append(header)
+            index = before.position.index
         if index == first < last:
             raise CannotAnchorError(f"entry {index} is not certified: too few have signed it")
         return index

@@ -133,7 +133,8 @@ class Walk:
     """Goes along a branch, entry by entry, and checks who has signed them."""
 
     def __init__(self, start: LogState, verify: Verify) -> None:
-        self.end = self._start = start
+        self.end = self._start = self.whole = start
+        """`whole` is the log after the last whole cycle that was passed."""
         self._verify = verify
         self._first: dict[int, tuple[bytes, Proof]] = {}
         self._heads = {start.position.index: start.position.head}
@@ -155,6 +156,7 @@ class Walk:
         elif header.state != UNKNOWN_STATE:
             self._states.setdefault(header.index, header.state)
         self.end = end
+        self.whole = self.whole if end.made else end
         self._heads[end.position.index] = end.position.head
 
     def branch(self) -> Branch:

@@ -1,39 +1,42 @@
-"""Consecutive entries of a run, kept and passed on as outcomes. With many members, headers are far larger."""
+"""Consecutive entries of a run, kept and passed on as outcomes. With many members, headers are far larger.
+
+A chain is continued, cut and told by whole cycles. Within a cycle entries lie in the order of their fragments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field
 
 from peers.log.certificate import Certificate, CertificateError, prove
-from peers.log.header import Header
-from peers.log.outcome import Outcome, follow, outcome_of
+from peers.log.header import Header, cycle_head
+from peers.log.outcome import Outcome, follow, header_of, outcome_of
 from peers.log.state import LogError, LogState
 from peers.values.identity import verify
 from peers.values.wire import Value, pack, unpack
 
 FRAMES = 32
-"""Entries from one that is kept whole to the next: any header is found by following fewer outcomes than these."""
+"""Cycles from one that is kept whole to the next: any header is found by following the outcomes of fewer than these."""
 STRETCH_LIMIT = 256  # entries
 STRETCH_BYTES = 1 << 22  # of outcomes, after which a stretch ends
 HEADER_LIMIT = 1 << 20  # bytes
 
 
 class Stretch(Value):
-    """Consecutive entries, as one peer tells them to another: the first as a whole `header`, unless the reader is to
-    know what it follows. `certificates` are those of the entries, in order; None: not known to who tells it."""
+    """Consecutive entries of whole cycles, as one peer tells them to another: those of the first cycle as whole
+    `headers`, unless the reader is to know what it follows. `certificates` are those of the entries, in order; None:
+    not known to the peer that tells it."""
 
-    header: Header | None
-    outcomes: Annotated[tuple[Outcome, ...], Field(max_length=STRETCH_LIMIT)]
-    certificates: Annotated[tuple[Certificate | None, ...], Field(max_length=STRETCH_LIMIT + 1)] = ()
+    headers: Annotated[tuple[Header, ...], Field(max_length=STRETCH_LIMIT)] = ()
+    outcomes: Annotated[tuple[Outcome, ...], Field(max_length=STRETCH_LIMIT)] = ()
+    certificates: Annotated[tuple[Certificate | None, ...], Field(max_length=2 * STRETCH_LIMIT)] = ()
 
     @property
     def told(self) -> tuple[tuple[Header | Outcome, Certificate | None], ...]:
         """The entries, each with its certificate."""
-        entries = (*((self.header,) if self.header else ()), *self.outcomes)
+        entries: tuple[Header | Outcome, ...] = (*self.headers, *self.outcomes)
         return tuple(zip(entries, (*self.certificates, *(None for _ in entries)), strict=False))
 
 
@@ -41,8 +44,8 @@ class Stretch(Value):
 class Entry:
     """An entry as a log keeps it: `told` is a packed outcome, or a packed header where nothing before it is known.
 
-    `digest` is the header's, its name in the chain; `state_digest` that of the state after it, if it is known.
-    `certificate` is packed, too: with many members it is larger than the entry.
+    `digest` is the header's; `state_digest` that of the state after its cycle, if that is known and the entry closes
+    it. `certificate` is packed, too: with many members it is larger than the entry.
     """
 
     index: int
@@ -51,12 +54,13 @@ class Entry:
     is_whole: bool
     state_digest: bytes | None
     certificate: bytes | None = None
+    fragment: int = 0
 
     @classmethod
     def whole(cls, header: Header, state_digest: bytes | None, certificate: Certificate | None = None) -> Entry:
         """Create an entry that can be read by itself."""
         proof = None if certificate is None else pack(certificate)
-        return cls(header.index, header.digest, pack(header), True, state_digest, proof)
+        return cls(header.index, header.digest, pack(header), True, state_digest, proof, header.fragment)
 
     def brief(self, log: LogState, header: Header) -> Entry:
         """Return the same in brief, to be read where the log before it is known. Raises: LogError when it does not
@@ -72,101 +76,144 @@ class Entry:
         return unpack(Header, self.told, HEADER_LIMIT) if self.is_whole else unpack(Outcome, self.told, HEADER_LIMIT)
 
     def after(self, log: LogState) -> LogState:
-        """Return the log with this entry. One that is whole may be the first that is known of a log.
+        """Return the log with this entry. Those of a cycle that are whole may be the first that are known of a log.
 
         Raises: LogError, which says in words what is most likely wrong.
         """
         content = self.content
         if isinstance(content, Header) and content.run != log.run:
             raise LogError(f"entry {self.index} is of the run {content.run}")
+        if content.fragment != len(log.made) or self.fragment != content.fragment:
+            raise LogError(f"entry {self.index} is not of fragment {len(log.made)}")
         if isinstance(content, Header) and log.last is None and content.index > 0:
-            after = log.at(content)
+            after = _on_trust(log, content)
         elif (self.index, content.previous) != (log.position.index, log.position.head):
             raise LogError(f"entry {self.index} does not follow from {log.position}")
         else:
             after = follow(log, content)
-        if (after.position.index, after.position.head) != (self.index + 1, self.digest):
+        made = newest(after)
+        if (made.index, made.digest) != (self.index, self.digest):
             raise LogError(f"entry {self.index} is not the one whose digest is beside it")
         return after
 
 
+def newest(log: LogState) -> Header:
+    """Return the last entry of a log whose cycles are made in the order of fragments. It has one."""
+    header = log.made[-1] if log.made else log.last
+    assert header is not None
+    return header
+
+
+def _on_trust(log: LogState, header: Header) -> LogState:
+    """The log with an entry of the first cycle that is known of it: nothing before vouches for it.
+
+    Raises: LogError when it is not of one cycle with the entries before it.
+    """
+    made = (*log.made, header)
+    if {(one.index, one.previous) for one in made} != {(header.index, header.previous)}:
+        raise LogError(f"entry {header.index} is not of the cycle that begins here")
+    whole = len(made) == log.fragments
+    return log.at(header, tuple(one.digest for one in made)) if whole else replace(log, made=made)
+
+
 class Chain:
-    """Entries of one lineage, one after another. Only the first may be whole, where what it follows is not known."""
+    """Entries of one lineage, one after another. Only those of the first cycle may be whole, where what it follows is
+    not known. The last cycle may lack entries while they are added."""
 
     def __init__(self, empty_log: LogState) -> None:
         self.entries: list[Entry] = []
         self.end = empty_log
         """The log after the last entry."""
         self.empty_log = empty_log
-        self._frames: dict[int, bytes] = {}  # packed headers of some entries
+        self._frames: dict[int, tuple[bytes, tuple[bytes, ...]]] = {}  # packed closing headers, and cycles' `ends`
 
     def __len__(self) -> int:
-        return len(self.entries)
+        """Return how many whole cycles are here."""
+        return len(self.entries) // self.fragments
+
+    @property
+    def fragments(self) -> int:
+        """How many entries a cycle has."""
+        return self.empty_log.fragments
 
     @property
     def first(self) -> int:
-        """Index of the first entry that is here; 0 if none is."""
+        """Index of the first cycle that is here; 0 if none is."""
         return self.entries[0].index if self.entries else 0
 
     @property
     def next_index(self) -> int:
-        """Index of the entry that comes next."""
-        return self.first + len(self.entries)
+        """Index of the cycle that comes next."""
+        return self.first + len(self)
 
-    def entry(self, index: int) -> Entry | None:
-        place = index - self.first
-        return self.entries[place] if 0 <= place < len(self.entries) else None
+    def cycles(self, first: int, last: int) -> Sequence[Entry]:
+        """Return the entries of the cycles [first, last) that are here."""
+        start, stop = max(0, first - self.first), max(0, min(last, self.next_index) - self.first)
+        return self.entries[start * self.fragments : stop * self.fragments]
+
+    def entry(self, index: int, fragment: int | None = None) -> Entry | None:
+        """Return the entry of a cycle for this fragment, by default the one that closes it."""
+        place = self._place(index, fragment)
+        return None if place is None else self.entries[place]
+
+    def _place(self, index: int, fragment: int | None = None) -> int | None:
+        if not self.first <= index < self.next_index:
+            return None
+        return (index - self.first) * self.fragments + (self.fragments - 1 if fragment is None else fragment)
+
+    def head(self, index: int) -> bytes | None:
+        """Return what names the log after a cycle, if that is here."""
+        cycle = self.cycles(index, index + 1)
+        return cycle_head([entry.digest for entry in cycle]) if cycle else None
 
     def add(self, entry: Entry) -> Entry:
         """Add the next entry. Returns it as it is kept: in brief if it can be. Raises: LogError."""
         end = entry.after(self.end)
-        assert end.last is not None
         if entry.is_whole and entry.index == self.end.position.index:
-            entry = entry.brief(self.end, end.last)
+            entry = entry.brief(self.end, newest(end))
         self.entries.append(entry)
         self.end = end
-        if entry.index % FRAMES == 0:
-            self._frames[entry.index] = pack(end.last)
+        if entry.index % FRAMES == 0 and not end.made:
+            self._frames[entry.index] = pack(newest(end)), end.ends
         return entry
 
     def complete(self, entry: Entry) -> bool:
-        """Note what was not known of an entry that is here: the digest of the state after it, and its certificate.
+        """Note what was not known of an entry that is here: its certificate, and the digest of the state after its
+        cycle, whichever of the cycle's entries brings that.
 
         Returns whether that is new.
         """
-        known = self.entries[entry.index - self.first]
-        completed = replace(
-            known,
-            state_digest=known.state_digest or entry.state_digest,
-            certificate=known.certificate or entry.certificate,
-        )
-        self.entries[entry.index - self.first] = completed
-        return completed != known
+        place, closing = self._place(entry.index, entry.fragment), self._place(entry.index)
+        assert place is not None
+        assert closing is not None
+        known = self.entries[place], self.entries[closing]
+        self.entries[place] = replace(known[0], certificate=known[0].certificate or entry.certificate)
+        closes = self.entries[closing]
+        self.entries[closing] = replace(closes, state_digest=closes.state_digest or entry.state_digest)
+        return known != (self.entries[place], self.entries[closing])
 
     def cut(self, index: int) -> None:
-        """Drop the entries from this one on."""
+        """Drop the cycles from this one on."""
         self.end = self.after(index - 1) or self.empty_log
-        del self.entries[max(0, index - self.first) :]
+        del self.entries[max(0, index - self.first) * self.fragments :]
         self._frames = {place: frame for place, frame in self._frames.items() if place < index}
 
     def after(self, index: int) -> LogState | None:
-        """Return the log after an entry, if it is here; after entry -1 the empty one."""
-        if index == self.next_index - 1:
+        """Return the log after a cycle, if it is here; after cycle -1 the empty one."""
+        if index == self.next_index - 1 and not self.end.made:
             return self.end
         if index == -1:
             return self.empty_log
         if self.entry(index) is None:
             return None
-        return next((state for at, state in self._states(index) if at == index), None)
+        return next((state for at, state in self._states(index) if at == index and not state.made), None)
 
     def headers(self, first: int, last: int) -> Iterator[Header]:
-        """Those of the entries [first, last) that are here."""
-        for _, state in self.states(first, last):
-            if state.last is not None:
-                yield state.last
+        """Those of the entries of the cycles [first, last) that are here."""
+        yield from (newest(state) for _, state in self.states(first, last))
 
     def states(self, first: int, last: int) -> Iterator[tuple[int, LogState]]:
-        """The log after each of the entries [first, last) that are here, with their indices."""
+        """The log after each of the entries of the cycles [first, last) that are here, with their indices."""
         first, last = max(first, self.first), min(last, self.next_index)
         for index, state in self._states(first) if first < last else ():
             if index >= last:
@@ -175,26 +222,24 @@ class Chain:
                 yield index, state
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
-        """Return entries from `first` on, as many as may be told at once, before `last`; none if that is not here.
+        """Return the cycles from `first` on, as many as may be told at once, before `last`; none if that is not here.
 
         The first of them `is_whole` if the reader does not know what it follows, or we do not.
         """
-        entries = self.entries[max(0, first - self.first) : max(0, last - self.first)][:STRETCH_LIMIT]
+        entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
-            return Stretch(header=None, outcomes=())
-        header, certificates = None, list[Certificate | None]()
+            return Stretch()
+        headers = list[Header]()
         if entries[0].is_whole or (is_whole and first > 0):
-            header = next(self.headers(first, first + 1))
-            certificates.append(entries[0].proof)
-            entries = entries[1:]
+            headers = list(self.headers(first, first + 1))
         size, outcomes = 0, list[Outcome]()
-        for entry in entries:
+        for entry in entries[len(headers) :]:
             size += len(entry.told) + len(entry.certificate or b"")
-            if size > STRETCH_BYTES and outcomes:
+            if size > STRETCH_BYTES and outcomes and entry.fragment == 0:
                 break
             outcomes.append(unpack(Outcome, entry.told, HEADER_LIMIT))
-            certificates.append(entry.proof)
-        return Stretch(header=header, outcomes=tuple(outcomes), certificates=tuple(certificates))
+        certificates = tuple(entry.proof for entry in entries[: len(headers) + len(outcomes)])
+        return Stretch(headers=tuple(headers), outcomes=tuple(outcomes), certificates=certificates)
 
     def led_up_to(self, stretch: Stretch) -> Chain:
         """Return this chain with entries before it. Their digests vouch for them, so they may come from anybody.
@@ -208,31 +253,34 @@ class Chain:
         for told, certificate in stretch.told:
             if chain.next_index >= self.first and len(chain):
                 raise wrong
-            header = told if isinstance(told, Header) else follow(chain.end, told).last
-            assert header is not None
+            header = told if isinstance(told, Header) else header_of(chain.end, told)
             if certificate is not None and header.previous == chain.end.position.head:
-                prove(certificate, chain.end, header, verify)
+                prove(certificate, chain.end.of(header.fragment), header, verify)
             chain.add(Entry.whole(header, None, certificate))
-        if chain.end.position.index != self.first:
+        if chain.end.position.index != self.first or chain.end.made:
             raise wrong
         try:
-            chain.add(_proven(self.entries[0], chain.end))
+            for entry in self.entries[: self.fragments]:
+                chain.add(_proven(entry, chain.end))
         except LogError as error:
             raise wrong from error
-        chain.entries += self.entries[1:]
+        chain.entries += self.entries[self.fragments :]
         chain._frames |= self._frames
         chain.end = self.end
         return chain
 
     def _states(self, index: int) -> Iterator[tuple[int, LogState]]:
-        """The log after each entry, from the last one not after `index` that is kept whole."""
-        start = index - index % FRAMES
+        """The log after each entry, from the last cycle before `index` on that is kept whole. The states within that
+        cycle are not among them."""
+        start = index if self.fragments == 1 else index - 1
+        start -= start % FRAMES
         log = self.empty_log
         if start in self._frames:
-            log = log.at(unpack(Header, self._frames[start], HEADER_LIMIT))
+            closing, ends = self._frames[start]
+            log = log.at(unpack(Header, closing, HEADER_LIMIT), ends)
             yield start, log
             start += 1
-        for entry in self.entries[max(0, start - self.first) :]:
+        for entry in self.cycles(start, self.next_index):
             log = entry.after(log)
             yield entry.index, log
 
@@ -242,7 +290,7 @@ def _proven(first: Entry, log: LogState) -> Entry:
     header, certificate = first.content, first.proof
     if certificate is not None and isinstance(header, Header):
         try:
-            prove(certificate, log, header, verify)
+            prove(certificate, log.of(header.fragment), header, verify)
         except CertificateError:
             return replace(first, certificate=None)
     return first

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from peers.log.chain import HEADER_LIMIT, Chain, Entry
+from peers.log.chain import HEADER_LIMIT, Chain, Entry, newest
 from peers.log.header import Header
 from peers.log.outcome import Outcome
 from peers.log.payload import Payload
@@ -87,10 +87,10 @@ def read_entry(line: bytes) -> Entry:
         fields = json.loads(line)
         is_whole = "header" in fields
         told, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
-        unpack(Header if is_whole else Outcome, told, HEADER_LIMIT)
+        content = unpack(Header, told, HEADER_LIMIT) if is_whole else unpack(Outcome, told, HEADER_LIMIT)
         state_digest = bytes.fromhex(fields["state_digest"] or "") or None
         certificate = bytes.fromhex(fields["certificate"] or "") or None
-        entry = Entry(fields["index"], digest, told, is_whole, state_digest, certificate)
+        entry = Entry(fields["index"], digest, told, is_whole, state_digest, certificate, content.fragment)
         _ = entry.proof
         is_ours = entry_line(entry) == line
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -105,9 +105,10 @@ def read_chain(
     empty_log: LogState | None = None,
     see: Callable[[Entry, Header], None] = lambda entry, header: None,
 ) -> tuple[Chain, str | None]:
-    """Read the entries of a file, up to the first that is corrupt or does not follow. Returns what is wrong there, too.
+    """Read the whole cycles of a file, up to the first that is corrupt or does not follow. Returns what is wrong there,
+    too.
 
-    The first entry may be from the middle of the run: what came before is vouched for by its header alone.
+    The first cycle may be from the middle of the run: what came before is vouched for by its headers alone.
 
     Args:
         empty_log: of the run; by default the one that the file names.
@@ -124,15 +125,22 @@ def read_chain(
                 raise LogError(f"it is of the run {named.run}, or of another manifest")
         except LogError as error:
             return Chain(empty_log or NO_RUN), f"{path}, line 1: {error}" if first else None
-        chain = Chain(named)
+        chain, cycle, problem = Chain(named), list[tuple[Entry, Header]](), None
         for number, line in lines:
             try:
                 entry = chain.add(read_entry(line))
             except LogError as error:
-                return chain, f"{path}, line {number}: {error}"
-            assert chain.end.last is not None
-            see(entry, chain.end.last)
-    return chain, None
+                problem = f"{path}, line {number}: {error}"
+                break
+            cycle.append((entry, newest(chain.end)))
+            if not chain.end.made:
+                for told in cycle:
+                    see(*told)
+                cycle.clear()
+        if cycle:
+            chain.cut(chain.next_index)
+            problem = problem or f"{path}: the last outer step is cut short"
+    return chain, problem
 
 
 def payload_path(folder: Path, index: int, digest: bytes) -> Path:

@@ -11,12 +11,13 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 from peers.errors import DilocoPeerError
 from peers.log.certificate import Certificate
-from peers.log.chain import Chain, Entry, Stretch
+from peers.log.chain import Chain, Entry, Stretch, newest
 from peers.log.exclusions import Fault
 from peers.log.files import (
     ENTRIES,
@@ -31,7 +32,7 @@ from peers.log.files import (
     read_payload,
     remove_partial,
 )
-from peers.log.header import Header, Position
+from peers.log.header import Header, Position, cycle_head
 from peers.log.lineage import Lineage
 from peers.log.payload import KEPT_BYTES, KeptPayloads, Payload
 from peers.log.state import LogError, LogState
@@ -48,59 +49,61 @@ class LogFolderError(DilocoPeerError):
 
 
 class RunLog(ABC):
-    """Consecutive entries of one lineage, from `first` on. They are kept in brief: see `Chain`."""
+    """Consecutive cycles of one lineage, from `first` on. They are kept in brief: see `Chain`. The entries of a cycle
+    that is not whole yet are beside them, in memory."""
 
     is_on_disk: ClassVar[bool]
 
     def __init__(self, chain: Chain) -> None:
         self.empty_log = chain.empty_log
         self._chain = chain
+        self._made: dict[int, tuple[Entry, Header]] = {}  # entries of one cycle, by fragment
 
     def __len__(self) -> int:
         return len(self._chain)
 
     @property
     def first(self) -> int:
-        """Index of the first entry that is here; 0 if none is."""
+        """Index of the first cycle that is here; 0 if none is."""
         return self._chain.first
 
     @property
     def next_index(self) -> int:
-        """Index of the entry that comes next."""
+        """Index of the cycle that comes next."""
         return self._chain.next_index
 
     def headers(self, first: int, last: int) -> list[Header]:
-        """Those of the entries [first, last) that are here."""
+        """Those of the entries of the cycles [first, last) that are here, in the order of fragments within each."""
         return list(self._chain.headers(first, last))
 
-    def digests(self, first: int, last: int) -> list[bytes]:
-        """The digests of those headers."""
-        return [entry.digest for entry in self._entries(first, last)]
+    def heads(self, first: int, last: int) -> list[bytes]:
+        """What names the log after each of those cycles."""
+        entries, fragments = self._chain.cycles(first, last), self._chain.fragments
+        cycles = (entries[start : start + fragments] for start in range(0, len(entries), fragments))
+        return [cycle_head([entry.digest for entry in cycle]) for cycle in cycles]
 
     def faults(self, first: int, last: int) -> list[Fault]:
         """What the annexes of those entries name."""
-        return [fault for entry in self._entries(first, last) for fault in entry.content.faults]
-
-    def _entries(self, first: int, last: int) -> Sequence[Entry]:
-        start = self.first
-        return self._chain.entries[max(0, first - start) : max(0, last - start)]
+        return [fault for entry in self._chain.cycles(first, last) for fault in entry.content.faults]
 
     def heads_at(self, indices: Iterable[int]) -> dict[int, bytes]:
-        """What names the log after so many entries, by their number, as far as they are here."""
-        found = {index: self._chain.entry(index - 1) for index in indices}
-        return {index: entry.digest for index, entry in found.items() if entry is not None}
+        """What names the log after so many cycles, by their number, as far as they are here."""
+        found = {index: self._chain.head(index - 1) for index in indices}
+        return {index: head for index, head in found.items() if head is not None}
 
-    def header_at(self, index: int) -> Header | None:
-        return next(self._chain.headers(index, index + 1), None)
+    def header_at(self, index: int, fragment: int | None = None) -> Header | None:
+        """The entry of a cycle for this fragment, by default the one that closes it."""
+        headers = list(self._chain.headers(index, index + 1))
+        return headers[-1 if fragment is None else fragment] if headers else None
 
     def state_digest_at(self, index: int) -> bytes | None:
-        """The digest of the state after the entry, if both are here."""
+        """The digest of the state after the cycle, if both are here."""
         entry = self._chain.entry(index)
         return None if entry is None else entry.state_digest
 
-    def certificate_at(self, index: int) -> Certificate | None:
-        """What proves the entry, if it is here and that is known."""
-        entry = self._chain.entry(index)
+    def certificate_at(self, index: int, fragment: int | None = None) -> Certificate | None:
+        """What proves the entry of a fragment, by default the closing one's, if it is here and that is known."""
+        entry = self._chain.entry(index, fragment)
         return None if entry is None else entry.proof
 
     def log_at(self, position: Position) -> LogState | None:
@@ -109,7 +112,7 @@ class RunLog(ABC):
         return log if log is not None and log.position == position else None
 
     def log_after(self, index: int) -> LogState | None:
-        """Return the log as it was after so many entries, if that is known here."""
+        """Return the log as it was after so many cycles, if that is known here."""
         return self._chain.after(index - 1)
 
     def states_after(self, log: LogState) -> Iterator[tuple[Entry, LogState]]:
@@ -125,13 +128,12 @@ class RunLog(ABC):
         certificates, since a place of which too few went on may be long past."""
         lineage = Lineage(self.empty_log if self.first == 0 else end)
         for index, log in self._chain.states(self.first, end.position.index):
-            entry = self._chain.entry(index)
-            if entry is None or log.last is None:
-                continue
+            header = newest(log)
+            entry = self._chain.entry(index, header.fragment)
             if 0 < index == self.first:
                 lineage = Lineage(log)
-            else:
-                lineage.append(log.last, log, entry.proof)
+            elif entry is not None:
+                lineage.append(header, log, entry.proof)
         return lineage if lineage.log.position == end.position else Lineage(end)
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
@@ -145,10 +147,11 @@ class RunLog(ABC):
         payload: Payload | None,
         certificate: Certificate | None = None,
     ) -> None:
-        """Add an entry that was applied. One that is already here gets what it lacked.
+        """Add an entry that was applied. One that is already here gets what it lacked. The state digest is that after
+        its cycle, which one of the cycle's entries brings.
 
-        An entry of another lineage takes the place of all from there on. If what leads up to it is not here, the log
-        begins anew with it.
+        A cycle of another lineage takes the place of all from there on, once it is whole. If what leads up to it is not
+        here, the log begins anew with it.
 
         Raises: LogError when that is not its payload, or the entry does not follow; LogFolderError when the disk does
         not take it. The entry is in the log all the same, and the next one that is appended writes it again.
@@ -162,18 +165,18 @@ class RunLog(ABC):
                 self._keep(header.index, payload)
 
     def prepend(self, stretch: Stretch) -> None:
-        """Add entries that lead up to `first`. Their digests vouch for them, so they may come from anybody.
+        """Add cycles that lead up to `first`. Their digests vouch for them, so they may come from anybody.
 
         Raises: LogError, and changes nothing, when they do not; LogFolderError.
         """
-        if stretch.header is not None or stretch.outcomes:
+        if stretch.told:
             self._chain = self._chain.led_up_to(stretch)
             self._save()
 
     def follow(self, chain: Chain, end: int) -> None:
         """Take over the entries of another peer's log, which have been checked, up to `end`. Raises: LogFolderError."""
         for header in chain.headers(chain.first, end):
-            entry = chain.entry(header.index)
+            entry = chain.entry(header.index, header.fragment)
             self.append(header, None, None, entry.proof if entry else None)
         if self.next_index > end:
             self._chain.cut(end)
@@ -203,28 +206,50 @@ class RunLog(ABC):
     def _keep(self, index: int, payload: Payload) -> None: ...
 
     @abstractmethod
-    def _save(self, appended: Entry | None = None) -> None:
-        """The entries have changed; if `appended` is given, by this one at their end alone."""
+    def _save(self, appended: Sequence[Entry] = ()) -> None:
+        """The entries have changed; if `appended` are given, by these at their end alone."""
 
     def _add(self, entry: Entry, header: Header) -> None:
-        known, before = self._chain.entry(header.index), self._chain.entry(header.index - 1)
+        known = self._chain.entry(header.index, header.fragment)
         if known and known.digest == header.digest:
             if self._chain.complete(entry):
                 self._save()
             return
-        if before is None or before.digest != header.previous:
+        if any(other.previous != header.previous for _, other in self._made.values()):
+            self._made.clear()
+        self._made[header.fragment] = entry, header
+        if len(self._made) == self._chain.fragments:
+            made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}
+            self._add_cycle(header.index, _ending([entry for entry, _ in made]), [header for _, header in made])
+
+    def _add_cycle(self, index: int, cycle: Sequence[Entry], headers: Sequence[Header]) -> None:
+        """Add the entries of one cycle, in the order of fragments."""
+        if self._chain.head(index - 1) != headers[0].previous:
             chain = Chain(self.empty_log)
-            chain.add(entry)
+            for entry in cycle:
+                chain.add(entry)
             self._chain = chain
             self._save()
             return
-        log = self._chain.after(before.index)
+        log = self._chain.after(index - 1)
         assert log is not None
-        entry = entry.brief(log, header)
-        if known is not None:
-            self._chain.cut(header.index)
-        self._chain.add(entry)
-        self._save(entry if known is None else None)
+        brief = list[Entry]()
+        for entry, header in zip(cycle, headers, strict=True):
+            brief.append(entry.brief(log, header))
+            log = log.append(header)
+        is_new = self._chain.entry(index) is None
+        if not is_new:
+            self._chain.cut(index)
+        for entry in brief:
+            self._chain.add(entry)
+        self._save(brief if is_new else ())
+
+
+def _ending(cycle: Sequence[Entry]) -> list[Entry]:
+    """Return a cycle's entries with the digest of the state after it where it belongs, whichever of them brought it."""
+    state_digest = next((entry.state_digest for entry in cycle if entry.state_digest), None)
+    *others, closing = cycle
+    return [*(replace(entry, state_digest=None) for entry in others), replace(closing, state_digest=state_digest)]
 
 
 class MemoryLog(RunLog):
@@ -254,7 +279,7 @@ class MemoryLog(RunLog):
     def _keep(self, index: int, payload: Payload) -> None:
         self._payloads.keep(payload)
 
-    def _save(self, appended: Entry | None = None) -> None:
+    def _save(self, appended: Sequence[Entry] = ()) -> None:
         pass
 
 
@@ -353,17 +378,17 @@ class LogFolder(RunLog):
         except OSError as error:
             raise _unusable(self.path, error) from error
 
-    def _save(self, appended: Entry | None = None) -> None:
+    def _save(self, appended: Sequence[Entry] = ()) -> None:
         file = self.path / ENTRIES
-        whole = appended is None or self._is_behind or len(self) == 1
+        whole = not appended or self._is_behind or len(self) == 1
         self._is_behind = True
         try:
             if whole:
                 entries = map(entry_line, self._chain.entries)
                 write_whole(file, (first_line(self.empty_log), *entries))
-            elif appended:
+            else:
                 with file.open("ab") as lines:
-                    lines.write(entry_line(appended))
+                    lines.write(b"".join(map(entry_line, appended)))
         except OSError as error:
             raise _unusable(self.path, error) from error
         self._is_behind = False

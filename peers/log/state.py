@@ -324,10 +324,17 @@ class LogState(Electorate):
 
     def at(self, header: Header | None, ends: tuple[bytes, ...] = ()) -> LogState:
         """The state after the cycle that `header` closes, taken on trust (from a snapshot whose digest peers vouch
-        for). `ends` are the digests of its entries, where it has more than one."""
+        for). `ends` are the digests of its entries, which must be given where it has more than one."""
         return replace(
             self, last=header, ends=ends or ((header.digest,) if header else ()), made=(), state=UNKNOWN_STATE
         )
+
+    def may_end_with(self, header: Header | None, ends: Sequence[bytes]) -> bool:
+        """Whether a cycle may be closed by this entry and have entries with these digests."""
+        if header is None:
+            return not ends
+        is_all = len(ends) == self.fragments and ends[-1] == header.digest
+        return self.is_closing(header) and (is_all or (self.fragments == 1 and not ends))
 
 
 @lru_cache(maxsize=8)

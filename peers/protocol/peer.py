@@ -271,6 +271,11 @@ class Peer:
         return self.replica.is_settled
 
     @property
+    def is_at_cycles_end(self) -> bool:
+        """Whether theta and momentum are as the last whole cycle left them, and have a digest."""
+        return self.is_settled and not self.log.made
+
+    @property
     def lineage(self) -> Lineage:
         return self.replica.lineage
 

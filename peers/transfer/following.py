@@ -13,8 +13,8 @@ from peers.errors import RemoteProtocolError, SwarmUnreachableError
 from peers.log.branch import UNPROVEN, Branch
 from peers.log.certificate import Certificate, Proof, prove
 from peers.log.folder import MemoryLog, RunLog
-from peers.log.header import Header
-from peers.log.outcome import follow
+from peers.log.header import NO_PAYLOAD, Header
+from peers.log.outcome import header_of
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
@@ -22,6 +22,7 @@ from peers.presence.membership import DONATING
 from peers.presence.presence import state_named
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.cycles import step
 from peers.transfer.doubts import Doubts
 from peers.transfer.download import PullTransport
 from peers.transfer.headers import fetch_stretch
@@ -54,35 +55,38 @@ class OtherLineageError(LogError):
 
 @dataclass(frozen=True)
 class Next:
-    """The entry that follows in a donor's log: the log with it, and what proves it."""
+    """The cycle that follows in a donor's log: the log with it, its entries with their certificates, and what the one
+    of them proves that fewest have signed."""
 
     donor: str
     log: LogState
-    certificate: Certificate | None
+    entries: tuple[tuple[Header, Certificate | None], ...]
     proof: Proof
 
 
 async def next_in_log(
     transport: PullTransport, donor: str, log: LogState, anchors: Anchors, heads: dict[int, bytes]
 ) -> Next:
-    """The entry that follows, as a donor knows it. `heads` are what the log has where anchors have signed.
+    """The cycle that follows, as a donor knows it. `heads` are what the log has where anchors have signed.
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError, also where an anchor has signed another one;
         CertificateError where a signature is false; OtherLineageError where the donor's log is another.
     """
     index = log.position.index
     stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
-    told, certificate = next(iter(stretch.told), (None, None))
-    if told is None:
+    after, entries, proofs = log, list[tuple[Header, Certificate | None]](), list[Proof]()
+    for told, certificate in stretch.told[: log.fragments]:
+        if told.previous != log.position.head:
+            raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
+        header = told if isinstance(told, Header) else header_of(after, told)
+        at, after = after.of(header.fragment), after.append(header)
+        entries.append((header, certificate))
+        proofs.append(UNPROVEN if certificate is None else prove(certificate, at, header, verify))
+    if len(entries) < log.fragments:
         raise LogError(f"it has no entry {index}")
-    if told.previous != log.position.head:
-        raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
-    after = follow(log, told)
-    assert after.last is not None
     if (head := anchors.contradiction(heads | {after.position.index: after.position.head})) is not None:
         raise LogError(f"entry {index}: the anchor {head.anchor} has signed another outer step {head.index}")
-    proof = UNPROVEN if certificate is None else prove(certificate, log, after.last, verify)
-    return Next(donor, after, certificate, proof)
+    return Next(donor, after, tuple(entries), min(proofs))
 
 
 class FollowTransport(PullTransport, Protocol):
@@ -187,13 +191,13 @@ class Following:
             except (SnapshotError, LineageError, OSError) as error:
                 reasons.append(f"{donors.pop(0)}: {error}")
             else:
-                self.log, self.state_digest = self.log.at(snapshot.last), snapshot.state_digest
+                self.log, self.state_digest = self.log.at(snapshot.last, snapshot.ends), snapshot.state_digest
                 return
         raise no_state_given("; ".join(reasons))
 
     async def advance(self) -> tuple[Header, bytes] | None:
-        """Apply the next entry: its header, and the state digest after it; None when nobody is further on, or too few
-        have signed what follows, and others may still come.
+        """Take the next outer step: the entry that closes it, and the state digest after it; None when nobody is
+        further on, or too few have signed what follows, and others may still come.
 
         Raises: SwarmUnreachableError when there is nobody; CannotFollowError when nobody has what follows, or what they
         have does not.
@@ -228,12 +232,13 @@ class Following:
             header = found.log.last
             assert header is not None
             try:
-                await self._state.apply(await self._payload(header, donors), index)
+                await step(self._state, index, await self._payloads([header for header, _ in found.entries], donors))
                 state_digest = await self._state.state_digest()
             except (PayloadError, BadBlocksError) as error:
                 reasons.append(f"{found.donor}: {error}")
             else:
-                self._past.append(header, state_digest, None, found.certificate)
+                for entry, certificate in found.entries:
+                    self._past.append(entry, state_digest, None, certificate)
                 self.log, self.state_digest = found.log, state_digest
                 return header, state_digest
         raise CannotFollowError(
@@ -257,10 +262,16 @@ class Following:
                 return None
             raise
 
-    async def _payload(self, header: Header, donors: Sequence[str]) -> memoryview:
-        """Nobody else asks for it here, so it is not kept. Raises: PayloadError."""
+    async def _payloads(self, headers: Sequence[Header], donors: Sequence[str]) -> dict[int, memoryview]:
+        """Those of a cycle's entries that have one, by fragment. Nobody else asks for them here, so they are not kept.
+
+        Raises: PayloadError."""
         buffers = PayloadBuffers.of_each(self._state.fragments)
-        await Payloads(self._transport, self.log.run, buffers).fetch(header, donors)
-        payload = buffers[header.fragment].kept.get(header.payload)
-        assert payload is not None
-        return payload.data
+        fetching, payloads = Payloads(self._transport, self.log.run, buffers), dict[int, memoryview]()
+        for header in headers:
+            if header.payload != NO_PAYLOAD:
+                await fetching.fetch(header, donors)
+                payload = buffers[header.fragment].kept.get(header.payload)
+                assert payload is not None
+                payloads[header.fragment] = payload.data
+        return payloads

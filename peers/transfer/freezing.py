@@ -1,6 +1,6 @@
-"""A peer's own snapshots: frozen at chosen entries, while training goes on.
+"""A peer's own snapshots: frozen at the end of chosen cycles, while training goes on.
 
-At every `snapshot_every`-th entry each peer, or in larger swarms a few in turn, copies momentum and theta. Since the
+After every `snapshot_every`-th cycle each peer, or in larger swarms a few in turn, copies momentum and theta. Since the
 state at a place in the log is the same everywhere, so are the digests: who joins takes the snapshot on which most peers
 agree, and its chunks from all of them at once. Who has frozen nothing that is new enough does so when it is asked.
 """
@@ -89,7 +89,7 @@ class Freezer:
     async def _freeze_on_demand(self) -> None:
         self._refusal = ""
         try:
-            await self._host.until(lambda peer: peer.is_settled)
+            await self._host.until(lambda peer: peer.is_at_cycles_end)
             async with self._freezing:
                 await self._freeze()
         except (OSError, SnapshotError) as error:
@@ -99,13 +99,13 @@ class Freezer:
     def hold(self, snapshot: FrozenSnapshot) -> None:
         """Give this one from now on; older ones only as long as somebody fetches them."""
         self._held = {head: held for head, held in self._held.items() if held.is_in_use}
-        head = self._peer.log.at(snapshot.last).position.head
+        head = self._peer.log.at(snapshot.last, snapshot.ends).position.head
         self._held.pop(head, None)
         self._held[head] = snapshot
         self.on_snapshot(snapshot)
 
     async def freeze_if_chosen(self) -> None:
-        """After an entry: a snapshot, if this is the place and the peer for it. Raises: OSError, SnapshotError."""
+        """After a cycle: a snapshot, if this is the place and the peer for it. Raises: OSError, SnapshotError."""
         in_use, log = sum(held.is_in_use for held in self._held.values()), self._peer.settled
         if is_chosen(self._peer.me, log, self._peer.settings.snapshot_every) and in_use < HELD:
             async with self._freezing:
@@ -116,7 +116,7 @@ class Freezer:
         memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
         async with self._copy_lock:
             log, state_digest = self._peer.settled, self._peer.state_digest
-            if not self._peer.is_settled or place not in (None, log.position):
+            if not self._peer.is_at_cycles_end or place not in (None, log.position):
                 return
             if held := self._held.pop(log.position.head, None):
                 self._held[log.position.head] = held  # the newest again
@@ -125,7 +125,7 @@ class Freezer:
         digests = await asyncio.to_thread(chunk_digests, [memory.data])
         if digest_of_chunks(digests) != state_digest:
             raise SnapshotError(f"the state at {log.position} is not the one that its digest names")
-        self.hold(FrozenSnapshot(log.last, state_digest, digests, memory.data, memory=memory))
+        self.hold(FrozenSnapshot(log.last, state_digest, digests, memory.data, log.ends, memory=memory))
 
     @property
     def _last(self) -> Snapshot | None:

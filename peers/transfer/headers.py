@@ -25,11 +25,11 @@ TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
 TIMEOUT_PER_ENTRY = 0.25  # seconds besides, for each entry: 30 KB at 1 Mbit/s
 
 Past: TypeAlias = Callable[[int, int, bool], Stretch]
-"""Return those of the entries [first, last) that are here, the first of them whole or not: see `Chain.stretch`."""
+"""Return those of the cycles [first, last) that are here, the first of them whole or not: see `Chain.stretch`."""
 
 
 class HeadersRequest(Value):
-    """Those of the entries [first, last); the first `is_whole` if the asker does not know what it follows."""
+    """Those of the cycles [first, last); the first `is_whole` if the asker does not know what it follows."""
 
     run: RunId
     first: Count
@@ -60,7 +60,7 @@ async def serve_headers(
 async def fetch_stretch(
     transport: PullTransport, donor: str, run: str, first: int, last: int, is_whole: bool
 ) -> Stretch:
-    """Fetch as many of the entries [first, last) as the donor gives at once, from `first` on.
+    """Fetch as many of the cycles [first, last) as the donor gives at once, from `first` on.
 
     Whether they fit is for the log to say. Raises: PeerUnreachableError, RemoteProtocolError.
     """
@@ -78,4 +78,4 @@ async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) 
     first = max(0, log.first - STRETCH_LIMIT)
     stretch = await fetch_stretch(transport, donor, log.empty_log.run, first, log.first, is_whole=True)
     await asyncio.to_thread(log.prepend, stretch)
-    return stretch.header is not None or bool(stretch.outcomes)
+    return bool(stretch.told)

@@ -13,7 +13,7 @@ from peers.log.certificate import Certificate
 from peers.log.chain import STRETCH_LIMIT, Chain, Entry, Stretch
 from peers.log.folder import MemoryLog, RunLog
 from peers.log.header import Header, Position
-from peers.log.outcome import follow
+from peers.log.outcome import follow, header_of
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import PeerUnreachableError
@@ -32,7 +32,7 @@ PATIENCE = 60.0  # seconds for one look, and more for each entry that it has bro
 PATIENCE_PER_ENTRY = 0.05
 LONGEST = 1800.0  # seconds, whatever it brings
 CHAIN_BYTES = 1 << 30  # of entries that are looked at
-NO_STRETCH = Stretch(header=None, outcomes=())
+NO_STRETCH = Stretch()
 
 Told = tuple[Header, Certificate | None]
 
@@ -100,8 +100,13 @@ class LineageFetch:
                     stretch = await self._next(donor, others, walk.end) if is_whole else NO_STRETCH
         except TimeoutError:
             raise LineageError(f"peer {donor} takes too long to show its log") from None
-        self._last = look
-        return await asyncio.to_thread(self._compared, walk.branch(), here, chain)
+        theirs = walk.branch()
+        if walk.end.made:  # the donor's log is continued by whole cycles, and so is ours
+            chain.cut(walk.whole.position.index)
+            theirs = theirs.until(walk.whole)
+        else:
+            self._last = look
+        return await asyncio.to_thread(self._compared, theirs, here, chain)
 
     async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[Look, Stretch]:
         """What is known of the donor's log, and what follows. Raises: LineageError."""
@@ -114,7 +119,7 @@ class LineageFetch:
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
         """Both branches, with the places before their start as far as they are here."""
         both = theirs, self._own_branch(theirs.start, here)
-        first, heads = self._ours.first + 1, self._ours.digests(0, theirs.start.position.index)
+        first, heads = self._ours.first + 1, self._ours.heads(0, theirs.start.position.index)
         theirs, ours = (branch.preceded_by(first, heads) for branch in both)
         return Compared(theirs, ours, chain)
 
@@ -147,11 +152,13 @@ class LineageFetch:
     def _passed(self, log: LogState, stretch: Stretch) -> tuple[LogState, Stretch]:
         """Leave out what is in our log, too."""
         with suppress(LogError):
-            for place, (told, _) in enumerate(stretch.told):
-                after = follow(log, told)
-                if self._ours.digests(log.position.index, log.position.index + 1) != [after.position.head]:
+            for place in range(0, len(stretch.outcomes), log.fragments):
+                after = log
+                for told in stretch.outcomes[place : place + log.fragments]:
+                    after = follow(after, told)
+                if self._ours.heads(log.position.index, log.position.index + 1) != [after.position.head]:
                     certificates = stretch.certificates[place:]
-                    return log, Stretch(header=None, outcomes=stretch.outcomes[place:], certificates=certificates)
+                    return log, Stretch(outcomes=stretch.outcomes[place:], certificates=certificates)
                 log = after
         return log, NO_STRETCH
 
@@ -175,19 +182,26 @@ class LineageFetch:
         return await fetch_stretch(self._transport, donor, run, index, index + STRETCH_LIMIT, is_whole=False)
 
     def _own_branch(self, start: LogState, here: LogState) -> Branch:
-        """Of its entries only the first is ever looked at; of the others their names, which anchors may have signed."""
+        """Of its entries only those of the first cycle are ever looked at; of the others their names, which anchors may
+        have signed."""
         walk, index = Walk(start, self._verify), start.position.index
-        told = self._recent(start.position)
-        if told is None:
-            told = next(((one, self._ours.certificate_at(index)) for one in self._ours.headers(index, index + 1)), None)
-        if told is not None and index < here.position.index:
-            with suppress(LogError):
+        with suppress(LogError):
+            for told in self._own_entries(start) if index < here.position.index else ():
                 walk.take(*told)
         branch, first = walk.branch(), max(index, self._ours.first)
-        heads = dict(enumerate(self._ours.digests(first, here.position.index), first + 1)) | dict(branch.heads)
+        heads = dict(enumerate(self._ours.heads(first, here.position.index), first + 1)) | dict(branch.heads)
         if here.position.index <= index:
             return Branch(start, start, branch.first, branch.heads)
         return Branch(start, here, branch.first, heads | {here.position.index: here.position.head})
+
+    def _own_entries(self, start: LogState) -> list[Told]:
+        """The entries of our cycle that begins there."""
+        index = start.position.index
+        recent = [self._recent(start.of(fragment).position) for fragment in range(start.fragments)]
+        if all(recent):
+            return [told for told in recent if told is not None]
+        headers = self._ours.headers(index, index + 1)
+        return [(one, self._ours.certificate_at(index, one.fragment)) for one in headers]
 
 
 async def best_branch(
@@ -225,8 +239,7 @@ def _go_on(walk: Walk, chain: Chain, stretch: Stretch) -> int:
     taken = 0
     with suppress(LogError):
         for told, certificate in stretch.told:
-            header = follow(walk.end, told).last
-            assert header is not None
+            header = told if isinstance(told, Header) else header_of(walk.end, told)
             walk.take(header, certificate)
             chain.add(Entry.whole(header, None, certificate))
             taken += 1

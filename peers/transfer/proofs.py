@@ -82,12 +82,12 @@ class MissingProofs:
         log, (first, stop, head) = self._log, self._looked
         if not log.is_on_disk:
             return
-        if log.digests(stop - 1, stop) != [head]:  # another lineage
+        if log.heads(stop - 1, stop) != [head]:  # another lineage
             first = stop = log.next_index
         faults = [*log.faults(log.first, first), *log.faults(stop, log.next_index)]
         proofs = [fault.proof for fault in faults]
         self._lacking |= dict.fromkeys(proof for proof in proofs if not log.has_proof(proof))
-        self._looked = log.first, log.next_index, b"".join(log.digests(log.next_index - 1, log.next_index))
+        self._looked = log.first, log.next_index, b"".join(log.heads(log.next_index - 1, log.next_index))
 
     async def fetch(self, donors: Collection[str]) -> None:
         """Fetch a few of those that lack, unless that is under way."""

@@ -109,8 +109,8 @@ async def fetch_snapshot(
     except DownloadError as error:
         raise SnapshotError(str(error)) from error
     storage.downloaded()
-    digests = chosen.chunk_digests
-    return FrozenSnapshot(chosen.offer.last, chosen.offer.state_digest, digests, memory.data, memory=memory)
+    offer = chosen.offer
+    return FrozenSnapshot(offer.last, offer.state_digest, chosen.chunk_digests, memory.data, offer.ends, memory=memory)
 
 
 async def _offers(
@@ -168,4 +168,6 @@ async def ask_offer(
     chunks = chunks_of(donor, SNAPSHOT, digests, offer.bytes, offer.state_digest)
     if offer.last is not None and offer.last.run != log.run:
         raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
-    return Offered(offer, log.at(offer.last).position, chunks)
+    if not log.may_end_with(offer.last, offer.ends):
+        raise RemoteProtocolError(donor, "its snapshot is not of the end of a cycle")
+    return Offered(offer, log.at(offer.last, offer.ends).position, chunks)

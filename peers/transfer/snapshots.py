@@ -6,9 +6,12 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field
 
 from peers.errors import RemoteProtocolError
+from peers.log.chain import STRETCH_LIMIT
 from peers.log.header import Header
 from peers.streams.channel import Buffer, RefusalError
 from peers.streams.places import Places
@@ -36,28 +39,31 @@ class SnapshotRequest(Value):
 
 
 class SnapshotOffer(Value):
-    """A donor's newest snapshot: the last entry in it (None: before the first), its bytes and its digest. The digests
-    of its chunks come with it."""
+    """A donor's newest snapshot: the entry that closes its last cycle (None: before the first), its bytes and its
+    digest; and the digests of all entries of that cycle. The digests of its chunks come with it."""
 
     last: Header | None
     bytes: Count
     state_digest: Digest
+    ends: Annotated[tuple[Digest, ...], Field(max_length=STRETCH_LIMIT)] = ()
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """The state after entry `last`. Its memory is given back when nobody refers to it any more."""
+    """The state after the cycle that `last` closes, whose entries have the digests `ends`. Its memory is given back
+    when nobody refers to it any more."""
 
     last: Header | None
     state_digest: bytes
     chunk_digests: tuple[bytes, ...]
     data: memoryview
+    ends: tuple[bytes, ...] = ()
     used_at: float = field(default=-IN_USE)
     offered_at: float = field(default=-IN_USE)
 
     @property
     def index(self) -> int:
-        """Entries that are in it."""
+        """Cycles that are in it."""
         return self.last.index + 1 if self.last else 0
 
     @property
@@ -123,5 +129,6 @@ async def _offer(source: SnapshotSource, least: int) -> tuple[bytes, bytes]:
         last=snapshot.last,
         bytes=len(snapshot.data),
         state_digest=snapshot.state_digest,
+        ends=snapshot.ends,
     )
     return pack(offer), b"".join(snapshot.chunk_digests)

@@ -90,6 +90,9 @@ class Blocked(Protocol):
     def byte_range(self, first_block: int, last_block: int) -> tuple[int, int]:
         """Byte offsets [start, stop) of blocks [first_block, last_block) within a payload."""
 
+    def check(self, blocks: Blocks, first_block: int) -> None:
+        """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""
+
 
 class ReplicatedState(Protocol):
     """The state machine that the log drives: momentum and theta. It is all that following a run takes.

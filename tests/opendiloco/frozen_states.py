@@ -27,6 +27,7 @@ class FrozenState:
     last: Header | None
     state_digest: bytes
     memory: MemoryFile
+    ends: tuple[bytes, ...] = ()
 
 
 def header_at(index: int, run: str = RUN) -> Header:

@@ -34,6 +34,7 @@ class Saved:
     last: Header | None
     state: memoryview
     state_digest: bytes
+    ends: tuple[bytes, ...] = ()
 
 
 @dataclass

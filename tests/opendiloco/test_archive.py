@@ -245,7 +245,7 @@ def test_an_archive_that_is_an_anchor_signs_what_it_has_checked(
     clock = 1000.0
     monkeypatch.setattr("opendiloco.checkpoints.anchoring.now", lambda: clock)
     monkeypatch.setattr("peers.log.anchorer.prove", lambda *asked: CERTIFIED)
-    monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, index: "a certificate")
+    monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, *place: "a certificate")
     content = small_config.to_manifest_content() | {"anchors": [NODE.peer_id]}
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
     kept = archive(run, tmp_path)
@@ -277,7 +277,7 @@ def test_an_anchor_hears_what_it_has_signed_before_it_signs(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("opendiloco.checkpoints.anchoring.now", lambda: clock)
     monkeypatch.setattr("peers.log.anchorer.prove", lambda *asked: CERTIFIED)
-    monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, index: "a certificate")
+    monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, *place: "a certificate")
     run = Run.sign(small_config, NODE)
     kept = archive(run, tmp_path)
     positions(kept, 2)

@@ -55,8 +55,8 @@ def test_an_entry_is_the_one_whose_digest_is_beside_it() -> None:
 def read(stretch: Stretch, known: list[Header]) -> list[Header]:
     """The headers that a peer which knows these reads from a stretch."""
     chain = chain_of(known)
-    log = LOG.at(stretch.header) if stretch.header else chain.end
-    headers = [stretch.header] if stretch.header else []
+    log = LOG.at(stretch.headers[0]) if stretch.headers else chain.end
+    headers = list(stretch.headers)
     for outcome in unpack(Stretch, pack(stretch), 1 << 24).outcomes:
         log = follow(log, outcome)
         headers += [log.last] if log.last else []
@@ -69,15 +69,15 @@ def read(stretch: Stretch, known: list[Header]) -> list[Header]:
 def test_a_stretch_is_read_by_whom_it_is_meant_for(first: int, is_whole: bool, begins: int) -> None:
     stretch = chain_of(HEADERS[begins:]).stretch(first, first + 3, is_whole)
     if first < begins:
-        assert stretch == Stretch(header=None, outcomes=())
+        assert stretch == Stretch()
         return
-    assert (stretch.header is not None) == ((first > 0 and is_whole) or first == begins == 2)
+    assert bool(stretch.headers) == ((first > 0 and is_whole) or first == begins == 2)
     assert read(stretch, HEADERS[:first]) == HEADERS[first : first + 3]
 
 
 @pytest.mark.parametrize(("first", "last"), [(len(HEADERS), 10**9), (3, 3), (5, 2)])
 def test_a_stretch_of_nothing(first: int, last: int) -> None:
-    assert chain_of(HEADERS).stretch(first, last, is_whole=True) == Stretch(header=None, outcomes=())
+    assert chain_of(HEADERS).stretch(first, last, is_whole=True) == Stretch()
 
 
 def test_a_stretch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_a_header_from_further_on_begins_the_log_anew_and_what_leads_up_to_it_is
     log.append(HEADERS[4], state(4), payload(4))
     assert log.headers(0, 9) == HEADERS[3:]
     log.prepend(told(HEADERS[1:3]))
-    log.prepend(Stretch(header=None, outcomes=()))
+    log.prepend(Stretch())
     assert (log.first, len(log)) == (1, 4)
     log.prepend(told(HEADERS[:1]))
     assert log.headers(0, 9) == HEADERS
@@ -161,10 +161,10 @@ def test_headers_that_lead_elsewhere_are_refused(log: RunLog) -> None:
     with pytest.raises(LogError):
         log.prepend(told(HEADERS[:1]))  # up to what?
     log.append(HEADERS[3], state(3), None)
-    gap = Stretch(header=HEADERS[0], outcomes=told(HEADERS[1:3]).outcomes)
-    untrue = Stretch(header=changed(HEADERS[1], lineage_tokens=1), outcomes=told(HEADERS[1:3]).outcomes)
-    elsewhere = Stretch(header=changed(HEADERS[0], previous=digest_of(b"another manifest")), outcomes=())
-    other_run = Stretch(header=changed(HEADERS[2], run="other"), outcomes=())
+    gap = Stretch(headers=(HEADERS[0],), outcomes=told(HEADERS[1:3]).outcomes)
+    untrue = Stretch(headers=(changed(HEADERS[1], lineage_tokens=1),), outcomes=told(HEADERS[1:3]).outcomes)
+    elsewhere = Stretch(headers=(changed(HEADERS[0], previous=digest_of(b"another manifest")),), outcomes=())
+    other_run = Stretch(headers=(changed(HEADERS[2], run="other"),), outcomes=())
     for headers in (HEADERS[1:2], HEADERS[:2], HEADERS[1:4], FORK[:1], [*HEADERS[:2], FORK[0]]):
         with pytest.raises(LogError, match="lead up to entry 3"):
             log.prepend(told(headers))

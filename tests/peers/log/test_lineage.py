@@ -283,7 +283,7 @@ def test_whoever_starts_again_tells_what_followed_and_sees_who_was_elsewhere() -
     lineage, second = log.lineage(end), log.header_at(1)
     assert second is not None
     assert lineage.after(LOG.at(second).position) == (log.header_at(2), log.certificate_at(2))
-    assert lineage.heads == tuple(log.digests(0, 3))
+    assert lineage.heads == tuple(log.heads(0, 3))
     assert lineage.lacks(2, bytes(32))
     assert not lineage.lacks(2, second.digest)
 
@@ -302,7 +302,7 @@ def test_of_a_log_without_its_beginning_what_follows_its_first_entry() -> None:
     log = MemoryLog(LOG)
     end = kept(log, "abc", "a", "a", first=2)
     lineage = log.lineage(end)
-    assert lineage.heads == tuple(log.digests(2, 4))
+    assert lineage.heads == tuple(log.heads(2, 4))
     assert lineage.doubt is None, "nobody knows yet what the first one here followed"
 
 
