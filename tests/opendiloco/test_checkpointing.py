@@ -74,6 +74,7 @@ def test_one_that_comes_while_another_is_written_is_next(tmp_path: Path) -> None
 def test_what_has_come_from_the_disk_is_not_written_again(tmp_path: Path) -> None:
     class Loaded:
         last, state_digest, memory = None, bytes(32), None
+        ends: tuple[bytes, ...] = ()
 
     async def story(checkpointer: Checkpointer) -> None:
         checkpointer.take(Loaded())
