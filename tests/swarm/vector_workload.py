@@ -62,10 +62,15 @@ class VectorWorkload:
         self.local = self.base + noise / np.float32(100)
         on_progress(Progress(work.steps, 1.0, 1.0))
         for fragment in range(len(self.fragments) - 1):
+            await self.take_inner_steps()
             self.may_go_on[fragment].clear()
             await on_captured(fragment)
             await self.may_go_on[fragment].wait()
+        await self.take_inner_steps()
         return Trained(work.samples, 8 * sample_count(work.samples), 1.0)
+
+    async def take_inner_steps(self) -> None:
+        """Those before the next fragment's offset. They take no time."""
 
     async def contribution(self, fragment: int = 0) -> bytes:
         codec, part = self.fragments[fragment], self.parts[fragment]

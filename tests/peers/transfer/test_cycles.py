@@ -12,6 +12,7 @@ from peers.errors import RemoteProtocolError
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.payload import Payload
 from peers.log.state import LogState
+from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import PeerRefusedError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.cycles import step
@@ -148,7 +149,7 @@ class Swarm(FakeTransport):
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
         return True
 
-    async def heartbeats(self, run_id: str) -> list[object]:
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return [beat(name, log, state_digest=state) for name, (log, state) in self.ends.items()]
 
 
