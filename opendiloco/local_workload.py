@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
@@ -24,10 +22,11 @@ from opendiloco.evaluation_turns import bits_per_byte, is_our_turn
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.model.initial_weights import check_initial_weights
+from opendiloco.outer.bases import Bases
 from opendiloco.outer.inner_state import InnerState
+from opendiloco.outer.measuring import Measuring
 from opendiloco.outer.state import LocalState
-from opendiloco.outer.statistics import OuterStatistics, measure
-from opendiloco.shared_memory import SharedVectors, Vector
+from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.nodes import Nodes
@@ -48,6 +47,8 @@ class LocalTrainer(Protocol):
     """Whoever makes the inner steps: the machine's workers, or one's own loop."""
 
     vectors: SharedVectors
+    fragments: Sequence[slice]
+    """Where each lies in the vectors."""
     device: str
     telemetry: Telemetry
 
@@ -65,17 +66,6 @@ class HeldOut(NamedTuple):
     is_runs_text: bool
 
 
-@dataclass(frozen=True)
-class OuterStepTaken:
-    """An outer step's statistics; `pause_seconds` from the end of training to the new theta, NaN where this machine
-    trained on meanwhile."""
-
-    index: int
-    learning_rate: float
-    pause_seconds: float
-    statistics: OuterStatistics
-
-
 class TrainingWorkload(LocalState):
     """Implements `peers.values.workload.Workload`, whoever trains.
 
@@ -83,18 +73,14 @@ class TrainingWorkload(LocalState):
     """
 
     def __init__(self, trainer: LocalTrainer, config: RunConfig) -> None:
-        super().__init__(trainer.vectors.theta, config)
+        super().__init__(trainer.vectors.theta, config, trainer.fragments)
         self.trainer = trainer
         self._outer_steps = config.total_outer_steps
-        self._contribution = self._codec.empty_payload()
-        self._base: Vector | None = None  # theta as training loaded it, if entries were applied since
-        self._needs_base = True  # until what has been trained is encoded
+        self._contributions = [codec.empty_payload() for codec in self._codecs]
+        self._bases = Bases(self._state)
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
-        self.on_outer_step: Callable[[OuterStepTaken], None] | None = None
-        """Told of each outer step that is taken while somebody listens, a moment after it."""
-        self._trained_at: float | None = None  # when the contribution was encoded that no outer step has had yet
-        self._measuring: asyncio.Task[None] | None = None
+        self.measuring = Measuring(self._state, self._contributions)
 
     def take_turns(self, driver: Driver, me: str, section: EvaluationSection) -> None:
         """Evaluate theta whenever the log says that it is this peer's turn, and tell the others."""
@@ -127,7 +113,8 @@ class TrainingWorkload(LocalState):
         if work.index >= self._outer_steps:
             self.run_is_over()
             await asyncio.Event().wait()
-        self._base, self._needs_base, self._trained_at = None, True, None
+        self._bases.begin_all()
+        self.measuring.forget()
         return await self._inner_loop(work, on_progress)
 
     async def _inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
@@ -135,66 +122,49 @@ class TrainingWorkload(LocalState):
 
     async def contribution(self, fragment: int = 0) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
-        await self._measured()
-        self._trained_at = time.monotonic()
-        base = self._state.theta if self._base is None else self._base
+        await self.measuring.finished()
+        self.measuring.trained(fragment)
+        encode, out = self._codecs[fragment].encode_difference, self._contributions[fragment]
+        local = self.trainer.vectors.local[self._state.fragments[fragment]]
         try:
-            await asyncio.to_thread(self._codec.encode_difference, base, self.trainer.vectors.local, self._contribution)
+            await asyncio.to_thread(encode, self._bases.of(fragment), local, out)
         except kernels.NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
-        self._base, self._needs_base = None, False
-        return self._contribution.buffer
+        self._bases.encoded(fragment)
+        return out.buffer
 
     async def reduce(self, reduction: Reduction) -> Blocks:
         return await asyncio.to_thread(
-            self._codec.average, reduction.contributions, reduction.first_block, reduction.out, reduction.tokens
+            self._codecs[reduction.fragment].average,
+            *(reduction.contributions, reduction.first_block, reduction.out, reduction.tokens),
         )
 
     def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
-        return self._codec.squared_norm(blocks, first_block)
+        return self._codecs[fragment].squared_norm(blocks, first_block)
 
     async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         """Raises: BadBlocksError, and changes nothing."""
-        await self._measured()
-        await asyncio.to_thread(self._apply_beside_work, payload, index, keeps_work)
-        if self.on_outer_step is not None:
-            trained_at = None if keeps_work else self._trained_at
-            self._measuring = asyncio.create_task(self._measure(payload, index, trained_at, self.on_outer_step))
-        if not keeps_work:
-            self._trained_at = None
+        await self.measuring.finished()
+        await asyncio.to_thread(self._apply_beside_work, payload, index, fragment, keeps_work)
+        self.measuring.taken(payload, index, fragment, keeps_work)
 
     async def unchanged(self, index: int, fragment: int) -> None:
         """Nobody waits for a fragment here, where there is one."""
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
-        await self._measured()
+        await self.measuring.finished()
         await super().restore(state, state_digest)
-        self._base = self._trained_at = None
+        self._bases.begin_all()
+        self.measuring.forget()
 
-    async def _measure(
-        self, payload: Blocks, index: int, trained_at: float | None, tell: Callable[[OuterStepTaken], None]
-    ) -> None:
-        """Measure an outer step that has just been taken, beside whatever comes next, and tell of it."""
-        pause = math.nan if trained_at is None else time.monotonic() - trained_at
-        average = kernels.Payload(self._codec.format, self.parameter_count, payload)
-        own = None if trained_at is None else self._contribution
-        statistics = await asyncio.to_thread(measure, average, self._state.momentum, own)
-        tell(OuterStepTaken(index, self._state.learning_rate(index), pause, statistics))
-
-    async def _measured(self) -> None:
-        """Wait until nobody reads the momentum and the contribution of the last outer step any more."""
-        if self._measuring is not None:
-            await asyncio.wait([self._measuring])
-            self._measuring = None
-
-    def _apply_beside_work(self, payload: Blocks, index: int, keeps_work: bool) -> None:
-        checked = self._codec.checked(payload)
-        if not keeps_work:
-            self._base = None
-        elif self._base is None and self._needs_base:
-            self._base = self._state.theta.copy()
-        self._state.apply(checked, index)
+    def _apply_beside_work(self, payload: Blocks, index: int, fragment: int, keeps_work: bool) -> None:
+        checked = self._codecs[fragment].checked(payload)
+        if keeps_work:
+            self._bases.keep(fragment)
+        else:
+            self._bases.drop(fragment)
+        self._state.apply(checked, index, fragment)
 
 
 class LocalWorkload(TrainingWorkload):
@@ -228,7 +198,7 @@ class LocalWorkload(TrainingWorkload):
         with suppress(WorkersRestartedError):
             return await super()._inner_loop(work, on_progress)
         while True:
-            await asyncio.to_thread(self._put_base_into_local)
+            await asyncio.to_thread(self._put_bases_into_local)
             with suppress(WorkersRestartedError):
                 return await self.workers.train(work, on_progress, from_local=True)
 
@@ -266,9 +236,7 @@ class LocalWorkload(TrainingWorkload):
         HEALTH.over("workers")
         await self.workers.close()
 
-    def _put_base_into_local(self) -> None:
+    def _put_bases_into_local(self) -> None:
         """The theta that training began with. An entry may be applied meanwhile, but keeps the base before it does."""
-        local = self.workers.vectors.local
-        np.copyto(local, self._state.theta)
-        if self._base is not None:
-            np.copyto(local, self._base)
+        for fragment, part in enumerate(self._state.fragments):
+            np.copyto(self.workers.vectors.local[part], self._bases.of(fragment))

@@ -74,6 +74,7 @@ class LoopWorker:
     def __init__(self, vectors: SharedVectors, inner_steps: int, device: torch.device) -> None:
         """`inner_steps` are those of an outer step; the loop's model is on `device`."""
         self.vectors = vectors
+        self.fragments = [slice(0, vectors.theta.size)]
         self.device = "the caller's loop"
         self.telemetry = Telemetry(inner_steps)
         self._torch_device = device

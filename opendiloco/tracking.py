@@ -196,15 +196,20 @@ class Retrying:
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:
-    """Room for the run's state, without building its model: its size is what most peers say.
+    """Room for the run's state, without building its model: its size is what most peers say. Only to know where the
+    fragments of a run lie that has several, its model is built, without values.
 
-    Raises: SwarmUnreachableError when nobody says, MachineError when there is not so much memory.
+    Raises: SwarmUnreachableError when nobody says, MachineError when there is not so much memory; see `fragments_of`.
     """
-    size = await Donors(transport, run.settings.empty_log).state_size()
-    values = size // STATE_BYTES
+    size, fragments = await Donors(transport, run.settings.empty_log).state_size(), None
+    if run.config.streaming.layers_per_fragment is not None:
+        from opendiloco.model.build import fragments_of
+
+        fragments = await asyncio.to_thread(fragments_of, run.config)
+    values = size // STATE_BYTES if fragments is None else fragments[-1].stop
     host = HostMemory(values, kernels.FORMATS[run.config.codec.kind])
     check_available("Following this run", host.beginning_to_follow)
-    return LocalState(np.zeros(values, np.float32), run.config)
+    return LocalState(np.zeros(values, np.float32), run.config, fragments)
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:

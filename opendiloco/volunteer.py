@@ -111,7 +111,7 @@ class Volunteer:
     def draw_with(self, curves: Curves) -> None:
         """Tell of each outer step from now on, and of what other peers find of theta."""
         self._curves = curves
-        self._workload.on_outer_step = lambda step: curves.taken(step, self._driver.round_costs)
+        self._workload.measuring.on_outer_step = lambda step: curves.taken(step, self._driver.round_costs)
 
     def remember_with(self, remembered: RememberedPeers) -> None:
         """Keep the addresses of other peers, so that this machine finds the run again without its bootstrap nodes."""

@@ -150,6 +150,16 @@ def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> La
     return Layout(shapes, assign_fragments(model, trained, streaming))
 
 
+def fragments_of(config: RunConfig) -> tuple[slice, ...] | None:
+    """Return where each fragment of a run lies in its vectors; None if there is one, which no model need be built for.
+
+    Raises: see `sized_skeleton`.
+    """
+    if config.streaming.layers_per_fragment is None:
+        return None
+    return layout_of(sized_skeleton(config), config.streaming).fragments
+
+
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Those that are trained, by name; tied ones once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

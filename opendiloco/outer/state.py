@@ -77,29 +77,31 @@ class LocalState:
     Implements `peers.values.workload.ReplicatedState`. Arithmetic runs in threads, so that the event loop never waits.
     """
 
-    def __init__(self, theta: Vector, config: RunConfig) -> None:
-        """`theta` is used in place; momentum begins as zeros."""
-        self._state = OuterState(theta, config.outer_optimizer)
-        self._codec = BlockCodec(kernels.FORMATS[config.codec.kind], theta.size)
+    def __init__(self, theta: Vector, config: RunConfig, fragments: Sequence[slice] | None = None) -> None:
+        """`theta` is used in place; momentum begins as zeros. `fragments` are the layout's; by default there is one."""
+        self._state = OuterState(theta, config.outer_optimizer, fragments)
+        format = kernels.FORMATS[config.codec.kind]
+        self._codecs = [BlockCodec(format, part.stop - part.start) for part in self._state.fragments]
 
     @property
-    def parameter_count(self) -> int:
+    def value_count(self) -> int:
+        """Return the length of theta, with the padding between fragments."""
         return self._state.theta.size
 
     @property
     def fragments(self) -> Sequence[Blocked]:
-        return (self._codec,)
+        return self._codecs
 
     async def apply(self, payload: Blocks, index: int, fragment: int = 0) -> None:
         """Raises: BadBlocksError, and changes nothing."""
-        await asyncio.to_thread(self._apply, payload, index)
+        await asyncio.to_thread(self._apply, payload, index, fragment)
 
     async def state_digest(self) -> bytes:
         return await asyncio.to_thread(self._state.digest)
 
     @property
     def state_size(self) -> int:
-        return 8 * self.parameter_count
+        return 8 * self.value_count
 
     async def copy_state(self, out: memoryview) -> None:
         await asyncio.to_thread(self._state.copy_to, out)
@@ -108,8 +110,8 @@ class LocalState:
         """Raises: SnapshotError, and changes nothing."""
         await asyncio.to_thread(self._restore, state, state_digest)
 
-    def _apply(self, payload: Blocks, index: int) -> None:
-        self._state.apply(self._codec.checked(payload), index)
+    def _apply(self, payload: Blocks, index: int, fragment: int) -> None:
+        self._state.apply(self._codecs[fragment].checked(payload), index, fragment)
 
     def _restore(self, state: Blocks, state_digest: bytes) -> None:
         if len(state) != self.state_size or digest_of_state([state]) != state_digest:

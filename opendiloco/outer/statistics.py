@@ -6,6 +6,7 @@ Nothing is decided by these numbers, and their last bits may differ from machine
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,18 @@ def measure(average: Payload, momentum: Vector, own: Payload | None = None) -> O
         return OuterStatistics(*norms)
     both = math.sqrt(average_square * own_square)
     return OuterStatistics(*norms, math.sqrt(own_square), product / both if both else math.nan)
+
+
+def together(parts: Sequence[OuterStatistics]) -> OuterStatistics:
+    """Return the statistics of an outer step from those of its fragments."""
+    if len(parts) == 1:
+        return parts[0]
+    average, momentum, own = (
+        math.hypot(*(getattr(part, name) for part in parts))
+        for name in ("average_norm", "momentum_norm", "pseudo_gradient_norm")
+    )
+    product = sum(part.cosine * part.average_norm * part.pseudo_gradient_norm for part in parts)
+    return OuterStatistics(average, momentum, own, product / (average * own) if average * own else math.nan)
 
 
 def _decode(payload: Payload, start: int, out: Vector) -> Vector:

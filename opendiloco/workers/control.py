@@ -194,13 +194,13 @@ class DevicesCounted(ControlMessage):
 
 
 class Configured(ControlMessage):
-    """The worker is ready. `parameters` is the number of trainable values, the length of theta.
+    """The worker is ready. `parameters` is the length of theta: all trainable values, and what pads fragments.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
     windows go through the model at once. `text_digest` is that of all tokens of sources without shards,
     `held_out_digest` that of the windows that evaluation reads, and `bytes_per_token` how much text a token of theirs
     stands for. `parts` are the ranges of bytes that it writes when it
-    stores its weights in `local`.
+    stores its weights in `local`. `fragments` says where each lies in theta: its first value, and where it ends.
     """
 
     kind: Literal["configured"] = "configured"
@@ -214,6 +214,7 @@ class Configured(ControlMessage):
     held_out_digest: str
     bytes_per_token: float
     parts: tuple[tuple[int, int], ...] = ()
+    fragments: tuple[tuple[int, int], ...]
 
 
 class LeaseDigested(ControlMessage):

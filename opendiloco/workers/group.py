@@ -67,6 +67,7 @@ class WorkerGroup:
     """Running, configured workers. Made by `start`; `close` ends them. Requests queue up behind one another."""
 
     vectors: SharedVectors
+    fragments: Sequence[slice]
     tokens_per_sample: int
     device: str
     telemetry: Telemetry
@@ -111,6 +112,7 @@ class WorkerGroup:
             await group.close()
             raise
         group.vectors = SharedVectors(group._memory_descriptor, configured.parameters)
+        group.fragments = [slice(*part) for part in configured.fragments]
         group.tokens_per_sample = configured.tokens_per_sample
         group.held_out_digest = configured.held_out_digest
         group.bytes_per_token = configured.bytes_per_token

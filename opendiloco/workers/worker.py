@@ -139,6 +139,7 @@ class Worker:
             text_digest=self._data.digest,
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
+            fragments=tuple((part.start, part.stop) for part in layout.fragments),
             parts=self._replica.parts(self._vectors.local_part[0]),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ async def moments_move_from_worker_to_worker(donor: LocalWorkload, joiner: Local
 async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload) -> None:
     state, wanted = await state_of(donor), await donor.state_digest()
     assert digest_of_state([state]) == wanted
-    zero = bytes(kernels.INT8.payload_size(joiner.parameter_count))
+    zero = bytes(kernels.INT8.payload_size(joiner.value_count))
     await joiner.apply(zero, 3)
     assert await joiner.state_digest() != wanted  # momentum alone moves theta
     before = await joiner.state_digest()
@@ -143,7 +143,8 @@ async def the_model_can_be_used(workload: LocalWorkload, folder: Path) -> None:
 class StateOnly(WorkerGroup):
     """Workers that are never started: the outer state needs none."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, fragments: Sequence[slice] | None = None) -> None:
+        self.fragments = fragments or [slice(0, size)]
         self.vectors = type("Vectors", (), {"theta": np.ones(size, np.float32), "local": np.zeros(size, np.float32)})()
 
 

@@ -241,6 +241,7 @@ CONFIGURED = Configured(
     text_digest="ab",
     held_out_digest="ab",
     bytes_per_token=1.0,
+    fragments=((0, 10),),
 )
 
 

@@ -11,7 +11,8 @@ import pytest
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.curves import Curves
-from opendiloco.local_workload import LocalWorkload, OuterStepTaken
+from opendiloco.local_workload import LocalWorkload
+from opendiloco.outer.measuring import OuterStepTaken
 from opendiloco.outer.statistics import OuterStatistics, measure
 from opendiloco.shared_memory import Vector
 from opendiloco.workers.telemetry import Telemetry
@@ -70,7 +71,7 @@ def test_each_outer_step_is_told_of_once_it_is_taken(small_config: RunConfig) ->
         workload = LocalWorkload(Trainer(2500), small_config)
         opposite, _ = encoded(np.full(2500, -2, np.float32), kernels.INT8)
         await workload.apply(bytes(opposite), 0)  # nobody listens: as when a log is replayed
-        workload.on_outer_step = told.append
+        workload.measuring.on_outer_step = told.append
         work = InnerLoop(1, (SampleRange(0, 1),), 1, 0)
         for index, keeps_work in ((1, False), (2, True), (3, False), (4, False)):
             if index < 3:

@@ -88,6 +88,7 @@ class Played(WorkerProcess):
                 text_digest="cd" * 32,
                 held_out_digest="ab" * 32,
                 bytes_per_token=1.0,
+                fragments=((0, 4),),
             )
         if self.configured.rank == 0:
             Played.request += 1
