@@ -62,7 +62,7 @@ class GatedTrainer:
     waits: from theta in shared memory to the trained weights there."""
 
     def __init__(self, workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
-        self.vectors = workers.vectors
+        self.vectors, self.fragments = workers.vectors, workers.fragments
         self.device = workers.device
         self.telemetry = workers.telemetry
         self._workers = workers

@@ -6,7 +6,7 @@ import asyncio
 import math
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Lock
 
@@ -74,7 +74,7 @@ class LoopWorker:
     def __init__(self, vectors: SharedVectors, inner_steps: int, device: torch.device) -> None:
         """`inner_steps` are those of an outer step; the loop's model is on `device`."""
         self.vectors = vectors
-        self.fragments = [slice(0, vectors.theta.size)]
+        self.fragments: Sequence[slice] = [slice(0, vectors.theta.size)]
         self.device = "the caller's loop"
         self.telemetry = Telemetry(inner_steps)
         self._torch_device = device

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
+from opendiloco.inner.cycles import Cycles, Fragmented, Steps
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
@@ -45,16 +46,7 @@ class Work:
     overlap: int | None = None
 
 
-class Steps(Protocol):
-    """A replica's inner steps in one cycle; see `InnerSteps`."""
-
-    planned: int
-    planned_tokens: int
-
-    def every(self) -> Iterator[Any]: ...
-
-
-class Replica(Protocol):
+class Replica(Fragmented, Protocol):
     """What the algorithm asks of a replica; see `ModelReplica`."""
 
     layout: Layout
@@ -62,63 +54,33 @@ class Replica(Protocol):
     def inner_steps(
         self, theta: Vector | None, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int
     ) -> Steps: ...
-    def store(self, flat: Vector, fragment: int | None = None) -> None: ...
-    def merge(self, theta: Vector, fragment: int, alpha: float) -> None: ...
 
 
-class Member:
-    """One replica on its way through cycles, stopped at each fragment's offset."""
+class Member(Cycles):
+    """One replica on its way through the cycles that it takes part in."""
 
     def __init__(self, replica: Replica, alpha: float) -> None:
+        super().__init__(replica, len(replica.layout.fragments), alpha)
         self.replica = replica
-        self._alpha = alpha
         self._last_index: int | None = None
-        self._taken = 0  # inner steps, ever
-        self._due: dict[int, int] = {}  # after how many of them a fragment is merged
 
-    def begin(self, work: Work, theta: Vector, index: int, tokens: int, overlap: int) -> None:
-        """Begin a cycle: where the replica was when the cycle before ended, or else with theta."""
+    def take_part(self, work: Work, theta: Vector, index: int, tokens: int, overlap: int) -> None:
+        """Begin a cycle. A replica that took no part in the cycle before begins with theta."""
         goes_on = self._last_index is not None and index == self._last_index + 1
-        if not goes_on:
-            self._due.clear()
-        self._last_index, self._overlap, self._began = index, overlap, self._taken
+        self._last_index = index
         begin_with = None if goes_on else theta
         self._inner_steps = self.replica.inner_steps(begin_with, index, work.samples, work.steps, tokens)
-        self._steps = self._inner_steps.every()
+        self.begin(self._inner_steps, overlap, goes_on)
 
     @property
     def tokens(self) -> int:
         """Return how many tokens this cycle's inner steps train."""
         return self._inner_steps.planned_tokens
 
-    def train_up_to(self, fragment: int, theta: Vector) -> None:
-        """Take the inner steps before a fragment's offset, and merge what is due meanwhile."""
-        fragments = len(self.replica.layout.fragments)
-        offset = -(-(fragment + 1) * self._inner_steps.planned // fragments)
-        while self._taken < self._began + offset:
-            self._merge_what_is_due(theta)
-            next(self._steps)
-            self._taken += 1
-        if fragment in self._due:
-            self._merge(fragment, theta)
-
-    def store(self, local: Vector, fragment: int) -> None:
-        """Store a fragment's weights, to be averaged. What comes of it is merged when the overlap is over."""
-        self.replica.store(local, fragment)
-        self._due[fragment] = self._taken + self._overlap
-
     def end(self, theta: Vector) -> None:
         """End a cycle. Fragments that are due later are merged in the next one."""
         assert next(self._steps, None) is None, "there are more inner steps than planned"
-        self._merge_what_is_due(theta)
-
-    def _merge_what_is_due(self, theta: Vector) -> None:
-        for fragment in [fragment for fragment, due in self._due.items() if due <= self._taken]:
-            self._merge(fragment, theta)
-
-    def _merge(self, fragment: int, theta: Vector) -> None:
-        self.replica.merge(theta, fragment, self._alpha)
-        del self._due[fragment]
+        self.merge_what_is_due(theta)
 
 
 class StreamingDiLoCo:
@@ -144,10 +106,11 @@ class StreamingDiLoCo:
                 self.members[work.replica] = Member(self._new_replica(), streaming.mixing)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
-            members[-1].begin(work, theta, self.index, self.tokens, overlap)
+            members[-1].take_part(work, theta, self.index, self.tokens, overlap)
         for fragment in range(len(self.state.fragments)):
             for member in members:
-                member.train_up_to(fragment, theta)
+                is_there = member.train_up_to(fragment, theta)
+                assert is_there, "there are fewer inner steps than planned"
             self.synchronise(fragment, members)
         for member in members:
             member.end(theta)

@@ -1,0 +1,80 @@
+"""One replica's way through cycles: what Algorithm 2 of arXiv 2501.18512 has it do, and after which inner step.
+
+The worker process and the one-process reference both go this way, so that they do the same at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from opendiloco.shared_memory import Vector
+
+ENDED = object()
+
+
+class Steps(Protocol):
+    """A replica's inner steps in one cycle; see `InnerSteps`."""
+
+    @property
+    def planned(self) -> int: ...
+    @property
+    def planned_tokens(self) -> int: ...
+    def every(self) -> Iterator[Any]: ...
+
+
+class Fragmented(Protocol):
+    """Weights in fragments; see `ModelReplica`."""
+
+    def store(self, flat: Vector, fragment: int) -> None: ...
+    def merge(self, theta: Vector, fragment: int, alpha: float) -> None: ...
+
+
+class Cycles:
+    """A replica is stopped at each fragment's offset, and goes on with what it has until that is to be merged.
+
+    Of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is stored after ceil((p + 1) n / P) of
+    them, the last one after all; and what was averaged is merged into it when the overlap is over, before the next
+    inner step, which may be one of the next cycle. It is merged at once where the fragment would be stored once more.
+    """
+
+    def __init__(self, replica: Fragmented, fragments: int, alpha: float) -> None:
+        self._replica = replica
+        self._fragments = fragments
+        self._alpha = alpha
+        self._taken = 0  # inner steps, ever
+        self._due: dict[int, int] = {}  # after how many of them a fragment is merged
+
+    def begin(self, inner_steps: Steps, overlap: int, goes_on: bool) -> None:
+        """Begin a cycle: where the replica was when the cycle before ended, or else with theta, when nothing is left to
+        be merged."""
+        if not goes_on:
+            self._due.clear()
+        self._planned, self._steps = inner_steps.planned, inner_steps.every()
+        self._overlap, self._began = overlap, self._taken
+
+    def train_up_to(self, fragment: int, theta: Vector) -> bool:
+        """Take the inner steps before a fragment's offset, and merge what is due before each. Returns whether the
+        replica has come so far: it may have been told to stop."""
+        offset = -(-(fragment + 1) * self._planned // self._fragments)
+        while self._taken < self._began + offset:
+            self.merge_what_is_due(theta)
+            if next(self._steps, ENDED) is ENDED:
+                return False
+            self._taken += 1
+        if fragment in self._due:
+            self._merge(fragment, theta)
+        return True
+
+    def store(self, local: Vector, fragment: int) -> None:
+        """Store a fragment's weights, to be averaged. What comes of it is merged when the overlap is over."""
+        self._replica.store(local, fragment)
+        self._due[fragment] = self._taken + self._overlap
+
+    def merge_what_is_due(self, theta: Vector) -> None:
+        for fragment in [fragment for fragment, due in self._due.items() if due <= self._taken]:
+            self._merge(fragment, theta)
+
+    def _merge(self, fragment: int, theta: Vector) -> None:
+        self._replica.merge(theta, fragment, self._alpha)
+        del self._due[fragment]
