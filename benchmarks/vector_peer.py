@@ -91,12 +91,17 @@ class VectorWorker(WorkerGroup):
     """Stands in for the workers: no process, no model."""
 
     def __init__(self, vectors: SharedVectors, pause: float | None, lines: asyncio.Queue[str]) -> None:
-        self.vectors = vectors
+        self.vectors, self.fragments = vectors, [slice(0, vectors.theta.size)]
         self._pause = pause
         self._lines = lines
 
     async def train(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: object = None,
+        from_local: bool = False,
+        goes_on: bool = False,
     ) -> Trained:
         if self._pause is None:
             await self._told("prepare")

@@ -23,6 +23,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.bases import Bases
+from opendiloco.outer.handover import Handover
 from opendiloco.outer.inner_state import InnerState
 from opendiloco.outer.measuring import Measuring
 from opendiloco.outer.state import LocalState
@@ -113,11 +114,13 @@ class TrainingWorkload(LocalState):
         if work.index >= self._outer_steps:
             self.run_is_over()
             await asyncio.Event().wait()
-        self._bases.begin_all()
         self.measuring.forget()
-        return await self._inner_loop(work, on_progress)
+        return await self._inner_loop(work, on_progress, on_captured)
 
-    async def _inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def _inner_loop(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured
+    ) -> Trained:
+        self._bases.begin_all()
         return await self.trainer.train(work, on_progress)
 
     async def contribution(self, fragment: int = 0) -> Blocks:
@@ -178,6 +181,12 @@ class LocalWorkload(TrainingWorkload):
         """See `Run.has_runs_text`."""
         copies = config.inner_optimizer.on_join == "copy"
         self.companion = InnerState(workers, config) if copies else None
+        self._streams = not config.streaming.is_plain
+        self._state_lock = asyncio.Lock()
+        """Held while theta changes, or a part of it is copied."""
+        self._handover = Handover(
+            self._state, self._bases, workers.vectors.local, self._state_lock, workers.take_average
+        )
 
     @classmethod
     async def start(cls, config: RunConfig, options: WorkerOptions | None = None, nodes: Nodes | None = None) -> Self:
@@ -193,18 +202,52 @@ class LocalWorkload(TrainingWorkload):
             raise
         return cls(workers, config)
 
-    async def _inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def _inner_loop(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured
+    ) -> Trained:
         """Train again from the same base, for as long as new workers take the place of lost ones."""
-        with suppress(WorkersRestartedError):
-            return await super()._inner_loop(work, on_progress)
-        while True:
-            await asyncio.to_thread(self._put_bases_into_local)
+
+        async def captured(fragment: int) -> None:
+            if not self._handover.is_encoded(fragment):
+                await on_captured(fragment)
+            await self._handover.stored(fragment)
+
+        goes_on = self._handover.begin(work.index) and self._streams
+        try:
             with suppress(WorkersRestartedError):
-                return await self.workers.train(work, on_progress, from_local=True)
+                return await self.workers.train(work, on_progress, captured, goes_on=goes_on)
+            while True:
+                self._handover.begin_again()
+                async with self._state_lock:
+                    await asyncio.to_thread(self._put_bases_into_local)
+                with suppress(WorkersRestartedError):
+                    return await self.workers.train(work, on_progress, captured, from_local=True)
+        except BaseException:
+            self._handover.end()
+            raise
+
+    async def contribution(self, fragment: int = 0) -> Blocks:
+        contribution = await super().contribution(fragment)
+        if self._streams and fragment == len(self._codecs) - 1:
+            await self._handover.stored(fragment)
+        return contribution
 
     async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
         await self.workers.weights.theta_is_sent()  # or a machine would get some of the old theta, some of the new
-        await super().apply(payload, index, fragment, keeps_work)
+        async with self._state_lock:
+            await super().apply(payload, index, fragment, keeps_work)
+            if self._streams:
+                await self._handover.decided(index, fragment, is_changed=True)
+
+    async def unchanged(self, index: int, fragment: int) -> None:
+        if self._streams:
+            async with self._state_lock:
+                await self._handover.decided(index, fragment, is_changed=False)
+
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        async with self._state_lock:
+            await super().restore(state, state_digest)
+            self._handover.end()
 
     async def evaluate(self) -> Evaluated:
         """Return the loss of theta on the run's held-out windows: as many as the manifest says, whoever asks. Not while

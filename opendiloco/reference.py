@@ -77,11 +77,6 @@ class Member(Cycles):
         """Return how many tokens this cycle's inner steps train."""
         return self._inner_steps.planned_tokens
 
-    def end(self, theta: Vector) -> None:
-        """End a cycle. Fragments that are due later are merged in the next one."""
-        assert next(self._steps, None) is None, "there are more inner steps than planned"
-        self.merge_what_is_due(theta)
-
 
 class StreamingDiLoCo:
     """The algorithm, whatever its replicas train. A replica is made when its name first appears."""
@@ -113,7 +108,8 @@ class StreamingDiLoCo:
                 assert is_there, "there are fewer inner steps than planned"
             self.synchronise(fragment, members)
         for member in members:
-            member.end(theta)
+            member.end()
+            member.merge_what_is_due(theta)
         self.index += 1
         self.tokens += sum(member.tokens for member in members)
         return self.state.digest()

@@ -71,6 +71,10 @@ class Cycles:
         self._replica.store(local, fragment)
         self._due[fragment] = self._taken + self._overlap
 
+    def end(self) -> None:
+        """End a cycle. Fragments that are due by now, or later, are merged in the next one."""
+        assert next(self._steps, ENDED) is ENDED, "there are more inner steps than planned"
+
     def merge_what_is_due(self, theta: Vector) -> None:
         for fragment in [fragment for fragment, due in self._due.items() if due <= self._taken]:
             self._merge(fragment, theta)

@@ -100,7 +100,7 @@ class InnerSteps:
         """Yield each inner step that changed the weights. Raises: see `every`."""
         for taken in self.every():
             if taken.is_finite:
-                yield InnerStep(len(self._taken), taken.loss, taken.gradient_norm, self._samples_done)
+                yield self.latest
 
     def every(self) -> Iterator[StepTaken]:
         """Yield each inner step, also those that changed nothing.
@@ -119,6 +119,12 @@ class InnerSteps:
             yield taken
             if taken.is_last:
                 break
+
+    @property
+    def latest(self) -> InnerStep:
+        """Return the last inner step that was taken."""
+        taken = self._taken[-1]
+        return InnerStep(len(self._taken), taken.loss, taken.gradient_norm, self._samples_done)
 
     @property
     def trained(self) -> ReplicaTrained:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,23 @@ class ModelReplica:
     def load(self, theta: Vector) -> None:
         self._reshard()
         self._shards.load(theta, self._parameters())
+
+    @contextmanager
+    def showing(self, theta: Vector) -> Iterator[Any]:
+        """Have the model show theta for a while. Where training goes on from the present weights, they come back: a
+        copy of them takes the memory of the gradients, which are of no use any more."""
+        kept: list[torch.Tensor] = []
+        if not self._config.streaming.is_plain and self._warmed_up is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+            kept = [local_part(tensor).detach().clone() for tensor in self._parameters().values()]
+        self.load(theta)
+        try:
+            yield self.model
+        finally:
+            self._reshard()
+            with torch.no_grad():
+                for tensor, own in zip(self._parameters().values(), kept, strict=False):
+                    local_part(tensor).copy_(own)
 
     def store(self, flat: Vector, fragment: int | None = None) -> None:
         """Store this worker's part of the weights, or of a fragment's, unless another replica does."""

@@ -7,8 +7,9 @@ import queue
 import socket
 import threading
 import traceback
+from collections.abc import Callable
 
-from opendiloco.workers.control import Command, ControlMessage, EndInnerLoop, Hold, parse_command
+from opendiloco.workers.control import Command, ControlMessage, EndInnerLoop, Hold, TakeAverage, parse_command
 
 LOOK_SECONDS = 0.1
 """Between two looks, in a pause, at what the peer process wants."""
@@ -23,6 +24,8 @@ class ControlChannel:
         self.stopped_number = 0
         self._may_step = threading.Event()  # set unless the owner wants a pause
         self._may_step.set()
+        self._averages: dict[int, tuple[int, bool]] = {}
+        self._news = threading.Event()
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -36,17 +39,36 @@ class ControlChannel:
         with self._sending:  # batches are read by a thread of their own, which may have to tokenize
             self._connection.sendall(message.line())
 
+    def average_of(self, fragment: int) -> tuple[int, bool] | None:
+        """Return what was said last of a fragment: of which training it is, and whether there are new values."""
+        return self._averages.get(fragment)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return once this holds; it is asked anew whenever something was heard."""
+        while True:
+            self._news.clear()
+            if is_so():
+                return
+            self._news.wait()
+
+    def take(self, command: Command) -> None:
+        """Hear a command; those that are not heard while training wait in `commands`."""
+        match command:
+            case EndInnerLoop():
+                self.stopped_number = command.number
+            case Hold():
+                (self._may_step.clear if command.held else self._may_step.set)()
+            case TakeAverage():
+                self._averages[command.fragment] = command.number, command.is_changed
+            case _:
+                self.commands.put(command)
+        self._news.set()
+
     def _read(self) -> None:
         """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
         try:
             for line in self._connection.makefile("rb"):
-                command = parse_command(line)
-                if isinstance(command, EndInnerLoop):
-                    self.stopped_number = command.number
-                elif isinstance(command, Hold):
-                    (self._may_step.clear if command.held else self._may_step.set)()
-                else:
-                    self.commands.put(command)
+                self.take(parse_command(line))
         except ConnectionError:
             pass
         except Exception:

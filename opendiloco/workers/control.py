@@ -1,9 +1,8 @@
 """What the peer process and each of its workers say to each other: one JSON object a line over a socket pair.
 
-Commands are carried out one after the other; only `EndInnerLoop`, `Hold` and those about moments are heard while
-training.
-Each command is answered by exactly one reply of its kind, or by `Failed`; to `RunInnerLoop` the first worker also sends
-`InnerStepDone` in between. `AtStage` may come at any time.
+Commands are carried out one after the other; only `EndInnerLoop`, `Hold`, `TakeAverage` and those about moments are
+heard while training. Each command is answered by exactly one reply of its kind, or by `Failed`; to `RunInnerLoop` the
+first worker also sends `InnerStepDone` in between, and each sends `FragmentStored`. `AtStage` may come at any time.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class RunInnerLoop(ControlMessage):
     """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `InnerLoopDone`.
 
     `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. They begin
-    from theta, or from what lies in `local`.
+    from theta, or from what lies in `local`, or else go on from where the training before has ended.
     """
 
     kind: Literal["run_inner_loop"] = "run_inner_loop"
@@ -82,6 +81,7 @@ class RunInnerLoop(ControlMessage):
     steps: int
     tokens: int
     from_local: bool = False
+    goes_on: bool = False
 
 
 class EndInnerLoop(ControlMessage):
@@ -102,6 +102,18 @@ class Hold(ControlMessage):
 
     kind: Literal["hold"] = "hold"
     held: bool
+
+
+class TakeAverage(ControlMessage):
+    """Go on with a fragment that training `number` has stored: its new values lie in `local`, or else it is as it was.
+
+    Has no reply. May come at any time until the fragment is stored again.
+    """
+
+    kind: Literal["take_average"] = "take_average"
+    number: int
+    fragment: int
+    is_changed: bool
 
 
 class Evaluate(ControlMessage):
@@ -236,13 +248,21 @@ class InnerStepDone(ControlMessage):
     tokens_per_second: float
 
 
+class FragmentStored(ControlMessage):
+    """In the midst of training: this worker's part of a fragment's weights is in `local`. `InnerLoopDone` says so of
+    the last fragment, and of the only one."""
+
+    kind: Literal["fragment_stored"] = "fragment_stored"
+    fragment: int
+
+
 class InnerLoopDone(ControlMessage):
     """`samples` (the lease, or a prefix of it) are trained, and the weights that came out are in `local`.
 
     Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite. `loss` and `gradient_norm` are
     means over the others; `learning_rate` is that of the last one. `waited_seconds` of its `seconds` the worker waited
     for data. `peak_memory_bytes`: on a GPU, what tensors took at most in this training; on the CPU, the process since
-    it started.
+    it started. For `late_averages` of a fragment this worker had to wait, `average_wait_seconds` in all.
     """
 
     kind: Literal["inner_loop_done"] = "inner_loop_done"
@@ -256,6 +276,8 @@ class InnerLoopDone(ControlMessage):
     seconds: float
     waited_seconds: float
     peak_memory_bytes: int
+    late_averages: int = 0
+    average_wait_seconds: float = 0.0
 
 
 class Evaluated(ControlMessage):
@@ -307,17 +329,21 @@ Command = (
     | RunInnerLoop
     | EndInnerLoop
     | Hold
+    | TakeAverage
     | Evaluate
     | Generate
     | Export
     | MoveMoments
 )
+Report = InnerStepDone | FragmentStored
+"""Comes while a command is carried out."""
 Reply = (
     AtStage
     | DevicesCounted
     | Configured
     | LeaseDigested
     | InnerStepDone
+    | FragmentStored
     | InnerLoopDone
     | Evaluated
     | Generated

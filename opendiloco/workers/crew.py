@@ -19,13 +19,17 @@ from opendiloco.workers.control import (
     CountDevices,
     DevicesCounted,
     LeaseDigested,
+    Report,
 )
-from opendiloco.workers.handle import WorkerHandle
+from opendiloco.workers.failures import UnexpectedWorkerError
+from opendiloco.workers.handle import Answer, WorkerHandle
 from opendiloco.workers.nodes import LOOPBACK, Node, Nodes
 from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count
 from opendiloco.workers.process import Inherited, WorkerProcess
 from opendiloco.workers.start_up import StartUp
 
+EXPLANATION_SECONDS = 2.0
+"""How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
 KEY_BYTES = 8
 MUST_AGREE: Mapping[type[ControlMessage], Sequence[str]] = {
     Configured: ("parameters", "tokens_per_sample", "text_digest", "held_out_digest", "bytes_per_token"),
@@ -130,6 +134,28 @@ class Crew:
                     "See whether torch finds the GPUs of each machine, or use --device cpu.",
                 )
 
+    async def exchange(
+        self,
+        commands: Sequence[ControlMessage],
+        answer: type[Answer],
+        hold: Callable[[asyncio.Task[Answer]], asyncio.Task[Answer]],
+        on_report: Callable[[Report], None] | None = None,
+    ) -> list[Answer]:
+        """Give each of the first workers its command, in tasks that are kept by `hold`; return their answers.
+
+        Raises: what most probably was the cause, when one fails.
+        """
+        report = on_report or (lambda report: None)
+        pairs = zip(self.workers, commands, strict=False)
+        tasks = [hold(asyncio.create_task(worker.exchange(command, answer, report))) for worker, command in pairs]
+        _, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
+        errors = [error for task in tasks if task.done() and (error := task.exception())]
+        if errors:
+            raise min(errors, key=_is_unexpected)
+        return [task.result() for task in tasks]
+
     def _places(self) -> list[_Place]:
         return list(chain.from_iterable(self._machines))
 
@@ -173,6 +199,11 @@ class Crew:
             self.workers.append(worker)
             places.append(_Place(worker, device, threads))
         return places
+
+
+def _is_unexpected(error: BaseException) -> bool:
+    """Return whether this is such as what a collective raises when another worker is gone."""
+    return isinstance(error, UnexpectedWorkerError)
 
 
 def _kind(device: str) -> str:

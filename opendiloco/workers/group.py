@@ -36,10 +36,11 @@ from opendiloco.workers.control import (
     InnerLoopDone,
     InnerStepDone,
     LeaseDigested,
+    Report,
     RunInnerLoop,
+    TakeAverage,
 )
 from opendiloco.workers.crew import Crew
-from opendiloco.workers.failures import UnexpectedWorkerError
 from opendiloco.workers.handle import Answer, WorkerHandle
 from opendiloco.workers.moments import WorkersMoments
 from opendiloco.workers.nodes import Nodes, SpreadWeights
@@ -49,14 +50,12 @@ from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.restarts import LOST, Restarts
 from opendiloco.workers.start_up import tell_micro_batch
 from opendiloco.workers.telemetry import Telemetry
+from opendiloco.workers.under_way import UnderWay
 from peers.errors import DilocoPeerError
 from peers.health import HEALTH
-from peers.values.workload import InnerLoop, Progress, SnapshotError, Trained
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 logger = logging.getLogger(__name__)
-
-EXPLANATION_SECONDS = 2.0
-"""How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
 
 
 class WorkersRestartedError(Exception):
@@ -91,6 +90,7 @@ class WorkerGroup:
         """The file with the newest moments that this machine has kept, and the run that they are of."""
         self._trainings = 0
         self._micro_batch = 0
+        self._may_go_on = False  # whether the present workers have carried out a training
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
         self._restarts = Restarts(options.restarts)
         self._is_closing = self._is_held = False
@@ -124,43 +124,58 @@ class WorkerGroup:
         return group
 
     async def train(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: OnCaptured = captures_nothing,
+        from_local: bool = False,
+        goes_on: bool = False,
     ) -> Trained:
-        """Train and publish into `vectors.local`; see `Replica.train`. When cancelled, stops within one inner step.
+        """Train and publish into `vectors.local`; see `Workload.train`. When cancelled, stops within one inner step.
 
-        Begins from theta, or with `from_local` from what `vectors.local` holds.
+        Begins from theta, or with `from_local` from what `vectors.local` holds; or it `goes_on`, if these workers have
+        carried out the training before, from where that has ended. With each fragment that was captured, workers go on
+        when `take_average` says so.
 
         Raises: WorkersRestartedError when a worker died or failed, or a device ran out of memory, and others have been
         started in their place. Too often, WorkerError and DeviceMemoryError; WorkerError also when most losses are not
         finite.
         """
-        wanted = True
-
-        def report(message: InnerStepDone) -> None:
-            if wanted:
-                self.telemetry.progressed(work.index, message)
-                on_progress(Progress(message.inner_step, message.loss, message.tokens_per_second))
-
         self._trainings += 1
         number = self._trainings
-        command = RunInnerLoop(number=number, from_local=from_local, **vars(work))
-        request = self._requests.add(lambda: self._ask(command, InnerLoopDone, on_progress=report))
-        try:
-            done = await asyncio.shield(request)
-        except asyncio.CancelledError:
-            wanted = False
-            for worker in self._workers:
-                worker.write(EndInnerLoop(number=number))
-            await asyncio.wait([request])
-            raise
+        command = RunInnerLoop(number=number, from_local=from_local, goes_on=goes_on, **vars(work))
+
+        def on_step(step: InnerStepDone) -> None:
+            self.telemetry.progressed(work.index, step)
+            on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))
+
+        async def captured(fragment: int) -> None:
+            await self.weights.take(self.vectors, self.fragments[fragment])
+            await on_captured(fragment)
+
+        under_way = UnderWay(lambda: len(self._workers), on_step, captured)
+        request = self._requests.add(lambda: self._ask(command, InnerLoopDone, on_report=under_way.heard))
+        done = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         self.telemetry.trained(work.index, done)
         return Trained(done.samples, done.tokens, done.loss)
+
+    async def take_average(self, fragment: int, is_changed: bool) -> None:
+        """Have workers go on with a fragment that they have stored in the newest training. If it `is_changed`, its new
+        values are in `vectors.local`."""
+        number = self._trainings
+        if is_changed:
+            with suppress(IslandError):  # the workers there are lost, too
+                await self.weights.spread(self.vectors, self.fragments[fragment])
+        self._tell(TakeAverage(number=number, fragment=fragment, is_changed=is_changed))
+
+    def _tell(self, command: ControlMessage) -> None:
+        for worker in self._workers:
+            worker.write(command)
 
     def hold(self, held: bool) -> None:
         """Have the workers make no inner step while they are held: these, and those that are started in their place."""
         self._is_held = held
-        for worker in self._workers:
-            worker.write(Hold(held=held))
+        self._tell(Hold(held=held))
 
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta over at most so many windows."""
@@ -222,7 +237,7 @@ class WorkerGroup:
         return Crew(shared, self._nodes, lambda: not self._is_closing)
 
     async def _start_workers(self, fresh: bool) -> Configured:
-        self._crew = self._new_crew()
+        self._crew, self._may_go_on = self._new_crew(), False
         await self._crew.start(self._options)
         self._watching = asyncio.create_task(self._watch(self._workers))
         self.device = self._crew.device
@@ -253,15 +268,7 @@ class WorkerGroup:
     async def _restart(self) -> None:
         await self._start_again()
         if self.kept_moments is not None:
-            await self._recall_kept(*self.kept_moments)
-
-    async def _recall_kept(self, path: Path, run: str) -> None:
-        try:
-            await self._moments.recall_at_once(path, run)
-        except SnapshotError as error:
-            logger.warning("the inner optimizer begins anew: %s: %s", path, error)
-        else:
-            logger.info("the inner optimizer goes on with what %s has", path)
+            await self._moments.recall_if_possible(*self.kept_moments)
 
     async def _watch(self, workers: Sequence[WorkerHandle]) -> None:
         deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
@@ -309,7 +316,7 @@ class WorkerGroup:
         command: ControlMessage,
         answer: type[Answer],
         workers: int | None = None,
-        on_progress: Callable[[InnerStepDone], None] | None = None,
+        on_report: Callable[[Report], None] | None = None,
     ) -> Answer:
         """Give all workers, or only the first, a command, and return the first one's answer.
 
@@ -326,10 +333,12 @@ class WorkerGroup:
             if isinstance(command, RunInnerLoop) and self._nodes.others:
                 self._nodes.check_that_it_is_new(command.index)
                 await self._check_text(command)
+            if isinstance(command, RunInnerLoop):
+                command = command.model_copy(update={"goes_on": command.goes_on and self._may_go_on})
             await self.weights.bring(command, self.vectors)
-            [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_progress)
+            [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_report)
             if isinstance(answered, InnerLoopDone):
-                await self.weights.take(self.vectors)
+                await self.weights.take(self.vectors, self.fragments[-1])
         except (DeviceMemoryError, *LOST) as error:
             await self._replace_after(error)
             raise WorkersRestartedError from error
@@ -337,6 +346,7 @@ class WorkerGroup:
             if len(self._workers) > 1 and workers is None:
                 self._die(error)  # the others wait for the one that failed
             raise
+        self._may_go_on = self._may_go_on or isinstance(answered, InnerLoopDone)
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
             self._restarts.begin_anew()
         return answered
@@ -371,29 +381,10 @@ class WorkerGroup:
         self,
         commands: Sequence[ControlMessage],
         answer: type[Answer],
-        on_progress: Callable[[InnerStepDone], None] | None = None,
+        on_report: Callable[[Report], None] | None = None,
     ) -> list[Answer]:
-        """Give each of the first workers its command; return their answers.
-
-        Raises: what most probably was the cause, when one fails.
-        """
-        exchanges = [
-            self._requests.hold(asyncio.create_task(worker.exchange(command, answer, on_progress or _ignore)))
-            for worker, command in zip(self._workers, commands, strict=False)
-        ]
-        _, unfinished = await asyncio.wait(exchanges, return_when=asyncio.FIRST_EXCEPTION)
-        if unfinished:
-            await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
-        errors = [error for task in exchanges if task.done() and (error := task.exception())]
-        if errors:
-            raise self._lost or min(errors, key=_is_unexpected)
-        return [exchange.result() for exchange in exchanges]
-
-
-def _is_unexpected(error: BaseException) -> bool:
-    """Such as what a collective raises when another worker is gone."""
-    return isinstance(error, UnexpectedWorkerError)
-
-
-def _ignore(progress: InnerStepDone) -> None:
-    pass
+        """Give each of the first workers its command; return their answers. Raises: why they are lost, or one fails."""
+        try:
+            return await self._crew.exchange(commands, answer, self._requests.hold, on_report)
+        except Exception as error:
+            raise (self._lost or error) from None

@@ -12,10 +12,10 @@ from opendiloco.workers.control import (
     AtStage,
     ControlMessage,
     Failed,
-    InnerStepDone,
     MomentsMoved,
     MoveMoments,
     Reply,
+    Report,
     parse_reply,
 )
 from opendiloco.workers.failures import rebuild
@@ -58,7 +58,7 @@ class WorkerHandle(ABC):
         """End the worker. Leaves no process behind."""
 
     async def exchange(
-        self, command: ControlMessage, answer: type[Answer], on_progress: Callable[[InnerStepDone], None]
+        self, command: ControlMessage, answer: type[Answer], on_report: Callable[[Report], None]
     ) -> Answer:
         """Send a command and wait for its answer. Must not be cancelled, or the next command gets this one's answer.
 
@@ -67,8 +67,8 @@ class WorkerHandle(ABC):
         self.write(command)
         while True:
             reply = await self._next_reply()
-            if isinstance(reply, InnerStepDone):
-                on_progress(reply)
+            if isinstance(reply, Report):
+                on_report(reply)
             elif isinstance(reply, Failed):
                 raise rebuild(reply)
             elif isinstance(reply, answer):

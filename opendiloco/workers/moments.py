@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -28,6 +29,8 @@ from opendiloco.workers.nodes import Node, Parts, Region
 from opendiloco.workers.request_queue import RequestQueue
 from peers.transfer.memory_file import MemoryFile
 from peers.values.workload import SnapshotError
+
+logger = logging.getLogger(__name__)
 
 Moved = TypeVar("Moved")
 
@@ -88,6 +91,15 @@ class WorkersMoments:
         """Do the same for workers that are new, in the middle of a request. Raises: as `keep`."""
         async with self._turn:
             await self._through_file(RecallMoments(path=str(path.absolute()), run=run))
+
+    async def recall_if_possible(self, path: Path, run: str) -> None:
+        """Do the same where these moments can be used; otherwise the inner optimizer begins anew."""
+        try:
+            await self.recall_at_once(path, run)
+        except SnapshotError as error:
+            logger.warning("the inner optimizer begins anew: %s: %s", path, error)
+        else:
+            logger.info("the inner optimizer goes on with what %s has", path)
 
     async def _finish(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """It goes on to its end even if we are cancelled."""

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Protocol, TypeAlias
 
 from opendiloco.errors import IslandError
-from opendiloco.shared_memory import SharedVectors
+from opendiloco.shared_memory import VALUE_BYTES, SharedVectors
 from opendiloco.workers.control import ControlMessage, Evaluate, RunInnerLoop
 from opendiloco.workers.handle import WorkerHandle
 
@@ -90,16 +90,34 @@ class SpreadWeights:
         """Send to each machine, once, what a command has its workers begin with. Raises: IslandError."""
         if not self._nodes or not isinstance(command, RunInnerLoop | Evaluate):
             return
+        if isinstance(command, RunInnerLoop) and command.goes_on:
+            return
         is_local = isinstance(command, RunInnerLoop) and command.from_local
         part = vectors.local_part if is_local else vectors.theta_part
         sending = [node.send(Region.VECTORS, vectors.data, part, keeps=not is_local) for node in self._nodes]
         await asyncio.gather(*sending)
 
-    async def take(self, vectors: SharedVectors) -> None:
-        """Copy what workers of other machines have trained into our own memory. Raises: IslandError."""
-        await asyncio.gather(*(node.fetch(Region.VECTORS, vectors.data, parts) for node, parts in self._parts))
+    async def take(self, vectors: SharedVectors, fragment: slice) -> None:
+        """Copy what workers of other machines have stored of a fragment into our own memory. Raises: IslandError."""
+        first, end = _bytes_of(vectors, fragment)
+        fetching = [
+            node.fetch(Region.VECTORS, vectors.data, [part for part in parts if first <= part[0] < end])
+            for node, parts in self._parts
+        ]
+        await asyncio.gather(*fetching)
+
+    async def spread(self, vectors: SharedVectors, fragment: slice) -> None:
+        """Send a fragment's part of `local` to each machine. Raises: IslandError."""
+        part = _bytes_of(vectors, fragment)
+        await asyncio.gather(*(node.send(Region.VECTORS, vectors.data, part) for node in self._nodes))
 
     async def theta_is_sent(self) -> None:
         """Return once theta may change: no machine is being sent it any more."""
         for node in self._nodes:
             await node.sent()
+
+
+def _bytes_of(vectors: SharedVectors, fragment: slice) -> tuple[int, int]:
+    """Return where a fragment of `local` lies in the memory file."""
+    start = vectors.local_part[0]
+    return start + VALUE_BYTES * fragment.start, start + VALUE_BYTES * fragment.stop

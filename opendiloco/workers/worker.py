@@ -14,7 +14,6 @@ import mmap
 import os
 import queue
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,8 +43,6 @@ from opendiloco.workers.control import (
     Generate,
     Generated,
     Hold,
-    InnerLoopDone,
-    InnerStepDone,
     KeepMoments,
     LeaseDigested,
     LoadMoments,
@@ -55,6 +52,7 @@ from opendiloco.workers.control import (
     RecallMoments,
     RunInnerLoop,
     StoreMoments,
+    TakeAverage,
 )
 from opendiloco.workers.failures import describe_failure
 from opendiloco.workers.options import WorkerOptions
@@ -62,7 +60,6 @@ from opendiloco.workers.options import WorkerOptions
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
-    from opendiloco.inner.inner_steps import InnerStep
     from opendiloco.inner.moments import Moments
     from opendiloco.inner.replica import ModelReplica
 
@@ -110,6 +107,7 @@ class Worker:
             from opendiloco.inner.team import MeetingPlace, Team
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
+            from opendiloco.workers.inner_loops import InnerLoops
 
         place = MeetingPlace(command.port, command.host, command.key, descriptors.listener)
         here = range(command.first_here, command.first_here + (command.here or command.workers))
@@ -127,6 +125,9 @@ class Worker:
         if command.options.trains:
             self._try_what_is_compiled()
         self._moments_descriptor = descriptors.moments
+        self._inner_loops = InnerLoops(
+            self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
+        )
         layout, length = self._replica.layout, self._config.training.sequence_length
         held_out, windows = self._data.held_out, self._config.evaluation.windows
         self.description = Configured(
@@ -171,70 +172,17 @@ class Worker:
             case DigestLease():
                 return LeaseDigested(lease_digest=self._data.samples.digest(numbers_of(command.lease), command.samples))
             case RunInnerLoop():
-                return self._train(command)
+                return self._inner_loops.run(command)
             case Evaluate():
                 return self._evaluate(command)
             case Generate():
                 return self._generate(command)
             case Export():
                 return self._export(command)
-            case Configure() | CountDevices() | EndInnerLoop() | Hold():
+            case Configure() | CountDevices() | EndInnerLoop() | Hold() | TakeAverage():
                 raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
             case _:
                 return self._move_moments(command)
-
-    def _train(self, command: RunInnerLoop) -> InnerLoopDone:
-        from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
-
-        started = time.monotonic() + self._held_seconds(command.number)
-        forget_peak_memory(self._team.device)
-        length = self._config.training.sequence_length
-
-        def stop_wanted() -> bool:
-            return command.number <= self._channel.stopped_number
-
-        start = self._vectors.local if command.from_local else self._vectors.theta
-        inner_steps = self._replica.inner_steps(
-            start, command.index, command.samples, command.steps, command.tokens, stop_wanted
-        )
-        for step in inner_steps:
-            if self._team.rank == 0:
-                self._report(step, tokens_per_second=step.samples * length / (time.monotonic() - started))
-            if self._team.size == 1:
-                self._carry_out_asides()
-            started += self._held_seconds(command.number)
-        trained = inner_steps.trained
-        self._replica.store(self._vectors.local)
-        return InnerLoopDone(
-            samples=trained.samples,
-            tokens=trained.tokens,
-            inner_steps=trained.inner_steps,
-            loss=trained.loss,
-            gradient_norm=trained.gradient_norm,
-            learning_rate=self._replica.learning_rate,
-            skipped=trained.skipped,
-            seconds=time.monotonic() - started,
-            waited_seconds=trained.waited_seconds,
-            peak_memory_bytes=peak_memory(self._team.device),
-        )
-
-    def _held_seconds(self, number: int) -> float:
-        """Wait while the owner wants a pause and training `number` is not to end; return for how long."""
-        began = time.monotonic()
-        while self._channel.is_held(number):
-            if self._team.size == 1:
-                self._carry_out_asides()
-        return time.monotonic() - began
-
-    def _report(self, step: InnerStep, tokens_per_second: float) -> None:
-        progress = InnerStepDone(
-            inner_step=step.number,
-            loss=step.loss,
-            gradient_norm=step.gradient_norm,
-            learning_rate=self._replica.learning_rate,
-            tokens_per_second=tokens_per_second,
-        )
-        self._channel.send(progress)
 
     def _carry_out_asides(self) -> None:
         """While we train, the peer process asks for nothing that does not fit between two inner steps."""
@@ -272,38 +220,42 @@ class Worker:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""
         from opendiloco.model.evaluation import held_out_loss
 
-        self._replica.load(self._vectors.theta)
         windows, at_once = command.windows, self.description.micro_batch
-        model, precision = self._replica.model, self._replica.precision
         sharers = None if self._team.mesh is None else self._team
-        loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, sharers)
+        with self._replica.showing(self._vectors.theta) as model:
+            precision = self._replica.precision
+            loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, sharers)
         return Evaluated(loss=loss, tokens=tokens)
 
     def _generate(self, command: Generate) -> Generated:
         from opendiloco.model.evaluation import generate_sample
 
         sampling = command.tokens, command.seed, command.temperature
-        return Generated(text=generate_sample(self._whole_model(), self._tokenizer, command.prompt, *sampling))
+        with self._whole_model() as model:
+            return Generated(text=generate_sample(model, self._tokenizer, command.prompt, *sampling))
 
     def _export(self, command: Export) -> Exported:
         from opendiloco.model.export import export_model
 
         folder = Path(command.folder)
-        export_model(self._whole_model(), self._tokenizer, folder, self._config, command.facts, command.dtype)
+        with self._whole_model() as model:
+            export_model(model, self._tokenizer, folder, self._config, command.facts, command.dtype)
         return Exported()
 
-    def _whole_model(self) -> Any:
+    @contextmanager
+    def _whole_model(self) -> Iterator[Any]:
         """A model with theta in it: the worker's own, or one made for the purpose if that is sharded."""
         from opendiloco.model.build import build_model, is_all_trained, trainable
         from opendiloco.model.shards import Shards
 
         if self._team.mesh is None:
-            self._replica.load(self._vectors.theta)
-            return self._replica.model
+            with self._replica.showing(self._vectors.theta) as own:
+                yield own
+            return
         draws = not is_all_trained(self._replica.model)
         model = build_model(self._config, self._tokenizer, draws=draws, threads=self._options.threads)
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
-        return model
+        yield model
 
 
 def _keep_to(options: WorkerOptions) -> None:

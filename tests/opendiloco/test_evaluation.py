@@ -149,7 +149,7 @@ class Asked(LocalWorkload):
             held_out_digest = worker.description.held_out_digest
 
             def __init__(self) -> None:
-                self.vectors = worker._vectors
+                self.vectors, self.fragments = worker._vectors, worker._replica.layout.fragments
 
             async def evaluate(self, windows: int) -> Evaluated:
                 reply = worker.carry_out(Evaluate(windows=windows))

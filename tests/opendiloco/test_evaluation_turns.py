@@ -55,6 +55,7 @@ class Workers(WorkerGroup):
 
     def __init__(self) -> None:
         zeros = np.zeros(10, np.float32)
+        self.fragments = [slice(0, zeros.size)]
         self.vectors = type("Vectors", (), {"theta": zeros, "local": zeros.copy()})()
         self.asked: list[str] = []
         self.telemetry = Telemetry(inner_steps=10)
@@ -67,7 +68,12 @@ class Workers(WorkerGroup):
         return Evaluated(loss=self.loss, tokens=100)
 
     async def train(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: object = None,
+        from_local: bool = False,
+        goes_on: bool = False,
     ) -> Trained:
         self.asked.append(f"train {work.index}")
         return Trained(work.samples, 16, 1.0)

@@ -206,7 +206,12 @@ class Overtaken(StateOnly):
     meanwhile: Callable[[], Awaitable[object]]
 
     async def train(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: Any = None,
+        from_local: bool = False,
+        goes_on: bool = False,
     ) -> Trained:
         self.vectors.local[:] = self.vectors.theta - 1
         await self.meanwhile()
@@ -258,7 +263,12 @@ class ShortOfMemory(StateOnly):
         self.began_with: list[Vector] = []
 
     async def train(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], from_local: bool = False
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: Any = None,
+        from_local: bool = False,
+        goes_on: bool = False,
     ) -> Trained:
         self.began_with.append((self.vectors.local if from_local else self.vectors.theta).copy())
         if len(self.began_with) == 1:

@@ -58,7 +58,14 @@ def test_what_a_peer_without_a_pseudo_gradient_lacks_is_nan() -> None:
 
 
 class Trainer(StateOnly):
-    async def train(self, work: InnerLoop, on_progress: object, from_local: bool = False) -> Trained:
+    async def train(
+        self,
+        work: InnerLoop,
+        on_progress: object,
+        on_captured: object = None,
+        from_local: bool = False,
+        goes_on: bool = False,
+    ) -> Trained:
         self.vectors.local[:] = self.vectors.theta - 1
         return Trained(work.samples, 16, 1.0)
 

@@ -203,7 +203,9 @@ def test_one_fragment_without_overlap_is_plain_diloco(
 
 def weights_of(reference: Reference, name: str) -> Vector:
     weights = np.zeros_like(reference.state.theta)
-    reference.members[name].replica.store(weights)
+    replica = reference.members[name].replica
+    assert isinstance(replica, ModelReplica)
+    replica.store(weights)
     return weights
 
 

@@ -16,7 +16,7 @@ from peers.driver.training import STEP_LIMIT, STUCK, Training
 from peers.health import Health
 from peers.protocol.effects import Train
 from peers.transfer.buffers import PayloadBuffers
-from peers.values.workload import InnerLoop, Progress, Trained
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.peers.builders import SETTINGS
 from tests.peers.driver.test_pulse import ME, Network, new_peer
 from tests.peers.fakes import FakeWorkload
@@ -38,7 +38,9 @@ class Worker(FakeWorkload):
         super().__init__()
         self._look = look
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
         on_progress(STEP)
         self._look()
         return Trained((), 0, 2.0)
@@ -84,7 +86,7 @@ def test_a_worker_that_does_no_inner_step_for_long_is_told_of_until_training_end
 
     workload = Worker(look)
     buffers = PayloadBuffers(workload, 0)
-    training = Training(workload, buffers, asyncio.Lock(), asyncio.Lock(), cast(Host, Silent()))
+    training = Training(workload, [buffers], asyncio.Lock(), asyncio.Lock(), cast(Host, Silent()))
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
     assert seen == [[], [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]]
     assert health.reasons == []

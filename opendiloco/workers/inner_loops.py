@@ -1,0 +1,166 @@
+"""What a worker does when it is told to train: inner steps, and at its offsets each fragment's part in Algorithm 2."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.inner.cycles import Cycles
+from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
+from opendiloco.inner.inner_steps import InnerStep, InnerSteps, StepTaken
+from opendiloco.inner.replica import ModelReplica
+from opendiloco.inner.team import Team
+from opendiloco.shared_memory import SharedVectors, Vector
+from opendiloco.workers.control import ControlMessage, FragmentStored, InnerLoopDone, InnerStepDone, RunInnerLoop
+
+
+class Channel(Protocol):
+    """The worker's end of the control channel."""
+
+    stopped_number: int
+    """The newest training that is to end."""
+
+    def send(self, message: ControlMessage) -> None: ...
+
+    def is_held(self, number: int) -> bool:
+        """Wait for a moment for a pause to end; return whether the next step of training `number` still has to wait."""
+
+    def average_of(self, fragment: int) -> tuple[int, bool] | None:
+        """Return what was said last of a fragment: of which training it is, and whether there are new values."""
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return once this holds; it is asked anew whenever something was heard."""
+
+
+class InnerLoops:
+    """One after the other. `carry_out_asides` is called between inner steps, and while this worker waits."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        replica: ModelReplica,
+        team: Team,
+        vectors: SharedVectors,
+        channel: Channel,
+        carry_out_asides: Callable[[], None],
+    ) -> None:
+        streaming = config.streaming
+        self._window = config.training.sequence_length
+        self._overlap = streaming.overlap
+        self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
+        self._carry_out_asides = carry_out_asides
+        self._cycles = Cycles(self, len(replica.layout.fragments), streaming.mixing)
+        self._stored_in: dict[int, int] = {}  # in which training each fragment was stored last
+        self._number = 0
+
+    def run(self, command: RunInnerLoop) -> InnerLoopDone:
+        """Train."""
+        self._number, self._began, self._late = command.number, time.monotonic(), 0
+        self._held = self._waited = 0.0  # seconds
+        forget_peak_memory(self._team.device)
+        begin_with = self._vectors.local if command.from_local else self._vectors.theta
+        inner_steps = self._replica.inner_steps(
+            None if command.goes_on else begin_with,
+            *(command.index, command.samples, command.steps, command.tokens),
+            self._is_stopped,
+        )
+        self._cycles.begin(_Told(inner_steps, self._tell), self._overlap, command.goes_on)
+        self._wait_while_held()
+        self._pass_through()
+        trained = inner_steps.trained
+        return InnerLoopDone(
+            samples=trained.samples,
+            tokens=trained.tokens,
+            inner_steps=trained.inner_steps,
+            loss=trained.loss,
+            gradient_norm=trained.gradient_norm,
+            learning_rate=self._replica.learning_rate,
+            skipped=trained.skipped,
+            seconds=time.monotonic() - self._began - self._held,
+            waited_seconds=trained.waited_seconds,
+            peak_memory_bytes=peak_memory(self._team.device),
+            late_averages=self._late,
+            average_wait_seconds=self._waited,
+        )
+
+    def _pass_through(self) -> None:
+        """Take all inner steps, and store each fragment at its offset; the last one also if we were told to stop."""
+        last = len(self._replica.layout.fragments) - 1
+        local = self._vectors.local
+        for fragment in range(last):
+            if not self._cycles.train_up_to(fragment, local):
+                break
+            self._cycles.store(local, fragment)
+            self._channel.send(FragmentStored(fragment=fragment))
+        else:
+            self._cycles.train_up_to(last, local)
+        self._cycles.store(local, last)
+        self._cycles.end()
+
+    def store(self, flat: Vector, fragment: int) -> None:
+        self._replica.store(flat, fragment)
+        self._stored_in[fragment] = self._number
+
+    def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
+        """Merge what was averaged, once it is there; and nothing, if there is nothing new or all are to stop."""
+        number, began = self._stored_in[fragment], time.monotonic()
+
+        def is_decided() -> bool:
+            if self._team.size == 1:
+                self._carry_out_asides()
+            return self._has_average(fragment, number) or self._is_stopped()
+
+        if not self._has_average(fragment, number):
+            self._late += 1
+            self._channel.wait_until(is_decided)
+            self._waited += time.monotonic() - began
+        if self._channel.average_of(fragment) == (number, True):
+            self._replica.merge(theta, fragment, alpha)
+
+    def _has_average(self, fragment: int, number: int) -> bool:
+        said = self._channel.average_of(fragment)
+        return said is not None and said[0] == number
+
+    def _is_stopped(self) -> bool:
+        return self._number <= self._channel.stopped_number
+
+    def _tell(self, step: InnerStep) -> None:
+        """Report an inner step that changed the weights, and do what fits between two of them."""
+        if self._team.rank == 0:
+            idle = self._held + self._waited
+            progress = InnerStepDone(
+                inner_step=step.number,
+                loss=step.loss,
+                gradient_norm=step.gradient_norm,
+                learning_rate=self._replica.learning_rate,
+                tokens_per_second=step.samples * self._window / (time.monotonic() - self._began - idle),
+            )
+            self._channel.send(progress)
+        if self._team.size == 1:
+            self._carry_out_asides()
+        self._wait_while_held()
+
+    def _wait_while_held(self) -> None:
+        """Wait while the owner wants a pause, and this training is not to end."""
+        began = time.monotonic()
+        while self._channel.is_held(self._number):
+            if self._team.size == 1:
+                self._carry_out_asides()
+        self._held += time.monotonic() - began
+
+
+class _Told:
+    """Inner steps, of which each that changed the weights is told."""
+
+    def __init__(self, inner_steps: InnerSteps, tell: Callable[[InnerStep], None]) -> None:
+        self.planned, self.planned_tokens = inner_steps.planned, inner_steps.planned_tokens
+        self._inner_steps = inner_steps
+        self._tell = tell
+
+    def every(self) -> Iterator[StepTaken]:
+        for taken in self._inner_steps.every():
+            if taken.is_finite:
+                self._tell(self._inner_steps.latest)
+            yield taken
