@@ -49,14 +49,13 @@ class LogFolderError(DilocoPeerError):
 
 
 class RunLog(ABC):
-    """Consecutive cycles of one lineage, from `first` on. They are kept in brief: see `Chain`. The entries of a cycle
-    that is not whole yet are beside them, in memory."""
+    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Entries of a cycle that is not whole yet
+    are beside them, in memory."""
 
     is_on_disk: ClassVar[bool]
 
     def __init__(self, chain: Chain) -> None:
-        self.empty_log = chain.empty_log
-        self._chain = chain
+        self.empty_log, self._chain = chain.empty_log, chain
         self._made: dict[int, tuple[Entry, Header]] = {}  # entries of one cycle, by fragment
 
     def __len__(self) -> int:

@@ -123,7 +123,7 @@ class Played(WorkerProcess):
 @pytest.fixture(autouse=True)
 def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("opendiloco.workers.crew.WorkerProcess", Played)
-    monkeypatch.setattr("opendiloco.workers.group.EXPLANATION_SECONDS", 0.01)
+    monkeypatch.setattr("opendiloco.workers.crew.EXPLANATION_SECONDS", 0.01)
     yield
     Played.all.clear()
     Played.deaths.clear()
