@@ -13,6 +13,7 @@ from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk, Send
 from peers.protocol.events import PayloadAssembled
 from peers.protocol.exchange import Exchange
 from peers.protocol.rounds import Attempt, Round
+from peers.streams.throttle import LinkTime
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
 from peers.transfer.download import PullTransport
@@ -24,7 +25,7 @@ REDUCERS = 2  # chunks averaged at once
 
 
 class RoundTransport(StreamTransport, PullTransport, Protocol):
-    no_round: asyncio.Event
+    no_round: LinkTime
 
 
 class RoundCosts(NamedTuple):
@@ -109,6 +110,7 @@ class Rounds:
         """Release what belongs to other rounds than the protocol's present ones, or to members that they have lost."""
         peer = self._host.peer
         if peer.is_exchanging:
+            self._transport.no_round.rate = self.traffic.rate
             self._transport.no_round.clear()
         else:  # also while a round may go on some time: perhaps when somebody has joined
             self._transport.no_round.set()

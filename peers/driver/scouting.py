@@ -22,7 +22,7 @@ TRIES = 3  # peers that are asked for a measurement before the next heartbeat
 
 
 class ScoutTransport(Protocol):
-    no_round: asyncio.Event
+    no_round: LinkTime
 
     def reach(self) -> dict[str, Reach]: ...
     def sought(self) -> frozenset[str]: ...

@@ -49,7 +49,7 @@ class LogFolderError(DilocoPeerError):
 
 
 class RunLog(ABC):
-    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Entries of a cycle that is not whole yet
+    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Entries of a cycle that isn't whole yet
     are beside them, in memory."""
 
     is_on_disk: ClassVar[bool]

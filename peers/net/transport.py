@@ -39,7 +39,7 @@ from peers.streams.channel import (
     pull,
     serve_pull,
 )
-from peers.streams.throttle import Caps, Throttle
+from peers.streams.throttle import Caps, LinkTime, Throttle
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 from peers.values.wire import MESSAGE_LIMIT, pack, printable, unpack_from
@@ -74,9 +74,8 @@ class HivemindTransport(HivemindNode):
         self._is_eager = False
         self._whereabouts: dict[str, Whereabouts] = {}
         self._unmet: dict[str, tuple[str, ...]] = {}  # addresses of peers of a large run, to be dialled when needed
-        self.no_round = asyncio.Event()
+        self.no_round = LinkTime()
         """Whether bulk data that is in no hurry may have the link to itself."""
-        self.no_round.set()
 
     @classmethod
     async def create(

@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.streams.direct_reads import DirectReads
-from peers.streams.throttle import UNLIMITED, GivingWay, Throttle
+from peers.streams.throttle import UNLIMITED, GivingWay, LinkTime, Throttle
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -234,9 +234,9 @@ class Channel:
             await self._reads.read(1, CLOSE_TIMEOUT)
             raise RemoteProtocolError(self.peer, "it sent more than its prelude announced")
 
-    def give_way(self, is_free: asyncio.Event) -> None:
-        """From now on send data while the event is set, and else slowly."""
-        self._upload = GivingWay(self._upload, is_free)
+    def give_way(self, link: LinkTime) -> None:
+        """From now on send data while the link is free, and else slowly."""
+        self._upload = GivingWay(self._upload, link)
 
     def close(self) -> None:
         """What was written and not sent yet is never sent: from Python 3.12 on it is the caller's own memory."""

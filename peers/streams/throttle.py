@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -65,20 +66,67 @@ class Throttle:
 
 UNLIMITED = Throttle(None)
 PATIENCE = 5.0  # seconds for which one piece gives way: its reader must not take us for dead
+MEMORY = 20.0  # seconds over which the share of the time is taken in which rounds are under way
+CROWDED = 0.5  # of the time: with more, what gives way would hardly come to anything
+SHARE = 0.2  # of the link, for all that gives way on a crowded one
+
+
+class LinkTime(asyncio.Event):
+    """Whether a link is free of rounds, and how much of it is for what gives way to them.
+
+    That waits for a round to end, as long as rounds take less than half of the time. With several fragments, or a slow
+    link, they may take all of it; then it gets a share, so that those who join do not starve.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.rate = 0.0
+        """Bytes a second that the link carries in rounds; 0: not known."""
+        self._clock = clock
+        self._busy = 0.0
+        self._seen = clock()
+        self._next = self._seen
+        super().set()
+
+    def set(self) -> None:
+        """There is no round."""
+        self._look()
+        super().set()
+
+    def clear(self) -> None:
+        """A round is under way."""
+        self._look()
+        super().clear()
+
+    def patience(self, count: int) -> float:
+        """Return for how many seconds so many bytes are to give way, at most."""
+        self._look()
+        if self._busy < CROWDED or not self.rate:
+            return PATIENCE
+        self._next = max(self._seen, self._next) + count / (SHARE * self.rate)
+        return min(PATIENCE, self._next - self._seen)
+
+    def _look(self) -> None:
+        """Take in the time since the last look, in which nothing has changed."""
+        now = self._clock()
+        present = 0.0 if self.is_set() else 1.0
+        self._busy = present + (self._busy - present) * math.exp((self._seen - now) / MEMORY)
+        self._seen = now
 
 
 class GivingWay(Throttle):
     """Lets bytes through when nothing more important is under way, or after waiting long for that."""
 
-    def __init__(self, throttle: Throttle, is_free: asyncio.Event) -> None:
+    def __init__(self, throttle: Throttle, link: LinkTime) -> None:
         self.piece, self.reading_piece = throttle.piece, throttle.reading_piece
         self._throttle = throttle
-        self._is_free = is_free
+        self._link = link
 
     async def take(self, count: int) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE):
-                await self._is_free.wait()
+            if not self._link.is_set():
+                async with asyncio.timeout(self._link.patience(count)):
+                    await self._link.wait()
         await self._throttle.take(count)
 
 

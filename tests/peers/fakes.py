@@ -11,7 +11,7 @@ from peers.protocol.commitment import ChunkProof
 from peers.protocol.contributions import Contributions
 from peers.protocol.peer import Peer
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
-from peers.streams.throttle import Caps
+from peers.streams.throttle import Caps, LinkTime
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.reach import Reach
@@ -58,7 +58,7 @@ class FakeTransport:
 
     def __init__(self, me: str = "b") -> None:
         self.me = me
-        self.no_round = asyncio.Event()
+        self.no_round = LinkTime()
         self.donors: dict[str, FakeTransport] = {}
         self.serve: dict[str, Serve] = {}
         self.giving_way: set[str] = set()

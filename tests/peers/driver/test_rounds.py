@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from prometheus_client import REGISTRY
 from peers.driver import rounds
 from peers.driver.rounds import RoundCosts, Rounds
 from peers.protocol.rounds import Attempt
+from peers.streams.throttle import LinkTime
 from peers.transfer.buffers import PayloadBuffers
 from tests.peers.builders import LOG
 from tests.peers.fakes import FakeWorkload
@@ -36,7 +36,7 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rounds, "now", lambda: clock[0])
     peer = SimpleNamespace(slots={}, is_exchanging=False, me="a", settings=SimpleNamespace(run="run"))
     host: Any = SimpleNamespace(peer=peer)
-    transport: Any = SimpleNamespace(no_round=asyncio.Event(), caps=None)
+    transport: Any = SimpleNamespace(no_round=LinkTime(), caps=None)
     workload: Any = FakeWorkload()
     monkeypatch.setattr(rounds, "Traffic", lambda *parts: StandIn())
     counted = Rounds(transport, workload, [PayloadBuffers(workload)], host)

@@ -15,10 +15,12 @@ from peers.streams.throttle import (
     PATIENCE,
     PIECE,
     ROUNDS,
+    SHARE,
     UNLIMITED,
     WINDOW,
     Caps,
     GivingWay,
+    LinkTime,
     RateMeter,
     Throttle,
 )
@@ -235,11 +237,16 @@ def test_no_link_is_taken_to_carry_more_than_its_caps(caps: Caps, seen: tuple[fl
 
 
 # Giving way -----------------------------------------------------------------------------------------------------
+def busy_link(rate: float = 0.0) -> LinkTime:
+    link = LinkTime(now)
+    link.rate = rate
+    link.clear()
+    return link
+
+
 def test_bytes_that_are_in_no_hurry_pass_at_once_while_nothing_else_is_under_way() -> None:
     async def scenario() -> None:
-        is_free = asyncio.Event()
-        is_free.set()
-        await GivingWay(UNLIMITED, is_free).take(PIECE)
+        await GivingWay(UNLIMITED, LinkTime(now)).take(PIECE)
         assert now() == 0.0
 
     simulate(scenario())
@@ -247,9 +254,9 @@ def test_bytes_that_are_in_no_hurry_pass_at_once_while_nothing_else_is_under_way
 
 def test_bytes_that_are_in_no_hurry_wait_for_the_end_of_a_round() -> None:
     async def scenario() -> None:
-        is_free = asyncio.Event()
-        asyncio.get_running_loop().call_later(2.0, is_free.set)
-        await GivingWay(UNLIMITED, is_free).take(PIECE)
+        link = busy_link(rate=1e9)
+        asyncio.get_running_loop().call_later(2.0, link.set)
+        await GivingWay(UNLIMITED, link).take(PIECE)
         assert now() == 2.0
 
     simulate(scenario())
@@ -259,7 +266,7 @@ def test_nothing_gives_way_for_ever() -> None:
     """A reader takes a stream on which nothing comes for dead."""
 
     async def scenario() -> None:
-        giving_way = GivingWay(UNLIMITED, asyncio.Event())
+        giving_way = GivingWay(UNLIMITED, busy_link())
         for piece in range(1, 4):
             await giving_way.take(PIECE)
             assert now() == piece * PATIENCE
@@ -268,11 +275,54 @@ def test_nothing_gives_way_for_ever() -> None:
     assert PATIENCE < STALL_TIMEOUT / 2
 
 
+def test_on_a_link_that_is_always_busy_all_that_gives_way_has_a_share_of_it_together() -> None:
+    """Whoever joins a run with several fragments would starve otherwise: a round is always under way."""
+
+    async def scenario() -> None:
+        link = busy_link(rate=10e6)
+        streams = [GivingWay(UNLIMITED, link) for _ in range(4)]
+        passed = 0
+
+        async def send(stream: GivingWay) -> None:
+            nonlocal passed
+            while now() < 120.0:
+                await stream.take(PIECE)
+                passed += PIECE
+
+        async def rounds() -> None:
+            while now() < 120.0:  # one after the other
+                link.set()
+                link.clear()
+                await asyncio.sleep(1.0)
+
+        async with asyncio.timeout(200), asyncio.TaskGroup() as group:
+            group.create_task(rounds())
+            await asyncio.sleep(20.0)
+            for stream in streams:
+                group.create_task(send(stream))
+        assert passed == pytest.approx(100.0 * SHARE * link.rate, rel=0.1)
+
+    simulate(scenario())
+
+
+def test_a_link_that_is_mostly_free_is_left_to_its_rounds_while_there_are_any() -> None:
+    async def scenario() -> None:
+        link = LinkTime(now)
+        link.rate = 10e6
+        for _ in range(20):
+            link.clear()
+            assert link.patience(PIECE) == PATIENCE
+            await asyncio.sleep(4.0)
+            link.set()
+            await asyncio.sleep(6.0)
+
+    simulate(scenario())
+
+
 def test_who_gives_way_keeps_to_the_cap_too() -> None:
     async def scenario() -> None:
-        is_free, cap = asyncio.Event(), Throttle(1000.0, now)
-        is_free.set()
-        giving_way = GivingWay(cap, is_free)
+        cap = Throttle(1000.0, now)
+        giving_way = GivingWay(cap, LinkTime(now))
         assert giving_way.piece == cap.piece
         for _ in range(10):
             await giving_way.take(giving_way.piece)
