@@ -45,7 +45,7 @@ from opendiloco.loop_worker import LoopWorker, LoopWorkload, OuterStep
 from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.shards import Shards
-from opendiloco.own_model import check_own_model, initial_vectors
+from opendiloco.own_model import check_own_model, check_run, initial_vectors
 from opendiloco.run import Run, find_run
 from opendiloco.sole import listen
 from opendiloco.volunteer import Volunteer, connected
@@ -296,6 +296,7 @@ class DiLoCo:
     async def _take_part(self) -> None:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = await find_run(transport, self._invite.run_id)
+            check_run(run.config)
             await ask_for_anchors(transport, run, self._invite.addresses)
             entrance = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)

@@ -46,6 +46,12 @@ def check_own_model(model: torch.nn.Module) -> None:
             )
 
 
+def check_run(config: RunConfig) -> None:
+    """Raises: LoopError for a run that streams: a loop of one's own hands over all its weights at once, and waits."""
+    if not config.streaming.is_plain:
+        raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
+
+
 def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     """Return memory with the weights that the run begins with, for a model of this layout.
 

@@ -25,9 +25,13 @@ class Run:
     """Whether what is read is what the run names; where each volunteer chooses that, only a digest shows it."""
 
     def __post_init__(self) -> None:
-        """Raises: ManifestError for a run that streams, which only `opendiloco.reference` can train so far."""
-        if not self.config.streaming.is_plain:
-            raise ManifestError("streaming: swarms cannot stream yet.", "Remove the table [streaming].")
+        """Raises: ManifestError for a run that does not say how large its fragments are."""
+        streaming = self.config.streaming
+        if streaming.layers_per_fragment is not None and streaming.sizes is None:
+            raise ManifestError(
+                "streaming.sizes: a run with several fragments says how many values each of them has.",
+                "Create it with `diloco-peer run create`, which fills them in.",
+            )
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:
@@ -72,6 +76,7 @@ class Run:
             exclusion=rounds.exclusion,
             snapshot_every=self.config.snapshots.every,
             goes_on_alone=self.goes_on_alone,
+            fragments=len(self.config.streaming.sizes or (1,)),
             probation=self.config.admission.probation,
             timing=rounds.timing,
         )

@@ -196,16 +196,12 @@ class Retrying:
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:
-    """Room for the run's state, without building its model: its size is what most peers say. Only to know where the
-    fragments of a run lie that has several, its model is built, without values.
+    """Room for the run's state, without building its model: its size is what most peers say, unless the run does.
 
-    Raises: SwarmUnreachableError when nobody says, MachineError when there is not so much memory; see `fragments_of`.
+    Raises: SwarmUnreachableError when nobody says, MachineError when there is not so much memory.
     """
-    size, fragments = await Donors(transport, run.settings.empty_log).state_size(), None
-    if run.config.streaming.layers_per_fragment is not None:
-        from opendiloco.model.build import fragments_of
-
-        fragments = await asyncio.to_thread(fragments_of, run.config)
+    fragments = run.config.streaming.fragments
+    size = await Donors(transport, run.settings.empty_log).state_size()
     values = size // STATE_BYTES if fragments is None else fragments[-1].stop
     host = HostMemory(values, kernels.FORMATS[run.config.codec.kind])
     check_available("Following this run", host.beginning_to_follow)

@@ -108,8 +108,10 @@ class ArchivedRun:
     def _size_is(self, state_bytes: int) -> None:
         if not self.buffers:
             self._state_bytes = state_bytes
-            codec = BlockCodec(self._format, state_bytes // (2 * VALUE_BYTES))
-            self.buffers = PayloadBuffers.of_each([codec], 0, self.log.payload)
+            whole = slice(0, state_bytes // (2 * VALUE_BYTES))
+            fragments = self.run.config.streaming.fragments or (whole,)
+            codecs = [BlockCodec(self._format, part.stop - part.start) for part in fragments]
+            self.buffers = PayloadBuffers.of_each(codecs, 0, self.log.payload)
 
     # Giving ---------------------------------------------------------------------------------------------------
     def is_member(self, peer: str) -> bool:

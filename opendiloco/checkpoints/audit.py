@@ -5,7 +5,7 @@ Nothing on the disk is changed. Neither torch nor the model is needed, except fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -21,11 +21,11 @@ from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
 from peers.log.certificate import Certificate, CertificateError, prove
-from peers.log.chain import Entry
+from peers.log.chain import Chain, Entry
 from peers.log.exclusions import Fault, may_be_named
 from peers.log.files import ENTRIES, PAYLOADS, payload_path, proof_path, read_chain, read_payload
 from peers.log.folder import LogFolderError
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.protocol.faults import BadContribution, Court, read_proof
 from peers.values.anchors import AnchorError, Anchors
@@ -43,10 +43,10 @@ class Findings:
     wrong: list[tuple[int, str]] = field(default_factory=list)
 
     def is_verified(self, what: str, index: int) -> None:
-        self.verified.setdefault(what, []).append(index)
+        _note(self.verified, what, index)
 
     def is_unverified(self, what: str, index: int) -> None:
-        self.unverified.setdefault(what, []).append(index)
+        _note(self.unverified, what, index)
 
     def facts(self) -> dict[str, object]:
         """For scripts: the same, as JSON can say it."""
@@ -60,6 +60,13 @@ class Findings:
         yield from (f"wrong: entry {index}: {what}" for index, what in sorted(self.wrong))
 
 
+def _note(found: dict[str, list[int]], what: str, index: int) -> None:
+    """Note an index once, of how many fragments it may be true; they come in ascending order."""
+    indices = found.setdefault(what, [])
+    if indices[-1:] != [index]:
+        indices.append(index)
+
+
 def entries(indices: Iterable[int]) -> str:
     """Ascending indices in words: "entries 0 to 3, 7"."""
     runs = [list(run) for _, run in groupby(enumerate(indices), lambda placed: placed[1] - placed[0])]
@@ -69,12 +76,13 @@ def entries(indices: Iterable[int]) -> str:
 
 
 class States:
-    """Computes the state after each entry again, from where there is one."""
+    """Computes the state after each outer step again, from where there is one."""
 
     def __init__(self, config: RunConfig, start: OuterState, index: int, origin: str) -> None:
-        """The state after `index` entries, which is the checkpoint's or whatever `origin` says."""
+        """The state after `index` outer steps, which is the checkpoint's or whatever `origin` says."""
         self._state = start
-        self._codec = BlockCodec(kernels.FORMATS[config.codec.kind], start.theta.size)
+        format = kernels.FORMATS[config.codec.kind]
+        self._codecs = [BlockCodec(format, part.stop - part.start) for part in start.fragments]
         self._next = index
         self._origin = origin
         self._broken = ""  # why there is no state any more
@@ -85,18 +93,12 @@ class States:
             if index < self._next - 1:  # that one has been held against the checkpoint
                 findings.is_unverified(f"states, which come before {self._origin}", index)
             return
-        if payload is None and not self._broken:
-            self._broken = f"without the payload of entry {index}"
-        if payload is None or self._broken:
+        self._apply(entry, payload, findings)
+        if entry.fragment < len(self._codecs) - 1:
+            return
+        if self._broken:
             findings.is_unverified(f"states, {self._broken}", index)
-            return
-        try:
-            self._state.apply(self._codec.checked(payload), index)
-        except BadBlocksError as error:
-            findings.wrong.append((index, f"its payload cannot be applied: {error}"))
-            self._broken = f"which follow from the wrong entry {index}"
-            return
-        if entry.state_digest is None:
+        elif entry.state_digest is None:
             findings.is_unverified("states whose digest was not recorded", index)
         elif entry.state_digest == self._state.digest():
             findings.is_verified(f"states, from {self._origin} on", index)
@@ -104,22 +106,34 @@ class States:
             findings.wrong.append((index, "its payload leads to another state than the recorded one"))
             self._broken = f"which follow from the wrong entry {index}"
 
+    def _apply(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
+        """Take a fragment's outer step, unless it has none or the state before it is not known."""
+        if self._broken or not has_payload(entry):
+            return
+        if payload is None:
+            self._broken = f"without the payload of entry {entry.index}"
+            return
+        try:
+            self._state.apply(self._codecs[entry.fragment].checked(payload), entry.index, entry.fragment)
+        except BadBlocksError as error:
+            findings.wrong.append((entry.index, f"its payload cannot be applied: {error}"))
+            self._broken = f"which follow from the wrong entry {entry.index}"
+
 
 class Signatures:
     """Holds each entry's certificate against the log before it."""
 
-    def __init__(self, empty_log: LogState, findings: Findings) -> None:
-        self._log = empty_log
+    def __init__(self, findings: Findings) -> None:
         self._findings = findings
 
-    def check(self, entry: Entry, header: Header) -> None:
-        before, self._log, certificate = self._log, self._log.at(header), entry.proof
+    def check(self, entry: Entry, header: Header, before: LogState) -> None:
+        certificate = entry.proof
         if before.position.head != header.previous:
             self._findings.is_unverified("signatures, since what came before is not here", entry.index)
         elif certificate is None:
             self._findings.is_unverified("signatures, which are not here", entry.index)
         else:
-            self._prove(certificate, before, header)
+            self._prove(certificate, before.of(header.fragment), header)
 
     def _prove(self, certificate: Certificate, before: LogState, header: Header) -> None:
         try:
@@ -139,18 +153,18 @@ class Proofs:
     def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
         self._folder = folder
         self._exclusion = run.settings.exclusion
-        self._heads = {0: run.manifest.digest}
+        self._heads = dict[int, bytes]()
         self._findings = findings
 
-    def check(self, header: Header) -> None:
-        """Check an entry's annex, if it has one. Raises: OSError."""
+    def check(self, header: Header, before: LogState) -> None:
+        """Check an entry's annex, if it has one, beside the log before it. Raises: OSError."""
+        self._heads[before.position.index] = before.position.head
         for fault in header.faults:
             path = proof_path(self._folder, fault.proof)
             if path.exists():
                 self._check_proof(fault, path.read_bytes(), header.index)
             else:
                 self._findings.is_unverified(f"the proof that {fault.peer} lied, which is not here", header.index)
-        self._heads[header.index + 1] = header.digest
 
     def _check_proof(self, fault: Fault, data: bytes, index: int) -> None:
         """Check what is kept as proof of a fault that entry `index` names, as a member does before it signs."""
@@ -187,8 +201,8 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findi
         chain = check_chain(folder / ENTRIES, run, findings)
         check_anchors(folder, run, chain, findings)
         states = start_states(folder, run, chain, checkpoint, findings)
-        for entry in chain:
-            payload = check_payload(folder, run, entry, findings)
+        for entry in chain.entries:
+            payload = check_payload(folder, run, entry, findings) if has_payload(entry) else None
             if states is not None:
                 states.follow(entry, payload, findings)
     except OSError as error:
@@ -198,25 +212,24 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findi
     return findings
 
 
-def check_chain(file: Path, run: Run, findings: Findings) -> list[Entry]:
+def check_chain(file: Path, run: Run, findings: Findings) -> Chain:
     """The entries that follow from each other. Raises: OSError."""
-    signatures, proofs = Signatures(run.settings.empty_log, findings), Proofs(file.parent, run, findings)
+    signatures, proofs = Signatures(findings), Proofs(file.parent, run, findings)
 
-    def see(entry: Entry, header: Header) -> None:
-        signatures.check(entry, header)
-        proofs.check(header)
+    def see(entry: Entry, header: Header, before: LogState) -> None:
+        signatures.check(entry, header, before)
+        proofs.check(header, before)
 
-    read, problem = read_chain(file, run.settings.empty_log, see)
-    chain, first = read.entries, read.first
-    origin = "the first that is here" if first else "the manifest"
-    for entry in chain:
+    chain, problem = read_chain(file, run.settings.empty_log, see)
+    origin = "the first that is here" if chain.first else "the manifest"
+    for entry in chain.entries:
         findings.is_verified(f"headers, from {origin} on", entry.index)
     if problem:
-        findings.wrong.append((first + len(chain), problem))
+        findings.wrong.append((chain.next_index, problem))
     return chain
 
 
-def check_anchors(folder: Path, run: Run, chain: list[Entry], findings: Findings) -> None:
+def check_anchors(folder: Path, run: Run, chain: Chain, findings: Findings) -> None:
     """Hold the log against what the run's anchors have signed, as far as its peer has heard. Raises: OSError."""
     path = RunFolder(folder.absolute().parent).anchors
     if not path.exists():
@@ -226,7 +239,7 @@ def check_anchors(folder: Path, run: Run, chain: list[Entry], findings: Findings
     except AnchorError as error:
         findings.wrong.append((0, f"{path} is not what the run's anchors have signed: {error}"))
         return
-    heads = {entry.index + 1: entry.digest for entry in chain}
+    heads = {index: head for index in anchors.indices if (head := chain.head(index - 1)) is not None}
     if (other := anchors.contradiction(heads)) is not None:
         findings.wrong.append((other.index - 1, f"the anchor {other.anchor} has signed another one"))
     for index in sorted(anchors.indices & heads.keys()):
@@ -251,51 +264,61 @@ def check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> B
 
 
 def start_states(
-    folder: Path, run: Run, chain: list[Entry], checkpoint: Checkpoint | None, findings: Findings
+    folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings
 ) -> States | None:
     """Where states can be computed from: the given checkpoint, the run's initial model, or else a checkpoint beside the
     log. None, and noted why, if from nowhere.
 
     Raises: CheckpointError when the folder of checkpoints is unreadable.
     """
-    if checkpoint is None and chain and chain[0].index == 0 and _has_payload(folder, chain[0]):
+    if (
+        checkpoint is None
+        and len(chain)
+        and chain.first == 0
+        and all(_is_here(folder, one) for one in chain.cycles(0, 1))
+    ):
         from opendiloco.model.build import initial_theta
 
         theta = initial_theta(run.config)
         check_initial_weights(theta, run.config.model)
-        return States(run.config, OuterState(theta, run.config.outer_optimizer), 0, "the manifest")
+        start = OuterState(theta, run.config.outer_optimizer, run.config.streaming.fragments)
+        return States(run.config, start, 0, "the manifest")
     checkpoint = checkpoint or find_checkpoint(folder, run, chain)
     if checkpoint is not None:
         return _states_from(checkpoint, run, chain, findings)
-    for entry in chain:
+    for entry in chain.entries:
         findings.is_unverified("states, since neither the first payload nor a checkpoint is here", entry.index)
     return None
 
 
-def find_checkpoint(folder: Path, run: Run, chain: Sequence[Entry]) -> Checkpoint | None:
+def find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
     """Return the good checkpoint beside a log from which most of its states can be computed; None: there is none.
 
     That is the oldest of those that have all payloads after them, or else the newest. Raises: CheckpointError.
     """
     beside = Checkpoints(RunFolder(folder.absolute().parent).checkpoints, run.run_id)
-    last = chain[-1].index + 1 if chain else 0
-    gaps = (entry.index + 1 for entry in reversed(chain) if not _has_payload(folder, entry))
-    first = next(gaps, chain[0].index if chain else 0)
-    indices = [index for index in beside.indices() if index <= last]
+    gaps = (entry.index + 1 for entry in reversed(chain.entries) if not _is_here(folder, entry))
+    first = next(gaps, chain.first)
+    indices = [index for index in beside.indices() if index <= chain.next_index]
     return beside.load_first(sorted(indices, key=lambda index: (index < first, abs(index - first))))
 
 
-def _has_payload(folder: Path, entry: Entry) -> bool:
-    return payload_path(folder / PAYLOADS, entry.index, entry.content.payload).exists()
+def has_payload(entry: Entry) -> bool:
+    """Return whether there is anything to apply: nobody may have trained a fragment."""
+    return entry.content.payload != NO_PAYLOAD
 
 
-def _states_from(checkpoint: Checkpoint, run: Run, chain: list[Entry], findings: Findings) -> States | None:
-    last, origin = checkpoint.last, f"the checkpoint of outer step {checkpoint.index}"
-    index, head = (0, run.manifest.digest) if last is None else (last.index + 1, last.digest)
-    at = {entry.index: entry for entry in chain}
-    before, after = at.get(index - 1), at.get(index)
-    if not (before and before.digest == head) and not (after and after.content.previous == head):
-        for entry in chain:
+def _is_here(folder: Path, entry: Entry) -> bool:
+    """Return whether the disk has what an entry's outer step takes."""
+    return not has_payload(entry) or payload_path(folder / PAYLOADS, entry.index, entry.content.payload).exists()
+
+
+def _states_from(checkpoint: Checkpoint, run: Run, chain: Chain, findings: Findings) -> States | None:
+    origin = f"the checkpoint of outer step {checkpoint.index}"
+    place = run.settings.empty_log.at(checkpoint.last, checkpoint.ends).position
+    before, after = chain.entry(place.index - 1), chain.entry(place.index, 0)
+    if chain.head(place.index - 1) != place.head and not (after and after.content.previous == place.head):
+        for entry in chain.entries:
             findings.is_unverified(f"states, since the log lacks the last entry of {origin}", entry.index)
         return None
     if before is not None:
@@ -306,6 +329,6 @@ def _states_from(checkpoint: Checkpoint, run: Run, chain: list[Entry], findings:
         else:
             findings.wrong.append((before.index, f"the recorded state is not that of {origin}"))
     momentum, theta = np.frombuffer(checkpoint.state, np.float32).reshape(2, -1).copy()
-    state = OuterState(theta, run.config.outer_optimizer)
+    state = OuterState(theta, run.config.outer_optimizer, run.config.streaming.fragments)
     state.replace(theta, momentum)
-    return States(run.config, state, index, origin)
+    return States(run.config, state, place.index, origin)

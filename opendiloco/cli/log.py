@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from peers.log.chain import Entry
     from peers.log.header import Header
+    from peers.log.state import LogState
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
     log.start()
     facts, rows = deque[dict[str, object]](maxlen=last), deque[tuple[str, ...]](maxlen=last)
 
-    def see(entry: Entry, header: Header) -> None:
+    def see(entry: Entry, header: Header, before: LogState) -> None:
         if as_json:
             facts.append(plain(entry, header))
         else:

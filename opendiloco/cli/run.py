@@ -58,6 +58,7 @@ def create(
 
     from opendiloco.config.run_config import RunConfig
     from opendiloco.identity_file import load_identity
+    from opendiloco.model.build import with_sizes_named
     from opendiloco.run import Run
     from peers.values.manifest import Invite
 
@@ -71,6 +72,7 @@ def create(
     make_folder(out)  # what takes seconds comes afterwards
     config = with_tokens_named(with_tokenizer_named(config))
     check(config)
+    config = with_sizes_named(config)
     run = Run.sign(with_held_out_text_named(with_weights_named(config)), key)
     path = save(run, out)
     kept = asyncio.run(announce(run, initial_peers))

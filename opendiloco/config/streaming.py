@@ -8,6 +8,11 @@ from pydantic import Field, model_validator
 
 from opendiloco.config.section import Positive, Section, StepCount
 
+ALIGNMENT = 1024
+"""Values. A fragment begins at a multiple of them, so with a block of its own in every codec."""
+FRAGMENTS_LIMIT = 256
+"""Fragments that a run may have: a cycle of them has to fit into messages that name all of its entries."""
+
 
 class StreamingSection(Section):
     """How a run's parameters are cut into fragments, and when what peers learned of them comes back.
@@ -18,6 +23,9 @@ class StreamingSection(Section):
 
     `overlap` is the paper's τ: the inner steps that a peer takes while a fragment is averaged. 0: it waits. `alpha` is
     the weight of a peer's own values when the average comes back (line 21 of Algorithm 2).
+
+    `sizes` are how many values each fragment has. `diloco-peer run create` fills them in, so that archives and
+    followers need no model to know where fragments lie.
     """
 
     pattern: Literal["strided", "sequential", "balanced"] = "strided"
@@ -25,12 +33,28 @@ class StreamingSection(Section):
     embeddings: Literal["apart", "ends"] | None = None
     overlap: StepCount = 0
     alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+    sizes: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1, max_length=FRAGMENTS_LIMIT)] | None = None
 
     @model_validator(mode="after")
     def check_embeddings(self) -> Self:
         if self.pattern == "balanced" and self.embeddings is not None:
             raise ValueError('pattern = "balanced" places embeddings by their size, too; remove embeddings')
         return self
+
+    @model_validator(mode="after")
+    def check_sizes(self) -> Self:
+        if self.sizes is not None and self.layers_per_fragment is None:
+            raise ValueError("sizes are given without layers_per_fragment, so there is one fragment; remove sizes")
+        return self
+
+    @property
+    def fragments(self) -> tuple[slice, ...] | None:
+        """Return where each fragment lies in the flat vectors; None where `sizes` do not say."""
+        places: list[slice] = []
+        for size in self.sizes or ():
+            start = next_fragment(places[-1].stop if places else 0)
+            places.append(slice(start, start + size))
+        return tuple(places) or None
 
     @property
     def mixing(self) -> float:
@@ -42,3 +66,8 @@ class StreamingSection(Section):
     def is_plain(self) -> bool:
         """Whether it is DiLoCo without streaming: one fragment, for which everybody waits and which replaces all."""
         return self.layers_per_fragment is None and self.overlap == 0 and self.mixing == 0
+
+
+def next_fragment(end: int) -> int:
+    """Return where the fragment begins that comes after one that ends there."""
+    return -(-end // ALIGNMENT) * ALIGNMENT

@@ -144,20 +144,32 @@ def _refuse_unknown_keys(model_type: str, values: dict[str, Any]) -> None:
 
 
 def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:
-    """The model's trainable parameters as a `Layout`, in the fragments of a run. Raises: see `assign_fragments`."""
+    """The model's trainable parameters as a `Layout`, in the fragments of a run.
+
+    Raises: ManifestError when these are not as large as the run says; see also `assign_fragments`.
+    """
     trained = trainable(model)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in trained.items()]
-    return Layout(shapes, assign_fragments(model, trained, streaming))
+    layout = Layout(shapes, assign_fragments(model, trained, streaming))
+    sizes = tuple(part.stop - part.start for part in layout.fragments)
+    if streaming.sizes not in (None, sizes):
+        raise ManifestError(
+            f"streaming.sizes: the run's fragments have {streaming.sizes} values, those of its model here {sizes}.",
+            "Compare the version of transformers with other peers'. Who creates a run leaves `sizes` out.",
+        )
+    return layout
 
 
-def fragments_of(config: RunConfig) -> tuple[slice, ...] | None:
-    """Return where each fragment of a run lies in its vectors; None if there is one, which no model need be built for.
+def with_sizes_named(config: RunConfig) -> RunConfig:
+    """Return the run with the sizes of its fragments, if it has several.
 
-    Raises: see `sized_skeleton`.
+    Raises: ManifestError when it names others, or the model has no blocks; see also `sized_skeleton`.
     """
     if config.streaming.layers_per_fragment is None:
-        return None
-    return layout_of(sized_skeleton(config), config.streaming).fragments
+        return config
+    layout = layout_of(sized_skeleton(config), config.streaming)
+    sizes = tuple(part.stop - part.start for part in layout.fragments)
+    return config.model_copy(update={"streaming": config.streaming.model_copy(update={"sizes": sizes})})
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

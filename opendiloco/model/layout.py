@@ -8,8 +8,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Self
 
-ALIGNMENT = 1024
-"""Values. A fragment begins at a multiple of them, so with a block of its own in every codec."""
+from opendiloco.config.streaming import next_fragment
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Layout:
         places: dict[int, Parameter] = {}
         fragments: list[slice] = []
         for fragment in range(max(self.fragment_of, default=0) + 1):
-            start = end = math.ceil(fragments[-1].stop / ALIGNMENT) * ALIGNMENT if fragments else 0
+            start = end = next_fragment(fragments[-1].stop if fragments else 0)
             for place, (name, shape) in enumerate(shapes):
                 if self.fragment_of[place] == fragment:
                     places[place] = Parameter(name, tuple(shape), end)

@@ -14,6 +14,7 @@ from peers.driver.traffic import Traffic
 from peers.links.rating import RATING, Rater, ask_rating
 from peers.protocol.events import RateMeasured, ReachSeen
 from peers.streams.channel import Channel, PeerUnreachableError
+from peers.streams.throttle import LinkTime
 from peers.values.reach import Reach
 
 logger = logging.getLogger(__name__)

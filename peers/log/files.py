@@ -103,7 +103,7 @@ def read_entry(line: bytes) -> Entry:
 def read_chain(
     path: Path,
     empty_log: LogState | None = None,
-    see: Callable[[Entry, Header], None] = lambda entry, header: None,
+    see: Callable[[Entry, Header, LogState], None] = lambda entry, header, before: None,
 ) -> tuple[Chain, str | None]:
     """Read the whole cycles of a file, up to the first that is corrupt or does not follow. Returns what is wrong there,
     too.
@@ -112,7 +112,7 @@ def read_chain(
 
     Args:
         empty_log: of the run; by default the one that the file names.
-        see: is told each entry with its header. All headers at once may be too large to keep.
+        see: is told each entry with its header, and the log before it. All headers at once may be too large to keep.
 
     Raises: OSError.
     """
@@ -125,14 +125,15 @@ def read_chain(
                 raise LogError(f"it is of the run {named.run}, or of another manifest")
         except LogError as error:
             return Chain(empty_log or NO_RUN), f"{path}, line 1: {error}" if first else None
-        chain, cycle, problem = Chain(named), list[tuple[Entry, Header]](), None
+        chain, cycle, problem = Chain(named), list[tuple[Entry, Header, LogState]](), None
         for number, line in lines:
+            before = chain.end
             try:
                 entry = chain.add(read_entry(line))
             except LogError as error:
                 problem = f"{path}, line {number}: {error}"
                 break
-            cycle.append((entry, newest(chain.end)))
+            cycle.append((entry, newest(chain.end), before))
             if not chain.end.made:
                 for told in cycle:
                     see(*told)

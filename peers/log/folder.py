@@ -49,8 +49,8 @@ class LogFolderError(DilocoPeerError):
 
 
 class RunLog(ABC):
-    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Entries of a cycle that isn't whole yet
-    are beside them, in memory."""
+    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Beside them are, in memory, entries of
+    a cycle that is not whole yet."""
 
     is_on_disk: ClassVar[bool]
 

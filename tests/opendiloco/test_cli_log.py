@@ -405,8 +405,10 @@ def found_of(recorded: RecordedRun, folder: Path, fault: Fault, index: int = 2, 
     findings = Findings()
     proofs = Proofs(folder, recorded.run, findings)
     naming = recorded.headers[2].model_copy(update={"faults": (fault,), "index": index})
+    log = recorded.empty_log
     for header in (*recorded.headers[first:2], naming):
-        proofs.check(header)
+        proofs.check(header, log)
+        log = log.at(header)
     return findings
 
 

@@ -11,11 +11,12 @@ import pytest
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.model.build import fragments_of, layout_of, sized_skeleton
+from opendiloco.model.build import layout_of, sized_skeleton, with_sizes_named
 from opendiloco.outer.measuring import OuterStepTaken
 from opendiloco.outer.state import LocalState, OuterState
 from opendiloco.outer.statistics import OuterStatistics, together
 from opendiloco.shared_memory import Vector
+from peers.errors import ManifestError
 from peers.values.workload import BadBlocksError, Reduction, Workload
 from tests.opendiloco.test_local_workload import StateOnly
 
@@ -89,12 +90,25 @@ def test_work_on_a_fragment_counts_from_its_own_base(workload: LocalWorkload) ->
 
 def test_a_state_without_workers_has_the_same_fragments(small_content: dict[str, Any]) -> None:
     config = RunConfig.from_manifest_content(small_content | {"streaming": {"layers_per_fragment": 1}})
-    fragments = fragments_of(config)
+    assert config.streaming.fragments is None
+    named = with_sizes_named(config)
+    fragments = named.streaming.fragments
     assert fragments == layout_of(sized_skeleton(config), config.streaming).fragments
+    assert with_sizes_named(named) == named
     assert fragments is not None
     assert len(fragments) == 2
     assert len(LocalState(np.zeros(fragments[-1].stop, np.float32), config, fragments).fragments) == 2
-    assert fragments_of(RunConfig.from_manifest_content(small_content)) is None
+    plain = RunConfig.from_manifest_content(small_content)
+    assert with_sizes_named(plain) == plain
+    assert plain.streaming.fragments is None
+
+
+def test_fragments_of_other_sizes_than_the_run_says_are_refused(small_content: dict[str, Any]) -> None:
+    streaming = {"layers_per_fragment": 1, "sizes": [5, 7]}
+    config = RunConfig.from_manifest_content(small_content | {"streaming": streaming})
+    with pytest.raises(ManifestError, match=r"streaming\.sizes: the run's fragments have \(5, 7\) values") as refused:
+        with_sizes_named(config)
+    assert "leaves `sizes` out" in str(refused.value.remedy)
 
 
 def test_an_outer_step_is_told_of_when_all_of_its_fragments_are_measured(workload: LocalWorkload) -> None:

@@ -16,6 +16,7 @@ import torch
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.inner.replica import ModelReplica
+from opendiloco.model.build import with_sizes_named
 from opendiloco.model.layout import Layout
 from opendiloco.model.merging import merge
 from opendiloco.outer.state import OuterState
@@ -336,9 +337,12 @@ def test_a_step_that_is_skipped_counts(small_content: dict[str, Any]) -> None:
     assert next(calls) == 5
 
 
-def test_swarms_refuse_what_they_cannot_train_yet(small_content: dict[str, Any]) -> None:
-    for streaming in ({"layers_per_fragment": 2}, {"overlap": 1}, {"alpha": 0.5}):
-        with pytest.raises(ManifestError, match=r"streaming: .*cannot stream yet") as caught:
-            Run.sign(model_config(small_content, streaming=streaming), Identity.generate())
-        assert caught.value.remedy == "Remove the table [streaming]."
-    Run.sign(model_config(small_content, streaming={"pattern": "sequential"}), Identity.generate())
+def test_a_run_says_how_large_its_fragments_are(small_content: dict[str, Any]) -> None:
+    config = model_config(small_content, streaming={"layers_per_fragment": 2})
+    with pytest.raises(ManifestError, match=r"streaming\.sizes: ") as caught:
+        Run.sign(config, Identity.generate())
+    assert "diloco-peer run create" in str(caught.value.remedy)
+    named = with_sizes_named(config)
+    assert Run.sign(named, Identity.generate()).settings.fragments == len(named.streaming.sizes or ())
+    for streaming in ({"overlap": 1}, {"alpha": 0.5}, {"pattern": "sequential"}):
+        assert Run.sign(model_config(small_content, streaming=streaming), Identity.generate()).settings.fragments == 1

@@ -309,7 +309,7 @@ def test_a_line_that_does_not_follow_ends_the_log(tmp_path: Path, headers: list[
     file = tmp_path / ENTRIES
     file.write_bytes(first_line(LOG) + b"".join(entry_line(Entry.whole(header, None)) for header in headers))
     seen: list[Header] = []
-    chain, problem = read_chain(file, LOG, lambda entry, header: seen.append(header))
+    chain, problem = read_chain(file, LOG, lambda entry, header, before: seen.append(header))
     assert seen == list(chain.headers(0, 9)) == headers[:whole]
     assert (problem is None) == (whole == len(headers))
     assert read_chain(file)[0].entries == chain.entries, "what entries depend on is in the file"

@@ -165,7 +165,7 @@ def test_half_a_cycle_at_the_end_of_a_file_is_cut_off(tmp_path: Path) -> None:
     assert len(lines) == 1 + len(HEADERS)
     file.write_bytes(b"".join(lines[:-1]))
     seen = list[Header]()
-    chain, problem = read_chain(file, LOG, lambda entry, header: seen.append(header))
+    chain, problem = read_chain(file, LOG, lambda entry, header, before: seen.append(header))
     assert seen == list(chain.headers(0, 9)) == HEADERS[: 3 * FRAGMENTS]
     assert "cut short" in str(problem)
     again = opened(tmp_path)
