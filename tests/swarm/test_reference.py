@@ -31,15 +31,21 @@ partition_grace_seconds = 60.0
 """
 
 
-def write_run(folder: Path) -> Path:
+STREAMING = """[streaming]
+layers_per_fragment = 1
+overlap = 2
+"""
+
+
+def write_run(folder: Path, streaming: str) -> Path:
     """Write a run in which a volunteer that its machine holds up for some seconds is waited for."""
     text = TINY.read_text().replace("outer_steps = 8", f"outer_steps = {OUTER_STEPS}")
     path = folder / "run.toml"
-    path.write_text(text.partition("[rounds]")[0] + PATIENT)
+    path.write_text(text.partition("[rounds]")[0] + streaming + PATIENT)
     return path
 
 
-async def train_as_a_swarm(folder: Path) -> list[Journal]:
+async def train_as_a_swarm(folder: Path, streaming: str) -> list[Journal]:
     """Run a whole swarm of commands; the volunteers' journals."""
     children: list[Child] = []
 
@@ -51,7 +57,7 @@ async def train_as_a_swarm(folder: Path) -> list[Journal]:
         ports = ("--listen", LOOPBACK, "--data-port", "0")
         bootstrap = await start("bootstrap", "bootstrap", *ports, "--directory", str(folder))
         address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", DEADLINE)
-        toml = str(write_run(folder))
+        toml = str(write_run(folder, streaming))
         create = await start("organiser", "run", "create", toml, "--initial-peer", address, "--out", str(folder))
         invite = await create.line(r"diloco:\S+", DEADLINE)
         journals = [Journal(folder / f"journal-{number}.jsonl") for number in range(VOLUNTEERS)]
@@ -78,8 +84,9 @@ async def train_as_a_swarm(folder: Path) -> list[Journal]:
     return journals
 
 
-def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(tmp_path: Path) -> None:
-    entries, *others = [list(journal) for journal in asyncio.run(train_as_a_swarm(tmp_path))]
+@pytest.mark.parametrize("streaming", ["", STREAMING], ids=["plain", "streaming"])
+def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(streaming: str, tmp_path: Path) -> None:
+    entries, *others = [list(journal) for journal in asyncio.run(train_as_a_swarm(tmp_path, streaming))]
     assert len(entries) == OUTER_STEPS
     assert all(other == entries for other in others)
     for header, _ in entries:
