@@ -165,9 +165,13 @@ def find_manifest(log: Path, manifest: Path | None) -> Run:
 def cells(entry: Entry, header: Header) -> tuple[str, ...]:
     """An entry as the table shows it."""
     digests = (header.payload, header.digest, entry.state_digest)
-    counts = (header.index, len(header.roster), sum(member.tokens for member in header.roster), header.lineage_tokens)
+    fragment = f"/{header.fragment}" if header.fragment else ""
+    in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # said where a cycle is closed
     return (
-        *(f"{count:,}" for count in counts),
+        f"{header.index:,}{fragment}",
+        f"{len(header.roster):,}",
+        f"{sum(member.tokens for member in header.roster):,}",
+        in_all,
         *("-" if digest is None else digest.hex()[:8] for digest in digests),
     )
 
@@ -176,6 +180,7 @@ def plain(entry: Entry, header: Header) -> dict[str, object]:
     """An entry as JSON can say it, digests in hexadecimal."""
     return {
         "index": header.index,
+        "fragment": header.fragment,
         "peers": [{"peer": member.peer, "tokens": member.tokens, "missed": member.missed} for member in header.roster],
         "tokens": sum(member.tokens for member in header.roster),
         "lineage_tokens": header.lineage_tokens,

@@ -29,6 +29,7 @@ VALUES = {
     "tokens_per_second": "Training speed",
     "flops_utilisation": "Model FLOPs utilisation, 0 to 1; NaN: the peak of this device is not known",
     "data_wait_share": "Share of the time, 0 to 1, in which training waited for data",
+    "average_wait_share": "Share of the time, 0 to 1, in which training waited for late averages of fragments",
     "peak_memory_bytes": "Most memory of the first worker: on a GPU in that training, on the CPU since it started",
     "skipped_inner_steps": "Inner steps that changed nothing, since their loss or gradient was not finite",
 }
@@ -74,6 +75,7 @@ def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict
         "tokens_per_second": speed,
         "flops_utilisation": speed / peak_tokens_per_second if peak_tokens_per_second else math.nan,
         "data_wait_share": min(done.waited_seconds / seconds, 1.0),
+        "average_wait_share": min(done.average_wait_seconds / seconds, 1.0),
         "peak_memory_bytes": done.peak_memory_bytes,
         "skipped_inner_steps": done.skipped,
     }
@@ -184,6 +186,8 @@ def line_of(values: Mapping[str, float]) -> str:
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     norm = f"gradient norm {known['gradient_norm']:.3g}, " if "gradient_norm" in known else ""
     waiting = f"{known['data_wait_share']:.1%} waiting for data, " if "data_wait_share" in known else ""
+    if known.get("average_wait_share"):
+        waiting += f"{known['average_wait_share']:.1%} waiting for averages, "
     utilisation = f"{known['flops_utilisation']:.1%}" if "flops_utilisation" in known else "unknown"
     return (
         f"{values['tokens']:.0f} tokens, loss {values['loss']:.4f}, {norm}{values['tokens_per_second']:.0f} tokens/s, "

@@ -39,6 +39,9 @@ class Abstention:
 
     def look(self, slots: Iterable[Slot]) -> None:
         """Give our say up if we can take part in nothing."""
+        slots = list(slots)
+        if any(slot.state in (SlotState.READY, SlotState.AVERAGING) for slot in slots):
+            self._trainer.waits()
         if not (self._trainer.is_stuck or self._troubles.reaches_nobody):
             self._unable_since = None
             return

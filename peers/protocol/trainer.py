@@ -143,6 +143,11 @@ class Trainer(Part):
         """For how long the worker has trained and not gone on, whichever leases it had."""
         return self._silent + (self._desk.now - self._moved_at if self.state is TRAINING else 0.0)
 
+    def waits(self) -> None:
+        """The worker may be waiting for an average: that is no silence of its own, which begins when it is there."""
+        if self.state is TRAINING:
+            self._moved_at, self._silent = self._desk.now, 0.0
+
     @property
     def is_stuck(self) -> bool:
         """Whether the worker has shown nothing for much longer than it ever took: it hangs, or is started again."""

@@ -28,6 +28,7 @@ EXPECTED = {
     "tokens_per_second": 32,
     "flops_utilisation": 0.4,
     "data_wait_share": 0.25,
+    "average_wait_share": 0,
     "peak_memory_bytes": 3 * 2**30,
     "skipped_inner_steps": 0,
 }
