@@ -122,7 +122,7 @@ class Pages:
         self._open = 0
 
     async def list_json(self, request: web.Request) -> web.Response:
-        summaries = [watch.view.summary() for watch in self._watching.runs.values()]
+        summaries = [watch.summary for watch in self._watching.runs.values()]
         return web.json_response(summaries)
 
     async def run_json(self, request: web.Request) -> web.Response:
