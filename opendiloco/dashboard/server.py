@@ -179,7 +179,10 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 @web.middleware
 async def _only_local(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    name = request.url.host or ""
+    try:
+        name = request.url.host or ""
+    except ValueError:  # a Host header that is none
+        name = ""
     if not is_loopback(name):
         text = "This dashboard answers only to names of this machine: a proxy has to send `Host: localhost`."
         raise web.HTTPMisdirectedRequest(text=text)

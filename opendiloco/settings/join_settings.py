@@ -61,7 +61,7 @@ class RunSettings(Settings):
         "Train on the text in this folder. Given for each of the run's sources that is a local folder, in their order.",
         (),
         metavar="FOLDER",
-        check=_is_there,
+        check_here=_is_there,
     )
     on_partition: Literal["continue", "wait"] = setting(
         "When most of the run's peers are gone for rounds.partition_grace_seconds: train with those that are here, or "

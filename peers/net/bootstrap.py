@@ -242,9 +242,9 @@ def _open_door(
 
 async def _publish(transport: HivemindTransport, store: ManifestStore) -> None:
     """Put every manifest into the DHT again, and see which of the runs are in use."""
-    HEALTH.expect("publishing", 3 * REPUBLISH_INTERVAL, "no manifest was put into the DHT again")
     manifests = list(store)
     metrics.KNOWN_RUNS.set(len(manifests))
+    _is_publishing()
     for manifest in manifests:
         await transport.store_manifest(manifest, MANIFEST_LIFETIME)
         heartbeats = await transport.heartbeats(manifest.run_id)
@@ -252,6 +252,12 @@ async def _publish(transport: HivemindTransport, store: ManifestStore) -> None:
             store.touch(manifest.run_id)
         live = sum(beat.state not in (PeerState.LEAVING, PeerState.ARCHIVING) for beat in heartbeats)
         metrics.RUN_LIVE_PEERS.labels(manifest.run_id).set(live)
+        _is_publishing()
+
+
+def _is_publishing() -> None:
+    """Give a sign of life after each run: all of a thousand take longer than they may keep us waiting."""
+    HEALTH.expect("publishing", 3 * REPUBLISH_INTERVAL, "no manifest was put into the DHT again")
 
 
 async def _until_stopped(transport: HivemindTransport, store: ManifestStore, stop: asyncio.Event) -> None:

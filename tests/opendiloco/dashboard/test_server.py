@@ -175,6 +175,9 @@ def test_nothing_can_be_changed(story: Story) -> None:
         ("[::1]:8080", 200),
         ("evil.example", 421),
         ("127.0.0.1.evil.example", 421),
+        ("::1", 421),
+        ("localhost:port", 421),
+        ("\xff\xfe", 421),
     ],
 )
 def test_a_web_site_cannot_read_it_through_a_browser(story: Story, host: str, status: int) -> None:
