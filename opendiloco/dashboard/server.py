@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
+from opendiloco.dashboard.doorman import Doorman
 from opendiloco.dashboard.sources import Source
 from opendiloco.dashboard.watching import Board, Watching
 from peers.errors import LocalNetworkError
@@ -88,7 +89,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         handle_signals=False,
     )
     await runner.setup()
-    await web.SockSite(runner, listening).start()
+    await _Site(runner, listening).start()
     looking = asyncio.create_task(watching.keep_looking())
     looking.add_done_callback(_report_failure)
     try:
@@ -97,6 +98,15 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
         await runner.cleanup()
+
+
+class _Site(web.SockSite):
+    """The server at a socket, with a doorman before it."""
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        assert self._runner.server is not None
+        self._server = await asyncio.get_running_loop().create_server(Doorman(self._runner.server), sock=self._sock)
 
 
 def application(watching: Watching, is_local: bool) -> web.Application:

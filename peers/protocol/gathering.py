@@ -77,13 +77,11 @@ class Gathering:
         """Whether others are further on: we are to join them, however long it takes us."""
         self.lease: Lease | None = None  # our own
         self._awaited: set[str] = set()
-        self._overtaken: Counter[str] = Counter()
-        self._ready_times = ReadyTimes()
+        self._overtaken, self._ready_times = Counter[str](), ReadyTimes()
         self._together_at, self._ticked_at = -float("inf"), float("inf")
         self._minimum = settings.minimum_peers
         self.grace = self.shortest_grace = settings.timing.grace
-        self._last_number = 0
-        self._in_minority = False
+        self._last_number, self._in_minority = 0, False
 
     # Leases for joiners ---------------------------------------------------------------------------------------
     def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
