@@ -123,7 +123,7 @@ def test_children_that_have_ended_are_ours() -> None:
     before = seconds_of_family()
     program = "import time\nwhile time.process_time() < 0.3: pass"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-    assert seconds_of_family() - before >= 0.3
+    assert seconds_of_family() - before > 0.25, "the clock has ticks of 10 ms"
 
 
 @pytest.mark.parametrize("with_heat", [True, False])
