@@ -8,11 +8,12 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.logs import PLACE, LogOptions
 from opendiloco.cli.options import open_dashboard, parse_run
 from opendiloco.cli.setting_options import join_settings
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from opendiloco.island.environment import Placement
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
+    from opendiloco.stay import Stay
     from opendiloco.volunteer import Volunteer
     from opendiloco.workers.nodes import Nodes
     from peers.net.transport import HivemindTransport
@@ -44,15 +46,17 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
     from opendiloco.island.environment import Placement
-    from opendiloco.owner.again import begin_again
+    from opendiloco.owner.again import begin_again, hold_back_toggles
     from opendiloco.owner.gpus import power_limit
     from opendiloco.settings.file import unknown_variables
     from peers.metrics import serve_metrics
 
+    hold_back_toggles()
     view = view_for(log, is_plain=settings.plain)
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
     invite = parse_run(settings.run, settings.initial_peers)
+    PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
     placement = Placement.read(os.environ)
     if placement is not None and not placement.is_first:
@@ -63,10 +67,13 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
         serve_metrics(settings.metrics_port)
     page = open_dashboard(settings.dashboard_address)
     with hold_identity(settings.identity) as key, power_limit(settings.gpu_power_limit, settings.device, settings.gpus):
+        PLACE.peer = key.peer_id
+        joining = Joining(settings, invite, key, watch, view, page, placement)
         try:
-            run_interruptible(lambda interrupts: live(settings, invite, key, watch, view, page, placement, interrupts))
-        finally:  # ends with the process: Python 3.11 crashed when it took cycles of views of shared memory apart
-            gc.freeze()
+            run_interruptible(joining.live)
+        finally:
+            view.close()
+            gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
     if watch.comes_back:
         begin_again(watch.wishes)
 
@@ -82,72 +89,79 @@ def owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
 
     until = None if settings.until is None else parse_until(settings.until, datetime.now())
     look = Observer().look if settings.pause_when else None
-    return OwnersWatch(remembered_wishes(os.environ), settings.conditions(), until, look, view.say)
+    watch = OwnersWatch(remembered_wishes(os.environ), settings.conditions(), until, look, view.say)
+    watch.phase = lambda: view.phase
+    return watch
 
 
-async def live(
-    settings: JoinSettings,
-    invite: Invite,
-    key: Identity,
-    watch: OwnersWatch,
-    view: JoinView,
-    page: socket.socket | None,
-    placement: Placement | None,
-    interrupts: Interrupts,
-) -> None:
-    """Wait until the owner wants this machine to train, and train until asked to leave."""
-    from opendiloco.checkpoints.journal import Journal
-    from opendiloco.checkpoints.remote import check_url
-    from opendiloco.checkpoints.run_folder import RunFolder
-    from opendiloco.owner.watch import watching
+@dataclass(frozen=True)
+class Joining:
+    """One `join` on the machine that has the peer process. `page` is the socket of its dashboard, if it has one."""
 
-    folder = RunFolder.at(invite.run_id, key.peer_id, settings.state).path
-    async with watching(watch, folder) as is_wanted:
-        if not is_wanted:
-            return
+    settings: JoinSettings
+    invite: Invite
+    key: Identity
+    watch: OwnersWatch
+    view: JoinView
+    page: socket.socket | None
+    placement: Placement | None
+
+    async def live(self, interrupts: Interrupts) -> None:
+        """Wait until the owner wants this machine to train, and train until asked to leave."""
+        from opendiloco.checkpoints.run_folder import RunFolder
+        from opendiloco.owner.watch import watching
+
+        folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self.settings.state).path
+        async with watching(self.watch, folder) as is_wanted:
+            if not is_wanted:
+                return
+            await self._train(interrupts)
+        self.view.say("left the run")
+
+    async def _train(self, interrupts: Interrupts) -> None:
         from opendiloco.dashboard.server import dashboard
         from opendiloco.dashboard.sources import volunteer_source
+
+        stay, sources = self._stay(), list[Source]()
+
+        def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
+            PLACE.outer_step = lambda: volunteer.outer_step
+            interrupts.polite = lambda: leave(volunteer, self.view)
+            sources.append(volunteer_source(volunteer, transport))
+
+        async with dashboard(self.page, lambda: sources), self._other_machines(interrupts) as nodes:
+            await stay.train(self.view, nodes, when_ready)
+
+    def _stay(self) -> Stay:
+        """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
+        from opendiloco.checkpoints.journal import Journal
+        from opendiloco.checkpoints.remote import check_url
         from opendiloco.entrance import read_ticket
         from opendiloco.stay import Stay
 
+        settings = self.settings
         ticket = None if settings.ticket is None else read_ticket(settings.ticket)
         journal = None if settings.journal is None else Journal.open(settings.journal)
         if settings.remote is not None:
             check_url(settings.remote)
-        stay = Stay(settings, invite, key, watch, ticket, journal)
+        return Stay(settings, self.invite, self.key, self.watch, ticket, journal)
 
-        sources: list[Source] = []
+    @asynccontextmanager
+    async def _other_machines(self, interrupts: Interrupts) -> AsyncIterator[Nodes]:
+        """Yield the other machines of this volunteer, if torchrun has started any. Raises: IslandError."""
+        from opendiloco.island.first import gathered
+        from opendiloco.workers.nodes import Nodes
 
-        def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
-            interrupts.polite = lambda: leave(volunteer, view)
-            sources.append(volunteer_source(volunteer, transport))
+        def leave() -> None:
+            if interrupts.count == 0:
+                interrupts(signal.SIGTERM)
 
-        async with (
-            dashboard(page, lambda: sources),
-            other_machines(placement, invite.run_id, key.peer_id, view, interrupts) as nodes,
-        ):
-            await stay.train(view, nodes, when_ready)
-    view.say("left the run")
-
-
-@asynccontextmanager
-async def other_machines(
-    placement: Placement | None, run_id: str, peer_id: str, view: JoinView, interrupts: Interrupts
-) -> AsyncIterator[Nodes]:
-    """The other machines of this volunteer, if torchrun has started any. Raises: IslandError."""
-    from opendiloco.island.first import gathered
-    from opendiloco.workers.nodes import Nodes
-
-    def leave() -> None:
-        if interrupts.count == 0:
-            interrupts(signal.SIGTERM)
-
-    if placement is None:
-        yield Nodes()
-        return
-    view.say(f"waiting for the other machines of this volunteer: {placement.size} in all")
-    async with gathered(placement, run_id, leave, peer_id) as nodes:
-        yield nodes
+        if self.placement is None:
+            yield Nodes()
+            return
+        self.view.say(f"waiting for the other machines of this volunteer: {self.placement.size} in all")
+        async with gathered(self.placement, self.invite.run_id, leave, self.key.peer_id) as nodes:
+            yield nodes
 
 
 async def serve_as_node(

@@ -31,6 +31,11 @@ def begin_again(wishes: Wishes) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {WISHES_VARIABLE: said})
 
 
+def hold_back_toggles() -> None:
+    """Have SIGUSR1 wait until this process listens (see `listen_again`), lest it end a process that has no handler."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
+
 def listen_again() -> None:
     """Let signals through that came while this process began."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, OWNERS_SIGNALS)

@@ -62,6 +62,16 @@ class Observer:
         return share_of_others(seconds, idle - before[1], own)
 
 
+def machine_line() -> str:
+    """Return what can be read of this machine's temperature and its GPUs' power, in words; it may be nothing."""
+    gpus = look_at_gpus()
+    celsius = hottest(_processors(), [gpu.celsius for gpu in gpus if gpu.celsius is not None])
+    said = [] if celsius is None else [f"{celsius:.0f} °C"]
+    watts, limits = ([getattr(gpu, name) or 0.0 for gpu in gpus] for name in ("watts", "limit"))
+    said += [f"GPUs {sum(watts):.0f} of {sum(limits):.0f} W"] if any(watts) else []
+    return ", ".join(said)
+
+
 def share_of_others(seconds: float, idle: float, own: float) -> float:
     """Return the share of so many seconds of all cores that was neither idle nor ours."""
     return min(max(0.0, seconds - idle - own) / seconds, 1.0) if seconds > 0 else 0.0

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from opendiloco.owner.again import listen_again
+from opendiloco.owner.again import hold_back_toggles, listen_again
 from opendiloco.owner.conditions import Condition, reasons
 from opendiloco.owner.controls import Answer, Request, serve_controls
 from opendiloco.owner.facts import Facts
@@ -56,7 +56,8 @@ class OwnersWatch:
         say: Callable[[str], None] = logger.info,
     ) -> None:
         self.wishes = wishes
-        self.phase = "starting"
+        self.phase: Callable[[], str] = lambda: "starting"
+        """Says what the volunteer is doing."""
         self.comes_back = False
         """Whether the stay ends to begin anew: after the pause, or at once if the machine has slept."""
         self._conditions = conditions
@@ -87,9 +88,9 @@ class OwnersWatch:
         elif request.do == "finish":
             says = self.wishes.finish()
         else:
-            says = self.phase
+            says = self.phase()
         self.act(awake())
-        return Answer(says=says, phase=self.phase, reasons=self.wishes.reasons)
+        return Answer(says=says, phase=self.phase(), reasons=self.wishes.reasons)
 
     def toggle(self) -> None:
         """Pause or go on: what SIGUSR1 does."""
@@ -189,4 +190,5 @@ async def watching(watch: OwnersWatch, folder: Path) -> AsyncIterator[bool]:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            hold_back_toggles()
             loop.remove_signal_handler(signal.SIGUSR1)

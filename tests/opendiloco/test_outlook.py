@@ -1,0 +1,116 @@
+"""What people see of a volunteer: phases, how far they have come, the curve, and what was contributed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from opendiloco.contributions import Contribution
+from opendiloco.lookout import RateMeter
+from opendiloco.outlook import (
+    COMPILING,
+    DOWNLOADING,
+    OF_STATES,
+    PREPARING,
+    TRAINING,
+    Outlook,
+    Rate,
+    Work,
+    curve,
+    healthy_line,
+    outlook_lines,
+    phase_of_stage,
+    stage_line,
+)
+from peers.protocol.states import State
+
+OUTLOOK = Outlook(
+    phase=TRAINING,
+    outer_step=12,
+    outer_steps=40,
+    inner_step=50,
+    inner_steps=200,
+    work=Work(0.25, 20.0),
+    peers=3,
+    reach="open, 1 relayed",
+    loss=2.5,
+    losses=(4.0, 3.0, 2.5),
+    tokens_per_second=12345.6,
+    contribution=Contribution(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
+    up=Rate(1e6 / 8, 20e6 / 8),
+    down=Rate(2e6 / 8, None),
+    machine="61 °C",
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "phase"),
+    [
+        ("finding the run", "finding the run"),
+        ("importing torch", "checking this machine"),
+        ("checking this machine", "checking this machine"),
+        ("tokenizing stdlib", PREPARING),
+        ("checking /tokens", PREPARING),
+        ("compiling", COMPILING),
+    ],
+)
+def test_each_stage_of_the_start_has_its_phase(stage: str, phase: str) -> None:
+    assert phase_of_stage(stage) == phase
+
+
+def test_a_stage_says_how_far_it_has_come_and_how_long_yet() -> None:
+    assert stage_line("tokenizing c4", Work(0.2, 10)) == "preparing data: tokenizing c4 20%, about 40 s left"
+    assert stage_line("compiling", Work(None, 65)) == "compiling (65 s)"
+    assert stage_line("finding the run", Work(None, 0.4)) == "finding the run"
+
+
+def test_every_state_of_a_peer_has_a_phase() -> None:
+    assert set(OF_STATES) == set(State)
+
+
+def test_a_healthy_line_has_all_that_matters() -> None:
+    assert healthy_line(OUTLOOK) == (
+        "outer step 12/40, training, inner step 50/200, next round in 60 s, loss 2.500, 12,346 tokens/s, 3 peers, "
+        "reach open, 1 relayed, 1.23 M tokens in 11 rounds: 34%, rank 2 of 5, 1.0 of 20 Mbit/s up, 2.0 Mbit/s down"
+    )
+
+
+def test_the_screen_fits_80_columns() -> None:
+    lines = outlook_lines(OUTLOOK)
+    assert lines == [
+        "outer step 12/40 · training, inner step 50/200, next round in 60 s",
+        "loss 2.500 █▃▁",
+        "12,346 tokens/s · 3 peers · reach open, 1 relayed",
+        "up 1.0 of 20 Mbit/s · down 2.0 Mbit/s · 61 °C",
+        "contributed 1.23 M tokens in 11 rounds: 34%, rank 2 of 5",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_download_names_its_donors_and_rate() -> None:
+    downloading = replace(OUTLOOK, phase=DOWNLOADING, donors=2, work=Work(0.5, 30), down=Rate(80e6 / 8, None))
+    expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
+    assert outlook_lines(downloading)[0] == expected
+
+
+def test_a_pause_says_why() -> None:
+    paused = replace(OUTLOOK, paused=("on battery", "game runs"))
+    assert outlook_lines(paused)[0] == "outer step 12/40 · paused: on battery, game runs"
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([1.0], "▁"), ([1.0, 1.0], "▁▁"), ([0.0, 7.0], "▁█"), ([0.0, 1.0, 6.0, 7.0], "▁█"), (range(8), "▁█")],
+)
+def test_a_curve_has_means_where_it_has_no_room(values: list[float], bars: str) -> None:
+    assert curve(list(values), width=2) == bars
+
+
+def test_a_rate_is_that_of_the_last_seconds() -> None:
+    meter = RateMeter()
+    assert meter.rate(100, 0.0) == 0
+    assert meter.rate(300, 2.0) == 100
+    for second in range(3, 11):
+        meter.rate(300, float(second))
+    assert meter.rate(300, 11.0) == 0
