@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, str] = {
     "follow": "opendiloco.cli.follow",
     "log": "opendiloco.cli.log",
     "anchor": "opendiloco.cli.anchor",
+    "identity": "opendiloco.cli.identity",
     "config": "opendiloco.cli.config",
     "kernels": "opendiloco.cli.kernels",
 }
