@@ -11,8 +11,8 @@ from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.journal import Journal
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.entrance import enter
-from opendiloco.outlook import CHECKING, FINDING
 from opendiloco.owner.watch import OwnersWatch
+from opendiloco.progress import CHECKING, FINDING
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import MemoryCap, cap_memory

@@ -45,6 +45,7 @@ from peers.transfer.download import Download
 from peers.transfer.storage import FolderStorage
 from peers.values.clock import now
 from peers.values.identity import Identity
+from peers.values.reach import Reach
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -193,7 +194,13 @@ class Volunteer:
 
     @property
     def caps(self) -> Caps:
+        """Return what may be sent and received at most."""
         return self._transport.caps
+
+    @property
+    def reach(self) -> dict[str, Reach]:
+        """Return the ways to those peers of which one is known."""
+        return self._transport.reach()
 
     @property
     def moved_bytes(self) -> tuple[int, int]:

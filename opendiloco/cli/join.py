@@ -122,7 +122,8 @@ class Joining:
         from opendiloco.dashboard.server import dashboard
         from opendiloco.dashboard.sources import volunteer_source
 
-        stay, sources = self._stay(), list[Source]()
+        stay = self._stay()
+        sources: list[Source] = []
 
         def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
             PLACE.outer_step = lambda: volunteer.outer_step

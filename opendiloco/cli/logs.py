@@ -48,8 +48,8 @@ PLACE = LogPlace()
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: `time`, `level`, `logger`, `message`, what is known of `run`, `peer` and `outer_step`, and the
-    `error` with its traceback, if there is one."""
+    """One object a line: `time`, `level`, `logger`, `message`, what is known of `run`, `peer` and `outer_step`, the
+    `details` that whoever logs adds, and the `error` with its traceback, if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -59,7 +59,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        said |= getattr(record, "known", {})
+        said |= getattr(record, "known", {}) | getattr(record, "details", {})
         if record.exc_info:
             said["error"] = self.formatException(record.exc_info)
         return json.dumps(said, ensure_ascii=False)

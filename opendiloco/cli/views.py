@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-    from opendiloco.lookout import Lookout
-    from opendiloco.outlook import Outlook
     from opendiloco.owner.watch import OwnersWatch
+    from opendiloco.progress import Progress
+    from opendiloco.progress_reader import ProgressReader
     from opendiloco.volunteer import Volunteer
 
 logger = logging.getLogger(__name__)
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 SCREEN_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0
 MACHINE_SECONDS = 10.0
-THIS_MACHINE = "this machine"
 
 
 class JoinView(ABC):
-    """Shows a person how it goes."""
+    """Shows a person how it goes. `phase` is what the volunteer is doing."""
 
     def __init__(self) -> None:
         self.phase = "starting"
         self._stage, self._since = "", time.monotonic()
         self._share: float | None = None
+        self._is_training = False
 
     @abstractmethod
     def say(self, text: str) -> None:
@@ -48,7 +48,7 @@ class JoinView(ABC):
         """Show what comes before training: the same phase as before, or a new one."""
 
     @abstractmethod
-    async def show(self, volunteer: Volunteer, lookout: Lookout) -> None:
+    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
         """Show how training goes, until cancelled."""
 
     def close(self) -> None:
@@ -56,9 +56,11 @@ class JoinView(ABC):
         self.phase = "ended"
 
     def stage(self, stage: str, share: float | None) -> None:
-        """Hear what comes before training, and how much of it is done."""
-        from opendiloco.outlook import phase_of_stage
+        """Hear what comes before training, and how much of it is done. Workers that start again say so in the log."""
+        from opendiloco.progress import phase_of_stage
 
+        if self._is_training:
+            return
         if stage != self._stage:
             self._stage, self._since = stage, time.monotonic()
         self._share, before, self.phase = share, self.phase, phase_of_stage(stage)
@@ -66,16 +68,18 @@ class JoinView(ABC):
 
     def stage_line(self) -> str:
         """Return what comes before training, and how far it has come."""
-        from opendiloco.outlook import Work, stage_line
+        from opendiloco.progress import Work
+        from opendiloco.progress_lines import stage_line
 
         return stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
 
     async def train(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
-        """Have the volunteer train until its end, and show how it goes meanwhile."""
-        from opendiloco.lookout import Lookout
+        """Have the volunteer train, and show how that goes meanwhile."""
+        from opendiloco.progress_reader import ProgressReader
 
-        lookout = Lookout(volunteer, lambda: watch.wishes.reasons)
-        beside = [asyncio.create_task(self.show(volunteer, lookout)), asyncio.create_task(read_machine(lookout))]
+        self._is_training = True
+        reader = ProgressReader(volunteer, lambda: watch.wishes.reasons)
+        beside = [asyncio.create_task(self.show(volunteer, reader)), asyncio.create_task(read_machine(reader))]
         try:
             await volunteer.train()
         finally:
@@ -83,9 +87,9 @@ class JoinView(ABC):
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
 
-    def note(self, outlook: Outlook) -> bool:
-        """Remember what the volunteer is doing; return whether that is something else than before."""
-        is_new, self.phase = outlook.phase != self.phase, outlook.phase
+    def note(self, progress: Progress) -> bool:
+        """Remember the phase; return whether it is a new one."""
+        is_new, self.phase = progress.phase != self.phase, progress.phase
         return is_new
 
 
@@ -100,19 +104,20 @@ class Lines(JoinView):
         if is_new:
             logger.info("phase: %s", self.phase)
 
-    async def show(self, volunteer: Volunteer, lookout: Lookout) -> None:
-        from opendiloco.outlook import ROUTINE, healthy_line
+    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
+        from opendiloco.progress import ROUTINE
+        from opendiloco.progress_lines import healthy_line
 
         due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
         while True:
-            outlook = lookout.look()
-            if self.note(outlook):
-                is_routine = has_trained and outlook.phase in ROUTINE
-                logger.log(logging.DEBUG if is_routine else logging.INFO, "phase: %s", outlook.phase)
-                has_trained |= outlook.phase in ROUTINE
+            progress = reader.read()
+            if self.note(progress):
+                is_routine = has_trained and progress.phase in ROUTINE
+                logger.log(logging.DEBUG if is_routine else logging.INFO, "phase: %s", progress.phase)
+                has_trained |= progress.phase in ROUTINE
             if time.monotonic() >= due:
                 due += HEALTHY_SECONDS
-                logger.info("%s", healthy_line(outlook))
+                logger.info("%s", healthy_line(progress), extra={"details": {"progress": progress.plain()}})
             await asyncio.sleep(SCREEN_SECONDS)
 
 
@@ -123,58 +128,58 @@ class Screen(JoinView):
         super().__init__()
         self._console = console
         self._starting: Live | None = None
-        self._has_started = False
 
     def say(self, text: str) -> None:
         with suppress(OSError):  # the terminal may have been closed
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show_stage(self, is_new: bool) -> None:
         from rich.live import Live
+        from rich.text import Text
 
-        if self._has_started or self._starting is not None:
-            return  # workers that start again say so in the log
+        if self._starting is not None:
+            return
         self._starting = Live(
-            console=self._console, get_renderable=self.stage_line, refresh_per_second=2, transient=True
+            console=self._console,
+            get_renderable=lambda: Text(self.stage_line()),
+            refresh_per_second=2,
+            transient=True,
         )
         with suppress(OSError):
             self._starting.start()
 
     def close(self) -> None:
+        self._stop_starting()
+        super().close()
+
+    def _stop_starting(self) -> None:
         """Take the line away that shows the start."""
-        self._has_started = True
         live, self._starting = self._starting, None
         if live is not None:
             with suppress(OSError):
                 live.stop()
 
-    async def show(self, volunteer: Volunteer, lookout: Lookout) -> None:
-        from rich.console import Group
+    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
         from rich.live import Live
 
-        from opendiloco.outlook import outlook_lines
-        from opendiloco.screen import peers_table, reach_lines, row_of
+        from opendiloco.screen import volunteer_picture
 
-        self.close()
-        config = volunteer.run.config
+        self._stop_starting()
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
-                own, *others = volunteer.heartbeats()
-                rows = [row_of(own, config, THIS_MACHINE), *(row_of(beat, config) for beat in others)]
-                outlook = lookout.look()
-                self.note(outlook)
-                held_out = [] if outlook.held_out is None else [outlook.held_out]
-                table = peers_table(rows, volunteer.run.run_id)
-                live.update(Group(table, *outlook_lines(outlook), *held_out, *reach_lines([own])), refresh=True)
+                progress = reader.read()
+                self.note(progress)
+                picture = volunteer_picture(volunteer.run, volunteer.heartbeats(), progress, self._console.height)
+                live.update(picture, refresh=True)
                 await asyncio.sleep(SCREEN_SECONDS)
 
 
-async def read_machine(lookout: Lookout) -> None:
+async def read_machine(reader: ProgressReader) -> None:
     """Read the machine's temperature and power now and then, until cancelled."""
     from opendiloco.owner.facts import machine_line
 
     while True:
-        lookout.machine = await asyncio.to_thread(machine_line)
+        reader.machine = await asyncio.to_thread(machine_line)
         await asyncio.sleep(MACHINE_SECONDS)
 
 
