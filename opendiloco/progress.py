@@ -11,8 +11,9 @@ from opendiloco.stages import WITH_A_COMPILER
 from peers.protocol.states import State
 
 FINDING, CHECKING, DOWNLOADING = "finding the run", "checking this machine", "downloading the state"
-PREPARING, COMPILING, TRAINING = "preparing data", "compiling", "training"
-SYNCHRONISING, FINISHED, LEAVING = "synchronising", "finished: handing out the model", "leaving the run"
+STARTING, PREPARING, COMPILING = "starting the workers", "preparing data", "compiling"
+TRAINING, SYNCHRONISING = "training", "synchronising"
+FINISHED, LEAVING = "finished: handing out the model", "leaving the run"
 OF_STATES: Mapping[State, str] = {
     State.JOINING: "waiting for a place in the run",
     State.FETCHING: DOWNLOADING,
@@ -108,4 +109,4 @@ def phase_of_stage(stage: str) -> str:
         return stage
     if stage in WITH_A_COMPILER:
         return COMPILING
-    return PREPARING if stage.startswith(ABOUT_DATA) else CHECKING
+    return PREPARING if stage.startswith(ABOUT_DATA) else STARTING

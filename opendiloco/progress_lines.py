@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from opendiloco.contributions import Contribution
-from opendiloco.owner.watch import in_words as duration
 from opendiloco.progress import DOWNLOADING, TRAINING, Progress, Traffic, Work, phase_of_stage
-from opendiloco.quantities import in_words
+from opendiloco.quantities import duration, in_words
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40

@@ -41,17 +41,24 @@ logger = logging.getLogger(__name__)
 @click.pass_obj
 def command(log: LogOptions, settings: JoinSettings) -> None:
     """Train in a run with this machine until Ctrl-C."""
+    from opendiloco.owner.again import toggles_held_back
+
+    with toggles_held_back():
+        join(log, settings)
+
+
+def join(log: LogOptions, settings: JoinSettings) -> None:
+    """Train in a run until asked to leave; after a long pause, as a new process. Raises: DilocoPeerError."""
     from opendiloco.cli.views import view_for
     from opendiloco.doctor.quick import check_quickly
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
     from opendiloco.island.environment import Placement
-    from opendiloco.owner.again import begin_again, hold_back_toggles
+    from opendiloco.owner.again import begin_again
     from opendiloco.owner.gpus import power_limit
     from opendiloco.settings.file import unknown_variables
     from peers.metrics import serve_metrics
 
-    hold_back_toggles()
     view = view_for(log, is_plain=settings.plain)
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)

@@ -37,10 +37,16 @@ class LogPlace:
         step = self.outer_step()
         known = {"run": self.run, "peer": self.peer, "outer_step": step}
         record.known = {name: value for name, value in known.items() if value is not None}
-        said = [self.run[:24] if self.run else "", f"…{self.peer[-8:]}" if self.peer else ""]
+        said = [_short_run(self.run) if self.run else "", f"…{self.peer[-8:]}" if self.peer else ""]
         words = " ".join(filter(None, [*said, "" if step is None else f"#{step}"]))
         record.place = f"[{words}] " if words else ""
         return True
+
+
+def _short_run(run: str) -> str:
+    """Return a run's name with the beginning of its digest."""
+    name, dash, digest = run.rpartition("-")
+    return f"{name}{dash}{digest[:8]}"
 
 
 PLACE = LogPlace()

@@ -94,9 +94,19 @@ class JoinView(ABC):
 
 
 class Lines(JoinView):
-    """Log lines: one that says how it goes each minute, and each phase but those of every outer step."""
+    """Log lines: one that says how it goes each minute, and each phase but those of every outer step.
+
+    What is said to a person is printed, or a line of the log like all others where programs read it: `is_json`.
+    """
+
+    def __init__(self, is_json: bool = False) -> None:
+        super().__init__()
+        self._is_json = is_json
 
     def say(self, text: str) -> None:
+        if self._is_json:
+            logger.info("%s", text)
+            return
         with suppress(OSError):  # nobody may be there to read it, and what we are about to do is done all the same
             click.echo(text)
 
@@ -187,7 +197,7 @@ def view_for(log: LogOptions, is_plain: bool) -> JoinView:
     """Begin to log, and return how to show what goes on."""
     if is_plain or (log.is_json and log.file is None) or not sys.stdout.isatty():
         log.start("info")
-        return Lines()
+        return Lines(log.is_json)
     from rich.console import Console
     from rich.logging import RichHandler
 

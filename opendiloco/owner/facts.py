@@ -11,9 +11,8 @@ from datetime import datetime
 import psutil
 
 from opendiloco.owner.gpus import look_at_gpus
+from opendiloco.owner.sensors import is_on_battery, read_sensors
 
-PROCESSORS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "acpitz"})
-"""What Linux calls the sensors of processors; others belong to disks and network cards."""
 PLAUSIBLE = range(1, 126)
 """Degrees Celsius. Sensors that are not connected say other numbers."""
 
@@ -40,11 +39,10 @@ class Observer:
 
     def look(self) -> Facts:
         """Return the facts. It takes some tens of milliseconds."""
-        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
         names = (process.info["name"] for process in psutil.process_iter(["name"]))
         return Facts(
             now=datetime.now(),
-            on_battery=battery is not None and battery.power_plugged is False,
+            on_battery=is_on_battery(),
             others=self._share_of_others(),
             celsius=hottest(_processors(), [gpu.celsius for gpu in look_at_gpus() if gpu.celsius is not None]),
             programs=frozenset(name for name in names if name),
@@ -94,5 +92,4 @@ def seconds_of_family() -> dict[int, float]:
 
 
 def _processors() -> list[float]:
-    sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
-    return [reading.current for name, readings in sensors.items() if name in PROCESSORS for reading in readings]
+    return [sensor.celsius for sensor in read_sensors() if sensor.is_of_processor]

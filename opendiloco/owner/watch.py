@@ -22,6 +22,7 @@ from opendiloco.owner.controls import Answer, Request, serve_controls
 from opendiloco.owner.facts import Facts
 from opendiloco.owner.sleep import SleepWatch, awake, since_start
 from opendiloco.owner.wishes import Wishes
+from opendiloco.quantities import duration
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class OwnersWatch:
         self.wishes.observe(reasons(self._conditions, facts), awake)
         slept = self._sleep.tick(awake, since_start)
         if slept:
-            self._say(f"this machine has slept for {in_words(slept)}")
+            self._say(f"this machine has slept for {duration(slept)}")
         if slept > self._hold_seconds and self._volunteer is not None:
             self._leave("the others have gone on: joining again", comes_back=True)
         if self._until is not None and facts.now >= self._until:
@@ -158,14 +159,6 @@ class OwnersWatch:
         self._say(why)
         if self._volunteer is not None:
             self._volunteer.leave()
-
-
-def in_words(seconds: float) -> str:
-    """Return a duration as people say it."""
-    minutes, hours = seconds / 60, seconds / 3600
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
 
 
 def _facts_of_now() -> Facts:

@@ -49,7 +49,7 @@ PROGRESS = Progress(
     ("stage", "phase"),
     [
         ("finding the run", "finding the run"),
-        ("importing torch", "checking this machine"),
+        ("importing torch", "starting the workers"),
         ("checking this machine", "checking this machine"),
         ("tokenizing stdlib", PREPARING),
         ("checking /tokens", PREPARING),
