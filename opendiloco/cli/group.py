@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "opendiloco.cli.doctor",
     "bootstrap": "opendiloco.cli.bootstrap",
     "run": "opendiloco.cli.run",
+    "runs": "opendiloco.cli.runs",
     "plan": "opendiloco.cli.plan",
     "tokenize": "opendiloco.cli.tokenize",
     "invite": "opendiloco.cli.invite",

@@ -215,9 +215,15 @@ def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:
     if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
         return invite  # the environment and the file may be about another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
+    return Invite(invite.run_id, known_addresses(addresses, "a run id does not say where the swarm is"))
+
+
+def known_addresses(addresses: tuple[str, ...], why: str = "nobody here knows where the swarm is") -> tuple[str, ...]:
+    """Return the addresses if there are any. Raises: UsageError that says how to get one."""
     if not addresses:
         raise click.UsageError(
-            f"a run id does not say where the swarm is: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in "
-            "the configuration file, or give the invite."
+            f"{why}: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in the configuration file, or give the "
+            "invite. Organisers publish invites and addresses of bootstrap nodes; `diloco-peer bootstrap` begins a "
+            "swarm of your own, and prints its address."
         )
-    return Invite(invite.run_id, addresses)
+    return addresses
