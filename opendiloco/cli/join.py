@@ -62,7 +62,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     view = view_for(log, is_plain=settings.plain)
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
-    invite = parse_run(settings.run, settings.initial_peers)
+    invite = parse_run(settings.run, settings.initial_peers, settings.state)
     PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
     placement = Placement.read(os.environ)

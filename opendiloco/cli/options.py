@@ -203,9 +203,9 @@ def reader(path: Path | None) -> Iterator[Identity]:
             yield key
 
 
-def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:
+def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = None) -> Invite:
     """Return the run and the addresses for it: those of the invite and of the option, or else of the environment
-    or the configuration file.
+    or the configuration file, or else those that this machine remembers of the run, in the `state` folder.
 
     Raises: ManifestError; UsageError when there are no addresses.
     """
@@ -215,6 +215,10 @@ def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:
     if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
         return invite  # the environment and the file may be about another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
+    if not addresses:
+        from opendiloco.checkpoints.run_folder import remembered_addresses
+
+        addresses = remembered_addresses(invite.run_id, state)
     return Invite(invite.run_id, known_addresses(addresses, "a run id does not say where the swarm is"))
 
 
