@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 INITIAL_PEERS = "DILOCO_INITIAL_PEERS"
 """The environment variable with the addresses that `--initial-peer` has otherwise."""
+NAMED_NODE = re.compile(r"^(?P<peer>12D3KooW\w+)@(?P<host>[A-Za-z0-9.-]+)$")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -211,7 +213,7 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
     """
     from peers.values.manifest import Invite
 
-    invite = Invite.parse(run)
+    invite, initial_peers = Invite.parse(run), spelled_out(initial_peers)
     if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
         return invite  # the environment and the file may be about another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
@@ -230,4 +232,9 @@ def known_addresses(addresses: tuple[str, ...], why: str = "nobody here knows wh
             "invite. Organisers publish invites and addresses of bootstrap nodes; `diloco-peer bootstrap` begins a "
             "swarm of your own, and prints its address."
         )
-    return addresses
+    return spelled_out(addresses)
+
+
+def spelled_out(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the addresses as multiaddrs: PEER@example.org is short for a node whose addresses the DNS knows."""
+    return tuple(NAMED_NODE.sub(r"/dnsaddr/\g<host>/p2p/\g<peer>", address) for address in addresses)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, INITIAL_PEERS, identity_option, initial_peers_option
+from opendiloco.cli.options import FILE, INITIAL_PEERS, identity_option, initial_peers_option, spelled_out
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
@@ -73,7 +73,7 @@ def create(
     check(config)
     run = Run.sign(with_held_out_text_named(with_weights_named(config)), key)
     path = save(run, out)
-    kept = asyncio.run(announce(run, initial_peers))
+    kept = asyncio.run(announce(run, spelled_out(initial_peers)))
     invite = Invite(run.run_id, kept)
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
     for line in next_lines(run, invite, path, identity):

@@ -61,6 +61,12 @@ def test_without_any_the_error_says_how_to_get_one(run_id: str) -> None:
         assert way in done.stderr
 
 
+def test_a_node_may_have_a_name(run_id: str) -> None:
+    peer = OF_OPTION.rpartition("/")[2]
+    done = shown("--run", run_id, "--initial-peer", f"{peer}@node.example.org", "--initial-peer", FIRST)
+    assert done.output.split() == [f"/dnsaddr/node.example.org/p2p/{peer}", FIRST]
+
+
 def test_what_this_machine_remembers_of_the_run_comes_last(run_id: str, tmp_path: Path) -> None:
     peer = OF_OPTION.rpartition("/")[2]
     folder = tmp_path / "diloco-peer" / run_id / "12D3KooWus"
