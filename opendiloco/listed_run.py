@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
 from peers.errors import DilocoPeerError
 from peers.presence.heartbeat import Heartbeat, PeerState
+
+if TYPE_CHECKING:
+    from opendiloco.workers.needs import Needs
 
 NO_TRAINERS = frozenset({PeerState.LEAVING, PeerState.ARCHIVING})
 
@@ -26,6 +29,18 @@ class Taken:
     disk: int
     traffic_each_way: int
     """In each outer step."""
+
+    @classmethod
+    def of(cls, needs: Needs) -> Taken:
+        """Return what a machine with one GPU, or none, has to have."""
+        return cls(
+            parameters=needs.host.values,
+            gpu_memory=needs.device_memory,
+            main_memory=needs.main_memory,
+            main_memory_on_cpu=needs.main_memory_on_cpu,
+            disk=needs.disk,
+            traffic_each_way=2 * needs.payload,
+        )
 
 
 @dataclass(frozen=True)
@@ -109,11 +124,4 @@ def taken_by(config: RunConfig) -> Taken | None:
         needs = needs_of(config, sized_skeleton(config))
     except DilocoPeerError:
         return None
-    return Taken(
-        parameters=needs.host.values,
-        gpu_memory=needs.device_memory,
-        main_memory=needs.main_memory,
-        main_memory_on_cpu=needs.main_memory_on_cpu,
-        disk=needs.disk,
-        traffic_each_way=2 * needs.payload,
-    )
+    return Taken.of(needs)

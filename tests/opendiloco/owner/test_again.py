@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 
@@ -21,7 +20,7 @@ def heard() -> Iterator[list[int]]:
 
 def test_a_toggle_waits_until_somebody_listens(heard: list[int]) -> None:
     with toggles_held_back():
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
         assert heard == []
         listen_again()
@@ -31,6 +30,6 @@ def test_a_toggle_waits_until_somebody_listens(heard: list[int]) -> None:
 @pytest.mark.usefixtures("heard")
 def test_a_toggle_that_nobody_heard_ends_nothing() -> None:
     with toggles_held_back():
-        os.kill(os.getpid(), signal.SIGUSR1)
-    os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
