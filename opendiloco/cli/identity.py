@@ -14,6 +14,7 @@ from opendiloco.cli.options import FILE, identity_option
 if TYPE_CHECKING:
     from peers.values.identity import Identity
 
+PASSPHRASE_BYTES = 1000  # OpenSSL takes no more than 1,023
 passphrase_option = click.option(
     "--passphrase-file", type=FILE, help="Take the passphrase from the first line of this file.  [default: ask for it]"
 )
@@ -80,8 +81,9 @@ def _passphrase(file: Path | None, is_new: bool) -> bytes:
         [passphrase, *_] = [*file.read_text(encoding="utf-8").splitlines(), ""]
     except (OSError, UnicodeDecodeError) as error:
         raise LocalNetworkError(f"the passphrase's file {file} cannot be read.", "Check the path.") from error
-    if not passphrase:
-        raise LocalNetworkError(f"the first line of {file} is empty.", "Put the passphrase there.")
+    if not 0 < len(passphrase.encode()) <= PASSPHRASE_BYTES:
+        what = "has more than 1,000 bytes" if passphrase else "is empty"
+        raise LocalNetworkError(f"the first line of {file} {what}.", "Put the passphrase there.")
     return passphrase.encode()
 
 

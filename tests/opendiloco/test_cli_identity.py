@@ -67,7 +67,13 @@ def test_no_file_is_replaced() -> None:
 @pytest.mark.usefixtures("key")
 def test_a_passphrase_file_has_to_have_one() -> None:
     Path("empty").touch()
-    for file, said in (("empty", "the first line of empty is empty"), ("none", "none cannot be read")):
+    Path("long").write_text("x" * 2000)
+    cases = (
+        ("empty", "the first line of empty is empty"),
+        ("long", "more than 1,000 bytes"),
+        ("none", "none cannot be read"),
+    )
+    for file, said in cases:
         refused = identity("backup", "backup", "--identity", "key.pem", "--passphrase-file", file)
         assert refused.exit_code == 5
         assert said in refused.stderr
