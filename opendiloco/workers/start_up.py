@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from opendiloco.config.run_config import TrainingSection
-from opendiloco.stages import at_stage
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +23,7 @@ class StartUp:
         self._began = self._said = 0.0
 
     def heard(self, stage: str, share: float | None) -> None:
-        """The worker is at this stage, of which so much is done: whoever watches this process hears of it, too."""
-        at_stage(stage, share)
+        """The worker is at this stage, of which so much is done."""
         now = self._clock()
         if stage != self._stage:
             self._stage, self._began, self._said = stage, now, now
