@@ -18,3 +18,11 @@ def days_in_words(days: float) -> str:
             count = float(f"{days / length:.2g}")
             return f"{count:g} {name if count != 1 else name.removesuffix('s')}"
     return "less than a minute"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as people say it."""
+    minutes, hours = seconds / 60, seconds / 3600
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte, newest_held_out
+from opendiloco.progress import Progress
+from opendiloco.progress_lines import progress_lines
 from peers.links.contacts import host_of, is_numeric, is_public
 from peers.links.sockets import parse_endpoint
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
+
+    from opendiloco.run import Run
 
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest", "reach")
 HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest", "reach")
@@ -26,6 +31,9 @@ STYLES = {
     PeerState.AVERAGING: "magenta",
     PeerState.LEAVING: "red",
 }
+THIS_MACHINE = "this machine"
+LEAST_ROWS, LINES_BESIDE = 3, 4
+"""Peers that the picture of a volunteer has at least, and its lines beside those of progress and peers."""
 FINISHED = "finished"
 LARGEST_EXPONENT = 100.0  # others may claim any loss
 OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
@@ -78,6 +86,22 @@ def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
     for row in rows:
         table.add_row(row.name, *row.cells, style=row.style)
     return table
+
+
+def volunteer_picture(run: Run, heartbeats: Sequence[Heartbeat], progress: Progress, height: int) -> Group:
+    """Return what `join` shows on a terminal of so many lines: this machine's progress, and the peers that fit.
+
+    The first heartbeat is this machine's own.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    own, *others = heartbeats
+    lines = [*progress_lines(progress), *reach_lines([own])]
+    room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
+    rows = [row_of(own, run.config, THIS_MACHINE), *(row_of(beat, run.config) for beat in others)]
+    more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
+    return Group(peers_table(rows[:room], run.run_id), *map(Text, [*more, *lines]))
 
 
 def held_out_lines(heartbeats: Iterable[Heartbeat], bytes_per_token: float | None = None) -> list[str]:

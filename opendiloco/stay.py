@@ -12,10 +12,12 @@ from opendiloco.checkpoints.journal import Journal
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.entrance import enter
 from opendiloco.owner.watch import OwnersWatch
+from opendiloco.progress import CHECKING, FINDING
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import MemoryCap, cap_memory
 from opendiloco.sole import listening
+from opendiloco.stages import at_stage, watched_by
 from opendiloco.volunteer import Volunteer, connected, volunteering
 from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.trackers import tracking
@@ -34,7 +36,10 @@ class View(Protocol):
     def say(self, text: str) -> None:
         """Show one line."""
 
-    async def train(self, volunteer: Volunteer) -> None:
+    def stage(self, stage: str, share: float | None) -> None:
+        """Show what comes before training, and how much of it is done (see `opendiloco.stages`)."""
+
+    async def train(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
         """Have the volunteer train, and show how that goes meanwhile."""
 
 
@@ -60,6 +65,12 @@ class Stay:
 
     async def train(self, view: View, nodes: Nodes, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
         """Find the run, and train in it until asked to leave. Raises: DilocoPeerError."""
+        with watched_by(view.stage):
+            await self._train(view, nodes, when_ready)
+
+    async def _train(
+        self, view: View, nodes: Nodes, when_ready: Callable[[Volunteer, HivemindTransport], None]
+    ) -> None:
         settings, invite, key = self._settings, self._invite, self._key
         if settings.memory_limit is not None:
             cap_memory(MemoryCap(settings.memory_limit))
@@ -67,6 +78,7 @@ class Stay:
         remembered = before.remembered_peers()
         links = LinkSettings.of_megabits(settings.data_port, settings.relay_limit)
         listen = settings.listen or everywhere(0)
+        at_stage(FINDING)
         with tracking(settings.trackers, invite.run_id, key.peer_id) as trackers:
             async with connected(
                 key, invite.addresses, listen, settings.announce, links=links, remembered=remembered.addresses
@@ -77,6 +89,7 @@ class Stay:
                 await ask_for_anchors(transport, run, invite.addresses, folder)
                 entrance = await enter(transport, run, key, invite.addresses, folder, self._ticket)
                 view.say(f"found run {run.run_id}; starting a worker (some seconds)")
+                at_stage(CHECKING)
                 kept = folder if settings.keeps_anything else None
                 async with (
                     listening(transport, run.run_id) as sole,
@@ -93,7 +106,7 @@ class Stay:
                         volunteer.record(self._journal)
                     self._watch.begin(volunteer, run.settings.timing.grace, may_come_back=not nodes.others)
                     when_ready(volunteer, transport)
-                    await view.train(volunteer)
+                    await view.train(volunteer, self._watch)
 
     def _as_wanted(self, run: Run) -> Run:
         """Return the run with what its owner chooses here. Raises: DataError."""

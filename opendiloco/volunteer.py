@@ -40,9 +40,12 @@ from peers.net.remembered import RememberedPeers
 from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.states import State
+from peers.streams.throttle import Caps
+from peers.transfer.download import Download
 from peers.transfer.storage import FolderStorage
 from peers.values.clock import now
 from peers.values.identity import Identity
+from peers.values.reach import Reach
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -175,9 +178,39 @@ class Volunteer:
         return self._driver.peer.log.position.index
 
     @property
+    def state(self) -> State:
+        """What the peer is doing."""
+        return self._driver.peer.state
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run is over, and the peer only hands out the model."""
+        return self.state is State.TRAINING and self.outer_step >= self.run.config.total_outer_steps
+
+    @property
+    def download(self) -> Download | None:
+        """The state's download that is under way, or was last."""
+        return self._driver.download
+
+    @property
+    def caps(self) -> Caps:
+        """Return what may be sent and received at most."""
+        return self._transport.caps
+
+    @property
+    def reach(self) -> dict[str, Reach]:
+        """Return the ways to those peers of which one is known."""
+        return self._transport.reach()
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """How many bytes of bulk data were sent and received."""
+        return self._transport.upload.passed, self._transport.download.passed
+
+    @property
     def is_at_work(self) -> bool:
         """Whether an outer step is under way in which this machine takes part."""
-        return self._driver.peer.state in AT_WORK and self.outer_step < self.run.config.total_outer_steps
+        return self.state in AT_WORK and self.outer_step < self.run.config.total_outer_steps
 
     def hold(self, held: bool) -> None:
         """Make no inner step while `held`; the peer goes on, and others see a member that is late."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
 from peers.errors import ManifestError
+from peers.net.first_contact import CONTACT_LIMIT
 from peers.net.remembered import FILE_NAME, RememberedPeers
 from peers.values.manifest import SignedManifest
 from peers.values.whole_files import write_whole
@@ -101,6 +102,13 @@ class RunFolder:
     def remembered_peers(self) -> RememberedPeers:
         """Return where this peer has met others of the run; nobody, if it was never in it."""
         return RememberedPeers(self.path / FILE_NAME, self.run_id)
+
+
+def remembered_addresses(run_id: str, base: Path | None = None) -> tuple[str, ...]:
+    """Return where volunteers of this machine have met other peers of a run, the most useful first."""
+    folder = (default_state_folder() if base is None else base) / run_id
+    found = [RememberedPeers(path, run_id).addresses() for path in sorted(folder.glob(f"*/{FILE_NAME}"))]
+    return tuple(dict.fromkeys(address for addresses in found for address in addresses))[:CONTACT_LIMIT]
 
 
 def read_manifest(path: Path) -> Run:

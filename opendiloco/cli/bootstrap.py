@@ -19,6 +19,7 @@ from opendiloco.cli.options import (
     metrics_port_option,
     open_dashboard,
     other_nodes_option,
+    spelled_out,
 )
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def command(
         serve_metrics(metrics_port)
     shown = read_tickets(tickets)
     listening = open_dashboard(dashboard)
+    others = spelled_out(initial_peers)
     runs = directory or identity.with_suffix(".runs")
 
     async def main(interrupts: Interrupts) -> None:
@@ -103,7 +105,7 @@ def command(
             from opendiloco.dashboard.node import NodeDashboard
 
             beside.append(NodeDashboard(listening, kept))
-        await run_bootstrap(key, listen, announce, initial_peers, runs, show_addresses, stop, beside, links, shown)
+        await run_bootstrap(key, listen, announce, others, runs, show_addresses, stop, beside, links, shown)
 
     with hold_identity(identity) as key:
         run_interruptible(main)

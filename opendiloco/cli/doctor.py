@@ -39,7 +39,7 @@ def command(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool)
     from opendiloco.entrance import read_ticket
 
     log.start("error")
-    invite = parse_run(settings.run, settings.initial_peers) if settings.run else None
+    invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
     is_named = is_typed(click.get_current_context(), "identity")  # else it may be in use by a volunteer
     with reader(settings.identity if is_named else None) as key:
         wishes = Wishes(

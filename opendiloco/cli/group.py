@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "opendiloco.cli.doctor",
     "bootstrap": "opendiloco.cli.bootstrap",
     "run": "opendiloco.cli.run",
+    "runs": "opendiloco.cli.runs",
     "plan": "opendiloco.cli.plan",
     "tokenize": "opendiloco.cli.tokenize",
     "invite": "opendiloco.cli.invite",
@@ -34,6 +35,7 @@ COMMANDS: Mapping[str, str] = {
     "follow": "opendiloco.cli.follow",
     "log": "opendiloco.cli.log",
     "anchor": "opendiloco.cli.anchor",
+    "identity": "opendiloco.cli.identity",
     "config": "opendiloco.cli.config",
     "kernels": "opendiloco.cli.kernels",
 }
@@ -142,6 +144,6 @@ def read_settings_file(context: click.Context, parameter: click.Parameter, path:
     help="Show the version, and that of the protocol, and exit.",
 )
 @click.pass_context
-def main(context: click.Context, debug: bool, log_level: str | None, log_file: Path | None) -> None:
+def main(context: click.Context, debug: bool, log_level: str | None, log_file: Path | None, log_format: str) -> None:
     """Lend a machine to a language-model training run that nobody's data centre hosts."""
-    context.obj = LogOptions("debug" if debug else log_level, log_file)
+    context.obj = LogOptions("debug" if debug else log_level, log_file, log_format == "json")

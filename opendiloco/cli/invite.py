@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, identity_option, initial_peers_option, state_option
+from opendiloco.cli.options import FILE, identity_option, initial_peers_option, spelled_out, state_option
 
 if TYPE_CHECKING:
     from opendiloco.issued import Issued
@@ -143,7 +143,7 @@ def revoke(
         raise click.UsageError("the run has to hear of it: add --initial-peer.")
     run, key = organised(manifest, identity)
     issued = Issued(run.run_id, key.peer_id, state)
-    told = asyncio.run(tell(run, key, issued, tickets, initial_peers))
+    told = asyncio.run(tell(run, key, issued, tickets, spelled_out(initial_peers)))
     click.echo(f"revoked; {told} {'node' if told == 1 else 'nodes'} told, which tell all others")
 
 

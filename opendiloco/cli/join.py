@@ -8,11 +8,13 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.logs import PLACE, LogOptions
 from opendiloco.cli.options import open_dashboard, parse_run
 from opendiloco.cli.setting_options import join_settings
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from opendiloco.island.environment import Placement
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
+    from opendiloco.stay import Stay
     from opendiloco.volunteer import Volunteer
     from opendiloco.workers.nodes import Nodes
     from peers.net.transport import HivemindTransport
@@ -39,6 +42,14 @@ logger = logging.getLogger(__name__)
 @click.pass_obj
 def command(log: LogOptions, settings: JoinSettings) -> None:
     """Train in a run with this machine until Ctrl-C."""
+    from opendiloco.owner.again import toggles_held_back
+
+    with toggles_held_back():
+        join(log, settings)
+
+
+def join(log: LogOptions, settings: JoinSettings) -> None:
+    """Train in a run until asked to leave; after a long pause, as a new process. Raises: DilocoPeerError."""
     from opendiloco.cli.views import view_for
     from opendiloco.doctor.quick import check_quickly
     from opendiloco.identity_file import hold_identity
@@ -51,7 +62,8 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
     view = view_for(log, is_plain=settings.plain)
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
-    invite = parse_run(settings.run, settings.initial_peers)
+    invite = parse_run(settings.run, settings.initial_peers, settings.state)
+    PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
     placement = Placement.read(os.environ)
     if placement is not None and not placement.is_first:
@@ -62,10 +74,13 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
         serve_metrics(settings.metrics_port)
     page = open_dashboard(settings.dashboard_address)
     with hold_identity(settings.identity) as key:
+        PLACE.peer = key.peer_id
+        joining = Joining(settings, invite, key, watch, view, page, placement)
         try:
-            run_interruptible(lambda interrupts: live(settings, invite, key, watch, view, page, placement, interrupts))
-        finally:  # ends with the process: Python 3.11 crashed when it took cycles of views of shared memory apart
-            gc.freeze()
+            run_interruptible(joining.live)
+        finally:
+            view.close()
+            gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
     if watch.comes_back:
         begin_again(watch.wishes, watch.until)
 
@@ -84,52 +99,90 @@ def owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
         until = remembered_until(os.environ) or parse_until(settings.until, datetime.now())
     conditions = settings.conditions()
     look = Observer(any(isinstance(one, Hot) for one in conditions)).look if settings.pause_when else None
-    return OwnersWatch(remembered_wishes(os.environ), conditions, until, look, view.say)
+    watch = OwnersWatch(remembered_wishes(os.environ), conditions, until, look, view.say)
+    watch.phase = lambda: view.phase
+    return watch
 
 
-async def live(
-    settings: JoinSettings,
-    invite: Invite,
-    key: Identity,
-    watch: OwnersWatch,
-    view: JoinView,
-    page: socket.socket | None,
-    placement: Placement | None,
-    interrupts: Interrupts,
-) -> None:
-    """Wait until the owner wants this machine to train, and train until asked to leave."""
-    from opendiloco.checkpoints.journal import Journal
-    from opendiloco.checkpoints.remote import check_url
-    from opendiloco.checkpoints.run_folder import RunFolder, default_state_folder
-    from opendiloco.owner.power import power_limit, set_limits_back
-    from opendiloco.owner.watch import watching
+@dataclass(frozen=True)
+class Joining:
+    """One `join` on the machine that has the peer process. `page` is the socket of its dashboard, if it has one."""
 
-    interrupts.heard = watch.stop
-    state = settings.state or default_state_folder()
-    set_limits_back(state)
-    folder = RunFolder.at(invite.run_id, key.peer_id, state).path
-    sources: list[Source] = []
-    async with shown(page, sources), watching(watch, folder) as is_wanted:
-        if not is_wanted:
-            return
+    settings: JoinSettings
+    invite: Invite
+    key: Identity
+    watch: OwnersWatch
+    view: JoinView
+    page: socket.socket | None
+    placement: Placement | None
+
+    async def live(self, interrupts: Interrupts) -> None:
+        """Wait until the owner wants this machine to train, and train until asked to leave."""
+        from opendiloco.checkpoints.run_folder import RunFolder
+        from opendiloco.owner.power import set_limits_back
+        from opendiloco.owner.watch import watching
+
+        interrupts.heard = self.watch.stop
+        set_limits_back(self._state)
+        folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self._state).path
+        sources: list[Source] = []
+        async with shown(self.page, sources), watching(self.watch, folder) as is_wanted:
+            if not is_wanted:
+                return
+            await self._train(interrupts, sources)
+        self.view.say("left the run")
+
+    @property
+    def _state(self) -> Path:
+        from opendiloco.checkpoints.run_folder import default_state_folder
+
+        return self.settings.state or default_state_folder()
+
+    async def _train(self, interrupts: Interrupts, sources: list[Source]) -> None:
         from opendiloco.dashboard.sources import volunteer_source
+        from opendiloco.owner.power import power_limit
+
+        stay, settings = self._stay(), self.settings
+
+        def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
+            PLACE.outer_step = lambda: volunteer.outer_step
+            interrupts.polite = lambda: leave(volunteer, self.view)
+            sources.append(volunteer_source(volunteer, transport))
+
+        async with self._other_machines(interrupts) as nodes:
+            with power_limit(settings.gpu_power_limit, settings.device, settings.gpus, self._state):
+                await stay.train(self.view, nodes, when_ready)
+
+    def _stay(self) -> Stay:
+        """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
+        from opendiloco.checkpoints.journal import Journal
+        from opendiloco.checkpoints.remote import check_url
         from opendiloco.entrance import read_ticket
         from opendiloco.stay import Stay
 
+        settings = self.settings
         ticket = None if settings.ticket is None else read_ticket(settings.ticket)
         journal = None if settings.journal is None else Journal.open(settings.journal)
         if settings.remote is not None:
             check_url(settings.remote)
-        stay = Stay(settings, invite, key, watch, ticket, journal)
+        return Stay(settings, self.invite, self.key, self.watch, ticket, journal)
 
-        def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
-            interrupts.polite = lambda: leave(volunteer, view)
-            sources.append(volunteer_source(volunteer, transport))
+    @asynccontextmanager
+    async def _other_machines(self, interrupts: Interrupts) -> AsyncIterator[Nodes]:
+        """Yield the other machines of this volunteer, if torchrun has started any. Raises: IslandError."""
+        from opendiloco.island.first import gathered
+        from opendiloco.workers.nodes import Nodes
 
-        async with other_machines(placement, invite.run_id, key.peer_id, view, interrupts) as nodes:
-            with power_limit(settings.gpu_power_limit, settings.device, settings.gpus, state):
-                await stay.train(view, nodes, when_ready)
-    view.say("left the run")
+        def leave() -> None:
+            if interrupts.count == 0:
+                interrupts(signal.SIGTERM)
+
+        if self.placement is None:
+            yield Nodes()
+            return
+        self.view.say(f"waiting for the other machines of this volunteer: {self.placement.size} in all")
+        async with gathered(self.placement, self.invite.run_id, leave, self.key.peer_id) as nodes:
+            yield nodes
 
 
 @asynccontextmanager
@@ -142,26 +195,6 @@ async def shown(page: socket.socket | None, sources: list[Source]) -> AsyncItera
 
     async with dashboard(page, lambda: sources):
         yield
-
-
-@asynccontextmanager
-async def other_machines(
-    placement: Placement | None, run_id: str, peer_id: str, view: JoinView, interrupts: Interrupts
-) -> AsyncIterator[Nodes]:
-    """The other machines of this volunteer, if torchrun has started any. Raises: IslandError."""
-    from opendiloco.island.first import gathered
-    from opendiloco.workers.nodes import Nodes
-
-    def leave() -> None:
-        if interrupts.count == 0:
-            interrupts(signal.SIGTERM)
-
-    if placement is None:
-        yield Nodes()
-        return
-    view.say(f"waiting for the other machines of this volunteer: {placement.size} in all")
-    async with gathered(placement, run_id, leave, peer_id) as nodes:
-        yield nodes
 
 
 async def serve_as_node(

@@ -1,13 +1,21 @@
-"""Where log lines go."""
+"""Where log lines go, and how they look: for people or as JSON, each with the run, the peer and the outer step."""
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+FORMAT_WITH_PLACE = "%(asctime)s %(levelname)-7s %(place)s%(message)s"
 OURS = ("opendiloco", "peers")
+FILE_BYTES, OLD_FILES = 10_000_000, 3
+"""A log file is renamed when it has so many bytes; as many older ones are kept: .1 is the newest of them."""
 
 
 def is_no_disconnect(record: logging.LogRecord) -> bool:
@@ -16,26 +24,75 @@ def is_no_disconnect(record: logging.LogRecord) -> bool:
     return not (record.name == "asyncio" and isinstance(error, EOFError | ConnectionError))
 
 
+@dataclass
+class LogPlace:
+    """Where in which run this process is, as far as it knows yet."""
+
+    run: str | None = None
+    peer: str | None = None
+    outer_step: Callable[[], int | None] = field(default=lambda: None)
+
+    def fill(self, record: logging.LogRecord) -> bool:
+        """Add the place to a record."""
+        step = self.outer_step()
+        known = {"run": self.run, "peer": self.peer, "outer_step": step}
+        record.known = {name: value for name, value in known.items() if value is not None}
+        said = [_short_run(self.run) if self.run else "", f"…{self.peer[-8:]}" if self.peer else ""]
+        words = " ".join(filter(None, [*said, "" if step is None else f"#{step}"]))
+        record.place = f"[{words}] " if words else ""
+        return True
+
+
+def _short_run(run: str) -> str:
+    """Return a run's name with the beginning of its digest."""
+    name, dash, digest = run.rpartition("-")
+    return f"{name}{dash}{digest[:8]}"
+
+
+PLACE = LogPlace()
+"""That of this process."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: `time`, `level`, `logger`, `message`, what is known of `run`, `peer` and `outer_step`, the
+    `details` that whoever logs adds, and the `error` with its traceback, if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        said: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        said |= getattr(record, "known", {}) | getattr(record, "details", {})
+        if record.exc_info:
+            said["error"] = self.formatException(record.exc_info)
+        return json.dumps(said, ensure_ascii=False)
+
+
 @dataclass(frozen=True)
 class LogOptions:
     """What the person asked for; None leaves it to the command."""
 
     level: str | None
     file: Path | None
+    is_json: bool = False
 
     def start(self, default_level: str = "warning") -> None:
         """Log to stderr, or to the file. Other libraries' lines only count from warnings on, unless all is wanted.
 
         Raises: MachineError when the file cannot be written.
         """
-        self.send_to(self._handler(), default_level)
+        self.send_to(self._handler(), default_level, FORMAT_WITH_PLACE)
 
-    def send_to(self, handler: logging.Handler, default_level: str) -> None:
+    def send_to(self, handler: logging.Handler, default_level: str, format: str = FORMAT) -> None:
         """Log to a handler of the caller's."""
         level = (self.level or default_level).upper()
         if level != "DEBUG":
             handler.addFilter(is_no_disconnect)
-        handler.setFormatter(logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
+        handler.addFilter(PLACE.fill)
+        handler.setFormatter(JsonFormatter() if self.is_json else logging.Formatter(format, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)
         for name in OURS:
             logging.getLogger(name).setLevel(level)
@@ -44,7 +101,9 @@ class LogOptions:
         if self.file is None:
             return logging.StreamHandler()
         try:
-            return logging.FileHandler(self.file, encoding="utf-8")
+            return RotatingFileHandler(
+                self.file.expanduser(), encoding="utf-8", maxBytes=FILE_BYTES, backupCount=OLD_FILES
+            )
         except OSError as error:
             from opendiloco.errors import MachineError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 INITIAL_PEERS = "DILOCO_INITIAL_PEERS"
 """The environment variable with the addresses that `--initial-peer` has otherwise."""
+NAMED_NODE = re.compile(r"^(?P<peer>12D3KooW\w+)@(?P<host>[A-Za-z0-9.-]+)$")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -203,21 +205,36 @@ def reader(path: Path | None) -> Iterator[Identity]:
             yield key
 
 
-def parse_run(run: str, initial_peers: tuple[str, ...]) -> Invite:
+def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = None) -> Invite:
     """Return the run and the addresses for it: those of the invite and of the option, or else of the environment
-    or the configuration file.
+    or the configuration file, or else those that this machine remembers of the run, in the `state` folder.
 
     Raises: ManifestError; UsageError when there are no addresses.
     """
     from peers.values.manifest import Invite
 
-    invite = Invite.parse(run)
+    invite, initial_peers = Invite.parse(run), spelled_out(initial_peers)
     if invite.addresses and not is_typed(click.get_current_context(), "initial_peers"):
         return invite  # the environment and the file may be about another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
+        from opendiloco.checkpoints.run_folder import remembered_addresses
+
+        addresses = remembered_addresses(invite.run_id, state)
+    return Invite(invite.run_id, known_addresses(addresses, "a run id does not say where the swarm is"))
+
+
+def known_addresses(addresses: tuple[str, ...], why: str = "nobody here knows where the swarm is") -> tuple[str, ...]:
+    """Return the addresses if there are any. Raises: UsageError that says how to get one."""
+    if not addresses:
         raise click.UsageError(
-            f"a run id does not say where the swarm is: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in "
-            "the configuration file, or give the invite."
+            f"{why}: add --initial-peer, set {INITIAL_PEERS}, or initial_peers in the configuration file, or give the "
+            "invite. Organisers publish invites and addresses of bootstrap nodes; `diloco-peer bootstrap` begins a "
+            "swarm of your own, and prints its address."
         )
-    return Invite(invite.run_id, addresses)
+    return spelled_out(addresses)
+
+
+def spelled_out(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the addresses as multiaddrs: PEER@example.org is short for a node whose addresses the DNS knows."""
+    return tuple(NAMED_NODE.sub(r"/dnsaddr/\g<host>/p2p/\g<peer>", address) for address in addresses)

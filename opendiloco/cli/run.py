@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, INITIAL_PEERS, identity_option, initial_peers_option
+from opendiloco.cli.options import FILE, INITIAL_PEERS, identity_option, initial_peers_option, spelled_out
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
@@ -75,7 +75,7 @@ def create(
     config = with_sizes_named(config)
     run = Run.sign(with_held_out_text_named(with_weights_named(config)), key)
     path = save(run, out)
-    kept = asyncio.run(announce(run, initial_peers))
+    kept = asyncio.run(announce(run, spelled_out(initial_peers)))
     invite = Invite(run.run_id, kept)
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
     for line in next_lines(run, invite, path, identity):
@@ -121,16 +121,24 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
 
 @command.command(short_help="Say what a run takes of each peer: memory, disk, time.")
 @click.argument("run_toml", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes.")
 @click.pass_obj
-def needs(log: LogOptions, run_toml: Path) -> None:
+def needs(log: LogOptions, run_toml: Path, as_json: bool) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
+    import json
+    from dataclasses import asdict
+
     from opendiloco.config.run_config import RunConfig
+    from opendiloco.listed_run import Taken
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_lines, needs_of
 
     log.start()
     config = RunConfig.from_toml(run_toml)
     skeleton = sized_skeleton(config)
+    if as_json:
+        click.echo(json.dumps(asdict(Taken.of(needs_of(config, skeleton))), indent=2))
+        return
     for line in needs_lines(lambda gpus: needs_of(config, skeleton, gpus)):
         click.echo(line)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -15,85 +16,188 @@ from opendiloco.cli.logs import LogOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
+    from opendiloco.owner.watch import OwnersWatch
+    from opendiloco.progress import Progress
+    from opendiloco.progress_reader import ProgressReader
     from opendiloco.volunteer import Volunteer
 
 logger = logging.getLogger(__name__)
 
 SCREEN_SECONDS = 0.5
-LOG_SECONDS = 10.0
-THIS_MACHINE = "this machine"
+HEALTHY_SECONDS = 60.0
+MACHINE_SECONDS = 10.0
 
 
 class JoinView(ABC):
-    """Shows a person how it goes."""
+    """Shows a person how it goes. `phase` is what the volunteer is doing."""
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self._stage, self._since = "", time.monotonic()
+        self._share: float | None = None
+        self._is_training = False
 
     @abstractmethod
     def say(self, text: str) -> None:
         """Show one line."""
 
     @abstractmethod
-    async def show(self, volunteer: Volunteer) -> None:
+    def show_stage(self, is_new: bool) -> None:
+        """Show what comes before training: the same phase as before, or a new one."""
+
+    @abstractmethod
+    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
         """Show how training goes, until cancelled."""
 
-    async def train(self, volunteer: Volunteer) -> None:
-        """Have the volunteer train until its end, and show how it goes meanwhile."""
-        showing = asyncio.create_task(self.show(volunteer))
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self.phase = "ended"
+
+    def stage(self, stage: str, share: float | None) -> None:
+        """Hear what comes before training, and how much of it is done. Workers that start again say so in the log."""
+        from opendiloco.progress import phase_of_stage
+
+        if self._is_training:
+            return
+        if stage != self._stage:
+            self._stage, self._since = stage, time.monotonic()
+        self._share, before, self.phase = share, self.phase, phase_of_stage(stage)
+        self.show_stage(is_new=self.phase != before)
+
+    def stage_line(self) -> str:
+        """Return what comes before training, and how far it has come."""
+        from opendiloco.progress import Work
+        from opendiloco.progress_lines import stage_line
+
+        return stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
+
+    async def train(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
+        """Have the volunteer train, and show how that goes meanwhile."""
+        from opendiloco.progress_reader import ProgressReader
+
+        self._is_training = True
+        reader = ProgressReader(volunteer, lambda: watch.wishes.reasons)
+        beside = [asyncio.create_task(self.show(volunteer, reader)), asyncio.create_task(read_machine(reader))]
         try:
             await volunteer.train()
         finally:
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+
+    def note(self, progress: Progress) -> bool:
+        """Remember the phase; return whether it is a new one."""
+        is_new, self.phase = progress.phase != self.phase, progress.phase
+        return is_new
 
 
 class Lines(JoinView):
-    """Log lines."""
+    """Log lines: one that says how it goes each minute, and each phase but those of every outer step.
+
+    What is said to a person is printed, or a line of the log like all others where programs read it: `is_json`.
+    """
+
+    def __init__(self, is_json: bool = False) -> None:
+        super().__init__()
+        self._is_json = is_json
 
     def say(self, text: str) -> None:
+        if self._is_json:
+            logger.info("%s", text)
+            return
         with suppress(OSError):  # nobody may be there to read it, and what we are about to do is done all the same
             click.echo(text)
 
-    async def show(self, volunteer: Volunteer) -> None:
-        from opendiloco.screen import plain_line, row_of
+    def show_stage(self, is_new: bool) -> None:
+        if is_new:
+            logger.info("phase: %s", self.phase)
 
+    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
+        from opendiloco.progress import ROUTINE
+        from opendiloco.progress_lines import healthy_line
+
+        due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
         while True:
-            await asyncio.sleep(LOG_SECONDS)
-            own, *others = volunteer.heartbeats()
-            logger.info("%s; %d other peers", plain_line(row_of(own, volunteer.run.config, THIS_MACHINE)), len(others))
+            progress = reader.read()
+            if self.note(progress):
+                is_routine = has_trained and progress.phase in ROUTINE
+                logger.log(logging.DEBUG if is_routine else logging.INFO, "phase: %s", progress.phase)
+                has_trained |= progress.phase in ROUTINE
+            if time.monotonic() >= due:
+                due += HEALTHY_SECONDS
+                logger.info("%s", healthy_line(progress), extra={"details": {"progress": progress.plain()}})
+            await asyncio.sleep(SCREEN_SECONDS)
 
 
 class Screen(JoinView):
     """A picture on a terminal, above which lines scroll past."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__()
         self._console = console
+        self._starting: Live | None = None
 
     def say(self, text: str) -> None:
         with suppress(OSError):  # the terminal may have been closed
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    async def show(self, volunteer: Volunteer) -> None:
-        from rich.console import Group
+    def show_stage(self, is_new: bool) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        if self._starting is not None:
+            return
+        self._starting = Live(
+            console=self._console,
+            get_renderable=lambda: Text(self.stage_line()),
+            refresh_per_second=2,
+            transient=True,
+        )
+        with suppress(OSError):
+            self._starting.start()
+
+    def close(self) -> None:
+        self._stop_starting()
+        super().close()
+
+    def _stop_starting(self) -> None:
+        """Take the line away that shows the start."""
+        live, self._starting = self._starting, None
+        if live is not None:
+            with suppress(OSError):
+                live.stop()
+
+    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
         from rich.live import Live
 
-        from opendiloco.screen import held_out_lines, peers_table, reach_lines, row_of
+        from opendiloco.screen import volunteer_picture
 
-        config = volunteer.run.config
+        self._stop_starting()
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
-                own, *others = volunteer.heartbeats()
-                rows = [row_of(own, config, THIS_MACHINE), *(row_of(beat, config) for beat in others)]
-                table = peers_table(rows, volunteer.run.run_id)
-                held_out = held_out_lines([own, *others], volunteer.bytes_per_token)
-                live.update(Group(table, *held_out, *reach_lines([own])), refresh=True)
+                progress = reader.read()
+                self.note(progress)
+                picture = volunteer_picture(volunteer.run, volunteer.heartbeats(), progress, self._console.height)
+                live.update(picture, refresh=True)
                 await asyncio.sleep(SCREEN_SECONDS)
+
+
+async def read_machine(reader: ProgressReader) -> None:
+    """Read the machine's temperature and power now and then, until cancelled."""
+    from opendiloco.owner.facts import machine_line
+
+    while True:
+        reader.machine = await asyncio.to_thread(machine_line)
+        await asyncio.sleep(MACHINE_SECONDS)
 
 
 def view_for(log: LogOptions, is_plain: bool) -> JoinView:
     """Begin to log, and return how to show what goes on."""
-    if is_plain or not sys.stdout.isatty():
+    if is_plain or (log.is_json and log.file is None) or not sys.stdout.isatty():
         log.start("info")
-        return Lines()
+        return Lines(log.is_json)
     from rich.console import Console
     from rich.logging import RichHandler
 

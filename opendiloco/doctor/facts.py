@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from opendiloco.owner.sensors import Sensor
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -38,15 +40,6 @@ class Cards:
 
     names: tuple[str, ...] = ()
     driver: str | None = None
-
-
-@dataclass(frozen=True)
-class Sensor:
-    """A temperature of the machine itself; `critical` is where its hardware says that it is too hot."""
-
-    name: str
-    celsius: float
-    critical: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from pathlib import Path
 from opendiloco.checkpoints.run_folder import default_state_folder
 from opendiloco.cores import usable_cores
 from opendiloco.doctor.facts import Cards, Folder, Kernels, Machine
+from opendiloco.doctor.gpu_states import query_gpus
 from opendiloco.doctor.machine_checks import python_version
-from opendiloco.doctor.sensors import is_on_battery, query_gpus, read_sensors
 from opendiloco.doctor.torch_probe import installed_torch, probed_torch
 from opendiloco.owner.controls import Request, ask, sockets
+from opendiloco.owner.sensors import is_on_battery, read_sensors
 from opendiloco.shared_memory import available_memory
 
 PCI, NVIDIA_DRIVER, SHM = Path("/sys/bus/pci/devices"), Path("/proc/driver/nvidia"), Path("/dev/shm")

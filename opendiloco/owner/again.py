@@ -11,7 +11,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -34,6 +35,25 @@ def begin_again(wishes: Wishes, until: datetime | None = None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {WISHES_VARIABLE: said})
+
+
+@contextmanager
+def toggles_held_back() -> Iterator[None]:
+    """Have SIGUSR1 wait until this process listens (see `listen_again`), lest it end a process that has no handler.
+
+    The context ends with the command: the signal is ignored from then on.
+    """
+    hold_back_toggles()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def hold_back_toggles() -> None:
+    """Have SIGUSR1 wait again."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def listen_again() -> None:

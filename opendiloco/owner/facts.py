@@ -11,9 +11,8 @@ from datetime import datetime
 import psutil
 
 from opendiloco.owner.gpus import look_at_gpus
+from opendiloco.owner.sensors import is_on_battery, read_sensors
 
-PROCESSORS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "acpitz"})
-"""What Linux calls the sensors of processors; others belong to disks and network cards."""
 PLAUSIBLE = range(1, 126)
 """Degrees Celsius. Sensors that are not connected say other numbers."""
 
@@ -42,11 +41,10 @@ class Observer:
 
     def look(self) -> Facts:
         """Return the facts. It takes some tens of milliseconds."""
-        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
         names = (process.info["name"] for process in psutil.process_iter(["name"]))
         return Facts(
             now=datetime.now(),
-            on_battery=battery is not None and battery.power_plugged is False,
+            on_battery=is_on_battery(),
             others=self._share_of_others(),
             celsius=_heat() if self._with_heat else None,
             programs=frozenset(name for name in names if name),
@@ -61,6 +59,16 @@ class Observer:
             return 0.0
         seconds = (now - before[0]) * (psutil.cpu_count() or 1)
         return share_of_others(seconds, idle - before[1], max(0.0, ours - before[2]))
+
+
+def machine_line() -> str:
+    """Return what can be read of this machine's temperature and its GPUs' power, in words; it may be nothing."""
+    gpus = look_at_gpus()
+    celsius = hottest(_processors(), [gpu.celsius for gpu in gpus if gpu.celsius is not None])
+    said = [] if celsius is None else [f"{celsius:.0f} °C"]
+    watts, limits = ([getattr(gpu, name) or 0.0 for gpu in gpus] for name in ("watts", "limit"))
+    said += [f"GPUs {sum(watts):.0f} of {sum(limits):.0f} W"] if any(watts) else []
+    return ", ".join(said)
 
 
 def share_of_others(seconds: float, idle: float, own: float) -> float:
@@ -90,5 +98,4 @@ def _heat() -> float | None:
 
 
 def _processors() -> list[float]:
-    sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
-    return [reading.current for name, readings in sensors.items() if name in PROCESSORS for reading in readings]
+    return [sensor.celsius for sensor in read_sensors() if sensor.is_of_processor]

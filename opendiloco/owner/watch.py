@@ -18,12 +18,13 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from opendiloco.owner.again import listen_again
+from opendiloco.owner.again import hold_back_toggles, listen_again
 from opendiloco.owner.conditions import Condition, reasons
 from opendiloco.owner.controls import Answer, Request, serve_controls
 from opendiloco.owner.facts import Facts
 from opendiloco.owner.sleep import SleepWatch, awake, since_start
 from opendiloco.owner.wishes import CALM_SECONDS, Wishes
+from opendiloco.quantities import duration
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class OwnersWatch:
         say: Callable[[str], None] = logger.info,
     ) -> None:
         self.wishes = wishes
-        self.phase = "starting"
+        self.phase: Callable[[], str] = lambda: "starting"
+        """Says what the volunteer is doing."""
         self.until = until
         """When to leave; None: not by the clock."""
         self._comes_back = False
@@ -103,9 +105,9 @@ class OwnersWatch:
         elif request.do == "finish":
             says = self.wishes.finish()
         else:
-            says = self.phase
+            says = self.phase()
         self.act(awake())
-        return Answer(says=says, phase=self.phase, reasons=self.wishes.reasons)
+        return Answer(says=says, phase=self.phase(), reasons=self.wishes.reasons)
 
     def toggle(self) -> None:
         """Pause or go on: what SIGUSR1 does."""
@@ -145,7 +147,7 @@ class OwnersWatch:
         self.wishes.observe(reasons(self._conditions, facts), awake)
         slept = self._sleep.tick(awake, since_start)
         if slept:
-            self._say(f"this machine has slept for {in_words(slept)}")
+            self._say(f"this machine has slept for {duration(slept)}")
         if self.until is not None and facts.now >= self.until:
             self._leave(f"it is {self.until:%H:%M}: leaving the run")
         if slept > self._hold_seconds and self._volunteer is not None:
@@ -187,14 +189,6 @@ class OwnersWatch:
             self._volunteer.leave()
 
 
-def in_words(seconds: float) -> str:
-    """Return a duration as people say it."""
-    minutes, hours = seconds / 60, seconds / 3600
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
-
-
 def _facts_of_now() -> Facts:
     return Facts(datetime.now())
 
@@ -223,4 +217,5 @@ async def watching(watch: OwnersWatch, folder: Path) -> AsyncIterator[bool]:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            hold_back_toggles()
             loop.remove_signal_handler(signal.SIGUSR1)

@@ -38,7 +38,10 @@ class LogSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] | None = setting(
         "What to log.", None, shown="`info` for what keeps running, `warning` for the rest"
     )
-    log_file: Path | None = setting("Log to this file instead of stderr.", None, metavar="FILE")
+    log_file: Path | None = setting(
+        "Log to this file instead of stderr. Of old lines, 30 MB are kept in files beside it.", None, metavar="FILE"
+    )
+    log_format: Literal["text", "json"] = setting("Log lines for people, or a JSON object a line.", "text")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ data = ["~/texts"]
 Other commands take what they share with `join` from the same places: `run`, `initial_peers`, `state`, `identity` where
 it is this user's own, and the log. `bootstrap` takes only the log, lest a node look for itself. An invite that has
 addresses comes before `initial_peers` in the variable or the file, which may be about another swarm; the option adds to
-the invite.
+the invite. Where none of them says an address, those count at which volunteers of this machine met others of the run.
 """
 
 

@@ -12,6 +12,7 @@ from itertools import chain
 from opendiloco.config.run_config import RunConfig
 from opendiloco.cores import usable_cores
 from opendiloco.errors import IslandError, WorkerError
+from opendiloco.stages import at_stage
 from opendiloco.workers.control import (
     Configure,
     Configured,
@@ -72,7 +73,13 @@ class Crew:
             self._machines.append(machine)
         self._check_devices()
         self.workers = [place.worker for place in self._places()]
-        self.workers[0].on_stage = StartUp().heard  # the others do the same
+        start_up = StartUp()
+
+        def heard(stage: str, share: float | None) -> None:
+            start_up.heard(stage, share)
+            at_stage(stage, share)  # for whoever watches this process
+
+        self.workers[0].on_stage = heard  # the others do the same
         if len(self.workers) > 1:
             for rank, worker in enumerate(self.workers):
                 worker.name = f"worker {rank} of {len(self.workers)}"

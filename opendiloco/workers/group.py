@@ -364,9 +364,9 @@ class WorkerGroup:
         is_starting = False
         try:
             while True:
-                micro_batch = self._restarts.after(error, self._micro_batch, is_starting)
                 if self._is_closing:
                     raise error
+                micro_batch = self._restarts.after(error, self._micro_batch, is_starting)
                 if micro_batch is not None:
                     self._options = replace(self._options, micro_batch=micro_batch)
                 try:

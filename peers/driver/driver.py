@@ -33,7 +33,7 @@ from peers.protocol.events import Event, LeaveRequested, Tick
 from peers.protocol.peer import Peer
 from peers.transfer.companion import CompanionDonor
 from peers.transfer.companion_fetch import CompanionJoiner
-from peers.transfer.download import PullTransport
+from peers.transfer.download import Download, PullTransport
 from peers.transfer.inspection import payload_kind
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.clock import now
@@ -213,6 +213,11 @@ class Driver:
     def round_costs(self) -> RoundCosts:
         """What all rounds of this peer have cost until now."""
         return self._rounds.costs
+
+    @property
+    def download(self) -> Download | None:
+        """The snapshot's that is fetched, or was fetched last."""
+        return self._replication.download
 
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now."""

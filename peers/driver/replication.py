@@ -27,7 +27,7 @@ from peers.protocol.events import (
     SnapshotFailed,
     SnapshotRestored,
 )
-from peers.transfer.download import PullTransport
+from peers.transfer.download import Download, PullTransport
 from peers.transfer.freezing import Freezer
 from peers.transfer.headers import serve_headers
 from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch
@@ -62,6 +62,8 @@ class Replication:
         self._payloads = Payloads(transport, host.peer.settings.run, stores.buffers)
         self._lineages = LineageFetch(transport, stores.log, recent=host.peer.lineage.after)
         self._looking: asyncio.Task[None] | None = None
+        self.download: Download | None = None
+        """The newest one of a snapshot."""
         self._fetched: Compared  # the log that vouches for the snapshot that is fetched
         self._recorder = Recorder(stores.log, host.peer, transport, host.start, self._lies_on_disk)
         self._applying: set[int] = set()
@@ -156,10 +158,12 @@ class Replication:
     async def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:
         donors = (fetch.donor, *fetch.others)
         storage, size = self._stores.storage, self._workload.state_size
+        vouch = partial(self._vouch, fetch)
         try:
             async with self._worker:  # a training that was stopped needs a moment to end
                 snapshot = await fetch_snapshot(
-                    self._transport, donors, self._peer.log, fetch.least, partial(self._vouch, fetch), storage, size
+                    *(self._transport, donors, self._peer.log, fetch.least, vouch, storage, size),
+                    on_download=self._downloads,
                 )
                 async with self._freezer.changing():
                     await self._workload.restore(snapshot.data, snapshot.state_digest)
@@ -173,6 +177,9 @@ class Replication:
         state = snapshot.last, snapshot.state_digest, heads, snapshot.ends, doubt
         self._host.handle(SnapshotRestored(fetch.donor, *state))
         self._freezer.hold(snapshot)
+
+    def _downloads(self, download: Download) -> None:
+        self.download = download
 
     async def _vouch(self, fetch: FetchSnapshot) -> Vouched:
         """Say which snapshots the donor's log vouches for. Raises: LineageError."""

@@ -21,6 +21,7 @@ from peers.errors import LocalNetworkError, ManifestError
 from peers.health import HEALTH
 from peers.links.rating import RATING, Rater
 from peers.links.settings import LinkSettings
+from peers.net.catalogue import serve_catalogue
 from peers.net.daemon import peer_id_of
 from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import PeerState
@@ -62,7 +63,7 @@ class ManifestStore:
 
         Each file is read once, since a run's id says what its manifest is: to check a thousand signatures takes long.
         """
-        paths = {path.name.removesuffix(SUFFIX): path for path in sorted(self._directory.glob(f"*{SUFFIX}"))}
+        paths = {path.name.removesuffix(SUFFIX): path for path in sorted(self._paths())}
         self._read = {run_id: manifest for run_id, manifest in self._read.items() if run_id in paths}
         for run_id, path in paths.items():
             try:
@@ -72,6 +73,14 @@ class ManifestStore:
                 logger.warning("skipped %s: %s", path, error)
             else:
                 yield self._read[run_id]
+
+    def run_ids(self) -> list[str]:
+        """Return the ids of all runs, the last that was announced or in use first."""
+        by_age = sorted(((path.stat().st_mtime, path.name) for path in self._paths()), reverse=True)
+        return [name.removesuffix(SUFFIX) for _, name in by_age]
+
+    def _paths(self) -> Iterator[Path]:
+        return self._directory.glob(f"*{SUFFIX}")
 
     def add(self, manifest: SignedManifest) -> list[str]:
         """Write its file, whole or not at all. Return the runs that were forgotten for it.
@@ -125,7 +134,7 @@ class ManifestStore:
         Raises: RefusalError when there are none, OSError.
         """
         forgotten = []
-        by_age = sorted((path.stat().st_mtime, path) for path in self._directory.glob(f"*{SUFFIX}"))
+        by_age = sorted((path.stat().st_mtime, path) for path in self._paths())
         for used, path in by_age[: len(by_age) - MANIFEST_LIMIT + 1]:
             if time.time() - used < QUIET_LIMIT:
                 raise RefusalError("this node remembers as many runs as it can; ask again tomorrow")
@@ -197,6 +206,9 @@ async def run_bootstrap(
         for manifest in store:
             _open_door(transport, store, manifest, chains)
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
+        await serve_catalogue(
+            transport, lambda: (run_id for run_id in store.run_ids() if transport.doors.of(run_id) is None)
+        )
         await transport.on_stream(RATING, Rater(transport.no_round).answer)
         await _publish(transport, store)
         on_ready(transport.addresses)

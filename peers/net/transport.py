@@ -113,7 +113,7 @@ class HivemindTransport(HivemindNode):
             self._answer,
             self._ask_link_info,
             self._is_there,
-            lambda: (self._upload, self._download),
+            lambda: (self.upload, self.download),
         )
         self._links = links
         if settings is not None:
@@ -128,7 +128,7 @@ class HivemindTransport(HivemindNode):
 
     def cap(self, caps: Caps) -> None:
         """Let all streams together use no more than this of the link."""
-        self.caps, self._upload, self._download = caps, Throttle(caps.upload), Throttle(caps.download)
+        self.caps, self.upload, self.download = caps, Throttle(caps.upload), Throttle(caps.download)
 
     async def close(self) -> None:
         for whereabouts in self._whereabouts.values():
@@ -351,7 +351,7 @@ class HivemindTransport(HivemindNode):
             _, reader, writer = await self._daemon.call_binary_stream_handler(
                 to_peer_id(peer_id), f"{PROTOCOL_PREFIX}/{protocol}"
             )
-        channel = Channel(peer_id, reader, writer, self._upload, self._download)
+        channel = Channel(peer_id, reader, writer, self.upload, self.download)
         try:
             yield channel
         finally:
@@ -365,7 +365,7 @@ class HivemindTransport(HivemindNode):
             task = asyncio.current_task()
             assert task is not None
             self._serving.add(task)
-            channel = Channel(str(info.peer_id), reader, writer, self._upload, self._download)
+            channel = Channel(str(info.peer_id), reader, writer, self.upload, self.download)
             try:
                 async with asyncio.timeout(CONVERSATION_TIMEOUT):
                     await conversation(channel)

@@ -48,6 +48,8 @@ class Throttle:
         self._rate = rate
         self._clock = clock
         self._free_at = 0.0
+        self.passed = 0
+        """Bytes that were let through until now."""
         self.piece = PIECE if rate is None else max(1024, min(PIECE, int(rate * PIECE_SECONDS)))
         """Bytes to let through at once: so few that no slow link looks dead, though many streams share it."""
         self.reading_piece = READING_PIECE if rate is None else self.piece
@@ -55,6 +57,7 @@ class Throttle:
 
     async def take(self, count: int) -> None:
         """Wait until `count` more bytes may pass."""
+        self.passed += count
         if self._rate is None:
             return
         now = self._clock()

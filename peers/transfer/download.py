@@ -85,6 +85,12 @@ class Download:
     def fetched(self) -> Counter[str]:
         return self._pace.given
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of all of it, also of what was there before."""
+        first, last = self._wanted.bounds(0, len(self._wanted.digests))
+        return last - first
+
     async def adopt(self) -> int:
         """What is in `data` already, from a download that broke off, is not fetched again. Returns its chunks."""
         missing = await asyncio.to_thread(self._wrong_chunks)

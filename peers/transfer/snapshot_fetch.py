@@ -79,11 +79,13 @@ async def fetch_snapshot(
     storage: Storage,
     size: int,
     chance: random.Random = CHANCE,
+    on_download: Callable[[Download], None] = lambda download: None,
 ) -> FrozenSnapshot:
     """Fetch the snapshot of `size` bytes, of outer step `least` or later, that most donors have.
 
     `vouch` says which of them the log vouches for; it is asked when the donors have said what they have, so that it
-    knows of what is as new. Which of many donors are asked, `chance` decides, but for the first.
+    knows of what is as new. Which of many donors are asked, `chance` decides, but for the first. `on_download` is told
+    of the download when it begins.
 
     Raises: SnapshotError when there is none, or no donor is left before all of it is here; OSError when there is no
     room; whatever `vouch` raises.
@@ -104,6 +106,7 @@ async def fetch_snapshot(
     download = Download(transport, pulled, memory.data)
     if not memory.is_new:
         await download.adopt()
+    on_download(download)
     try:
         await download.run(having)
     except DownloadError as error:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
 import click
 import pytest
 from click.testing import CliRunner, Result
@@ -9,6 +13,7 @@ from click.testing import CliRunner, Result
 from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, other_nodes_option, parse_run, run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
+from peers.net.remembered import FILE_NAME, FORMAT
 from peers.values.identity import Identity
 
 OF_INVITE, OF_OPTION, FIRST, SECOND = (
@@ -30,7 +35,7 @@ def run_id(small_config: RunConfig) -> str:
     return Run.sign(small_config, Identity.generate()).run_id
 
 
-def shown(*arguments: str, environment: dict[str, str] | None = None) -> Result:
+def shown(*arguments: str, environment: Mapping[str, str | None] | None = None) -> Result:
     return CliRunner().invoke(show, arguments, env=environment or {INITIAL_PEERS: None})
 
 
@@ -50,10 +55,28 @@ def test_the_invite_comes_before_the_variable_and_beside_the_option(run_id: str)
 
 
 def test_without_any_the_error_says_how_to_get_one(run_id: str) -> None:
-    done = shown("--run", run_id)
+    done = shown("--run", run_id, environment={INITIAL_PEERS: None, "XDG_STATE_HOME": "/nowhere"})
     assert done.exit_code == 2
     for way in ("--initial-peer", INITIAL_PEERS, "the invite"):
         assert way in done.stderr
+
+
+def test_a_node_may_have_a_name(run_id: str) -> None:
+    peer = OF_OPTION.rpartition("/")[2]
+    done = shown("--run", run_id, "--initial-peer", f"{peer}@node.example.org", "--initial-peer", FIRST)
+    assert done.output.split() == [f"/dnsaddr/node.example.org/p2p/{peer}", FIRST]
+
+
+def test_what_this_machine_remembers_of_the_run_comes_last(run_id: str, tmp_path: Path) -> None:
+    peer = OF_OPTION.rpartition("/")[2]
+    folder = tmp_path / "diloco-peer" / run_id / "12D3KooWus"
+    folder.mkdir(parents=True)
+    entry = {"peer": peer, "addresses": [OF_OPTION], "since": 1, "seen": 2}
+    known = {"format": FORMAT, "run": run_id, "peers": [entry]}
+    (folder / FILE_NAME).write_text(json.dumps(known))
+    here: dict[str, str | None] = {INITIAL_PEERS: None, "XDG_STATE_HOME": str(tmp_path)}
+    assert shown("--run", run_id, environment=here).output.split() == [OF_OPTION]
+    assert shown("--run", run_id, "--initial-peer", FIRST, environment=here).output.split() == [FIRST]
 
 
 def test_a_bootstrap_node_does_not_look_for_itself() -> None:

@@ -17,6 +17,8 @@ from peers.values.identity import Identity
 from peers.values.manifest import Invite
 from peers.values.wire import PROTOCOL_VERSION
 
+ROOT = Path(__file__).parents[2]
+
 ADDRESS = "/ip4/192.0.2.2/tcp/31337/p2p/12D3KooWQFDaugSZMNNMdfYVGsJjZ11jngwqxJ6678Zmhr2TSQ5o"
 STANDARD_LIBRARY = {"source": "stdlib"}
 
@@ -70,3 +72,11 @@ def test_a_manifest_as_json(small_config: RunConfig, tmp_path: Path) -> None:
         "manifest": run.manifest.digest.hex(),
         "content": json.loads(json.dumps(small_config.to_manifest_content())),
     }
+
+
+def test_what_a_run_takes_as_json() -> None:
+    done = CliRunner().invoke(main, ["run", "needs", str(ROOT / "examples" / "tiny.toml"), "--json"])
+    assert done.exit_code == 0, done.output
+    taken = json.loads(done.stdout)
+    assert taken["parameters"] > 100_000
+    assert {"gpu_memory", "main_memory", "main_memory_on_cpu", "disk", "traffic_each_way"} <= taken.keys()

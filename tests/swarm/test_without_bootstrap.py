@@ -40,7 +40,9 @@ def test_a_run_goes_on_without_its_bootstrap_node(tmp_path: Path) -> None:
         found = site.run("status", "--run", through_one, "--json")
         assert found.code == 0, found.err
         assert {peer["peer"] for peer in json.loads(found.out)["peers"]} >= {peer_of(each) for each in peers}
-        with volunteers(site, invite, "three"):
+        by_id = site.run("status", "--run", run_id.removeprefix("diloco:"), "--json")
+        assert by_id.code == 0, f"what this machine remembers of the run is not used: {by_id.err}"
+        with volunteers(site, run_id.removeprefix("diloco:"), "three"):
             been = index_of(site, "three")
             eventually(lambda: index_of(site, "three") > been + 1, "who comes back is not taken in")
     site.assert_nothing_is_left()

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from opendiloco.doctor import system
-from opendiloco.doctor.facts import Cards, GpuState, Sensor, Torch
-from opendiloco.doctor.sensors import is_on_battery, parse_gpus, read_sensors
+from opendiloco.doctor.facts import Cards, GpuState, Torch
+from opendiloco.doctor.gpu_states import parse_gpus
 from opendiloco.doctor.system import free_shm, has_volunteer, look_at_folder, quick_machine, read_cards, try_kernels
 from opendiloco.doctor.torch_probe import answered, first_sentence, installed_torch, probed_torch
 from opendiloco.owner.controls import Answer, serve_controls
+from opendiloco.owner.sensors import Sensor, is_on_battery, read_sensors
 
 TORCH = Torch("2.9.0", "CUDA 12.8")
 GPU = {

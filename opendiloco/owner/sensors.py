@@ -1,26 +1,30 @@
-"""Heat and power, as far as Linux and NVIDIA's own tool show them. What cannot be read is left out."""
+"""Heat and power of the machine itself, as far as Linux shows them. What cannot be read is left out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from opendiloco.doctor.facts import GpuState, Sensor
-from opendiloco.owner import nvidia_smi
+import psutil
 
 SYS = Path("/sys/class")
-QUERY = (
-    "name",
-    "temperature.gpu",
-    "power.draw",
-    "power.limit",
-    "power.default_limit",
-    "clocks_throttle_reasons.active",
-)
-QUERY_SECONDS = 10.0
-SLOWED_BY_HEAT, SLOWED_BY_POWER = 0x20 | 0x40, 0x80
-"""Bits of NVML's reasons for slower clocks: thermal slowdowns by software and hardware; the power supply's brake."""
+PROCESSORS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "acpitz", "x86_pkg_temp"})
+"""What Linux calls the sensors of processors; others belong to disks and network cards."""
+
+
+@dataclass(frozen=True)
+class Sensor:
+    """A temperature of the machine itself; `critical` is where its hardware says that it is too hot."""
+
+    name: str
+    celsius: float
+    critical: float | None = None
+
+    @property
+    def is_of_processor(self) -> bool:
+        return self.name in PROCESSORS
 
 
 def read_sensors(root: Path = SYS) -> tuple[Sensor, ...]:
@@ -30,38 +34,15 @@ def read_sensors(root: Path = SYS) -> tuple[Sensor, ...]:
 
 def is_on_battery(root: Path = SYS) -> bool:
     """Return whether a battery of this machine itself, and not of its mouse, is being used up."""
+    if not root.is_dir():  # this is not Linux
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+        return battery is not None and battery.power_plugged is False
     return any(
         _text(supply / "type") == "Battery"
         and _text(supply / "scope") != "Device"
         and _text(supply / "status") == "Discharging"
         for supply in (root / "power_supply").glob("*")
     )
-
-
-def query_gpus() -> tuple[GpuState, ...]:
-    """Return what nvidia-smi says of each GPU; nothing without it."""
-    return parse_gpus(nvidia_smi.query(QUERY, QUERY_SECONDS))
-
-
-def parse_gpus(text: str) -> tuple[GpuState, ...]:
-    """Return the GPUs of nvidia-smi's table, one a line. Fields that it does not know, such as "[N/A]", are None."""
-    found = []
-    for name, celsius, watts, limit, default, reasons in nvidia_smi.rows(text, QUERY):
-        bits = 0
-        with suppress(ValueError):
-            bits = int(reasons, 16)
-        found.append(
-            GpuState(
-                name,
-                celsius=nvidia_smi.number(celsius),
-                watts=nvidia_smi.number(watts),
-                limit=nvidia_smi.number(limit),
-                default_limit=nvidia_smi.number(default),
-                is_slowed_by_heat=bool(bits & SLOWED_BY_HEAT),
-                is_slowed_by_power=bool(bits & SLOWED_BY_POWER),
-            )
-        )
-    return tuple(found)
 
 
 def _monitors(folder: Path) -> Iterator[Sensor]:

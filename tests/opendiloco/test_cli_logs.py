@@ -1,0 +1,85 @@
+"""How log lines look, and what each says of where it comes from."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opendiloco.cli import logs
+from opendiloco.cli.logs import PLACE, LogOptions
+
+logger = logging.getLogger("opendiloco.test")
+
+
+@pytest.fixture(autouse=True)
+def root_stays_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    root.handlers = []
+    yield
+    for handler in root.handlers:
+        handler.close()
+    root.handlers[:], root.level = before
+
+
+@pytest.fixture
+def place() -> Iterator[None]:
+    PLACE.run, PLACE.peer, PLACE.outer_step = "demo-abc", "12D3KooWpeerNumberOne", lambda: 7
+    yield
+    PLACE.run = PLACE.peer = None
+    PLACE.outer_step = lambda: None
+
+
+def logged(options: LogOptions) -> str:
+    stream = io.StringIO()
+    options.send_to(logging.StreamHandler(stream), "info", logs.FORMAT_WITH_PLACE)
+    logger.info("trained %d", 3)
+    return stream.getvalue()
+
+
+@pytest.mark.usefixtures("place")
+def test_a_line_says_where_it_comes_from() -> None:
+    assert logged(LogOptions(None, None)).endswith(" INFO    [demo-abc …umberOne #7] trained 3\n")
+
+
+def test_a_line_of_no_run_says_nothing_of_one() -> None:
+    assert logged(LogOptions(None, None)).endswith(" INFO    trained 3\n")
+
+
+@pytest.mark.usefixtures("place")
+def test_json_has_the_same() -> None:
+    said = json.loads(logged(LogOptions(None, None, is_json=True)))
+    assert said.pop("time").endswith("Z")
+    assert said == {
+        "level": "info",
+        "logger": "opendiloco.test",
+        "message": "trained 3",
+        "run": "demo-abc",
+        "peer": "12D3KooWpeerNumberOne",
+        "outer_step": 7,
+    }
+
+
+def test_a_traceback_stays_on_the_line() -> None:
+    stream = io.StringIO()
+    LogOptions(None, None, is_json=True).send_to(logging.StreamHandler(stream), "info")
+    try:
+        raise ValueError("a reason")
+    except ValueError:
+        logger.exception("it failed")
+    [line] = stream.getvalue().splitlines()
+    assert "ValueError: a reason" in json.loads(line)["error"]
+
+
+def test_a_file_is_renamed_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "FILE_BYTES", 100)
+    LogOptions(None, tmp_path / "log").start("info")
+    for number in range(40):
+        logger.info("line %d", number)
+    assert {path.name for path in tmp_path.iterdir()} == {"log", "log.1", "log.2", "log.3"}
+    assert "line 39" in (tmp_path / "log").read_text()

@@ -1,0 +1,62 @@
+"""What `join` shows: each phase once in a log, and a picture that fits its terminal."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.views import Lines, view_for
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
+from opendiloco.screen import volunteer_picture
+from peers.presence.heartbeat import PeerState
+from peers.values.identity import Identity
+from tests.opendiloco.test_progress import PROGRESS
+from tests.opendiloco.test_screen import beat
+
+
+def test_a_log_has_each_phase_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "opendiloco")
+    lines = Lines()
+    for stage, share in (
+        ("finding the run", None),
+        ("tokenizing c4", 0.1),
+        ("tokenizing c4", 0.9),
+        ("compiling", None),
+    ):
+        lines.stage(stage, share)
+    assert caplog.messages == ["phase: finding the run", "phase: preparing data", "phase: compiling"]
+    assert lines.phase == "compiling"
+
+
+def test_programs_read_one_stream(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    caplog.set_level(logging.INFO, "opendiloco")
+    Lines(is_json=True).say("left the run")
+    assert (caplog.messages, capsys.readouterr().out) == (["left the run"], "")
+    Lines().say("left the run")
+    assert capsys.readouterr().out == "left the run\n"
+
+
+def test_where_there_is_no_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LogOptions, "start", lambda options, level: None)
+    assert isinstance(view_for(LogOptions(None, None), is_plain=False), Lines)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (80, 10)])
+def test_the_picture_fits_the_terminal(small_config: RunConfig, width: int, height: int) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    beats = [beat(PeerState.TRAINING, 3)] * 100
+    paused = replace(PROGRESS, pause_reasons=("[red]game[/red] runs",))
+    console = Console(width=width, height=height, force_terminal=False)
+    with console.capture() as capture:
+        console.print(volunteer_picture(run, beats, paused, height))
+    shown = capture.get().splitlines()
+    assert max(map(len, shown)) <= width
+    assert len(shown) <= max(height, 14)
+    assert "this machine training" in shown[2]
+    assert "more" in capture.get()
+    assert "paused: [red]game[/red] runs" in capture.get(), "names of programs are no markup"

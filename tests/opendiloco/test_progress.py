@@ -1,0 +1,132 @@
+"""What people see of a volunteer: phases, how far they have come, the curve, and what was contributed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from opendiloco.contributions import Contribution
+from opendiloco.progress import (
+    COMPILING,
+    DOWNLOADING,
+    OF_STATES,
+    PREPARING,
+    TRAINING,
+    Progress,
+    Traffic,
+    Work,
+    phase_of_stage,
+)
+from opendiloco.progress_lines import curve, healthy_line, progress_lines, stage_line
+from opendiloco.progress_reader import RateMeter, links_by_way
+from peers.protocol.states import State
+from peers.values.reach import Reach
+
+PROGRESS = Progress(
+    phase=TRAINING,
+    outer_step=12,
+    outer_steps=40,
+    inner_step=50,
+    inner_steps=200,
+    work=Work(0.25, 20.0),
+    peers=3,
+    reachable="NAT",
+    links={"open": 1, "relayed": 1},
+    loss=2.5,
+    losses=(4.0, 3.0, 2.5),
+    held_out="held-out loss 2.310",
+    tokens_per_second=12345.6,
+    contribution=Contribution(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
+    up=Traffic(1e6 / 8, 20e6 / 8, 3_400_000),
+    down=Traffic(2e6 / 8, None, 12_000_000_000),
+    machine="61 °C",
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "phase"),
+    [
+        ("finding the run", "finding the run"),
+        ("importing torch", "starting the workers"),
+        ("checking this machine", "checking this machine"),
+        ("tokenizing stdlib", PREPARING),
+        ("checking /tokens", PREPARING),
+        ("compiling", COMPILING),
+    ],
+)
+def test_each_stage_of_the_start_has_its_phase(stage: str, phase: str) -> None:
+    assert phase_of_stage(stage) == phase
+
+
+def test_a_stage_says_how_far_it_has_come_and_how_long_yet() -> None:
+    assert stage_line("tokenizing c4", Work(0.2, 10)) == "preparing data: tokenizing c4 20%, about 40 s left"
+    assert stage_line("compiling", Work(None, 65)) == "compiling (65 s)"
+    assert stage_line("finding the run", Work(None, 0.4)) == "finding the run"
+
+
+def test_every_state_of_a_peer_has_a_phase() -> None:
+    assert set(OF_STATES) == set(State)
+
+
+def test_a_healthy_line_has_all_that_matters() -> None:
+    assert healthy_line(PROGRESS) == (
+        "outer step 12/40, training, inner step 50/200, next round in 60 s, loss 2.500, 12,346 tokens/s, 3 peers, "
+        "reachable: NAT (links: 1 open, 1 relayed), 1.23 M tokens in 11 rounds: 34%, rank 2 of 5, "
+        "1.0 of 20 Mbit/s up, 2.0 Mbit/s down, 61 °C"
+    )
+
+
+def test_the_screen_fits_80_columns() -> None:
+    lines = progress_lines(PROGRESS)
+    assert lines == [
+        "outer step 12/40 · training, inner step 50/200, next round in 60 s",
+        "loss 2.500 █▃▁",
+        "held-out loss 2.310",
+        "12,346 tokens/s · 3 peers · reachable: NAT (links: 1 open, 1 relayed)",
+        "contributed 1.23 M tokens in 11 rounds: 34%, rank 2 of 5",
+        "up 1.0 of 20 Mbit/s (3.4 MB) · down 2.0 Mbit/s (12 GB)",
+        "this machine: 61 °C",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_download_names_its_donors_and_rate() -> None:
+    downloading = replace(PROGRESS, phase=DOWNLOADING, donors=2, work=Work(0.5, 30), down=Traffic(80e6 / 8))
+    expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
+    assert progress_lines(downloading)[0] == expected
+
+
+def test_a_pause_says_why() -> None:
+    paused = replace(PROGRESS, pause_reasons=("on battery", "game runs"))
+    assert progress_lines(paused)[0] == "outer step 12/40 · paused: on battery, game runs"
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([1.0], "▁"), ([1.0, 1.0], "▁▁"), ([0.0, 7.0], "▁█"), ([0.0, 1.0, 6.0, 7.0], "▁█"), (range(8), "▁█")],
+)
+def test_a_curve_has_means_where_it_has_no_room(values: list[float], bars: str) -> None:
+    assert curve(list(values), width=2) == bars
+
+
+def test_a_rate_is_that_of_the_last_seconds() -> None:
+    meter = RateMeter()
+    assert meter.rate(100, 0.0) == 0
+    assert meter.rate(300, 2.0) == 100
+    for second in range(3, 11):
+        meter.rate(300, float(second))
+    assert meter.rate(300, 11.0) == 0
+
+
+def test_links_are_counted_by_their_way() -> None:
+    reach = {"a": Reach.RELAYED, "b": Reach.OPEN, "c": Reach.OPEN, "gone": Reach.NONE}
+    assert links_by_way(reach, ["a", "b", "c", "unknown"]) == {"open": 2, "relayed": 1}
+
+
+def test_programs_get_plain_values() -> None:
+    plain = json.loads(json.dumps(PROGRESS.plain()))
+    assert plain["contribution"] == {"tokens": 1_234_000, "rounds": 11, "share": 0.34, "rank": 2, "peers": 5}
+    assert plain["links"] == {"open": 1, "relayed": 1}
+    assert (plain["phase"], plain["seconds_left"], plain["sent_bytes"]) == ("training", 60.0, 3_400_000)
