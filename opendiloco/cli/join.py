@@ -60,7 +60,7 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
         return
     watch = owners_watch(settings, view)
     if settings.metrics_port is not None:
-        serve_metrics(settings.metrics_port)
+        serve_metrics(settings.metrics_port, settings.metrics_host)
     page = open_dashboard(settings.dashboard_address)
     with hold_identity(settings.identity) as key, power_limit(settings.gpu_power_limit, settings.device, settings.gpus):
         try:
