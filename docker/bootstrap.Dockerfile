@@ -1,4 +1,4 @@
-# A bootstrap node, without torch: about 90 MB on top of Python's own image.
+# A bootstrap node, without torch: about 170 MB on top of Python's own image.
 #
 #   docker build --file docker/bootstrap.Dockerfile --tag diloco-bootstrap .
 #   docker run --init --publish 31337:31337 --publish 31338:31338 --volume diloco-bootstrap:/data diloco-bootstrap \

@@ -16,21 +16,21 @@ ARG TORCH_INDEX_URL=""
 WORKDIR /source
 COPY . .
 # What a volunteer never loads is left out: torch's tests and programs, what hivemind asks for to average and to be
-# built, and, where no compiler is, headers.
+# built, and, where no compiler is, headers. Only torch's libraries are stripped: numpy's do not load afterwards.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python -m venv /opt/diloco-peer \
     && PIP_CONSTRAINT=/source/constraints.txt /opt/diloco-peer/bin/pip install --no-cache-dir \
         ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} . \
-    && /opt/diloco-peer/bin/pip uninstall --yes scipy grpcio grpcio-tools setuptools pip
+    && /opt/diloco-peer/bin/pip uninstall --yes scipy grpcio grpcio-tools pip
 WORKDIR /opt/diloco-peer/lib/python3.11/site-packages
-RUN rm -rf torch/test pandas/tests pyarrow/tests numpy/*/tests sympy/*/tests networkx/*/tests netaddr/tests \
+RUN rm -rf torch/test pandas/tests pyarrow/tests sympy/*/tests networkx/*/tests netaddr/tests \
         pyarrow/*flight* pyarrow/*substrait* transformers/models/*/__pycache__ \
     && find torch/bin -type f ! -name torch_shm_manager -delete \
     && find . -name '*.a' -delete \
     && if [ "$CUDA" = no ]; then \
-        rm -rf torch/include pyarrow/include numpy/_core/include \
-        && find . -name '*.so*' -type f -size +1M -exec strip --strip-unneeded {} + ; \
-    fi
+        rm -rf torch/include pyarrow/include && strip --strip-unneeded torch/lib/libtorch_*.so; \
+    fi \
+    && /opt/diloco-peer/bin/python -c "import torch, transformers, datasets, peers.net.daemon, opendiloco.kernels"
 
 FROM python:3.11-slim
 ARG CUDA=no
