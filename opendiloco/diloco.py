@@ -15,9 +15,11 @@ The swarm's part (membership, rounds, transfers, the outer step) lives in a thre
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
@@ -58,6 +60,8 @@ from peers.values.workload import Progress, Trained
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
+BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+"""Has Python call a function before it ends; `atexit` alone does so when executors, which leaving needs, have ended."""
 EVALUATED_AT_ONCE = 4
 """Windows. How many fit beside what the loop keeps is not known."""
 
@@ -130,6 +134,7 @@ class DiLoCo:
 
     def __enter__(self) -> Self:
         self._until_leaving.enter_context(self._interrupt)
+        BEFORE_EXIT(_leave_before_exit, weakref.ref(self))
         self._thread.start()
         try:
             self._joined = self._joining.result()
@@ -318,6 +323,14 @@ class DiLoCo:
             await asyncio.sleep(LOOK_SECONDS)
         logger.warning("the training loop has ended without a word: leaving the run")
         volunteer.leave()
+
+
+def _leave_before_exit(reference: weakref.ref[DiLoCo]) -> None:
+    """Leave the run if nobody has: a program may end right after its training has raised, still in the context."""
+    diloco = reference()  # lives as long as its thread does
+    if diloco is not None and diloco._thread.is_alive():
+        diloco._joined.leave()
+        diloco._thread.join()
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

@@ -17,8 +17,9 @@ STATE_BYTES = 2 * VALUE_BYTES
 """Of theta and momentum, for each value."""
 MOMENTS_BYTES = 2 * VALUE_BYTES
 """Of AdamW's two moments, for each value."""
-
-
+GAPS_BYTES = 25
+"""Of gaps in glibc's heaps that gathering leaves, for each weight and each CPU worker but the first: measured with
+2 and 3 workers and 62 million parameters (docs/training.md)."""
 IN_USE = 1 << 26
 """Bytes of chunks and streams of a round, and of what the allocator keeps: measured, whatever the model."""
 FETCHED_AT_ONCE = 1 << 27
@@ -131,6 +132,8 @@ class WorkerMemory:
     """Whether AdamW's step takes no memory for itself."""
     has_copy: bool = False
     """Whether autocast keeps the weights once more, in bf16, while gradients of earlier micro-batches wait."""
+    gathering_on_cpu: int = 0
+    """How many workers gather groups in main memory, and leave gaps there."""
 
     @property
     def kept(self) -> int:
@@ -146,4 +149,5 @@ class WorkerMemory:
     def training(self) -> int:
         """At the most: what is kept, with what the forward and backward pass need once more, or what a step does."""
         passes = 2 * self.weights * self.has_copy + 2 * VALUE_BYTES * self.group
-        return self.kept + max(passes, 0 if self.is_fused else 2 * VALUE_BYTES * self.largest)
+        gaps = GAPS_BYTES * self.weights * max(0, self.gathering_on_cpu - 1)
+        return self.kept + gaps + max(passes, 0 if self.is_fused else 2 * VALUE_BYTES * self.largest)

@@ -177,4 +177,5 @@ def worker_memory(
         group=(sum(sizes) if whole_layers else max([*blocks, sum(sizes) - sum(blocks)])) * workers if shared else 0,
         is_fused=device in FUSED_ON,
         has_copy=training.precision == "bf16" and not shared,
+        gathering_on_cpu=workers if shared and device == "cpu" else 0,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -89,8 +91,11 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
+        self.temporary = Path(tempfile.mkdtemp(prefix="site-", dir="/tmp"))  # short, as the paths of sockets have to be
+        weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
         self.environment = os.environ | {
             MARK: self.mark,
+            "TMPDIR": str(self.temporary),
             "XDG_CONFIG_HOME": str(folder / "config"),
             "XDG_STATE_HOME": str(folder / "state"),
             "HF_HUB_OFFLINE": "1",
@@ -98,7 +103,7 @@ class Site:
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": str(ROOT),
         }
-        self._before = leftovers()
+        self._before = unmapped_files()
 
     def start(self, *arguments: str, prefix: tuple[str, ...] = ()) -> Command:
         """A command; `prefix` has it run somewhere else, see `networks.Place`."""
@@ -131,12 +136,14 @@ class Site:
         return found
 
     def assert_nothing_is_left(self) -> None:
-        """No process, and no file in /dev/shm or of libp2p's daemon in /tmp.
+        """Assert that no process of ours is left, no file in /dev/shm, and no socket or key of libp2p's daemon."""
+        eventually(lambda: not self.processes(), "workers or daemons outlive their peer", self.processes)
+        eventually(lambda: not self.leftovers(), "files or sockets outlive their peer", self.leftovers)
 
-        What we leave stays; what others on this machine are about to listen on, or to sweep away, does not.
-        """
-        eventually(lambda: not self.processes(), "workers or daemons outlive their peer")
-        eventually(lambda: not leftovers() - self._before, "files or sockets outlive their peer")
+    def leftovers(self) -> set[Path]:
+        """Return the new files in shared memory that no living process has mapped, and our deserted sockets."""
+        ours = {path for path in self.temporary.glob("diloco-peer-*") if not path.is_socket() or is_deserted(path)}
+        return ours | unmapped_files() - self._before
 
 
 class Finished:
@@ -301,22 +308,18 @@ def leave(command: Command) -> None:
     assert ended.code == 0, (ended.code, ended.err)
 
 
-def eventually(condition: object, why: str) -> None:
-    """Ask again and again until `condition()` is true."""
-    assert callable(condition)
+def eventually(condition: Callable[[], object], why: str, shown: Callable[[], object] = str) -> None:
+    """Ask again and again until `condition()` is true. A failure shows `why`, and what `shown()` returns then."""
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < deadline, why
+        assert time.monotonic() < deadline, f"{why}: {shown()}"
         time.sleep(0.05)
 
 
-def leftovers() -> set[Path]:
-    """Files in shared memory that no living process has mapped, and sockets, hivemind's and ours, on which nobody
-    listens: other tests may run at the same time."""
+def unmapped_files() -> set[Path]:
+    """Return the files in shared memory that no living process has mapped: other tests may run at the same time."""
     mapped = mapped_files()
-    shared = {path for path in Path("/dev/shm").iterdir() if str(path) not in mapped}
-    sockets = [*Path(tempfile.gettempdir()).glob("diloco-peer-*.sock"), *Path("/tmp").glob("hivemind-*")]
-    return shared | {path for path in sockets if is_deserted(path)}
+    return {path for path in Path("/dev/shm").iterdir() if str(path) not in mapped}
 
 
 def mapped_files() -> set[str]:
