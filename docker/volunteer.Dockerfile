@@ -24,7 +24,7 @@ RUN python -m venv /opt/diloco-peer \
     && /opt/diloco-peer/bin/pip uninstall --yes scipy grpcio grpcio-tools pip
 WORKDIR /opt/diloco-peer/lib/python3.11/site-packages
 RUN rm -rf torch/test pandas/tests pyarrow/tests sympy/*/tests networkx/*/tests netaddr/tests \
-        pyarrow/*flight* pyarrow/*substrait* transformers/models/*/__pycache__ \
+        transformers/models/*/__pycache__ \
     && find torch/bin -type f ! -name torch_shm_manager -delete \
     && find . -name '*.a' -delete \
     && if [ "$CUDA" = no ]; then \
