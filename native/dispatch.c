@@ -11,15 +11,40 @@ static int always(void)
 }
 
 #if defined(__x86_64__)
+#include <cpuid.h>
+
+/* What the processor has, and what the system keeps of it when it switches threads. The compilers have a builtin for
+   that, but it always says no where zig's runtime library is linked (0.17), with which the wheels are built. */
+static unsigned processor_extensions(void)
+{
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) ? ebx : 0;
+}
+
+static unsigned kept_registers(void)
+{
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & bit_OSXSAVE))
+        return 0;
+    __asm__("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+    return eax;
+}
+
+static int has(unsigned extensions, unsigned registers)
+{
+    return (processor_extensions() & extensions) == extensions && (kept_registers() & registers) == registers;
+}
+
+enum { XMM_AND_YMM = 0x06, MASKS_AND_ZMM = 0xe0 };
+
 static int has_avx2(void)
 {
-    return __builtin_cpu_supports("avx2");
+    return has(bit_AVX2, XMM_AND_YMM);
 }
 
 static int has_avx512(void)
 {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return has(bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL, XMM_AND_YMM | MASKS_AND_ZMM);
 }
 #endif
 

@@ -82,7 +82,8 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsServer:
         server = MetricsServer(port, host)
     except OSError as error:
         raise LocalNetworkError(
-            f"metrics cannot be served on port {port}: {error.strerror}.", "Choose another --metrics-port."
+            f"metrics cannot be served on {host}, port {port}: {error.strerror}.",
+            "Choose another --metrics-port, and an address of this machine as --metrics-host.",
         ) from error
     logger.info("metrics are at http://%s:%d/metrics, and what is ill at /healthz", *server.address)
     return server

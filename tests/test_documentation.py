@@ -177,21 +177,59 @@ def test_compose_has_a_bootstrap_node_and_two_volunteers(services: dict[str, Any
 
 
 def test_compose_builds_our_dockerfiles(services: dict[str, Any]) -> None:
-    builds = [service["build"] for service in services.values()]
+    builds = [service["build"] for service in services.values() if "build" in service]
     assert {(COMPOSE.parent / build["context"]).resolve() for build in builds} == {ROOT.resolve()}
     assert {ROOT / build["dockerfile"] for build in builds} == set(DOCKERFILES)
 
 
 def test_compose_keeps_what_is_in_data(services: dict[str, Any]) -> None:
     volumes = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["volumes"]
-    mounts = [mount.split(":") for service in services.values() for mount in service["volumes"]]
-    assert sorted(name for name, where, *_ in mounts if where == "/data") == sorted(volumes)
-    assert len(volumes) == len(services)
+    ours = [service for service in services.values() if "build" in service]
+    mounts = [mount.split(":") for service in ours for mount in service["volumes"]]
+    kept = sorted(name for name, where, *_ in mounts if where == "/data")
+    assert kept == sorted(volumes.keys() - {"prometheus", "grafana"})
+    assert len(kept) == len(ours)
 
 
 def test_compose_commands_can_be_typed(services: dict[str, Any]) -> None:
     for name in ("bootstrap", "volunteer-1", "volunteer-2"):
         assert_is_a_command(services[name]["command"])
+
+
+def test_compose_mounts_files_that_are_there(services: dict[str, Any]) -> None:
+    mounts = [mount.split(":")[0] for service in services.values() for mount in service["volumes"]]
+    folders = [COMPOSE.parent / mount for mount in mounts if mount.startswith(".")]
+    assert len(folders) == 4
+    assert not [folder for folder in folders if not folder.exists()]
+
+
+def test_compose_has_prometheus_scrape_what_serves_metrics(services: dict[str, Any]) -> None:
+    config = yaml.safe_load((COMPOSE.parent / "prometheus" / "compose.yml").read_text(encoding="utf-8"))
+    [job] = config["scrape_configs"]
+    [targets] = [static["targets"] for static in job["static_configs"]]
+    assert set(targets) == {f"{name}:9100" for name in ("bootstrap", "volunteer-1", "volunteer-2")}
+    assert {"--metrics-port=9100", "--metrics-host=0.0.0.0"} <= set(services["bootstrap"]["command"])
+    for name in ("volunteer-1", "volunteer-2"):
+        assert services[name]["environment"]["DILOCO_METRICS_HOST"] == "0.0.0.0"
+        assert services[name]["shm_size"] == "4g"
+
+
+def test_grafana_gets_the_dashboard_and_its_data_source(services: dict[str, Any]) -> None:
+    folder = COMPOSE.parent / "grafana" / "provisioning"
+    [source] = yaml.safe_load((folder / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    [provider] = yaml.safe_load((folder / "dashboards" / "diloco-peer.yaml").read_text())["providers"]
+    mounted = [mount.split(":")[1] for mount in services["grafana"]["volumes"]]
+    assert f"{provider['options']['path']}/dashboard.json" in mounted
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_images_ask_for_their_health(dockerfile: Path) -> None:
+    [check] = re.findall(r"^HEALTHCHECK .*\\\n +CMD (.*)$", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
+    program, option, code = yaml.safe_load(check)
+    assert (program, option) == ("python", "-c")
+    compile(code, str(dockerfile), "exec")
+    assert "/healthz" in code
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
@@ -207,7 +245,7 @@ def test_images_start_a_command_as_an_ordinary_user(dockerfile: Path) -> None:
 def test_images_get_what_they_copy(dockerfile: Path) -> None:
     ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     allowed = {line[1:] for line in ignore if line.startswith("!")}
-    copied = re.findall(r"^COPY (\S+) (?!\.$)", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
+    copied = re.findall(r"^COPY (?!--from)(\S+) (?!\.$)", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
     needed = {"README.md", "LICENSE", "MANIFEST.in", "setup.cfg", "setup.py", "pyproject.toml", "constraints.txt"}
     assert needed | {"native", "opendiloco", "peers", *copied} <= allowed
     assert not [name for name in allowed if not (ROOT / name).exists()]

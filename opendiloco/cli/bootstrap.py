@@ -16,6 +16,7 @@ from opendiloco.cli.options import (
     dashboard_option,
     data_port_option,
     listen_option,
+    metrics_host_option,
     metrics_port_option,
     open_dashboard,
     other_nodes_option,
@@ -47,6 +48,7 @@ RELAY_MEGABITS = 100.0
 )
 @click.option("--no-relay", is_flag=True, help="Introduce volunteers to each other, and pass nothing on.")
 @metrics_port_option
+@metrics_host_option
 @dashboard_option
 @click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
 @click.option("--archive", type=FOLDER, help="Keep the log and the newest snapshots of these runs in this folder.")
@@ -68,6 +70,7 @@ def command(
     relay_limit: float,
     no_relay: bool,
     metrics_port: int | None,
+    metrics_host: str,
     dashboard: tuple[str, int] | None,
     directory: Path | None,
     archive: Path | None,
@@ -85,7 +88,7 @@ def command(
     log.start("info")
     links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)
     if metrics_port is not None:
-        serve_metrics(metrics_port)
+        serve_metrics(metrics_port, metrics_host)
     shown = read_tickets(tickets)
     listening = open_dashboard(dashboard)
     others = spelled_out(initial_peers)

@@ -71,7 +71,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
         return
     watch = owners_watch(settings, view)
     if settings.metrics_port is not None:
-        serve_metrics(settings.metrics_port)
+        serve_metrics(settings.metrics_port, settings.metrics_host)
     page = open_dashboard(settings.dashboard_address)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id

@@ -161,7 +161,15 @@ metrics_port_option = click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
     metavar="N",
-    help="Serve metrics for Prometheus, and /healthz, on 127.0.0.1, port N; 0 is any free one.",
+    help="Serve metrics for Prometheus, and /healthz, on port N; 0 is any free one.",
+)
+
+metrics_host_option = click.option(
+    "--metrics-host",
+    metavar="ADDRESS",
+    default="127.0.0.1",
+    show_default=True,
+    help="Serve metrics on this address: by default for this machine alone, 0.0.0.0 for all that reach it.",
 )
 
 

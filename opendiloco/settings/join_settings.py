@@ -273,11 +273,16 @@ class ViewSettings(Settings):
     TITLE = "What is shown"
 
     metrics_port: int | None = setting(
-        "Serve metrics for Prometheus, and /healthz, on 127.0.0.1, port N; 0 is any free one.",
+        "Serve metrics for Prometheus, and /healthz, on port N; 0 is any free one.",
         None,
         metavar="N",
         least=0,
         most=65535,
+    )
+    metrics_host: str = setting(
+        "Serve metrics on this address: by default for this machine alone, 0.0.0.0 for all that reach it.",
+        "127.0.0.1",
+        metavar="ADDRESS",
     )
     dashboard: str | None = setting(
         "Serve a page that shows the run, such as at 127.0.0.1:8080; port 0 is any free one.",

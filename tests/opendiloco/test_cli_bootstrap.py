@@ -42,12 +42,13 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
     async def run_bootstrap(*arguments: object) -> None:
         return None
 
-    served: list[int] = []
+    served: list[tuple[int, str]] = []
     monkeypatch.setattr(peers.net.bootstrap, "run_bootstrap", run_bootstrap)
-    monkeypatch.setattr(metrics, "serve_metrics", served.append)
+    monkeypatch.setattr(metrics, "serve_metrics", lambda port, host: served.append((port, host)))
     arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--metrics-port", "9000"]
     assert CliRunner().invoke(main, arguments).exit_code == 0
-    assert served == [9000]
+    assert CliRunner().invoke(main, [*arguments, "--metrics-host", "0.0.0.0"]).exit_code == 0
+    assert served == [(9000, "127.0.0.1"), (9000, "0.0.0.0")]
 
 
 def test_a_volunteer_relays_for_nobody_by_default() -> None:

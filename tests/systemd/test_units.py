@@ -1,0 +1,110 @@
+"""The systemd units: accepted by systemd, hardened, and restarted where another try could help."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from opendiloco.cli.exit_codes import EXIT_CODES
+from tests.test_documentation import assert_is_a_command, blocks
+
+ROOT = Path(__file__).parent.parent.parent
+UNITS = sorted((ROOT / "systemd").glob("*.service"))
+OPERATING = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+PROGRAM = "/opt/diloco-peer/bin/diloco-peer"
+MOST_EXPOSED = 25  # tenths of what `systemd-analyze security` says; 0 is closed, 96 a service without any hardening
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze, of Debian's package systemd"
+)
+each_unit = pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
+
+
+def values(unit: Path) -> dict[str, list[str]]:
+    """Return what the unit says of each key, in its order."""
+    found = defaultdict(list)
+    for line in unit.read_text(encoding="utf-8").splitlines():
+        if match := re.fullmatch(r"(\w+)=(.*)", line):
+            found[match[1]].append(match[2])
+    return found
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """Return a folder with the units as if the program were installed: systemd looks for it."""
+    program = shutil.which("true")
+    for unit in UNITS:
+        text = unit.read_text(encoding="utf-8")
+        (tmp_path / unit.name).write_text(text.replace(PROGRAM, str(program)), encoding="utf-8")
+    return tmp_path
+
+
+def test_there_is_one_for_a_bootstrap_node_and_one_for_a_volunteer() -> None:
+    assert [unit.stem for unit in UNITS] == ["diloco-bootstrap", "diloco-volunteer"]
+
+
+@needs_systemd
+@each_unit
+def test_systemd_accepts_the_unit(unit: Path, installed: Path) -> None:
+    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(installed / unit.name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_systemd
+@each_unit
+def test_the_unit_is_hardened(unit: Path, installed: Path) -> None:
+    file = str(installed / unit.name)
+    command = ["systemd-analyze", "security", "--no-pager", "--offline=yes", f"--threshold={MOST_EXPOSED}", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+
+
+@each_unit
+def test_the_unit_runs_a_command_that_can_be_typed(unit: Path) -> None:
+    [line] = values(unit)["ExecStart"]
+    program, *arguments = shlex.split(line)
+    assert program == PROGRAM
+    if arguments[0] == "--config":  # an option of the program itself, whose file the test does not have
+        arguments = arguments[2:]
+    assert_is_a_command([argument for argument in arguments if not argument.startswith("$")])
+
+
+@each_unit
+def test_only_the_main_process_hears_that_it_is_to_leave(unit: Path) -> None:
+    assert values(unit)["KillMode"] == ["mixed"]
+    assert values(unit)["Type"] == ["exec"]
+    assert "KillSignal" not in values(unit)  # SIGTERM
+
+
+@each_unit
+def test_errors_that_a_person_must_mend_are_not_tried_again(unit: Path) -> None:
+    assert values(unit)["Restart"] == ["on-failure"]
+    [line] = values(unit)["RestartPreventExitStatus"]
+    final = {int(code) for code in line.split()}
+    assert final <= EXIT_CODES.keys()
+    assert {2, 3, 13} <= final
+    assert not final & {0, 1, 4, 5, 8, 70}, "another try may find the swarm, a free port, or a device that works again"
+
+
+@each_unit
+def test_the_documented_commands_install_the_unit(unit: Path) -> None:
+    commands = "".join(blocks(OPERATING, "sh"))
+    assert f"systemd/{unit.name}" in commands
+    assert f"systemctl enable --now {unit.stem}" in commands
+    [user] = values(unit)["User"]
+    assert f"--home-dir /var/lib/{user}" in commands
+    [folder] = values(unit)["StateDirectory"]
+    assert user == folder == unit.stem
+
+
+@each_unit
+def test_code_may_be_written_while_it_runs(unit: Path) -> None:
+    """libp2p's daemon, which unpacks itself, does not start without; nor does torch.compile."""
+    assert "MemoryDenyWriteExecute" not in values(unit)
