@@ -37,7 +37,7 @@ from opendiloco.inner.team import Team
 from opendiloco.inner.trials import attending_by
 from opendiloco.kernels import FORMATS
 from opendiloco.model.build import layout_of, trainable
-from opendiloco.model.packing import predicted_tokens, router_loss_weight, window_loss
+from opendiloco.model.packing import packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
 from peers.values.leases import SampleRange
@@ -220,24 +220,25 @@ class ModelReplica:
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Mean training loss of windows of token ids, of shape (batch, window_length)."""
-        with self.precision():
-            z_loss, end = self._config.training.z_loss, self._samples.document_end
+        z_loss, end = self._config.training.z_loss, self._samples.document_end
+        with self.precision(), packing_known(end is not None):
             return window_loss(self.model, windows, end, z_loss, self._router_loss)
 
     def _add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
         """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
 
         FSDP2 averages the gradients of the workers, so each has its own times their number. Nothing here waits for the
-        device, so that it always has something to do.
+        device, so that it always has something to do, unless the model itself does.
         """
         end = self._samples.document_end
-        predicted = predicted_tokens(torch.from_numpy(batch), end)
+        predicted = predicted_tokens(batch, end)
         losses = []
         for part, is_last in self._micro_batches(batch):
             if self.reduces_once:
                 self.model.set_requires_gradient_sync(is_last)
-            share = predicted_tokens(torch.from_numpy(part), end) / predicted if len(part) else 0.0
-            windows = on_device(torch.from_numpy(part if len(part) else batch[:1]), self._team.device)
+            share = predicted_tokens(part, end) / predicted if len(part) else 0.0
+            read = part if len(part) else batch[:1]
+            windows = on_device(torch.from_numpy(read), self._team.device)
             with attending_by(self.model, self.attention):
                 loss = self.loss(windows)
                 (loss * (share * self._team.size)).backward()

@@ -60,10 +60,10 @@ def held_out_loss(
     with evaluating(model):
         for start in range(0, largest, batch_size):
             numbers = own[start : start + batch_size]
-            batch = torch.from_numpy(held_out.read(numbers if len(numbers) else chosen[:1]))
+            batch = held_out.read(numbers if len(numbers) else chosen[:1])
             predicted = predicted_tokens(batch, end) if len(numbers) else 0
             with precision():
-                total += window_loss(model, batch.to(device), end).item() * predicted
+                total += window_loss(model, torch.from_numpy(batch).to(device), end).item() * predicted
             tokens += predicted
     if sharers is not None:
         total, tokens = sharers.sums([total, tokens])
