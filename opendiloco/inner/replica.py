@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,7 @@ class ModelReplica:
             share = predicted_tokens(part, end) / predicted if len(part) else 0.0
             read = part if len(part) else batch[:1]
             windows = on_device(torch.from_numpy(read), self._team.device)
-            with attending_by(self.model, self.attention):
+            with self._as_tried(len(read)):
                 loss = self.loss(windows)
                 (loss * (share * self._team.size)).backward()
             losses.append(loss.detach() * share)
@@ -253,6 +253,25 @@ class ModelReplica:
         size = self.micro_batch or largest
         for start in range(0, largest, size):
             yield own[start : start + size], start + size >= largest
+
+    @property
+    def tried_sizes(self) -> tuple[int, ...]:
+        """Return how many windows go through the model first and last of a whole batch: compiled blocks and attention
+        are tried with them. Each worker has as many of these numbers."""
+        batch_size = self._config.training.batch_size
+        sizes = [max(1, len(part)) for part, _ in self._micro_batches(np.empty((batch_size, 0), np.int64))]
+        return (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0],)
+
+    @contextmanager
+    def _as_tried(self, windows: int) -> Iterator[None]:
+        """Have so many windows computed as was found to work; if that was not tried with as many, then without, so that
+        nothing is compiled in the midst of training. The last batch of a lease may have any number of them."""
+        if windows in self.tried_sizes:
+            with attending_by(self.model, self.attention):
+                yield
+        else:
+            with torch.compiler.set_stance("force_eager"):
+                yield
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context in which the model computes in the run's precision.

@@ -48,7 +48,8 @@ def held_out_loss(
     """Return the mean loss in nats per token (per byte with the byte tokenizer), and how many tokens it is a mean of.
 
     At most `windows` windows are read, evenly spread over the held-out text: the same ones at every call. `batch_size`
-    of them go through the model at once, in the context `precision`. Of `sharers` each reads its piece of them, and all
+    of them go through the model at once, in the context `precision`; compiled blocks are left out, as they would be
+    compiled again, and nobody would see to it that this ends. Of `sharers` each reads its piece of them, and all
     return the same. They make as many forward passes, which are collectives; what is read in place of nothing counts
     nothing.
     """
@@ -57,7 +58,7 @@ def held_out_loss(
     own = chosen if sharers is None else chosen[sharers.piece(len(chosen))]
     largest = len(chosen) if sharers is None else sharers.largest_piece(len(chosen))
     total = tokens = 0.0
-    with evaluating(model):
+    with evaluating(model), torch.compiler.set_stance("force_eager"):
         for start in range(0, largest, batch_size):
             numbers = own[start : start + batch_size]
             batch = held_out.read(numbers if len(numbers) else chosen[:1])

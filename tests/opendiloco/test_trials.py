@@ -23,6 +23,7 @@ from opendiloco.inner import trials
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.model.build import initial_theta
+from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.channel import ControlChannel
@@ -187,3 +188,28 @@ def test_what_is_compiled_in_the_trial_is_what_trains(
     tried = len(graphs)
     replica.train(initial_theta(small_config), 0, (SampleRange(0, 8),), 2)
     assert len(graphs) == tried > 0
+
+
+def test_nothing_is_compiled_after_the_trial(small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the last windows of a batch, nor for the last batch of a lease, nor to evaluate."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    training = small_content["training"] | {"batch_size": 8, "document_mask": True}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    team, data = Team(torch.device("cpu")), load_data(config, ByteTokenizer())
+    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(compile=True), None)
+    replica, theta = ModelReplica(config, model, data.samples, team, micro_batch=5), initial_theta(config)
+    assert replica.tried_sizes == (5, 3)
+    trials.keep_compiled_if_it_works(replica, team)
+    tried = len(graphs)
+    replica.train(theta, 0, (SampleRange(0, 16),), 2)
+    assert len(graphs) == tried > 1
+    replica.train(theta, 0, (SampleRange(16, 25),), 2)  # its last batch has one window
+    held_out_loss(model, data.held_out, 8, 7)
+    assert len(graphs) == tried
