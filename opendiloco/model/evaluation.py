@@ -12,6 +12,9 @@ from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.model.packing import predicted_tokens, window_loss
 
+EVALUATED_AT_ONCE = 4
+"""Windows, where nobody has tried how many fit."""
+
 
 class Sharers(Protocol):
     """Those that share an evaluation; see `opendiloco.inner.team.Team`."""
