@@ -249,26 +249,49 @@ def test_what_keeps_it_from_joining_is_raised_and_leaves_no_thread(monkeypatch: 
     assert not loop._thread.is_alive()
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_a_loop_evaluates_theta_as_everybody_does_if_it_reads_the_runs_text(
-    small_config: RunConfig, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build_model(small_config, ByteTokenizer()).train(mode == "train")
+def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
+    """It has joined, and its model is a run's."""
+    model = build_model(config, ByteTokenizer())
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
-    loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1")
-    worker = LoopWorker(initial_vectors(small_config, layout_of(model)), 10, torch.device("cpu"))
-    run = Run.sign(small_config, Identity.generate())
-    loop._joined = _Joined(LoopWorkload(worker, run), lambda: None)
+    loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
+    worker = LoopWorker(initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
+    loop._joined = _Joined(LoopWorkload(worker, Run.sign(config, Identity.generate())), lambda: None)
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
-    assert loop._evaluate() is None
-    loop._text = load_data(small_config, ByteTokenizer())
+    return loop
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("reads", ["the run's text", "text of its own"])
+def test_a_loop_evaluates_theta_as_everybody_does(
+    small_config: RunConfig, mode: str, reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that trains on text of its own, as the Trainer does."""
+    loop = loop_that_may_evaluate(small_config, monkeypatch, data=[Path(small_config.data.all_sources[0].source)])
+    model = loop._model.train(mode == "train")
+    if reads == "the run's text":
+        loop._text = load_data(small_config, ByteTokenizer())
     found = loop._evaluate()
     assert found is not None
     assert found.loss == pytest.approx(Reference(small_config).held_out_loss(), rel=1e-5)
-    assert found.is_runs_text
+    assert found.is_runs_text == (reads == "the run's text"), "nobody can tell of a folder of its own"
+    text = loop._text
+    assert loop._evaluate() == found
+    assert loop._text is text, "it is read once"
     assert model.training == (mode == "train")
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loop_that_cannot_or_is_not_to_read_the_runs_text_takes_no_turns(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without = loop_that_may_evaluate(small_config, monkeypatch)  # the run's text is in a folder of its organiser
+    assert [without._evaluate() for _ in range(3)] == [None] * 3
+    assert caplog.text.count("takes no turns to evaluate") == 1
+    folder = Path(small_config.data.all_sources[0].source)
+    unwilling = loop_that_may_evaluate(small_config, monkeypatch, data=[folder], evaluates=False)
+    assert unwilling._evaluate() is None
+    assert unwilling._text is None
 
 
 def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
