@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -119,6 +119,10 @@ def test_shards_are_refused_and_a_wrapper_around_a_whole_model_is_not() -> None:
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(LoopError, match=r"parameter weight is a shard \(FSDP2"):
         check_own_model(sharded)
+    flat = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(3, 2), device_id=torch.device("cpu")))
+    with pytest.raises(LoopError, match="the model is wrapped in FSDP") as caught:
+        check_own_model(flat)
+    assert "diloco-peer join" in caught.value.remedy
     with pytest.raises(LoopError, match="has no memory"):
         check_own_model(torch.nn.Linear(3, 2, device="meta"))
 
@@ -185,6 +189,27 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             loop.__exit__(None, None, None)
     assert not loop._thread.is_alive()
+
+
+def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, looked, left = loop_of_its_own(monkeypatch), list[None](), list[None]()
+    monkeypatch.setattr(diloco_module, "LOOK_SECONDS", 0.0)
+
+    class Leaving:
+        def leave(self) -> None:
+            left.append(None)
+
+    def is_abandoned() -> bool:
+        assert not left
+        looked.append(None)
+        return len(looked) == 3
+
+    loop.is_abandoned = is_abandoned
+    asyncio.run(asyncio.wait_for(loop._leave_when_abandoned(Leaving()), 30))  # type: ignore[arg-type]
+    assert (len(looked), len(left)) == (3, 1)
+    assert "ended without a word" in caplog.text
 
 
 @pytest.mark.parametrize("asked", ["inner step", "batch"])

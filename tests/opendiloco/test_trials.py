@@ -167,6 +167,28 @@ def test_a_worker_tries_with_the_weights_that_it_trains(
     assert np.array_equal(tried, [theta])
 
 
+@pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
+def test_a_worker_multiplies_as_precisely_as_its_owner_says(
+    small_config: RunConfig, tf32: bool, precision: str
+) -> None:
+    before, memory = torch.get_float32_matmul_precision(), create_memory_file()
+    reserve(memory, initial_theta(small_config).size)
+    configure = Configure(
+        manifest_content=small_config.to_manifest_content(),
+        options=WorkerOptions(device="cpu", micro_batch=2, tf32=tf32),
+        device="cpu",
+        rank=0,
+        workers=1,
+        port=0,
+        fresh=False,
+    )
+    try:
+        Worker(configure, Descriptors(memory, create_memory_file(), None), ControlChannel(socket.socketpair()[0]))
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_what_is_compiled_in_the_trial_is_what_trains(
     checkpoints: bool, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
