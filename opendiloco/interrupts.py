@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Interrupts:
-    """What the signals of this process do to its main task.
+    """What the signals of this process do to its main task. Each one is `heard` first, by whoever wants to know.
 
     The first one calls `polite`, or cancels the task while there is nothing to be polite about; the second cancels it.
     Later ones change nothing, so that what the task tidies up is tidied up. Nor does a hang-up after another signal:
@@ -27,6 +27,7 @@ class Interrupts:
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self.polite: Callable[[], None] | None = None
+        self.heard: Callable[[], None] | None = None
         self.count = 0
         self._task = task
 
@@ -34,6 +35,8 @@ class Interrupts:
         if number == signal.SIGHUP and self.count > 0:
             return
         self.count += 1
+        if self.heard is not None:
+            self.heard()
         if self.count == 1 and self.polite is not None:
             self.polite()
         elif self.count <= 2:

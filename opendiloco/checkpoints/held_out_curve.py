@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 24
 """Of a file that is read. A loss takes some 40 of them."""
+MOST_LOSSES = 100_000
+"""That are kept: an organiser may say that a run has any number of outer steps, and others claim losses of each."""
 
 
 class HeldOutCurve:
@@ -22,8 +24,8 @@ class HeldOutCurve:
         self._losses = {} if path is None else read_curve(path)
 
     def add(self, outer_step: int, loss: float) -> bool:
-        """Keep a finite loss, unless there is one of that outer step. Return whether it was new."""
-        if outer_step in self._losses or not math.isfinite(loss):
+        """Keep a finite loss, unless there is one of that outer step, or too many. Return whether it was new."""
+        if outer_step in self._losses or not math.isfinite(loss) or len(self._losses) >= MOST_LOSSES:
             return False
         self._losses[outer_step] = loss
         if self._path is not None:
@@ -56,6 +58,6 @@ def read_curve(path: Path) -> dict[int, float]:
             outer_step, loss = said["outer_step"], float(said["loss"])
         except (ValueError, TypeError, KeyError):
             continue
-        if type(outer_step) is int and outer_step >= 0 and math.isfinite(loss):
+        if type(outer_step) is int and outer_step >= 0 and math.isfinite(loss) and len(losses) < MOST_LOSSES:
             losses.setdefault(outer_step, loss)
     return losses

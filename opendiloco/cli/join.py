@@ -45,7 +45,6 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
     from opendiloco.interrupts import run_interruptible
     from opendiloco.island.environment import Placement
     from opendiloco.owner.again import begin_again
-    from opendiloco.owner.gpus import power_limit
     from opendiloco.settings.file import unknown_variables
     from peers.metrics import serve_metrics
 
@@ -62,27 +61,30 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
     if settings.metrics_port is not None:
         serve_metrics(settings.metrics_port)
     page = open_dashboard(settings.dashboard_address)
-    with hold_identity(settings.identity) as key, power_limit(settings.gpu_power_limit, settings.device, settings.gpus):
+    with hold_identity(settings.identity) as key:
         try:
             run_interruptible(lambda interrupts: live(settings, invite, key, watch, view, page, placement, interrupts))
         finally:  # ends with the process: Python 3.11 crashed when it took cycles of views of shared memory apart
             gc.freeze()
     if watch.comes_back:
-        begin_again(watch.wishes)
+        begin_again(watch.wishes, watch.until)
 
 
 def owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
     """What looks at this machine for its owner."""
     from datetime import datetime
 
-    from opendiloco.owner.again import remembered_wishes
-    from opendiloco.owner.conditions import parse_until
+    from opendiloco.owner.again import remembered_until, remembered_wishes
+    from opendiloco.owner.conditions import Hot, parse_until
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
-    until = None if settings.until is None else parse_until(settings.until, datetime.now())
-    look = Observer().look if settings.pause_when else None
-    return OwnersWatch(remembered_wishes(os.environ), settings.conditions(), until, look, view.say)
+    until = None
+    if settings.until is not None:
+        until = remembered_until(os.environ) or parse_until(settings.until, datetime.now())
+    conditions = settings.conditions()
+    look = Observer(any(isinstance(one, Hot) for one in conditions)).look if settings.pause_when else None
+    return OwnersWatch(remembered_wishes(os.environ), conditions, until, look, view.say)
 
 
 async def live(
@@ -98,14 +100,18 @@ async def live(
     """Wait until the owner wants this machine to train, and train until asked to leave."""
     from opendiloco.checkpoints.journal import Journal
     from opendiloco.checkpoints.remote import check_url
-    from opendiloco.checkpoints.run_folder import RunFolder
+    from opendiloco.checkpoints.run_folder import RunFolder, default_state_folder
+    from opendiloco.owner.power import power_limit, set_limits_back
     from opendiloco.owner.watch import watching
 
-    folder = RunFolder.at(invite.run_id, key.peer_id, settings.state).path
-    async with watching(watch, folder) as is_wanted:
+    interrupts.heard = watch.stop
+    state = settings.state or default_state_folder()
+    set_limits_back(state)
+    folder = RunFolder.at(invite.run_id, key.peer_id, state).path
+    sources: list[Source] = []
+    async with shown(page, sources), watching(watch, folder) as is_wanted:
         if not is_wanted:
             return
-        from opendiloco.dashboard.server import dashboard
         from opendiloco.dashboard.sources import volunteer_source
         from opendiloco.entrance import read_ticket
         from opendiloco.stay import Stay
@@ -116,18 +122,26 @@ async def live(
             check_url(settings.remote)
         stay = Stay(settings, invite, key, watch, ticket, journal)
 
-        sources: list[Source] = []
-
         def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
             interrupts.polite = lambda: leave(volunteer, view)
             sources.append(volunteer_source(volunteer, transport))
 
-        async with (
-            dashboard(page, lambda: sources),
-            other_machines(placement, invite.run_id, key.peer_id, view, interrupts) as nodes,
-        ):
-            await stay.train(view, nodes, when_ready)
+        async with other_machines(placement, invite.run_id, key.peer_id, view, interrupts) as nodes:
+            with power_limit(settings.gpu_power_limit, settings.device, settings.gpus, state):
+                await stay.train(view, nodes, when_ready)
     view.say("left the run")
+
+
+@asynccontextmanager
+async def shown(page: socket.socket | None, sources: list[Source]) -> AsyncIterator[None]:
+    """Serve the dashboard, if anybody wants it. While this machine is paused it has no run yet."""
+    if page is None:
+        yield
+        return
+    from opendiloco.dashboard.server import dashboard
+
+    async with dashboard(page, lambda: sources):
+        yield
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
+from opendiloco.dashboard.doorman import Doorman
 from opendiloco.dashboard.sources import Source
 from opendiloco.dashboard.watching import Board, Watching
 from peers.errors import LocalNetworkError
@@ -88,7 +89,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         handle_signals=False,
     )
     await runner.setup()
-    await web.SockSite(runner, listening).start()
+    await _Site(runner, listening).start()
     looking = asyncio.create_task(watching.keep_looking())
     looking.add_done_callback(_report_failure)
     try:
@@ -97,6 +98,15 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
         await runner.cleanup()
+
+
+class _Site(web.SockSite):
+    """The server at a socket, with a doorman before it."""
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        assert self._runner.server is not None
+        self._server = await asyncio.get_running_loop().create_server(Doorman(self._runner.server), sock=self._sock)
 
 
 def application(watching: Watching, is_local: bool) -> web.Application:
@@ -122,7 +132,7 @@ class Pages:
         self._open = 0
 
     async def list_json(self, request: web.Request) -> web.Response:
-        summaries = [watch.view.summary() for watch in self._watching.runs.values()]
+        summaries = [watch.summary for watch in self._watching.runs.values()]
         return web.json_response(summaries)
 
     async def run_json(self, request: web.Request) -> web.Response:
@@ -179,7 +189,10 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 @web.middleware
 async def _only_local(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    name = request.url.host or ""
+    try:
+        name = request.url.host or ""
+    except ValueError:  # a Host header that is none
+        name = ""
     if not is_loopback(name):
         text = "This dashboard answers only to names of this machine: a proxy has to send `Host: localhost`."
         raise web.HTTPMisdirectedRequest(text=text)

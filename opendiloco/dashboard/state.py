@@ -29,6 +29,8 @@ SHOWN_ABSENT = 16  # peers that an entry is told to lack
 REMEMBERED_SECONDS = 600.0  # for which a peer is shown that is gone
 BUCKET = 0.25  # outer steps between two points of a new curve of training losses
 LARGEST_LOSS = 100.0  # others may claim any
+LARGEST_RATE = 1e12  # tokens a second, far more than any machine has; the sum of all rates has to stay finite
+LARGEST_STEP = 2**50  # that a page can count to: an organiser may say that a run has any number of outer steps
 
 
 class RunView:
@@ -54,7 +56,8 @@ class RunView:
     def observe(self, heartbeats: Iterable[Heartbeat], at: float) -> None:
         """Take in all heartbeats that are known at a time, in seconds since the epoch."""
         self._looked_at = at
-        self._beats = [beat for beat in heartbeats if beat.state is not PeerState.LEAVING]
+        last = min(self.run.config.total_outer_steps, LARGEST_STEP)
+        self._beats = [bounded(beat, last) for beat in heartbeats if beat.state is not PeerState.LEAVING]
         for beat in self._beats:
             known = self._seen.get(beat.peer)
             if known is None or beat.sequence > known[0].sequence:
@@ -88,7 +91,7 @@ class RunView:
         if training:
             step = self._outer_step + statistics.median(min(beat.inner_step / inner_steps, 1.0) for beat in training)
             loss = statistics.median(beat.loss for beat in training if beat.loss is not None)
-            self._losses.add(step, min(loss, LARGEST_LOSS))
+            self._losses.add(step, loss)
         every = self.run.config.evaluation.every
         for beat in self._beats:
             said = beat.held_out
@@ -191,7 +194,7 @@ class RunView:
         thinned = held_out[:: 1 + len(held_out) // MOST_POINTS]
         return {
             "training": [(round(step, 2), round(loss, 4)) for step, loss in self._losses.points],
-            "held_out": [(step, round(min(loss, LARGEST_LOSS), 4)) for step, loss in thinned],
+            "held_out": [(step, round(bounded_loss(loss), 4)) for step, loss in thinned],
         }
 
     def _rounds(self) -> Plain:
@@ -214,6 +217,22 @@ class RunView:
         ]
         more = max(0, len(shown) - SHOWN_PEERS)
         return {"rows": rows, "more": more, "tokens": self._chronicle.tokens, "first": self._chronicle.first}
+
+
+def bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
+    """Return the same heartbeat with numbers that can be added up and drawn, in a run of so many outer steps."""
+    said = {"index": beat.index, "tokens_per_second": beat.tokens_per_second, "loss": beat.loss}
+    held: dict[str, Any] = {
+        "index": min(beat.index, last_step),
+        "tokens_per_second": min(beat.tokens_per_second, LARGEST_RATE),
+        "loss": None if beat.loss is None else bounded_loss(beat.loss),
+    }
+    return beat if held == said else beat.model_copy(update=held)
+
+
+def bounded_loss(loss: float) -> float:
+    """Return the loss, or the largest that is believed, of either sign."""
+    return max(-LARGEST_LOSS, min(loss, LARGEST_LOSS))
 
 
 def plain_record(record: Record) -> Plain:

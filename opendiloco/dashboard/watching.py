@@ -70,6 +70,8 @@ class RunWatch:
         self.source = source
         self.board = Board()
         self.view = RunView(source.run, source.me, source.held_out, source.no_log)
+        self.summary = self.view.summary()
+        """What the list of runs says of it."""
         self.looked_at = float("-inf")  # on this machine's monotonic clock
         self._looking = asyncio.Lock()
 
@@ -90,18 +92,30 @@ class RunWatch:
 
     async def _look(self) -> None:
         try:
+            await self._learn()
+            self._tell()
+        except Exception:  # a mistake of ours that one run brings to light: all others are still shown
+            logger.exception("the dashboard shows nothing new of %s at present", self.source.run.run_id)
+        self.looked_at = time.monotonic()
+
+    async def _learn(self) -> None:
+        try:
             async with asyncio.timeout(LOOK_LIMIT):
                 self.view.observe(await self.source.heartbeats(), time.time())
             self.view.recall(self.source.found())
-            shown_at = time.monotonic()
+            told_at = time.monotonic()
             while self.view.read(self.source.log(), self.source.anchors()):
                 await asyncio.sleep(PAUSE_SECONDS)
-                if time.monotonic() - shown_at >= WATCHED_SECONDS:
-                    self.show()
-                    shown_at = time.monotonic()
+                if time.monotonic() - told_at >= WATCHED_SECONDS:
+                    self._tell()
+                    told_at = time.monotonic()
         except (TimeoutError, DilocoPeerError, LogError) as error:
             logger.debug("the dashboard could not look at %s: %r", self.source.run.run_id, error)
-        self.looked_at = time.monotonic()
+
+    def _tell(self) -> None:
+        summary = self.view.summary()
+        json.dumps(summary, allow_nan=False)  # what JSON cannot say would keep the list of all runs from being told
+        self.summary = summary
         if self.board.watchers or not self.board.sections:
             self.show()
 
@@ -114,6 +128,7 @@ class Watching:
 
     def __init__(self, sources: Callable[[], Iterable[Source]]) -> None:
         self._sources = sources
+        self._is_failing = False
         self.runs: dict[str, RunWatch] = {}
         self.board = Board()
         """The list of runs."""
@@ -123,8 +138,8 @@ class Watching:
         looking: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
-                self._update()
-                self.board.show({"runs": [watch.view.summary() for watch in self.runs.values()]})
+                self._try_update()
+                self.board.show({"runs": [watch.summary for watch in self.runs.values()]})
                 looking = {run: task for run, task in looking.items() if not task.done()}
                 for run, watch in self._due(looking):
                     looking[run] = asyncio.create_task(watch.look())
@@ -134,6 +149,16 @@ class Watching:
                 task.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(*looking.values(), return_exceptions=True)
+
+    def _try_update(self) -> None:
+        """Take up which runs there are. While that fails, those that are known are shown."""
+        try:
+            self._update()
+            self._is_failing = False
+        except Exception:
+            if not self._is_failing:
+                logger.exception("the dashboard finds no new runs at present")
+            self._is_failing = True
 
     def _update(self) -> None:
         sources = {source.run.run_id: source for source in self._sources()}

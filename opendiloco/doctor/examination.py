@@ -17,6 +17,7 @@ from opendiloco.doctor.network import (
     answering_nodes,
     chosen_ports,
     dialled_back,
+    is_in_use,
     measured_bandwidth,
     own_addresses,
     start_p2pd,
@@ -35,7 +36,7 @@ from opendiloco.doctor.network_checks import (
     check_reach,
 )
 from opendiloco.doctor.run_checks import check_round, check_run, check_speed
-from opendiloco.doctor.system import try_kernels, whole_machine
+from opendiloco.doctor.system import has_volunteer, try_kernels, whole_machine
 from opendiloco.entrance import enter
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected
@@ -89,6 +90,7 @@ class Examination:
         self._bandwidth: Bandwidth | None = None
         self._others: list[Heartbeat] = []
         self._run: Run | None = None
+        self._has_volunteer = False
 
     def _tell(self, *findings: Finding) -> None:
         for finding in findings:
@@ -101,6 +103,7 @@ class Examination:
         self._at("looking at this machine")
         machine = await asyncio.to_thread(whole_machine, self._wishes.state)
         self._tell(*machine_findings(machine, self._wishes.workers))
+        self._has_volunteer = await asyncio.to_thread(has_volunteer, self._wishes.state)
         self._at("testing the kernels")
         self._tell(check_kernels(await asyncio.to_thread(try_kernels)))
         await self._examine_network()
@@ -126,7 +129,9 @@ class Examination:
         seconds, error = await start_p2pd()
         self._tell(check_p2pd(seconds, error))
         taken = try_ports(wishes.listen, wishes.data_port)
-        self._tell(check_ports(chosen_ports(wishes.listen, wishes.data_port), taken), check_ipv6(own_addresses()))
+        may_be_ours = self._has_volunteer and taken is not None and is_in_use(taken)
+        self._tell(check_ports(chosen_ports(wishes.listen, wishes.data_port), taken, may_be_ours))
+        self._tell(check_ipv6(own_addresses()))
         if error is not None or not wishes.addresses:
             self._skip_until("memory", NO_NODE if error is None else "libp2p's daemon does not start")
             return
@@ -226,15 +231,17 @@ class Examination:
         return tuple(there[number] for number in numbers if number < len(there))
 
     async def _examine_speed(self, skeleton: Any, gpus: Sequence[Gpu]) -> Speed | None:
-        """Train a little, if nothing is in the way; else estimate."""
+        """Train a little, if nothing is in the way, and nobody else trains here; else estimate."""
         from opendiloco.doctor import trial
 
         assert self._run is not None
-        why = "of CPUs, and of GPUs whose peak is not known, only a trial tells it"
+        why = ""
+        if self._wishes.tries and self._has_volunteer:
+            why = "a volunteer runs on this machine, and a trial would take memory and time from it"
         failing = [finding.name for finding in self.findings if finding.verdict is Verdict.FAIL]
         lacking = [name for name in failing if name in NEEDED_TO_TRAIN]
         speed: Speed | None = None
-        if self._wishes.tries and not lacking:
+        if self._wishes.tries and not lacking and not self._has_volunteer:
             self._at("training a little, as `join` would")
             try:
                 speed = await trial.measured_speed(self._run.config, self._wishes.workers)

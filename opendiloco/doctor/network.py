@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 import socket
@@ -67,6 +68,11 @@ def try_ports(addresses: Sequence[str], data_port: int) -> DilocoPeerError | Non
     except LocalNetworkError as error:
         return error
     return None
+
+
+def is_in_use(error: DilocoPeerError) -> bool:
+    """Whether what `try_ports` found is that another program listens there."""
+    return getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
 
 
 def own_addresses() -> Addresses:

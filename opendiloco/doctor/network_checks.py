@@ -27,8 +27,12 @@ def check_p2pd(seconds: float | None, error: DilocoPeerError | None) -> Finding:
     return passed("p2pd", f"libp2p's daemon started in {seconds or 0:.1f} s", seconds=seconds)
 
 
-def check_ports(asked: Sequence[int], error: DilocoPeerError | None) -> Finding:
-    """`asked` are the ports that the owner has chosen, other than any free one."""
+def check_ports(asked: Sequence[int], error: DilocoPeerError | None, may_be_ours: bool = False) -> Finding:
+    """`asked` are the ports that the owner has chosen, other than any free one. `may_be_ours`: what is in use may be so
+    by a volunteer that runs here."""
+    if error is not None and may_be_ours:
+        found = f"{error.message.rstrip('.')}, by the volunteer that runs on this machine, it seems"
+        return warned("ports", found, f"If it is not: {error.remedy}")
     if error is not None:
         return failed_with("ports", error)
     if not asked:

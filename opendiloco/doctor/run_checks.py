@@ -19,10 +19,10 @@ def check_run(run_id: str, peers: int, outer_step: int, outer_steps: int) -> Fin
 
 def check_speed(speed: Speed | None, why_not: str = "") -> Finding:
     if speed is None:
-        return skipped("speed", why_not or "it is not known, and was not measured")
+        return skipped("speed", why_not or "of CPUs, and of GPUs whose peak is not known, only a trial tells it")
     how = f"measured over {speed.steps} inner steps"
     if not speed.steps:
-        how = "estimated from the GPU's peak"
+        how = "estimated from the GPU's peak" + (f"; {why_not}" if why_not else "")
     values = {"tokens_per_second": speed.tokens_per_second, "is_measured": bool(speed.steps)}
     return passed("speed", f"{speed.tokens_per_second:,.0f} tokens/s, {how}", **values)
 

@@ -15,6 +15,7 @@ from opendiloco.doctor.facts import Cards, Folder, Kernels, Machine
 from opendiloco.doctor.machine_checks import python_version
 from opendiloco.doctor.sensors import is_on_battery, query_gpus, read_sensors
 from opendiloco.doctor.torch_probe import installed_torch, probed_torch
+from opendiloco.owner.controls import Request, ask, sockets
 from opendiloco.shared_memory import available_memory
 
 PCI, NVIDIA_DRIVER, SHM = Path("/sys/bus/pci/devices"), Path("/proc/driver/nvidia"), Path("/dev/shm")
@@ -35,6 +36,12 @@ def quick_machine(state: Path | None = None) -> Machine:
         folder=look_at_folder(default_state_folder() if state is None else state),
         is_on_battery=is_on_battery(),
     )
+
+
+def has_volunteer(state: Path | None) -> bool:
+    """Whether a volunteer runs on this machine that keeps what outlives it there."""
+    folder = default_state_folder() if state is None else state
+    return any(ask(socket, Request(do="look")) is not None for socket in sockets(folder))
 
 
 def whole_machine(state: Path | None = None) -> Machine:

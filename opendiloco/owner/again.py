@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from typing import NoReturn
+from datetime import datetime
+from typing import Any, NoReturn
 
 from opendiloco.owner.wishes import Wishes
 from peers.net.signals import LEAVE_SIGNALS
@@ -21,9 +22,13 @@ WISHES_VARIABLE = "_DILOCO_PEER_WISHES"
 OWNERS_SIGNALS = (*LEAVE_SIGNALS, signal.SIGUSR1)
 
 
-def begin_again(wishes: Wishes) -> NoReturn:
-    """Become a new process with the same command line. Signals wait until it listens (see `listen_again`)."""
-    said = json.dumps({"is_asked": wishes.is_asked, "overruled": sorted(wishes.overruled)})
+def begin_again(wishes: Wishes, until: datetime | None = None) -> NoReturn:
+    """Become a new process with the same command line. Signals wait until it listens (see `listen_again`).
+
+    `until` is the moment that --until has come to mean: "07:30" would be another one tomorrow.
+    """
+    moment = None if until is None else until.isoformat()
+    said = json.dumps({"is_asked": wishes.is_asked, "overruled": sorted(wishes.overruled), "until": moment})
     signal.pthread_sigmask(signal.SIG_BLOCK, OWNERS_SIGNALS)
     logging.shutdown()
     sys.stdout.flush()
@@ -38,5 +43,16 @@ def listen_again() -> None:
 
 def remembered_wishes(environment: Mapping[str, str]) -> Wishes:
     """Return what the owner had asked for before this process began again."""
-    said = json.loads(environment.get(WISHES_VARIABLE) or "{}")
+    said = _remembered(environment)
     return Wishes(bool(said.get("is_asked")), said.get("overruled", ()))
+
+
+def remembered_until(environment: Mapping[str, str]) -> datetime | None:
+    """Return when to leave, as it was resolved before this process began again; None: it has not."""
+    moment = _remembered(environment).get("until")
+    return None if moment is None else datetime.fromisoformat(moment)
+
+
+def _remembered(environment: Mapping[str, str]) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(environment.get(WISHES_VARIABLE) or "{}")
+    return said

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from opendiloco.owner.facts import Facts
 
 BUSY_PERCENT, HOT_CELSIUS = 50, 85
+PERCENTS, DEGREES = range(1, 100), range(30, 121)
+"""What these conditions may be said with: others would hold always, or never."""
 
 
 class Condition(Protocol):
@@ -106,16 +108,27 @@ def parse_condition(text: str) -> Condition:
         return Program(value)
     if kind == "battery" and not value:
         return OnBattery()
-    if kind in ("busy", "hot") and (not value or value.isdigit()):
-        if kind == "busy":
-            return Busy(int(value)) if value else Busy()
-        return Hot(int(value)) if value else Hot()
+    if kind == "busy":
+        return Busy(_number(text, value, PERCENTS, "percent")) if value else Busy()
+    if kind == "hot":
+        return Hot(_number(text, value, DEGREES, "degrees Celsius")) if value else Hot()
     raise ValueError(f"{text!r} is none of battery, busy, busy:PERCENT, hot, hot:CELSIUS and process:NAME.")
+
+
+def _number(text: str, value: str, allowed: range, unit: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) < 4 and int(value) in allowed):
+        raise ValueError(f"{text!r}: {value!r} is no number of {unit} from {allowed[0]} to {allowed[-1]}.")
+    return int(value)
 
 
 def parse_conditions(text: str) -> tuple[Condition, ...]:
     """Read what --pause-when says, separated by commas. Raises: ValueError."""
-    return tuple(parse_condition(word) for word in text.split(",") if word.strip())
+    found = tuple(parse_condition(word) for word in text.split(",") if word.strip())
+    names = [condition.name for condition in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{text!r} has {twice} twice: leave one out.")
+    return found
 
 
 def parse_until(text: str, now: datetime) -> datetime:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,10 +33,12 @@ class Facts:
 
 
 class Observer:
-    """Looks at this machine. What programs use is told as of the look before."""
+    """Looks at this machine; at its heat only if somebody asks, since that starts a program on machines with GPUs. What
+    programs use is told as of the look before."""
 
-    def __init__(self) -> None:
-        self._before: tuple[float, float, Mapping[int, float]] | None = None
+    def __init__(self, with_heat: bool = True) -> None:
+        self._with_heat = with_heat
+        self._before: tuple[float, float, float] | None = None
 
     def look(self) -> Facts:
         """Return the facts. It takes some tens of milliseconds."""
@@ -46,7 +48,7 @@ class Observer:
             now=datetime.now(),
             on_battery=battery is not None and battery.power_plugged is False,
             others=self._share_of_others(),
-            celsius=hottest(_processors(), [gpu.celsius for gpu in look_at_gpus() if gpu.celsius is not None]),
+            celsius=_heat() if self._with_heat else None,
             programs=frozenset(name for name in names if name),
         )
 
@@ -58,8 +60,7 @@ class Observer:
         if before is None:
             return 0.0
         seconds = (now - before[0]) * (psutil.cpu_count() or 1)
-        own = sum(used - before[2].get(process, 0.0) for process, used in ours.items())
-        return share_of_others(seconds, idle - before[1], own)
+        return share_of_others(seconds, idle - before[1], max(0.0, ours - before[2]))
 
 
 def share_of_others(seconds: float, idle: float, own: float) -> float:
@@ -72,15 +73,20 @@ def hottest(processors: Iterable[float], gpus: Iterable[float]) -> float | None:
     return max((value for value in (*processors, *gpus) if int(value) in PLAUSIBLE), default=None)
 
 
-def seconds_of_family() -> dict[int, float]:
-    """Return the processor time of this process and of each of its descendants, by process id."""
-    found = {}
+def seconds_of_family() -> float:
+    """Return the processor time that this process and its descendants have taken, also those that have ended: whoever
+    waits for a child's end has its time."""
+    found = 0.0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):
         with suppress(psutil.Error):  # it has ended
             times = process.cpu_times()
-            found[process.pid] = times.user + times.system
+            found += times.user + times.system + times.children_user + times.children_system
     return found
+
+
+def _heat() -> float | None:
+    return hottest(_processors(), [gpu.celsius for gpu in look_at_gpus() if gpu.celsius is not None])
 
 
 def _processors() -> list[float]:

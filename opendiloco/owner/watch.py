@@ -12,7 +12,9 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -21,13 +23,16 @@ from opendiloco.owner.conditions import Condition, reasons
 from opendiloco.owner.controls import Answer, Request, serve_controls
 from opendiloco.owner.facts import Facts
 from opendiloco.owner.sleep import SleepWatch, awake, since_start
-from opendiloco.owner.wishes import Wishes
+from opendiloco.owner.wishes import CALM_SECONDS, Wishes
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
 LONGEST_HOLD = 60.0
 """Seconds for which a paused volunteer keeps its place and memory at most, however long others would wait for it."""
+SHORTEST_HOLD = CALM_SECONDS + 2 * LOOK_SECONDS
+"""Seconds for which it keeps them at least where it was not asked to pause: for less than that nobody can know whether
+what it pauses for is over already, and to join again costs more."""
 
 
 class Held(Protocol):
@@ -57,11 +62,13 @@ class OwnersWatch:
     ) -> None:
         self.wishes = wishes
         self.phase = "starting"
-        self.comes_back = False
-        """Whether the stay ends to begin anew: after the pause, or at once if the machine has slept."""
+        self.until = until
+        """When to leave; None: not by the clock."""
+        self._comes_back = False
         self._conditions = conditions
-        self._until = until
         self._look = look or _facts_of_now
+        self._facts = _facts_of_now()
+        self._is_blind = False
         self._say = say
         self._sleep = SleepWatch()
         self._volunteer: Held | None = None
@@ -77,6 +84,15 @@ class OwnersWatch:
         pause ends its part in the run."""
         self._volunteer, self._may_come_back = volunteer, may_come_back
         self._hold_seconds = min(grace, LONGEST_HOLD)
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether the stay ends to begin anew: after the pause, or at once if the machine has slept."""
+        return self._comes_back and not self.wishes.is_finishing
+
+    def stop(self) -> None:
+        """Whoever waits for the end of the stay leaves for good, whatever the stay ends for."""
+        self._is_leaving, self._comes_back = True, False
 
     def answer(self, request: Request) -> Answer:
         """Do what a command asks for."""
@@ -99,19 +115,30 @@ class OwnersWatch:
     async def watch(self) -> None:
         """Look at the machine until cancelled."""
         while True:
-            facts = await asyncio.to_thread(self._look)
-            self.observe(facts, awake(), since_start())
+            self.observe(await self._look_around(), awake(), since_start())
             await asyncio.sleep(LOOK_SECONDS)
 
     async def wait_until_wanted(self) -> bool:
         """Return when there is no reason to pause; whether the volunteer is wanted then."""
-        while True:
-            self.observe(await asyncio.to_thread(self._look), awake(), since_start())
+        for looks in count(1):
+            self.observe(await self._look_around(), awake(), since_start())
             if self._is_leaving or self.wishes.is_finishing:
                 return False
-            if not self.wishes.is_paused:
+            if not self.wishes.is_paused and (looks > 1 or not self._conditions):  # one look shows no condition
                 return True
             await asyncio.sleep(LOOK_SECONDS)
+        raise AssertionError("the looks never end")
+
+    async def _look_around(self) -> Facts:
+        """Return the facts of now; where they cannot be had, those of the last look that saw any."""
+        try:
+            self._facts = await asyncio.to_thread(self._look)
+            self._is_blind = False
+        except Exception as error:  # whatever the machine's sensors and programs can do to whoever asks them
+            if not self._is_blind:
+                logger.warning("this machine cannot be looked at, so that pauses neither begin nor end: %r", error)
+            self._is_blind = True
+        return replace(self._facts, now=datetime.now())
 
     def observe(self, facts: Facts, awake: float, since_start: float) -> None:
         """Take in one look at the machine, at these times of the two clocks."""
@@ -119,10 +146,10 @@ class OwnersWatch:
         slept = self._sleep.tick(awake, since_start)
         if slept:
             self._say(f"this machine has slept for {in_words(slept)}")
+        if self.until is not None and facts.now >= self.until:
+            self._leave(f"it is {self.until:%H:%M}: leaving the run")
         if slept > self._hold_seconds and self._volunteer is not None:
-            self._leave("the others have gone on: joining again", comes_back=True)
-        if self._until is not None and facts.now >= self._until:
-            self._leave(f"it is {self._until:%H:%M}: leaving the run")
+            self._leave("the others have gone on: joining again", comes_back=self._may_come_back)
         self.act(awake)
 
     def act(self, now: float) -> None:
@@ -137,7 +164,8 @@ class OwnersWatch:
         if bool(wanted) != (self._held_since is not None):
             volunteer.hold(bool(wanted))
             self._held_since = now if wanted else None
-        if self._held_since is not None and now - self._held_since >= self._hold_seconds:
+        patience = self._hold_seconds if self.wishes.is_asked else max(self._hold_seconds, SHORTEST_HOLD)
+        if self._held_since is not None and now - self._held_since >= patience:
             self._leave("the pause is long: leaving the run meanwhile", comes_back=self._may_come_back)
         self._finish(volunteer)
 
@@ -153,7 +181,7 @@ class OwnersWatch:
     def _leave(self, why: str, comes_back: bool = False) -> None:
         if self._is_leaving:
             return
-        self._is_leaving, self.comes_back = True, comes_back
+        self._is_leaving, self._comes_back = True, comes_back
         self._say(why)
         if self._volunteer is not None:
             self._volunteer.leave()
@@ -171,6 +199,11 @@ def _facts_of_now() -> Facts:
     return Facts(datetime.now())
 
 
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("nobody watches this machine for its owner any more", exc_info=error)
+
+
 @asynccontextmanager
 async def watching(watch: OwnersWatch, folder: Path) -> AsyncIterator[bool]:
     """Hear the owner's commands and signals, and watch the machine, until the context ends.
@@ -184,6 +217,7 @@ async def watching(watch: OwnersWatch, folder: Path) -> AsyncIterator[bool]:
         listen_again()
         is_wanted = await watch.wait_until_wanted()
         task = asyncio.create_task(watch.watch())
+        task.add_done_callback(_report_failure)
         try:
             yield is_wanted
         finally:

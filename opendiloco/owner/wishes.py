@@ -19,6 +19,7 @@ class Wishes:
         """Names of conditions that do not count until they have ended."""
         self.is_finishing = False
         self._held = dict[str, tuple[str, float]]()  # reasons by name, and when each was last seen
+        self._seen = set[str]()  # names of the conditions that held at the last look
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -30,9 +31,12 @@ class Wishes:
         return bool(self.reasons)
 
     def observe(self, reasons: Mapping[str, str], now: float) -> None:
-        """Take in which conditions hold at time `now`: each counts at once, and until it has been gone for a while."""
+        """Take in which conditions hold at time `now`: each counts from the second look in a row on that sees it, since
+        a program may be busy for a moment, and until it has been gone for a while."""
         for name, reason in reasons.items():
-            self._held[name] = reason, now
+            if name in self._seen or name in self._held:
+                self._held[name] = reason, now
+        self._seen = set(reasons)
         for name, (_, seen) in tuple(self._held.items()):
             if now - seen >= CALM_SECONDS:
                 del self._held[name]

@@ -20,7 +20,8 @@ def checked(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
 
 
 def model_of(owner: type[Settings], needs_all: bool = True) -> type[BaseModel]:
-    """Return the model of a class of settings; unless it `needs_all`, none of them is required."""
+    """Return the model of a class of settings. Unless it `needs_all`, they are not used yet: none of them is required,
+    and none held to what is on this machine."""
     fields: dict[str, Any] = {setting.name: _field(setting, needs_all) for setting in settings_of(owner)}
     config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     return create_model(owner.__name__, __config__=config, **fields)
@@ -31,8 +32,9 @@ def _field(setting: Setting, needs_all: bool) -> tuple[Any, Any]:
     item: Any = Annotated[setting.kind, Field(ge=about.least, gt=about.above, le=about.most)]
     if setting.is_path:
         item = Annotated[item, AfterValidator(Path.expanduser)]
-    if about.check is not None:
-        item = Annotated[item, _check_by(about.check)]
+    for check in (about.check, about.check_here if needs_all else None):
+        if check is not None:
+            item = Annotated[item, _check_by(check)]
     default = ... if setting.is_required and needs_all else None if setting.is_required else setting.default
     if setting.is_repeated:
         return tuple[item, ...], default

@@ -13,6 +13,7 @@ from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Choice
 
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
+MOST_GIGABYTES = 1e9
 
 
 def _is_there(folder: Path) -> None:
@@ -60,7 +61,7 @@ class RunSettings(Settings):
         "Train on the text in this folder. Given for each of the run's sources that is a local folder, in their order.",
         (),
         metavar="FOLDER",
-        check=_is_there,
+        check_here=_is_there,
     )
     on_partition: Literal["continue", "wait"] = setting(
         "When most of the run's peers are gone for rounds.partition_grace_seconds: train with those that are here, or "
@@ -183,6 +184,7 @@ class OwnerSettings(Settings):
         metavar="GB",
         shown="all that is free",
         above=0,
+        most=MOST_GIGABYTES,
     )
     max_disk: float | None = setting(
         "Keep to so many gigabytes for what outlives this process: a checkpoint that does not fit is not written.",
@@ -190,9 +192,10 @@ class OwnerSettings(Settings):
         metavar="GB",
         shown="all that is free",
         above=0,
+        most=MOST_GIGABYTES,
     )
     gpu_power_limit: int | None = setting(
-        "Have nvidia-smi limit each GPU that is trained on to so many watts, until we leave.",
+        "Have nvidia-smi limit each GPU that is trained on to so many watts, while we train.",
         None,
         metavar="WATT",
         least=1,

@@ -28,7 +28,8 @@ class About:
     """What there is to say of a setting beside its type and default.
 
     `option` is the option's name where it is not the field's. `shown` says in words what holds without a value. Numbers
-    are at least `least`, or more than `above`, and at most `most`. `check` raises ValueError for a value that is wrong.
+    are at least `least`, or more than `above`, and at most `most`. `check` raises ValueError for a value that is wrong;
+    `check_here` for one that this machine does not go with, which matters only to who uses it.
     """
 
     help: str
@@ -39,6 +40,7 @@ class About:
     above: float | None = None
     most: float | None = None
     check: Callable[[Any], object] | None = None
+    check_here: Callable[[Any], object] | None = None
 
 
 def setting(help: str, default: Any = MISSING, **about: Any) -> Any:

@@ -51,18 +51,27 @@ class ManifestStore:
     def __init__(self, directory: Path) -> None:
         """Raises: LocalNetworkError when the directory cannot be made."""
         self._directory = directory
+        self._read = dict[str, SignedManifest]()
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._unusable(error) from error
 
     def __iter__(self) -> Iterator[SignedManifest]:
-        """Every manifest that is whole and belongs to the run that its file name says; others are logged."""
-        for path in sorted(self._directory.glob(f"*{SUFFIX}")):
+        """Every manifest that is whole and belongs to the run that its file name says; others are logged.
+
+        Each file is read once, since a run's id says what its manifest is: to check a thousand signatures takes long.
+        """
+        paths = {path.name.removesuffix(SUFFIX): path for path in sorted(self._directory.glob(f"*{SUFFIX}"))}
+        self._read = {run_id: manifest for run_id, manifest in self._read.items() if run_id in paths}
+        for run_id, path in paths.items():
             try:
-                yield SignedManifest.unpack(path.read_bytes(), path.name.removesuffix(SUFFIX))
+                if run_id not in self._read:
+                    self._read[run_id] = SignedManifest.unpack(path.read_bytes(), run_id)
             except (OSError, ManifestError) as error:
                 logger.warning("skipped %s: %s", path, error)
+            else:
+                yield self._read[run_id]
 
     def add(self, manifest: SignedManifest) -> list[str]:
         """Write its file, whole or not at all. Return the runs that were forgotten for it.
@@ -242,9 +251,9 @@ def _open_door(
 
 async def _publish(transport: HivemindTransport, store: ManifestStore) -> None:
     """Put every manifest into the DHT again, and see which of the runs are in use."""
-    HEALTH.expect("publishing", 3 * REPUBLISH_INTERVAL, "no manifest was put into the DHT again")
     manifests = list(store)
     metrics.KNOWN_RUNS.set(len(manifests))
+    _is_publishing()
     for manifest in manifests:
         await transport.store_manifest(manifest, MANIFEST_LIFETIME)
         heartbeats = await transport.heartbeats(manifest.run_id)
@@ -252,6 +261,12 @@ async def _publish(transport: HivemindTransport, store: ManifestStore) -> None:
             store.touch(manifest.run_id)
         live = sum(beat.state not in (PeerState.LEAVING, PeerState.ARCHIVING) for beat in heartbeats)
         metrics.RUN_LIVE_PEERS.labels(manifest.run_id).set(live)
+        _is_publishing()
+
+
+def _is_publishing() -> None:
+    """Give a sign of life after each run: all of a thousand take longer than they may keep us waiting."""
+    HEALTH.expect("publishing", 3 * REPUBLISH_INTERVAL, "no manifest was put into the DHT again")
 
 
 async def _until_stopped(transport: HivemindTransport, store: ManifestStore, stop: asyncio.Event) -> None:

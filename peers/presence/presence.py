@@ -289,6 +289,7 @@ class Presence:
     def entry_made(self, log: LogState, members: Collection[str], leader: str) -> None:
         """An entry was made where the log ended. Whoever was not in it, and says that it was ready, was left out; so
         were we, if we were not."""
+        self.standing.work_came(members, log.leases)
         live, head = self.live(), log.position.head
         ready = {peer for peer in live.ready if live[peer].head == head and log.counts(peer, live[peer].incarnation)}
         self._overlooking.entry_made(leader, ready | ({self._me} & log.starts.keys()), members)

@@ -10,6 +10,8 @@ FORGIVEN = 3600.0
 """Seconds after its last exclusion is over, after which a peer's strikes are forgotten."""
 REPLANS = 2
 """How often one peer may have the leader plan a round anew before it is the one to be left out."""
+OFTEN_LATE = 2
+"""Entries that were made without a peer's work, since one had it: nobody waits for as long any more."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Standing:
         self._said: dict[str, Said] = {}
         self._replans: Counter[str] = Counter()
         self._replanned: set[str] = set()  # for whom, since the last entry
+        self._missed = Counter[str]()  # entries that were made without a peer's work, which was expected
 
     # Who holds others up --------------------------------------------------------------------------------------
     def bar(self, peer: str, now: float) -> None:
@@ -55,6 +58,18 @@ class Standing:
         for peer in set(peers) - self._replanned:
             self._replans[peer] = max(0, self._replans[peer] - 1)
         self._replanned.clear()
+
+    def work_came(self, peers: Collection[str], expected: Collection[str]) -> None:
+        """An entry has the work of these peers, of those of whom work was expected."""
+        for peer in expected:
+            self._missed[peer] += 1
+        for peer in peers:
+            self._missed.pop(peer, None)
+
+    def are_often_late(self, peers: Collection[str]) -> bool:
+        """Whether each of these was late for several entries, and in none since. One that is slow and in time for every
+        other entry is not."""
+        return all(self._missed[peer] >= OFTEN_LATE for peer in peers)
 
     # Who reaches whom -----------------------------------------------------------------------------------------
     def said(self, peer: str, relayed: Iterable[str], unreached: Iterable[str]) -> None:

@@ -77,13 +77,11 @@ class Gathering:
         """Whether others are further on: we are to join them, however long it takes us."""
         self.lease: Lease | None = None  # our own
         self._awaited: set[str] = set()
-        self._overtaken: Counter[str] = Counter()
-        self._ready_times = ReadyTimes()
+        self._overtaken, self._ready_times = Counter[str](), ReadyTimes()
         self._together_at, self._ticked_at = -float("inf"), float("inf")
         self._minimum = settings.minimum_peers
-        self.grace = settings.timing.grace
-        self._last_number = 0
-        self._in_minority = False
+        self.grace = self.shortest_grace = settings.timing.grace
+        self._last_number, self._in_minority = 0, False
 
     # Leases for joiners ---------------------------------------------------------------------------------------
     def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
@@ -204,7 +202,9 @@ class Gathering:
         at_work = {peer for peer in self._log.leases if peer in live and self._is_at_work(peer, live[peer])}
         expected = at_work | (set(self._granted) & set(live)) | {self._me}
         self._awaited = expected - self._standing.barred(now) - set(self.unreached)
-        is_over = now - self._ready_times.of_most(self._awaited.intersection(self._log.voters)) >= self.grace
+        voters, late = self._awaited.intersection(self._log.voters), self._awaited - self._ready.keys()
+        patience = min(self.grace, self.shortest_grace) if self._standing.are_often_late(late) else self.grace
+        is_over = now - self._ready_times.of_most(voters, self._ready.keys()) >= patience
         return self._awaited <= self._ready.keys() or is_over or self._is_hopeless(now)
 
     def _is_hopeless(self, now: float) -> bool:

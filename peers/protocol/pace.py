@@ -56,8 +56,12 @@ class Pace:
 
         It is a part of the training, since to be late is not to be lost, and never longer than the partition grace.
         """
-        shortest = min(self.timing.grace, max(GRACE_SHARE * training, 3 * self.timing.heartbeat))
-        return max(shortest, min(LATE_SHARE * training, self.timing.partition_grace))
+        return max(self.shortest_grace(training), min(LATE_SHARE * training, self.timing.partition_grace))
+
+    def shortest_grace(self, training: float) -> float:
+        """Return the same where all who still train have been late again and again: what speeds are off by is not what
+        keeps them."""
+        return min(self.timing.grace, max(GRACE_SHARE * training, 3 * self.timing.heartbeat))
 
 
 class ReadyTimes:
@@ -82,14 +86,14 @@ class ReadyTimes:
         """Return since when anybody is ready; infinity if nobody is."""
         return min(self._times.values(), default=math.inf)
 
-    def of_most(self, voters: Set[str]) -> float:
-        """Return since when more than half of these are ready, or anybody where there are none; infinity if they are
-        not.
+    def of_most(self, voters: Set[str], ready: Set[str]) -> float:
+        """Return since when more than half of these voters are ready, or anybody where there are none; infinity if they
+        are not. Those are `ready` that have not taken it back.
 
         One Ready begins no grace: a peer that was late for the entry before is ready as soon as this one is gathered
         for, and would use up the time of all others.
         """
         if not voters:
             return self.first
-        times = sorted(self._times[peer] for peer in voters & self._times.keys())
+        times = sorted(self._times[peer] for peer in voters & self._times.keys() & ready)
         return times[len(voters) // 2] if 2 * len(times) > len(voters) else math.inf

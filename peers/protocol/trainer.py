@@ -179,6 +179,10 @@ class Trainer(Part):
         """How long to wait for who still trains, after what training took us."""
         return self._desk.settings.timing.grace if self._seconds is None else self._pace.grace(self._seconds)
 
+    def shortest_grace(self) -> float:
+        """How long to wait for those that are late again and again."""
+        return self.grace() if self._seconds is None else self._pace.shortest_grace(self._seconds)
+
     def inner_step(self) -> int:
         """How far we are with the lease."""
         return self.progress.inner_step if self.progress else 0

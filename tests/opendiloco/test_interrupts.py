@@ -53,6 +53,21 @@ def test_the_first_ends_what_cannot_be_asked() -> None:
     assert run_interruptible(main) is None
 
 
+@pytest.mark.parametrize("is_polite", [True, False])
+def test_whoever_wants_to_hear_of_a_signal_does(is_polite: bool) -> None:
+    heard: list[str] = []
+
+    async def main(interrupts: Interrupts) -> None:
+        asked = asyncio.Event()
+        interrupts.heard = lambda: heard.append("a signal")
+        interrupts.polite = asked.set if is_polite else None
+        send(signal.SIGTERM)
+        await asked.wait()
+
+    run_interruptible(main)
+    assert heard == ["a signal"]
+
+
 def test_the_second_insists_and_what_must_be_tidied_up_is() -> None:
     tidied: list[str] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -33,3 +34,17 @@ def test_peers_that_are_nearly_as_fast_are_in_every_entry(unevenness: float) -> 
         swarm.start(f"peer{place}")
     assert swarm.run(12_000.0, until=lambda: swarm.longest >= 20)
     assert min(entries.values()) >= 0.9 * swarm.longest, entries
+
+
+def test_a_peer_that_is_never_ready_does_not_hold_up_each_round() -> None:
+    """The others waited for a twentieth of the training, 30 seconds, each time that it asked for work anew."""
+    settings, speeds = replace(SETTINGS, minimum_peers=4), (1.0, 1.0, 1.0, 0.001)
+    swarm = Swarm(1, settings, speeds=speeds, step_seconds=6.0, unevenness=0.0, traced=False)
+    made: list[float] = []
+    swarm.on_apply = lambda name: made.append(swarm.now) if name == "peer0" else None
+    for place in range(len(speeds)):
+        swarm.start(f"peer{place}")
+    assert swarm.run(20_000.0, until=lambda: swarm.longest >= 12)
+    seconds = [later - earlier for earlier, later in pairwise(made)]
+    assert max(seconds[:2]) > 630, "it might still come"
+    assert max(seconds[3:]) < 615

@@ -42,7 +42,7 @@ def test_with_a_run_and_without(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     with bootstrap(site) as address:
         invite = announce_run(site.write_run(str(corpus)), address)
-        how = ("--run", invite, "--device", "cpu", "--json", *LOOPBACK)
+        how = ("--run", invite, "--device", "cpu", "--json", "--state", "kept", *LOOPBACK)
         with (
             volunteers(site, invite, "one"),
             site.start("doctor", *how, "--data", "corpus") as dry,
@@ -50,6 +50,10 @@ def test_with_a_run_and_without(tmp_path: Path) -> None:
         ):
             able = checks_of(dry)
             without = alone.finish()
+            with site.start("doctor", *how[:5], *LOOPBACK, "--data", "corpus") as beside:
+                speed = checks_of(beside)["speed"]
+    assert speed["verdict"] == "skipped"
+    assert "a volunteer runs on this machine" in speed["found"]
     assert able.keys() == CHECKS.keys()
     assert not [check for check in able.values() if check["verdict"] == "fail"]
     assert able["run"]["values"]["peers"] == able["peers"]["values"]["open"] == 1

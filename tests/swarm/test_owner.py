@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -78,8 +79,12 @@ def test_pause_resume_and_finish(site: Site, invite: str) -> None:
 def test_a_condition_keeps_it_from_starting(site: Site) -> None:
     """The run is one that nobody knows: it would fail as soon as it looked for it."""
     here = ("--run", UNKNOWN, "--initial-peer", NOBODY, "--identity", "one.pem", "--pause-when", "process:sh")
-    with site.start("join", *here, *LOOPBACK, prefix=("sh", "-c", '"$@"; exit $?', "sh")) as volunteer:
+    shown = ("--dashboard", "127.0.0.1:0")
+    with site.start("join", *here, *shown, *LOOPBACK, prefix=("sh", "-c", '"$@"; exit $?', "sh")) as volunteer:
         volunteer.line("paused: .*sh runs", "it does not see the program")
+        [line] = volunteer.said("The dashboard is at")
+        with urlopen(f"{line.split()[-1]}api/runs", timeout=20) as answer:
+            assert json.load(answer) == [], "it listened, and did not answer"
         assert "still paused: sh runs" in site.run("resume").out
         assert "leaving" in site.run("finish").out
         assert volunteer.finish().code == 0

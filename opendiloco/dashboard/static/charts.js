@@ -2,6 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 240;
+const MOST_TICKS = 50;
 const LEFT = 44, RIGHT = 12, TOP = 10, BOTTOM = 26;
 
 function shape(tag, attributes, text) {
@@ -11,12 +12,15 @@ function shape(tag, attributes, text) {
   return made;
 }
 
-function ticks(low, high, most) {
+export function ticks(low, high, most) {
   const rough = (high - low) / most || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough);
   const found = [];
-  for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) found.push(tick);
+  // Where numbers are too large for their difference to count, a tick would never get past the one before.
+  for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6 && found.length < MOST_TICKS; tick += step) {
+    found.push(tick);
+  }
   return { found, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
 }
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import math
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import ClientResponse
@@ -20,6 +25,7 @@ from opendiloco.dashboard import server, watching
 from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
 from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
+from opendiloco.dashboard.state import RunView
 from opendiloco.dashboard.watching import Watching
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.folder import MemoryLog
@@ -106,6 +112,19 @@ def test_the_page_has_neither_inline_script_nor_style_nor_anything_from_elsewher
             assert dangerous not in text, f"{path.name}: what peers say must stay text"
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+@pytest.mark.parametrize("low", [0, 2**53, 2**61, 1e300])
+def test_an_axis_has_an_end_wherever_it_begins(low: float) -> None:
+    script = base64.b64encode((STATIC / "charts.js").read_bytes()).decode()
+    program = f"""
+        const {{ ticks }} = await import("data:text/javascript;base64,{script}");
+        console.log(ticks({low!r}, {low + 1!r}, 10).found.length);
+    """
+    command = ["node", "--input-type=module", "--eval", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
+    assert int(found.stdout) <= 50
+
+
 def test_events_tell_the_state_and_then_what_is_new(story: Story) -> None:
     async def ask(client: TestClient) -> None:  # type: ignore[type-arg]
         async with client.get(f"/runs/{story.run.run_id}/events") as answer:
@@ -156,6 +175,9 @@ def test_nothing_can_be_changed(story: Story) -> None:
         ("[::1]:8080", 200),
         ("evil.example", 421),
         ("127.0.0.1.evil.example", 421),
+        ("::1", 421),
+        ("localhost:port", 421),
+        ("\xff\xfe", 421),
     ],
 )
 def test_a_web_site_cannot_read_it_through_a_browser(story: Story, host: str, status: int) -> None:
@@ -207,6 +229,59 @@ def test_a_source_that_fails_shows_what_was_known(story: Story) -> None:
                 assert row["outer_step"] == 3
 
     asyncio.run(scenario())
+
+
+def test_one_run_that_cannot_be_shown_leaves_all_others_as_they_are(
+    story: Story, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, summary = invented_run("other"), RunView.summary
+
+    def summary_with_a_mistake(view: RunView) -> dict[str, Any]:
+        is_wrong = view.run is other and view.outer_step > 3
+        return summary(view) | ({"tokens_per_second": math.inf} if is_wrong else {})
+
+    monkeypatch.setattr(RunView, "summary", summary_with_a_mistake)
+    monkeypatch.setattr(watching, "UNWATCHED_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        async with serving(replace(story.source, run=other), story.source) as client, client.get("/events") as answer:
+            await event(answer)
+            story.step()
+            while True:
+                rows = {row["run"]: row for row in json.loads((await event(answer))[1])}
+                if rows[story.run.run_id]["outer_step"] == 4:
+                    break
+            assert rows[other.run_id]["outer_step"] == 3
+            while f"nothing new of {other.run_id}" not in caplog.text:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
+def test_while_nobody_can_say_which_runs_there_are_the_known_ones_are_shown(
+    story: Story, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = 0
+
+    def sources() -> list[Source]:
+        nonlocal calls
+        calls += 1
+        if 1 < calls < 4:
+            raise KeyError("a mistake")
+        return [story.source]
+
+    async def scenario() -> None:
+        watched = Watching(sources)
+        looking = asyncio.create_task(watched.keep_looking())
+        async with asyncio.timeout(LIMIT):
+            while calls < 5 or not json.loads(watched.board.sections["runs"]):
+                await asyncio.sleep(0.01)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        assert len(watched.runs) == 1
+
+    asyncio.run(scenario())
+    assert caplog.text.count("finds no new runs") == 1
 
 
 # Sources --------------------------------------------------------------------------------------------------------

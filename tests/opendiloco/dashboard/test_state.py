@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from opendiloco.checkpoints import held_out_curve
+from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.dashboard import chronicle
 from opendiloco.dashboard.chronicle import Chronicle
 from opendiloco.dashboard.curve import MOST_POINTS, Curve
-from opendiloco.dashboard.state import LARGEST_LOSS, REMEMBERED_SECONDS, RunView, minorities
+from opendiloco.dashboard.state import LARGEST_LOSS, LARGEST_RATE, REMEMBERED_SECONDS, RunView, minorities
 from opendiloco.dashboard.timeline import SHOWN, Timeline
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
@@ -227,3 +230,34 @@ def test_a_run_of_years_takes_bounded_room() -> None:
     assert MOST_POINTS / 3 < len(points) <= MOST_POINTS
     assert points == sorted(points)
     assert points[-1][1] == pytest.approx(3 * MOST_POINTS, rel=0.01)
+
+
+# Numbers that others make up ------------------------------------------------------------------------------------
+def test_rates_that_no_machine_has_can_still_be_added_up(story: Story) -> None:
+    view = RunView(story.run)
+    view.observe([said(story.run, story.invented.end, peer, tokens_per_second=1e308) for peer in PEERS[:2]], NOW)
+    assert sections(view)["run"]["tokens_per_second"] == 2 * LARGEST_RATE
+
+
+def test_two_huge_losses_do_not_spoil_the_curve_for_good(story: Story) -> None:
+    view = RunView(story.run)
+    view.observe([said(story.run, story.invented.end, peer, loss=-1.7e308) for peer in PEERS[:2]], NOW)
+    assert [loss for _, loss in sections(view)["losses"]["training"]] == [-LARGEST_LOSS]
+    view.observe([said(story.run, story.invented.end, PEERS[0], held_out=HeldOutLoss(index=12, loss=-1e308))], NOW)
+    assert sections(view)["losses"]["held_out"] == [[12, -LARGEST_LOSS]]
+
+
+def test_no_outer_step_is_shown_that_the_run_does_not_have(story: Story) -> None:
+    view = RunView(story.run)
+    far = said(story.run, story.invented.end, PEERS[0], index=2**61, held_out=HeldOutLoss(index=2**60, loss=2.0))
+    view.observe([far], NOW)
+    found = sections(view)
+    assert found["run"]["outer_step"] == found["peers"]["rows"][0]["outer_step"] == 40
+    assert found["losses"]["held_out"] == []
+
+
+def test_held_out_losses_take_bounded_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(held_out_curve, "MOST_LOSSES", 3)
+    curve = HeldOutCurve(tmp_path / "held_out.jsonl")
+    assert [curve.add(step, 2.0) for step in range(5)] == [True, True, True, False, False]
+    assert len(HeldOutCurve(tmp_path / "held_out.jsonl").losses) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -12,8 +13,9 @@ import pytest
 from opendiloco.doctor import system
 from opendiloco.doctor.facts import Cards, GpuState, Sensor, Torch
 from opendiloco.doctor.sensors import is_on_battery, parse_gpus, read_sensors
-from opendiloco.doctor.system import free_shm, look_at_folder, quick_machine, read_cards, try_kernels
+from opendiloco.doctor.system import free_shm, has_volunteer, look_at_folder, quick_machine, read_cards, try_kernels
 from opendiloco.doctor.torch_probe import answered, first_sentence, installed_torch, probed_torch
+from opendiloco.owner.controls import Answer, serve_controls
 
 TORCH = Torch("2.9.0", "CUDA 12.8")
 GPU = {
@@ -159,3 +161,14 @@ def test_kernels_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("opendiloco.kernels.self_test.measure_speeds", breaks)
     assert system.try_kernels().error == "illegal instruction"
+
+
+def test_a_volunteer_is_there_while_it_answers(tmp_path: Path) -> None:
+    async def scenario() -> bool:
+        folder = tmp_path / "tiny-x" / "peer"
+        async with serve_controls(folder, lambda request: Answer(says="training", phase="training")):
+            return await asyncio.to_thread(has_volunteer, tmp_path)
+
+    assert not has_volunteer(tmp_path)
+    assert asyncio.run(scenario())
+    assert not has_volunteer(tmp_path)

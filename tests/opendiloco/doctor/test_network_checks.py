@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from opendiloco.doctor.facts import Addresses, Bandwidth, DialledBack, Node
 from opendiloco.doctor.findings import Finding, Verdict
-from opendiloco.doctor.network import chosen_ports, try_ports
+from opendiloco.doctor.network import chosen_ports, is_in_use, try_ports
 from opendiloco.doctor.network_checks import (
     check_bandwidth,
     check_bootstrap,
@@ -38,6 +40,11 @@ SYMMETRIC = DialledBack("198.51.100.7", 4000, None, keeps_ports=False)
         (check_ports([], None), PASS, "any free"),
         (check_ports([31338], None), PASS, "31338"),
         (check_ports([31338], LocalNetworkError("data port 31338 is in use.", "Choose another.")), FAIL, "in use"),
+        (
+            check_ports([31338], LocalNetworkError("data port 31338 is in use.", "Choose."), True),
+            WARN,
+            "by the volunteer",
+        ),
         (check_ipv6(Addresses(None, None)), WARN, "no way to the internet"),
         (check_ipv6(Addresses("192.168.1.5", None)), PASS, "behind a router"),
         (check_ipv6(Addresses("8.8.4.4", None)), PASS, "own of IPv4"),
@@ -91,3 +98,14 @@ def test_ports_that_are_chosen_and_in_use() -> None:
             assert error is not None
             assert f"port {port}" in error.message
     assert try_ports(("/ip4/127.0.0.1/tcp/0",), 0) is None
+
+
+def test_a_port_that_another_program_has_is_told_from_one_that_cannot_be_had() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        for taken in (try_ports([f"/ip4/127.0.0.1/tcp/{port}"], 0), try_ports(["/ip4/127.0.0.1/tcp/0"], port)):
+            assert taken is not None
+            assert is_in_use(taken)
+    elsewhere = try_ports(["/ip4/192.0.2.1/tcp/31338"], 0)
+    assert elsewhere is not None
+    assert not is_in_use(elsewhere)

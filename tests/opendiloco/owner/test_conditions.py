@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import datetime
 from typing import Any
 
 import pytest
 
 from opendiloco.owner.conditions import Hours, parse_condition, parse_conditions, parse_until, reasons
-from opendiloco.owner.facts import Facts, hottest, share_of_others
+from opendiloco.owner.facts import Facts, Observer, hottest, seconds_of_family, share_of_others
+from opendiloco.owner.gpus import Gpu
 
 
 def facts(clock: str = "12:00", **values: Any) -> Facts:
@@ -47,10 +50,22 @@ def test_reasons_are_those_of_the_conditions_that_hold() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["batery", "busy:much", "process:", "battery:3", "hot:"[:3] + "ter"])
+@pytest.mark.parametrize("text", ["batery", "process:", "battery:3", "hotter"])
 def test_any_other_condition_is_refused_with_those_that_there_are(text: str) -> None:
     with pytest.raises(ValueError, match="is none of battery, busy"):
         parse_condition(text)
+
+
+@pytest.mark.parametrize("text", ["busy:much", "busy:0", "busy:100", "busy:²", "hot:0", "hot:29", "hot:999"])
+def test_a_limit_that_would_hold_always_or_never_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no number of (percent from 1 to 99|degrees Celsius from 30 to 120)\."):
+        parse_condition(text)
+
+
+@pytest.mark.parametrize("text", ["busy:10,busy:90", "battery,hot,battery", "process:sh,process:sh"])
+def test_a_condition_that_is_said_twice_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="twice"):
+        parse_conditions(text)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +116,20 @@ def test_no_time(text: str) -> None:
 )
 def test_others_use_what_is_neither_idle_nor_ours(seconds: float, idle: float, own: float, share: float) -> None:
     assert share_of_others(seconds, idle, own) == share
+
+
+def test_children_that_have_ended_are_ours() -> None:
+    """What a short program of ours took counted as other programs' time."""
+    before = seconds_of_family()
+    program = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert seconds_of_family() - before > 0.25, "the clock has ticks of 10 ms"
+
+
+@pytest.mark.parametrize("with_heat", [True, False])
+def test_nobody_is_asked_for_heat_that_does_not_matter(with_heat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opendiloco.owner.facts.look_at_gpus", lambda: [Gpu("0", "GPU-5", celsius=125.0)])
+    assert Observer(with_heat).look().celsius == (125.0 if with_heat else None)
 
 
 def test_sensors_that_are_not_connected_do_not_count() -> None:

@@ -3,16 +3,18 @@ All clocks here are invented."""
 
 from __future__ import annotations
 
+import asyncio
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
+from opendiloco.owner import watch as owners_watch
 from opendiloco.owner.conditions import parse_conditions
 from opendiloco.owner.controls import Request
 from opendiloco.owner.facts import Facts
 from opendiloco.owner.sleep import SleepWatch
-from opendiloco.owner.watch import LONGEST_HOLD, OwnersWatch
+from opendiloco.owner.watch import LONGEST_HOLD, LOOK_SECONDS, SHORTEST_HOLD, OwnersWatch
 from opendiloco.owner.wishes import CALM_SECONDS, Wishes
 
 GRACE = 10.0
@@ -56,14 +58,26 @@ class Machine:
         return self.watch.answer(Request(do=do, anyway=anyway)).says
 
 
+def paused(grace: float = GRACE, may_come_back: bool = True) -> Machine:
+    """A machine that has just begun to run on its battery."""
+    machine = Machine("battery", grace=grace)
+    machine.watch.begin(machine.volunteer, grace, may_come_back)
+    machine.look(on_battery=True)
+    machine.look(on_battery=True)
+    assert machine.volunteer.is_held
+    return machine
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands come at the same time as the last look."""
     monkeypatch.setattr("opendiloco.owner.watch.awake", lambda: 1000.0)
 
 
-def test_a_condition_holds_the_training_at_once_and_until_it_has_been_gone_for_a_while() -> None:
+def test_a_condition_holds_the_training_from_the_second_look_on_and_until_it_has_been_gone_for_a_while() -> None:
     machine = Machine("battery", grace=1000)
+    machine.look(after=2, on_battery=True)
+    assert not machine.volunteer.is_held
     machine.look(after=2, on_battery=True)
     assert machine.volunteer.is_held
     assert machine.said == ["paused: on battery"]
@@ -75,10 +89,39 @@ def test_a_condition_holds_the_training_at_once_and_until_it_has_been_gone_for_a
     assert not machine.volunteer.has_left
 
 
+def test_a_moment_in_which_a_condition_holds_is_no_pause() -> None:
+    machine = Machine("busy")
+    for others in (0.0, 0.9, 0.0, 0.9, 0.0):
+        machine.look(after=LOOK_SECONDS, others=others)
+    assert machine.said == []
+
+
+def test_whoever_pauses_for_two_looks_does_not_leave_the_run_for_them() -> None:
+    """It left at the grace's end, and began again, though the condition was long gone."""
+    machine = Machine("busy")
+    machine.look(after=LOOK_SECONDS, others=0.9)
+    machine.look(after=LOOK_SECONDS, others=0.9)
+    assert machine.volunteer.is_held
+    for _ in range(int(SHORTEST_HOLD / LOOK_SECONDS)):
+        machine.look(after=LOOK_SECONDS)
+    assert not machine.volunteer.is_held
+    assert not machine.volunteer.has_left
+
+
+@pytest.mark.usefixtures("clock")
 def test_a_pause_for_longer_than_others_wait_leaves_and_comes_back() -> None:
-    machine = Machine("battery")
-    machine.look(on_battery=True)
-    machine.look(after=GRACE - 0.1, on_battery=True)
+    machine = Machine()
+    machine.ask("pause")
+    machine.look(after=GRACE - 0.1)
+    assert not machine.volunteer.has_left
+    machine.look(after=0.1)
+    assert machine.volunteer.has_left
+    assert machine.watch.comes_back
+
+
+def test_a_condition_that_goes_on_leaves_later_than_it_would_be_known_to_be_over() -> None:
+    machine = paused()
+    machine.look(after=SHORTEST_HOLD - 0.1, on_battery=True)
     assert not machine.volunteer.has_left
     machine.look(after=0.1, on_battery=True)
     assert machine.volunteer.has_left
@@ -86,18 +129,38 @@ def test_a_pause_for_longer_than_others_wait_leaves_and_comes_back() -> None:
 
 
 def test_no_pause_is_held_for_longer_than_a_minute() -> None:
-    machine = Machine("battery", grace=600)
-    machine.look(on_battery=True)
+    machine = paused(grace=600)
     machine.look(after=LONGEST_HOLD, on_battery=True)
     assert machine.volunteer.has_left
 
 
 def test_where_it_cannot_come_back_a_long_pause_is_the_end() -> None:
-    machine = Machine("battery")
-    machine.watch.begin(machine.volunteer, GRACE, may_come_back=False)
-    machine.look(on_battery=True)
-    machine.look(after=GRACE, on_battery=True)
+    machine = paused(may_come_back=False)
+    machine.look(after=SHORTEST_HOLD, on_battery=True)
     assert machine.volunteer.has_left
+    assert not machine.watch.comes_back
+
+
+# Leaving for good, whatever the stay ends for -------------------------------------------------------------------------
+def test_whoever_interrupts_a_stay_that_ends_to_begin_anew_is_heard() -> None:
+    machine = paused()
+    machine.look(after=SHORTEST_HOLD, on_battery=True)
+    machine.watch.stop()
+    assert not machine.watch.comes_back
+
+
+@pytest.mark.usefixtures("clock")
+def test_finish_is_heard_in_a_stay_that_ends_to_begin_anew() -> None:
+    machine = paused()
+    machine.look(after=SHORTEST_HOLD, on_battery=True)
+    machine.ask("finish")
+    assert not machine.watch.comes_back
+
+
+def test_after_an_interrupt_nothing_begins_anew() -> None:
+    machine = Machine()
+    machine.watch.stop()
+    machine.look(after=2, asleep=7200)
     assert not machine.watch.comes_back
 
 
@@ -113,8 +176,7 @@ def test_the_owner_pauses_and_resumes() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_conditions_that_hold_are_only_overruled_on_purpose_and_until_they_have_ended() -> None:
-    machine = Machine("battery", grace=1000)
-    machine.look(on_battery=True)
+    machine = paused(grace=1000)
     assert "still paused: on battery" in machine.ask("resume")
     assert machine.volunteer.is_held
     machine.ask("resume", anyway=True)
@@ -122,6 +184,7 @@ def test_conditions_that_hold_are_only_overruled_on_purpose_and_until_they_have_
     machine.look(after=1, on_battery=True)
     assert not machine.volunteer.is_held
     machine.look(after=CALM_SECONDS)
+    machine.look(after=1, on_battery=True)
     machine.look(after=1, on_battery=True)  # a new time counts again
     assert machine.volunteer.is_held
 
@@ -131,6 +194,7 @@ def test_the_signal_pauses_and_goes_on_whatever_holds() -> None:
     machine = Machine("battery", grace=1000)
     machine.watch.toggle()
     assert machine.volunteer.is_held
+    machine.look(on_battery=True)
     machine.look(on_battery=True)
     machine.watch.toggle()
     assert not machine.volunteer.is_held
@@ -168,6 +232,48 @@ def test_it_leaves_when_the_owner_needs_the_machine() -> None:
     assert machine.said == ["it is 12:05: leaving the run"]
 
 
+# Looks that fail ------------------------------------------------------------------------------------------------------
+def test_a_look_that_fails_is_told_once_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    looks = 0
+
+    def look() -> Facts:
+        nonlocal looks
+        looks += 1
+        if 2 < looks < 5:
+            raise OSError("a sensor is gone")
+        return Facts(NOON, on_battery=looks <= 2)
+
+    watch, volunteer = OwnersWatch(Wishes(), parse_conditions("battery"), look=look), Volunteer()
+    watch.begin(volunteer, GRACE)
+
+    async def scenario() -> None:
+        watching = asyncio.create_task(watch.watch())
+        async with asyncio.timeout(20):
+            while looks < 6:
+                await asyncio.sleep(0)
+        watching.cancel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owners_watch, "LOOK_SECONDS", 0.0)
+        asyncio.run(scenario())
+    assert volunteer.is_held
+    assert caplog.text.count("a sensor is gone") == 1
+
+
+@pytest.mark.parametrize(("conditions", "looks"), [("", 1), ("battery", 2)])
+def test_training_begins_when_no_condition_can_be_missed(conditions: str, looks: int) -> None:
+    seen: list[Facts] = []
+
+    def look() -> Facts:
+        seen.append(Facts(NOON))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owners_watch, "LOOK_SECONDS", 0.0)
+        assert asyncio.run(OwnersWatch(Wishes(), parse_conditions(conditions), look=look).wait_until_wanted())
+    assert len(seen) == looks
+
+
 # Sleep ----------------------------------------------------------------------------------------------------------------
 def test_a_machine_that_has_slept_says_so_and_joins_again() -> None:
     machine = Machine()
@@ -175,6 +281,23 @@ def test_a_machine_that_has_slept_says_so_and_joins_again() -> None:
     assert machine.said[0] == "this machine has slept for 2.0 h"
     assert machine.volunteer.has_left
     assert machine.watch.comes_back
+
+
+def test_a_machine_that_has_slept_past_the_moment_to_leave_does_not_come_back() -> None:
+    """It began again, and trained for another day."""
+    machine = Machine(until=NOON + timedelta(minutes=5))
+    machine.look(after=2, asleep=7200)
+    assert machine.said[1:] == ["it is 12:05: leaving the run"]
+    assert machine.volunteer.has_left
+    assert not machine.watch.comes_back
+
+
+def test_where_it_cannot_come_back_sleep_is_the_end() -> None:
+    machine = Machine()
+    machine.watch.begin(machine.volunteer, GRACE, may_come_back=False)
+    machine.look(after=2, asleep=7200)
+    assert machine.volunteer.has_left
+    assert not machine.watch.comes_back
 
 
 def test_a_nap_that_others_wait_for_is_only_told_of() -> None:

@@ -88,7 +88,6 @@ def test_other_commands_take_what_they_share(tmp_path: Path) -> None:
         ('keep = "3"', "keep = '3': not a whole number."),
         ('moments = "all"', "moments = 'all': not known here. Use 'none', 'local' or 'remote'."),
         ('track = ["nothing"]', "neither tensorboard:FOLDER nor wandb:PROJECT"),
-        ('data = ["/no/such/folder"]', "there is no such folder"),
         ("keep = ", "not valid TOML"),
     ],
 )
@@ -113,6 +112,7 @@ def test_a_file_that_is_named_has_to_be_there(tmp_path: Path) -> None:
     [
         (["--keep", "-1"], "--keep"),
         (["--track", "nothing"], "Invalid value for '--track': nothing: 'nothing' is neither tensorboard:FOLDER"),
+        (["--max-memory", "1e300"], "'--max-memory': 1e+300"),
         (["--data", "/no/such/folder"], "Invalid value for '--data': /no/such/folder: there is no such folder."),
     ],
 )
@@ -120,6 +120,18 @@ def test_a_wrong_option_is_named(arguments: list[str], said: str) -> None:
     done = show(*arguments)
     assert done.exit_code == 2
     assert said in done.stderr
+
+
+def test_a_folder_of_the_file_has_to_be_there_for_those_who_read_it(tmp_path: Path) -> None:
+    """`pause` failed where a disk with data was not mounted."""
+    file = tmp_path / "config.toml"
+    file.write_text('data = ["/no/such/folder"]\n')
+    assert SettingsFile.read(file).values == {"data": ["/no/such/folder"]}
+    paused = CliRunner().invoke(main, ["--config", str(file), "pause", "--state", str(tmp_path)])
+    assert paused.exit_code == 6, "there is no volunteer"
+    joined = CliRunner().invoke(main, ["--config", str(file), "join", "--run", "tiny-x"])
+    assert joined.exit_code == 2
+    assert "'--data': /no/such/folder: there is no such folder." in joined.stderr
 
 
 def test_a_wrong_variable_is_wrong_usage() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peers.errors import LocalNetworkError
+from peers.health import Health
 from peers.net import bootstrap
 from peers.net.bootstrap import QUIET_LIMIT, ManifestStore
+from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import RefusalError
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -60,3 +64,46 @@ def test_what_anchors_have_signed_is_kept_as_long_as_the_run(tmp_path: Path, mon
     os.utime(tmp_path / f"{FIRST.run_id}.manifest", (long_ago, long_ago))
     store.add(SECOND)
     assert [path.name for path in tmp_path.iterdir()] == [f"{SECOND.run_id}.manifest"]
+
+
+def test_each_manifest_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node with a thousand runs did nothing else for a third of a second, every ten seconds."""
+    store, checked = ManifestStore(tmp_path), list[str | None]()
+    unpack = SignedManifest.unpack
+
+    def counted(data: bytes, run_id: str | None = None) -> SignedManifest:
+        checked.append(run_id)
+        return unpack(data, run_id)
+
+    monkeypatch.setattr(SignedManifest, "unpack", counted)
+    store.add(FIRST)
+    for _ in range(3):
+        assert kept(store) == {"first"}
+    store.add(SECOND)
+    assert kept(store) == {"first", "second"}
+    assert sorted(map(str, checked)) == sorted([FIRST.run_id, SECOND.run_id])
+    (tmp_path / f"{FIRST.run_id}.manifest").unlink()
+    assert kept(store) == {"second"}
+
+
+def test_a_node_that_publishes_a_thousand_runs_is_well_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was called ill before it came to the end of them."""
+    seconds, ill = 0.0, list[str]()
+    health = Health(lambda: seconds)
+    monkeypatch.setattr(bootstrap, "HEALTH", health)
+
+    class Transport:
+        async def store_manifest(self, manifest: SignedManifest, lifetime: float) -> None:
+            nonlocal seconds
+            seconds += 2.0
+            ill.extend(health.reasons)
+
+        async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+            return []
+
+    store: Any = [FIRST] * 1000
+    transport: Any = Transport()
+    asyncio.run(bootstrap._publish(transport, store))
+    assert ill == []
+    seconds += 4 * bootstrap.REPUBLISH_INTERVAL
+    assert health.reasons, "and what has stopped is told"

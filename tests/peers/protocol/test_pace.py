@@ -58,17 +58,23 @@ def test_nobody_makes_more_than_all_of_them() -> None:
     assert pace(300.0, inner_steps=3, smallest_share=1.0).steps(0.1 * FASTEST, FASTEST) == 3
 
 
+@pytest.mark.parametrize(("training", "grace"), [(1.0, 6.0), (32.0, 8.0), (300.0, 10.0), (3600.0, 10.0)])
+def test_whoever_is_late_each_time_is_not_waited_for_longer_in_long_training(training: float, grace: float) -> None:
+    assert pace(training).shortest_grace(training) == grace
+
+
 def test_the_grace_begins_when_most_voters_are_ready() -> None:
-    times = ReadyTimes()
+    times, everybody = ReadyTimes(), {"a", "b", "late", "stranger"}
     assert not times
-    assert times.of_most({"a"}) == math.inf
+    assert times.of_most({"a"}, everybody) == math.inf
     times.note("late", 10.0)
     times.note("stranger", 11.0)
-    assert times.of_most({"a", "b", "late"}) == math.inf
+    assert times.of_most({"a", "b", "late"}, everybody) == math.inf
     times.note("a", 300.0)
     times.note("a", 310.0)
-    assert times.of_most({"a", "b", "late"}) == 300.0
-    assert times.of_most({"a", "late"}) == 300.0, "both of two"
-    assert times.of_most(set()) == times.first == 10.0
+    assert times.of_most({"a", "b", "late"}, everybody) == 300.0
+    assert times.of_most({"a", "b", "late"}, everybody - {"late"}) == math.inf, "one took it back"
+    assert times.of_most({"a", "late"}, everybody) == 300.0, "both of two"
+    assert times.of_most(set(), everybody) == times.first == 10.0
     times.restart(400.0)
-    assert times.of_most({"a", "b", "late"}) == 400.0
+    assert times.of_most({"a", "b", "late"}, everybody) == 400.0
