@@ -297,7 +297,7 @@ class ModelReplica:
         return trainable(self.model)
 
     def _rewarmup(self) -> float:
-        """Who joins in the middle has fresh moments: the first steps are smaller, until they mean something."""
+        """Return a factor of the learning rate: a replica whose moments are fresh takes smaller steps at first."""
         steps = self._config.inner_optimizer.rewarmup_steps
         self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
         return self._warmed_up / steps if steps else 1.0
