@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PATIENCE = 300.0
 """Seconds: each worker starts torch and transformers, on a busy machine."""
 
 BEGIN = """
 import json, os, sys, weakref, torch, torch.distributed as distributed
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,8 +28,9 @@ from opendiloco.data.training_data import load_data
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.inner.trials import keep_compiled_if_it_works
-from opendiloco.model.build import initial_theta
-from opendiloco.workers.assembly import assemble_model
+from opendiloco.model.blocks import transformer_blocks
+from opendiloco.model.build import build_skeleton, initial_theta
+from opendiloco.workers.assembly import assemble_model, memory_of
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
 
@@ -63,7 +67,7 @@ def peak_of(options):
         if options.compile:
             keep_compiled_if_it_works(made, team)
             peak.bytes = 0
-        made.train(theta, 0, (SampleRange(0, 4),), 2)
+        made.train(theta, 0, (SampleRange(0, 8),), 2)
     return peak.bytes
 
 def end(said):
@@ -97,8 +101,34 @@ def pair(folder: Path, content: dict[str, Any], script: str) -> list[Any]:
 
 def content_with(small_content: dict[str, Any], length: int, **model: Any) -> dict[str, Any]:
     config = small_content["model"]["config"] | {"tie_word_embeddings": False} | model
-    training = small_content["training"] | {"sequence_length": length}
+    training = small_content["training"] | {"sequence_length": length, "batch_size": 4}
     return small_content | {"model": {"config": config, "init_seed": 3}, "training": training}
+
+
+SHARING = """
+import gc
+
+def held():
+    # What tensors take that Python knows of: parameters, gathered weights, gradients and moments.
+    storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages if storage.device.type == "cpu"}.values())
+
+memory = memory_of(build_skeleton(config, ByteTokenizer()), team, config.training)
+before = held()
+model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
+made, seen = ModelReplica(config, model, samples, team, micro_batch=1), []
+for block in transformer_blocks(model):
+    block.register_full_backward_hook(lambda *_: seen.append(held() - before))
+made.train(theta, 0, (SampleRange(0, 8),), 2)
+end([max(seen), replace(memory, gathering_on_cpu=0).training])  # the gaps are no tensors
+"""
+
+
+def test_what_sharing_workers_take_is_what_the_formula_says(small_content: dict[str, Any], tmp_path: Path) -> None:
+    """Within a tenth, by the sizes of tensors, with the group that each gathers."""
+    sizes = {"vocab_size": 2000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
+    (first, formula), (second, _) = pair(tmp_path, content_with(small_content, 2, **sizes), SHARING)
+    assert first + second == pytest.approx(formula, rel=0.1)
 
 
 CHECKPOINTING = """
