@@ -31,19 +31,18 @@ from typing import Any, Self
 import torch
 
 from opendiloco.anchorage import ask_for_anchors
-from opendiloco.config.run_config import RunConfig
 from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
-from opendiloco.data.training_data import TrainingData, load_data
+from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
 from opendiloco.entrance import enter, read_ticket
 from opendiloco.errors import first_line
 from opendiloco.interrupts import RememberedInterrupt
 from opendiloco.local_workload import HeldOut
 from opendiloco.loop_worker import LoopWorker, LoopWorkload, OuterStep
 from opendiloco.model.build import layout_of, trainable
-from opendiloco.model.evaluation import held_out_loss
+from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.shards import Shards
 from opendiloco.own_model import check_own_model, check_run, initial_vectors
 from opendiloco.run import Run, find_run
@@ -62,8 +61,6 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
 """Has Python call a function before it ends; `atexit` alone does so when executors, which leaving needs, have ended."""
-EVALUATED_AT_ONCE = 4
-"""Windows. How many fit beside what the loop keeps is not known."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,8 @@ class DiLoCo:
     steps must train one batch of the run's size (`training.batch_size` windows of `training.sequence_length` tokens),
     since contributions are weighted by tokens.
 
-    A loop that reads the run's text (`batches`) takes its turns to evaluate theta on the held-out text, where the model
-    is called as transformers' models are.
+    It takes its turns to evaluate theta on the run's held-out text, where that can be read here and the model is called
+    as transformers' models are.
 
     Raises: LoopError for a model that is sharded, in half precision, or in one of several processes. Entering raises:
     ManifestError, AdmissionError, CopiedKeyError, SwarmUnreachableError, LocalNetworkError, MachineError; and leaves no
@@ -107,9 +104,10 @@ class DiLoCo:
         data: Sequence[Path] = (),
         identity: Identity | None = None,
         ticket: str | None = None,
+        evaluates: bool = True,
     ) -> None:
         """`run` is an invite; one by invitation needs a `ticket`, too: its text, or a file's path. `data` are folders
-        to read instead of sources that are local to this machine."""
+        to read instead of sources that are local to this machine. With `evaluates`, it takes its turns to evaluate."""
         self.finished = False
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
         self.is_abandoned: Callable[[], bool] = lambda: False
@@ -126,6 +124,7 @@ class DiLoCo:
         self._loss: float | None = None
         self._text: TrainingData | None = None
         self._has_runs_text = True
+        self._evaluates = evaluates
         self._until_leaving = ExitStack()
         self._interrupt = RememberedInterrupt()
         self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
@@ -206,24 +205,23 @@ class DiLoCo:
         Each batch is for one inner step. The next shard of a source with shards is tokenized meanwhile, by a process
         that ends with this iterator, or when the loop leaves. Raises: DataError.
         """
-        read = self.run.with_data(self._data)
-        config, self._has_runs_text = read.config, read.has_runs_text
-        with closing(Ahead(config)) as ahead:
+        run = self.run.with_data(self._data)
+        with closing(Ahead(run.config)) as ahead:
             self._until_leaving.callback(ahead.close)  # an iterator may outlive its loop
-            self._text = data = self._load(config, ahead)
-            size = config.training.batch_size
+            data, size = self._read(run, ahead.tokenize), run.config.training.batch_size
             while (outer_step := self._outer_step) is not None:
                 self._interrupt.raise_again()
                 lease, first = numbers_of(outer_step.work.samples), outer_step.steps_done * size
                 data.samples.expect(lease)
                 yield torch.from_numpy(data.samples.read(lease[first : first + size]))
 
-    def _load(self, config: RunConfig, ahead: Ahead) -> TrainingData:
-        tokenizer = build_tokenizer(config.tokenizer)
-        data = load_data(config, tokenizer, tokenize_ahead=ahead.tokenize)
-        per_token = data.held_out.bytes_per_token(config.evaluation.windows, tokenizer)
+    def _read(self, run: Run, tokenize_ahead: TokenizeAhead | None = None) -> TrainingData:
+        """Open the text of a run, as this machine may read it. Raises: DataError, MachineError."""
+        tokenizer = build_tokenizer(run.config.tokenizer)
+        self._text, self._has_runs_text = load_data(run.config, tokenizer, None, tokenize_ahead), run.has_runs_text
+        per_token = self._text.held_out.bytes_per_token(run.config.evaluation.windows, tokenizer)
         self._joined.worker.telemetry.bytes_per_token = per_token
-        return data
+        return self._text
 
     # The training thread --------------------------------------------------------------------------------------
     def _begin_outer_step(self) -> None:
@@ -254,17 +252,27 @@ class DiLoCo:
         return Trained(samples, training.sequence_length * sample_count(samples), self._loss or 0.0)
 
     def _evaluate(self) -> HeldOut | None:
-        """Return theta's loss on the run's held-out text; None if the loop has not read that text."""
-        if self._text is None:
+        """Return theta's loss on the run's held-out text, which is read at the first turn; None if the loop takes no
+        turns."""
+        if not self._evaluates:
             return None
-        section, held_out = self.run.config.evaluation, self._text.held_out
-        self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
         try:
-            loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, self._precision)
+            return self._held_out_loss(self._text or self._read_to_evaluate())
         except Exception as error:  # a model may be called in other ways than transformers'
-            logger.warning("this loop takes no turns to evaluate: its model cannot: %s", first_line(error))
-            self._text = None
+            logger.warning("this loop takes no turns to evaluate theta: %s", first_line(error))
+            self._evaluates = False
             return None
+
+    def _read_to_evaluate(self) -> TrainingData:
+        logger.info(
+            "reading the run's text, of which some is held out to evaluate theta; evaluates=False leaves it out"
+        )
+        return self._read(self.run.with_data(self._data))
+
+    def _held_out_loss(self, text: TrainingData) -> HeldOut:
+        section, held_out = self.run.config.evaluation, text.held_out
+        self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
+        loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, self._precision)
         is_runs_text = self._has_runs_text and section.digest in (None, held_out.digest(section.windows))
         return HeldOut(loss, is_runs_text)
 

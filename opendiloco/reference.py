@@ -29,7 +29,7 @@ from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.inner.cycles import Cycles, Fragmented, Steps
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import held_out_loss
+from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.layout import Layout
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
@@ -148,8 +148,9 @@ class Reference(StreamingDiLoCo):
     def held_out_loss(self) -> float:
         """Return the loss of theta in nats per token, on the windows that a swarm evaluates on."""
         self._judge.load(self.state.theta)
-        windows, batch_size = self.config.evaluation.windows, self.config.training.batch_size
-        return held_out_loss(self._judge.model, self._data.held_out, windows, batch_size, self._judge.precision)[0]
+        model, windows, precision = self._judge.model, self.config.evaluation.windows, self._judge.precision
+        at_once = min(self.config.training.batch_size, EVALUATED_AT_ONCE)
+        return held_out_loss(model, self._data.held_out, windows, at_once, precision)[0]
 
     def build_replica(self) -> ModelReplica:
         """Return a replica with the run's initial weights and an inner optimizer of its own."""

@@ -12,7 +12,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
+from opendiloco.data.downloads import downloading_rows
 from opendiloco.data.local_sources import check_files, is_local
 from opendiloco.errors import DataError, first_line
 from opendiloco.stages import at_stage, passing
@@ -155,12 +156,14 @@ class Rows:
 
     def _open(self) -> Any:
         section = self._section
-        at_stage(f"downloading {section.source}, as far as it is not here")
         if section.streaming or section.shards:
+            at_stage(f"downloading {section.source}, as far as it is not here")
             rows = self._builder.as_streaming_dataset(split=section.split)
             _check_shards(section, rows.num_shards)
             return rows
-        self._builder.download_and_prepare()
+        files = [str(file) for part in (self._builder.config.data_files or {}).values() for file in part]
+        with nullcontext() if is_local(section.source) else downloading_rows(section.source, files):
+            self._builder.download_and_prepare()
         return self._builder.as_dataset(split=section.split)
 
 

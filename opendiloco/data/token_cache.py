@@ -52,16 +52,26 @@ def few_tokens(section: TokenizerSection, workers: int) -> int:
 class TokenCache:
     """Tokens under keys. A key names all that determines them.
 
-    Up to `few` tokens stay in memory. When an entry is written, the ones that were not opened for longest are removed,
+    Up to `few` tokens stay in memory, unless they are costly to make and the cache is shared, because several processes
+    need the same tokens at once. When an entry is written, the ones that were not opened for longest are removed,
     until all take at most `kept_bytes`. A process that has a removed entry open reads on.
     """
 
-    def __init__(self, folder: Path | None = None, few: int = FEW_TOKENS, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self, folder: Path | None = None, few: int = FEW_TOKENS, kept_bytes: int = KEPT_BYTES, is_shared: bool = False
+    ) -> None:
         self._folder = default_cache_folder() if folder is None else folder
         self._few = few
         self._kept_bytes = kept_bytes
+        self._is_shared = is_shared
 
-    def tokens(self, key: str, kind: type[np.unsignedinteger], read: Callable[[], Iterator[Piece]]) -> Tokens:
+    def tokens(
+        self,
+        key: str,
+        kind: type[np.unsignedinteger],
+        read: Callable[[], Iterator[Piece]],
+        is_costly: bool = False,
+    ) -> Tokens:
         """Return what is kept under a key, or else what `read` gives, which is kept from now on if it is much.
 
         Raises: MachineError when it does not fit on the disk; what `read` raises.
@@ -71,7 +81,7 @@ class TokenCache:
             return kept
         pieces, few = read(), (bytearray(), bytearray())
         dtype = np.dtype(kind).newbyteorder("<")
-        if self._few:
+        if self._few and not (is_costly and self._is_shared):
             for held_out, tokens in pieces:
                 few[held_out].extend(tokens.astype(dtype).tobytes())
                 if len(few[0]) + len(few[1]) > self._few * dtype.itemsize:
@@ -145,7 +155,7 @@ class TokenCache:
 
     def _write(self, key: str, dtype: np.dtype[np.unsignedinteger], pieces: Iterator[Piece]) -> Tokens:
         folder, partial = self._folder / key, self._folder / f"{key}{PARTIAL}"
-        logger.info("more than %d tokens: they are written to %s", self._few, folder)
+        logger.info("tokens are written to %s", folder)
         try:
             shutil.rmtree(partial, ignore_errors=True)  # of somebody who was killed
             partial.mkdir()

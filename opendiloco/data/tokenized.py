@@ -67,15 +67,23 @@ class TokenizedSource:
     def held_out(self, enough: int) -> Tokens:
         """Return the first shard's first documents that are held out, up to so many tokens.
 
-        Raises: DataError, MachineError.
+        However few they are, they go to the disk where several processes need them: many more documents are read to
+        find them. Raises: DataError, MachineError.
         """
         return self._cache.tokens(
-            self._key(-enough), self._kind, lambda: filter(_is_held_out, _until(self.pieces(0), enough, held_out=True))
+            self._key(-enough),
+            self._kind,
+            lambda: _until(self.pieces(0, only_held_out=True), enough, held_out=True),
+            is_costly=True,
         )
 
-    def pieces(self, shard: int | None = None) -> Iterator[Piece]:
-        """Tokenize the documents, or those of a shard, a batch at a time. Raises: DataError."""
-        for documents in _batches(self._corpus.documents(shard)):
+    def pieces(self, shard: int | None = None, only_held_out: bool = False) -> Iterator[Piece]:
+        """Tokenize the documents, or those of a shard, a batch at a time; or of these only the ones that are held out.
+
+        Raises: DataError.
+        """
+        for batch in _batches(self._corpus.documents(shard)):
+            documents = [one for one in batch if one.is_held_out(self._held_out)] if only_held_out else batch
             for document, tokens in zip(documents, self._encode(documents), strict=True):
                 yield document.is_held_out(self._held_out), tokens
 
@@ -132,10 +140,6 @@ def _until(pieces: Iterable[Piece], enough: int, held_out: bool) -> Iterator[Pie
         counted += len(piece[1]) if piece[0] == held_out else 0
         if counted >= enough:
             return
-
-
-def _is_held_out(piece: Piece) -> bool:
-    return piece[0]
 
 
 class ShardedWindows:

@@ -15,6 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, TokenizerSection
+from opendiloco.data.downloads import downloading_model
 from opendiloco.errors import DataError, MachineError, first_line
 
 BEGIN, END, PADDING = 256, 257, 258
@@ -237,7 +238,8 @@ def _load(section: TokenizerSection) -> Tokenizer:
 
     try:
         if section.kind == "pretrained":
-            return PretrainedTokenizer(AutoTokenizer.from_pretrained(section.path), section)
+            with downloading_model(str(section.path)):
+                return PretrainedTokenizer(AutoTokenizer.from_pretrained(section.path), section)
         return PretrainedTokenizer(PreTrainedTokenizerFast(tokenizer_file=section.path), section)
     except DataError:
         raise

@@ -37,7 +37,7 @@ from opendiloco.inner.team import Team
 from opendiloco.inner.trials import attending_by
 from opendiloco.kernels import FORMATS
 from opendiloco.model.build import layout_of, trainable
-from opendiloco.model.packing import predicted_tokens, router_loss_weight, window_loss
+from opendiloco.model.packing import packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
 from peers.values.leases import SampleRange
@@ -237,25 +237,26 @@ class ModelReplica:
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Mean training loss of windows of token ids, of shape (batch, window_length)."""
-        with self.precision():
-            z_loss, end = self._config.training.z_loss, self._samples.document_end
+        z_loss, end = self._config.training.z_loss, self._samples.document_end
+        with self.precision(), packing_known(end is not None):
             return window_loss(self.model, windows, end, z_loss, self._router_loss)
 
     def _add_gradient(self, batch: NDArray[np.int64]) -> torch.Tensor:
         """Backward passes on this worker's piece of a batch; returns its part of the batch's mean loss.
 
         FSDP2 averages the gradients of the workers, so each has its own times their number. Nothing here waits for the
-        device, so that it always has something to do.
+        device, so that it always has something to do, unless the model itself does.
         """
         end = self._samples.document_end
-        predicted = predicted_tokens(torch.from_numpy(batch), end)
+        predicted = predicted_tokens(batch, end)
         losses = []
         for part, is_last in self._micro_batches(batch):
             if self.reduces_once:
                 self.model.set_requires_gradient_sync(is_last)
-            share = predicted_tokens(torch.from_numpy(part), end) / predicted if len(part) else 0.0
-            windows = on_device(torch.from_numpy(part if len(part) else batch[:1]), self._team.device)
-            with attending_by(self.model, self.attention):
+            share = predicted_tokens(part, end) / predicted if len(part) else 0.0
+            read = part if len(part) else batch[:1]
+            windows = on_device(torch.from_numpy(read), self._team.device)
+            with self._as_tried(len(read)):
                 loss = self.loss(windows)
                 (loss * (share * self._team.size)).backward()
             losses.append(loss.detach() * share)
@@ -269,6 +270,25 @@ class ModelReplica:
         size = self.micro_batch or largest
         for start in range(0, largest, size):
             yield own[start : start + size], start + size >= largest
+
+    @property
+    def tried_sizes(self) -> tuple[int, ...]:
+        """Return how many windows go through the model first and last of a whole batch: compiled blocks and attention
+        are tried with them. Each worker has as many of these numbers."""
+        batch_size = self._config.training.batch_size
+        sizes = [max(1, len(part)) for part, _ in self._micro_batches(np.empty((batch_size, 0), np.int64))]
+        return (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0],)
+
+    @contextmanager
+    def _as_tried(self, windows: int) -> Iterator[None]:
+        """Have so many windows computed as was found to work; if that was not tried with as many, then without, so that
+        nothing is compiled in the midst of training. The last batch of a lease may have any number of them."""
+        if windows in self.tried_sizes:
+            with attending_by(self.model, self.attention):
+                yield
+        else:
+            with torch.compiler.set_stance("force_eager"):
+                yield
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context in which the model computes in the run's precision.
@@ -294,7 +314,7 @@ class ModelReplica:
         return trainable(self.model)
 
     def _rewarmup(self) -> float:
-        """Who joins in the middle has fresh moments: the first steps are smaller, until they mean something."""
+        """Return a factor of the learning rate: a replica whose moments are fresh takes smaller steps at first."""
         steps = self._config.inner_optimizer.rewarmup_steps
         self._warmed_up = min(steps, (self._warmed_up or 0) + 1)
         return self._warmed_up / steps if steps else 1.0

@@ -135,10 +135,11 @@ def attending_by(model: Any, attention: str | None) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def trial_windows(replica: ModelReplica, device: torch.device) -> torch.Tensor:
-    """Return as many windows as go through the model at once in training: blocks are compiled for their number."""
+def trial_windows(replica: ModelReplica, device: torch.device) -> list[torch.Tensor]:
+    """Return as many windows as go through the model at once in training, at first and at last: blocks are compiled for
+    their number. All workers have as many of these batches."""
     ids = torch.arange(replica.window_length, device=device).remainder(replica.model.config.vocab_size)
-    return ids.repeat(replica.micro_batch or 1, 1)
+    return [ids.repeat(windows, 1) for windows in replica.tried_sizes]
 
 
 def compile_blocks(model: Any) -> None:
@@ -162,7 +163,8 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team) -> None:
         return
     at_stage(COMPILING)
     trial = Trial(replica)
-    trial.loss(trial_windows(replica, team.device))
+    for windows in trial_windows(replica, team.device):
+        trial.loss(windows)
     if team.smallest(trial.error is None or isinstance(trial.error, torch.OutOfMemoryError)):
         return
     for block in compiled:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig, misfit
 from opendiloco.config.streaming import StreamingSection
+from opendiloco.data.downloads import downloading_model
 from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from opendiloco.errors import first_line
 from opendiloco.model.fragments import assign_fragments
@@ -104,9 +105,10 @@ def _check_fit(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _load(kind: type[Any], path: str) -> Any:
+    has_weights = kind is AutoModelForCausalLM
     try:
-        weights = {"use_safetensors": True} if kind is AutoModelForCausalLM else {}  # others may hold pickles
-        return kind.from_pretrained(path, **weights)
+        with downloading_model(path, *(["*.safetensors"] if has_weights else [])):
+            return kind.from_pretrained(path, **({"use_safetensors": True} if has_weights else {}))  # others: pickles
     except (OSError, ValueError) as error:
         raise ManifestError(
             f"model.path = {path!r} cannot be loaded: {first_line(error)}",

@@ -12,6 +12,9 @@ from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.model.packing import predicted_tokens, window_loss
 
+EVALUATED_AT_ONCE = 4
+"""Windows, where nobody has tried how many fit."""
+
 
 class Sharers(Protocol):
     """Those that share an evaluation; see `opendiloco.inner.team.Team`."""
@@ -48,7 +51,8 @@ def held_out_loss(
     """Return the mean loss in nats per token (per byte with the byte tokenizer), and how many tokens it is a mean of.
 
     At most `windows` windows are read, evenly spread over the held-out text: the same ones at every call. `batch_size`
-    of them go through the model at once, in the context `precision`. Of `sharers` each reads its piece of them, and all
+    of them go through the model at once, in the context `precision`; compiled blocks are left out, as they would be
+    compiled again, and nobody would see to it that this ends. Of `sharers` each reads its piece of them, and all
     return the same. They make as many forward passes, which are collectives; what is read in place of nothing counts
     nothing.
     """
@@ -57,13 +61,13 @@ def held_out_loss(
     own = chosen if sharers is None else chosen[sharers.piece(len(chosen))]
     largest = len(chosen) if sharers is None else sharers.largest_piece(len(chosen))
     total = tokens = 0.0
-    with evaluating(model):
+    with evaluating(model), torch.compiler.set_stance("force_eager"):
         for start in range(0, largest, batch_size):
             numbers = own[start : start + batch_size]
-            batch = torch.from_numpy(held_out.read(numbers if len(numbers) else chosen[:1]))
+            batch = held_out.read(numbers if len(numbers) else chosen[:1])
             predicted = predicted_tokens(batch, end) if len(numbers) else 0
             with precision():
-                total += window_loss(model, batch.to(device), end).item() * predicted
+                total += window_loss(model, torch.from_numpy(batch).to(device), end).item() * predicted
             tokens += predicted
     if sharers is not None:
         total, tokens = sharers.sums([total, tokens])

@@ -7,9 +7,16 @@ predicted from the one before. transformers' models see that a sequence is packe
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.checkpoint import checkpoint
 
 from peers.errors import ManifestError
@@ -19,6 +26,11 @@ IGNORED = -100
 LOGITS_AT_ONCE = 1 << 24
 """Logits whose loss is computed together. The softmax takes them twice more in fp32, and many of them are what fills a
 device's memory; so of more than these it is computed piece by piece, and again in the backward pass."""
+
+FINDS_DOCUMENTS, WARNS_OF_PADDING = "find_packed_sequence_indices", "warn_if_padding_and_no_attention_mask"
+"""What transformers looks with: a function at positions, and a method of its models at tokens."""
+_known: ContextVar[bool | None] = ContextVar("_known", default=None)
+"""Whether the windows of the present forward pass have several documents; None if the model is to find out."""
 
 
 def window_loss(
@@ -82,10 +94,54 @@ def router_loss_weight(model: Any) -> float:
     return float(weight or 0.0)
 
 
-def predicted_tokens(windows: torch.Tensor, end: int | None = None) -> int:
-    """How many tokens `window_loss` is the mean of; at least 1."""
+def predicted_tokens(windows: NDArray[np.int64], end: int | None = None) -> int:
+    """Return how many tokens `window_loss` is the mean of; at least 1."""
     inputs = windows[:, :-1]
-    return inputs.numel() if end is None else max(1, int((inputs != end).sum()))
+    return inputs.size if end is None else max(1, int((inputs != end).sum()))
+
+
+@contextmanager
+def packing_known(is_packed: bool) -> Iterator[None]:
+    """Have transformers' models take it from us whether windows are packed, and that they have no padding.
+
+    By themselves they look at each batch, for which the host waits until the device is done with all that it was given
+    before.
+    """
+    _take_what_is_known()
+    before = _known.set(is_packed)
+    try:
+        yield
+    finally:
+        _known.reset(before)
+
+
+@cache
+def _take_what_is_known() -> None:
+    """Have transformers ask `_known` first, for as long as the process lives. A version that does not look has nothing
+    to ask."""
+    masks, models = (importlib.import_module(f"transformers.{name}") for name in ("masking_utils", "modeling_utils"))
+    find: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(masks, FINDS_DOCUMENTS, None)
+    warn: Callable[..., None] | None = getattr(models.PreTrainedModel, WARNS_OF_PADDING, None)
+    if find is not None:
+        setattr(masks, FINDS_DOCUMENTS, lambda positions: _documents(positions, find))
+    if warn is not None:
+
+        def warn_of_others(*arguments: Any, **options: Any) -> None:
+            if _known.get() is None:
+                warn(*arguments, **options)
+
+        setattr(models.PreTrainedModel, WARNS_OF_PADDING, warn_of_others)
+
+
+def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the number of each token's document in its window; None where there is one document in each."""
+    is_packed = _known.get()
+    if is_packed is None:
+        return find(positions)
+    if not is_packed:
+        return None
+    follows = positions[:, 1:] == positions[:, :-1] + 1
+    return torch.nn.functional.pad((~follows).cumsum(-1), (1, 0))
 
 
 def document_positions(inputs: torch.Tensor, end: int) -> torch.Tensor:

@@ -97,7 +97,8 @@ class Worker:
         self._config = RunConfig.from_manifest_content(command.manifest_content)
         device = choose_device(command.device)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
-        cache = TokenCache(few=few_tokens(self._config.tokenizer, command.here or command.workers))
+        workers_here = command.here or command.workers
+        cache = TokenCache(few=few_tokens(self._config.tokenizer, workers_here), is_shared=workers_here > 1)
         ahead = Ahead(self._config).tokenize if command.rank == command.first_here and command.options.trains else None
         self._data: TrainingData = load_data(self._config, self._tokenizer, cache, ahead)
 

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import accuracy, checkpoint, codecs, convergence, training
+from benchmarks import accuracy, checkpoint, codecs, convergence, device_memory, training
 from benchmarks.plain_llama import PlainLlama
 from benchmarks.reporting import Bar, report, speed_ratio, time_interleaved
 from opendiloco.config.run_config import RunConfig
@@ -116,6 +116,18 @@ def test_utilisation_has_a_bar_on_one_gpu_with_one_model(
     found = training.bars_of(config, measured, "cuda:0")
     assert [bar.at_least for bar in found] == bars
     assert [bar.ratio for bar in found] == [0.8, 0.4][: len(bars)]
+
+
+@pytest.mark.parametrize(("peak", "is_met"), [(100, True), (91, True), (109, True), (89, False), (112, False)])
+def test_a_devices_memory_has_a_bar_on_both_sides(peak: int, is_met: bool) -> None:
+    assert device_memory.bar_of(peak, 100).is_met == is_met
+
+
+def test_a_devices_memory_is_measured_beside_the_formula() -> None:
+    """On the CPU as on a GPU."""
+    config = RunConfig.from_toml(ROOT / "examples" / "llama-2m.toml")
+    peak, memory = device_memory.measure(device_memory.shortened(config), torch.device("cpu"))
+    assert device_memory.bar_of(peak, memory.training).is_met, (peak, memory.training)
 
 
 def test_contenders_take_turns() -> None:

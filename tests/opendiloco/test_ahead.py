@@ -48,9 +48,9 @@ def test_training_finds_what_was_tokenized_ahead(
     made: list[int | None] = []
     pieces = TokenizedSource.pieces
 
-    def noted(self: TokenizedSource, shard: int | None = None) -> Any:
+    def noted(self: TokenizedSource, shard: int | None = None, only_held_out: bool = False) -> Any:
         made.append(shard)
-        return pieces(self, shard)
+        return pieces(self, shard, only_held_out)
 
     monkeypatch.setattr(TokenizedSource, "pieces", noted)
     second = data.samples.read(np.arange(20, 23))

@@ -178,6 +178,34 @@ def sharded(folder: Path, few: int = 0) -> tuple[dict[str, Any], TokenCache]:
     return source, TokenCache(folder / "tokens", few)
 
 
+def test_only_what_is_held_out_is_tokenized_for_evaluation(
+    small_content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = list[bytes]()
+    encode = ByteTokenizer.encode_document
+
+    def note(tokenizer: ByteTokenizer, text: bytes) -> Any:
+        encoded.append(text)
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_document", note)
+    source, cache = sharded(tmp_path)
+    data = load(small_content, cache, sources=[source], held_out=0.2)
+    shard = [path for path in (tmp_path / "text").iterdir() if int(path.stem) % 7 == 0]
+    held_out = [path.read_bytes() for path in shard if Document(b"", path.name.encode()).is_held_out(0.2)]
+    assert 0 < len(held_out) < len(shard)
+    assert sorted(filter(None, encoded)) == sorted(filter(None, held_out))
+    tokens = set(b"".join(held_out)) | {END}
+    assert set(data.held_out.read(np.arange(data.held_out.count)).ravel()) <= tokens
+
+
+def test_several_processes_make_the_held_out_text_of_shards_once(small_content: dict[str, Any], tmp_path: Path) -> None:
+    source, _ = sharded(tmp_path)
+    for is_shared in (False, True):
+        load(small_content, TokenCache(tmp_path / "kept", is_shared=is_shared), sources=[source], held_out=0.2)
+        assert (tmp_path / "kept").exists() == is_shared
+
+
 @pytest.mark.parametrize("few", [0, 10**6])
 def test_a_peer_tokenizes_the_shards_that_its_samples_are_in(
     small_content: dict[str, Any], tmp_path: Path, few: int, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -119,6 +119,10 @@ def test_shards_are_refused_and_a_wrapper_around_a_whole_model_is_not() -> None:
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(LoopError, match=r"parameter weight is a shard \(FSDP2"):
         check_own_model(sharded)
+    flat = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(3, 2), device_id=torch.device("cpu")))
+    with pytest.raises(LoopError, match="the model is wrapped in FSDP") as caught:
+        check_own_model(flat)
+    assert "diloco-peer join" in caught.value.remedy
     with pytest.raises(LoopError, match="has no memory"):
         check_own_model(torch.nn.Linear(3, 2, device="meta"))
 
@@ -187,6 +191,27 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
     assert not loop._thread.is_alive()
 
 
+def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, looked, left = loop_of_its_own(monkeypatch), list[None](), list[None]()
+    monkeypatch.setattr(diloco_module, "LOOK_SECONDS", 0.0)
+
+    class Leaving:
+        def leave(self) -> None:
+            left.append(None)
+
+    def is_abandoned() -> bool:
+        assert not left
+        looked.append(None)
+        return len(looked) == 3
+
+    loop.is_abandoned = is_abandoned
+    asyncio.run(asyncio.wait_for(loop._leave_when_abandoned(Leaving()), 30))  # type: ignore[arg-type]
+    assert (len(looked), len(left)) == (3, 1)
+    assert "ended without a word" in caplog.text
+
+
 @pytest.mark.parametrize("asked", ["inner step", "batch"])
 @pytest.mark.usefixtures("_handler_of_python", "_lost_in_silence")
 def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
@@ -249,26 +274,49 @@ def test_what_keeps_it_from_joining_is_raised_and_leaves_no_thread(monkeypatch: 
     assert not loop._thread.is_alive()
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_a_loop_evaluates_theta_as_everybody_does_if_it_reads_the_runs_text(
-    small_config: RunConfig, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build_model(small_config, ByteTokenizer()).train(mode == "train")
+def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
+    """It has joined, and its model is a run's."""
+    model = build_model(config, ByteTokenizer())
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
-    loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1")
-    worker = LoopWorker(initial_vectors(small_config, layout_of(model)), 10, torch.device("cpu"))
-    run = Run.sign(small_config, Identity.generate())
-    loop._joined = _Joined(LoopWorkload(worker, run), lambda: None)
+    loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
+    worker = LoopWorker(initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
+    loop._joined = _Joined(LoopWorkload(worker, Run.sign(config, Identity.generate())), lambda: None)
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
-    assert loop._evaluate() is None
-    loop._text = load_data(small_config, ByteTokenizer())
+    return loop
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("reads", ["the run's text", "text of its own"])
+def test_a_loop_evaluates_theta_as_everybody_does(
+    small_config: RunConfig, mode: str, reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that trains on text of its own, as the Trainer does."""
+    loop = loop_that_may_evaluate(small_config, monkeypatch, data=[Path(small_config.data.all_sources[0].source)])
+    model = loop._model.train(mode == "train")
+    if reads == "the run's text":
+        loop._text = load_data(small_config, ByteTokenizer())
     found = loop._evaluate()
     assert found is not None
     assert found.loss == pytest.approx(Reference(small_config).held_out_loss(), rel=1e-5)
-    assert found.is_runs_text
+    assert found.is_runs_text == (reads == "the run's text"), "nobody can tell of a folder of its own"
+    text = loop._text
+    assert loop._evaluate() == found
+    assert loop._text is text, "it is read once"
     assert model.training == (mode == "train")
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loop_that_cannot_or_is_not_to_read_the_runs_text_takes_no_turns(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without = loop_that_may_evaluate(small_config, monkeypatch)  # the run's text is in a folder of its organiser
+    assert [without._evaluate() for _ in range(3)] == [None] * 3
+    assert caplog.text.count("takes no turns to evaluate") == 1
+    folder = Path(small_config.data.all_sources[0].source)
+    unwilling = loop_that_may_evaluate(small_config, monkeypatch, data=[folder], evaluates=False)
+    assert unwilling._evaluate() is None
+    assert unwilling._text is None
 
 
 def test_a_loss_is_reported_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

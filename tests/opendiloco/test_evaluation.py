@@ -197,3 +197,15 @@ def test_samples_are_the_same_for_the_same_seed(small_config: RunConfig) -> None
     assert first == generate_sample(model, ByteTokenizer(), "peers", 10, seed=1)
     assert first != generate_sample(model, ByteTokenizer(), "peers", 10, seed=2)
     assert generate_sample(model, ByteTokenizer(), "", 5, seed=0)
+
+
+def test_the_reference_puts_few_windows_through_its_model_at_once(small_content: dict[str, Any]) -> None:
+    """A run's batch may be far more than fits: its workers take it in parts."""
+    training = small_content["training"] | {"batch_size": 32}
+    config = RunConfig.from_manifest_content(small_content | {"training": training, "evaluation": {"windows": 32}})
+    reference, seen = Reference(config), list[int]()
+    model: Any = reference._judge.model
+    model.register_forward_hook(lambda module, inputs, output: seen.append(len(output.logits)))
+    reference.held_out_loss()
+    assert sum(seen) > max(seen)
+    assert max(seen) <= 4

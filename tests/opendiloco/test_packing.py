@@ -21,6 +21,7 @@ from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.packing import (
     check_document_mask,
     document_positions,
+    packing_known,
     predicted_tokens,
     router_loss_weight,
     window_loss,
@@ -81,7 +82,7 @@ def test_its_loss_is_that_of_the_documents_alone(small_content: dict[str, Any], 
         parts = [torch.tensor([one]) for one in DOCUMENTS if len(one) > 1] + [plain]
         alone = [window_loss(model, part) * (part.shape[1] - 1) for part in parts]
     predicted = sum(part.shape[1] - 1 for part in parts)
-    assert predicted_tokens(torch.cat([packed(), plain]), END) == predicted
+    assert predicted_tokens(torch.cat([packed(), plain]).numpy(), END) == predicted
     assert loss.item() == pytest.approx(sum(alone).item() / predicted, rel=1e-5)  # type: ignore[union-attr]
 
 
@@ -199,3 +200,20 @@ def test_it_is_noticed_with_initial_weights_too(small_content: dict[str, Any], f
     model = build_model(RunConfig.from_manifest_content(content), ByteTokenizer())
     with pytest.raises(ManifestError, match="document_mask"):
         check_document_mask(Forgetful(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_model_that_is_told_of_documents_computes_what_it_finds_by_itself(
+    small_content: dict[str, Any], family: str, is_packed: bool
+) -> None:
+    model, windows = model_of(small_content, family), torch.cat([packed(), packed().flip(1)])
+    if not is_packed:
+        windows = windows % END
+    with torch.no_grad():
+        found = window_loss(model, windows, END)
+        with packing_known(is_packed):
+            assert torch.equal(window_loss(model, windows, END), found)
+        assert torch.equal(window_loss(model, windows, END), found)
+        with packing_known(True):  # whatever a window has in it
+            assert torch.allclose(window_loss(model, windows, END), found)

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
@@ -229,6 +230,44 @@ def test_an_inner_step_waits_for_the_device_once(small_config: RunConfig) -> Non
     replica = ModelReplica(small_config, whole.model, samples, team, micro_batch=1)
     replica.train(theta, 0, (SampleRange(0, 4),), 2)
     assert asked == [[True, True, False]] * 2
+
+
+class Unwaiting(TorchDispatchMode):
+    """Refuses what makes the host wait for a device: to ask for a tensor's numbers, or for as many as there happen to
+    be."""
+
+    WAITING: ClassVar = {
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.is_nonzero.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.equal.default,
+    }
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert operation not in self.WAITING, f"{operation} waits"
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_gradients_of_all_micro_batches_are_asked_for_without_waiting(
+    small_content: dict[str, Any], mask: bool, model_type: str
+) -> None:
+    """transformers looks for documents in positions, and waits for what it finds; we know what we give it."""
+    training = small_content["training"] | {"document_mask": mask, "batch_size": 4}
+    gpt2 = {"model_type": "gpt2", "vocab_size": 259, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    model = small_content["model"]["config"] if model_type == "llama" else gpt2
+    config = RunConfig.from_manifest_content(small_content | {"training": training, "model": {"config": model}})
+    whole, _ = make_replica(config)
+    samples = load_data(config, ByteTokenizer()).samples
+    replica, batch = ModelReplica(config, whole.model, samples, micro_batch=1), samples.read(np.arange(64))[:4]
+    if mask:
+        batch[1, 5] = ByteTokenizer.end  # others may have one or not
+    with Unwaiting():  # type: ignore[no-untyped-call]
+        replica._add_gradient(batch)
+    with pytest.raises(AssertionError, match="waits"), Unwaiting():  # type: ignore[no-untyped-call]
+        window_loss(replica.model, torch.from_numpy(batch), ByteTokenizer.end)  # nobody says what it is given
 
 
 def test_windows_go_to_a_gpu_by_pinned_memory() -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opendiloco.config.run_config import RunConfig
@@ -161,6 +162,19 @@ def test_a_worker_with_all_shards_computes_as_one_without(
     assert replica.train(initial_theta(small_config), 0, LEASE, 4).loss == pytest.approx(loss, abs=1e-6)
     monkeypatch.setattr(assembly, "has_other_tensors", lambda model: True)  # each worker then builds a whole model
     assert trained(small_config, team)[0] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.usefixtures("_process_group_ends")
+@pytest.mark.parametrize("whole_layers", [False, True])
+def test_whole_layers_stay_gathered_until_the_backward_pass(small_config: RunConfig, whole_layers: bool) -> None:
+    team = only_one()
+    replica = replica_of(small_config, team, WorkerOptions(whole_layers=whole_layers))
+    replica.load(initial_theta(small_config))
+    [block] = transformer_blocks(replica.model)
+    loss = replica.loss(torch.zeros(2, replica.window_length, dtype=torch.long))
+    assert [isinstance(one, DTensor) for one in block.parameters()] == [not whole_layers] * len([*block.parameters()])
+    loss.backward()
+    assert all(isinstance(one, DTensor) for one in block.parameters())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

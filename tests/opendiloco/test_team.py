@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from opendiloco.inner.team import Team
+from opendiloco.inner.team import PATIENCE, MeetingPlace, Team
 
 CPU = torch.device("cpu")
 
@@ -22,3 +27,21 @@ def test_pieces_are_consecutive_and_as_even_as_possible(size: int, count: int) -
 def test_a_worker_alone_agrees_with_itself() -> None:
     assert Team(CPU).sums([0.1, True]) == [0.1, True]
     assert Team(CPU).sums([torch.tensor(0.5), 0.1, True]) == [0.5, 0.1, True]
+
+
+def test_workers_wait_for_each_other_as_long_as_the_slowest_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing 10 billion initial values takes longer than NCCL's ten minutes."""
+    given = dict[str, Any]()
+
+    class BegunError(Exception):
+        pass
+
+    def begin(backend: str, **options: Any) -> None:
+        given.update(options)
+        raise BegunError
+
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    monkeypatch.setattr(MeetingPlace, "store", lambda place, size: HashStore())
+    with pytest.raises(BegunError):
+        Team.meet(torch.device("cpu"), 0, 2, MeetingPlace())
+    assert given["timeout"] == PATIENCE >= timedelta(hours=1)

@@ -60,6 +60,16 @@ def test_many_are_tokenized_once_and_mapped_from_the_disk(tmp_path: Path, few: i
     assert text.times_read == 2
 
 
+def test_few_tokens_that_are_costly_to_make_are_made_once_by_all_processes(tmp_path: Path) -> None:
+    alone, shared, text = TokenCache(tmp_path / "tokens"), TokenCache(tmp_path / "tokens", is_shared=True), Text()
+    assert_is_whole(alone.tokens(KEY, np.uint16, text, is_costly=True))
+    assert_is_whole(shared.tokens(KEY, np.uint16, text))
+    assert not (tmp_path / "tokens").exists()
+    for _ in range(3):
+        assert_is_whole(shared.tokens(KEY, np.uint16, text, is_costly=True))
+    assert text.times_read == 3
+
+
 def test_a_part_may_be_empty(tmp_path: Path) -> None:
     cache = TokenCache(tmp_path, few=0)
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import threading
 from collections.abc import Callable
@@ -11,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from opendiloco import diloco as diloco_module
 from opendiloco import trainer_callback
+from opendiloco.diloco import DiLoCo, _Joined
 from opendiloco.trainer_callback import Call, DiLoCoCallback
+from peers.values.manifest import Invite
+from tests.opendiloco.test_loop_worker import new_workload
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
 
@@ -93,6 +98,43 @@ def test_a_trainer_that_raises_is_known_to_have_ended_and_the_next_one_begins_an
     trainer.train()
     assert seen == [False] * 4
     assert [one.seen for one in made] == [["enter", "exit"]] * 2
+
+
+def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The swarm's part is played by one that does nothing but to look whether the loop has been abandoned."""
+    loops = list[DiLoCo]()
+
+    class Alone(DiLoCo):
+        async def _take_part(self) -> None:
+            loops.append(self)
+            left = asyncio.Event()
+
+            class Volunteer:
+                def leave(self) -> None:
+                    left.set()
+
+            volunteer: Any = Volunteer()
+            watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
+            self._joining.set_result(_Joined(new_workload(), left.set))
+            await left.wait()
+            await watching
+
+        def _begin_outer_step(self) -> None:
+            self._outer_step = None
+
+    monkeypatch.setattr(diloco_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
+    monkeypatch.setattr(trainer_callback, "DiLoCo", Alone)
+
+    def fail() -> None:
+        assert loops[0]._thread.is_alive()
+        raise ValueError("out of something")
+
+    with pytest.raises(ValueError, match="out of something"):
+        trainer_of(tmp_path, DiLoCoCallback("diloco:tiny-1"), fail).train()
+    [loop] = loops
+    loop._thread.join(60)
+    assert not loop._thread.is_alive()
 
 
 def test_a_call_is_under_way_until_it_returns_or_raises() -> None:

@@ -23,6 +23,7 @@ from opendiloco.inner import trials
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.model.build import initial_theta
+from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.channel import ControlChannel
@@ -166,6 +167,28 @@ def test_a_worker_tries_with_the_weights_that_it_trains(
     assert np.array_equal(tried, [theta])
 
 
+@pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
+def test_a_worker_multiplies_as_precisely_as_its_owner_says(
+    small_config: RunConfig, tf32: bool, precision: str
+) -> None:
+    before, memory = torch.get_float32_matmul_precision(), create_memory_file()
+    reserve(memory, initial_theta(small_config).size)
+    configure = Configure(
+        manifest_content=small_config.to_manifest_content(),
+        options=WorkerOptions(device="cpu", micro_batch=2, tf32=tf32),
+        device="cpu",
+        rank=0,
+        workers=1,
+        port=0,
+        fresh=False,
+    )
+    try:
+        Worker(configure, Descriptors(memory, create_memory_file(), None), ControlChannel(socket.socketpair()[0]))
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_what_is_compiled_in_the_trial_is_what_trains(
     checkpoints: bool, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
@@ -187,3 +210,28 @@ def test_what_is_compiled_in_the_trial_is_what_trains(
     tried = len(graphs)
     replica.train(initial_theta(small_config), 0, (SampleRange(0, 8),), 2)
     assert len(graphs) == tried > 0
+
+
+def test_nothing_is_compiled_after_the_trial(small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the last windows of a batch, nor for the last batch of a lease, nor to evaluate."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    training = small_content["training"] | {"batch_size": 8, "document_mask": True}
+    config = RunConfig.from_manifest_content(small_content | {"training": training})
+    team, data = Team(torch.device("cpu")), load_data(config, ByteTokenizer())
+    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(compile=True), None)
+    replica, theta = ModelReplica(config, model, data.samples, team, micro_batch=5), initial_theta(config)
+    assert replica.tried_sizes == (5, 3)
+    trials.keep_compiled_if_it_works(replica, team)
+    tried = len(graphs)
+    replica.train(theta, 0, (SampleRange(0, 16),), 2)
+    assert len(graphs) == tried > 1
+    replica.train(theta, 0, (SampleRange(16, 25),), 2)  # its last batch has one window
+    held_out_loss(model, data.held_out, 8, 7)
+    assert len(graphs) == tried

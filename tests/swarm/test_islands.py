@@ -109,14 +109,15 @@ def leave(machines: Island) -> None:
         agent.finish()
 
 
-def test_they_train_as_workers_of_one_machine_do(site: Site, runs: Runs) -> None:
+@pytest.mark.parametrize("sharing", [(), ("--replicas", "2")], ids=["shared once", "a replica on each"])
+def test_they_train_as_workers_of_one_machine_do(site: Site, runs: Runs, sharing: tuple[str, ...]) -> None:
     """To the last bit: θ and momentum after each outer step."""
-    with island(site, *runs.short.join_arguments("island")) as machines:
+    with island(site, *runs.short.join_arguments("island", *sharing)) as machines:
         machines.first.line("on 2 x cpu on 2 machines", "it does not have both machines' workers")
         machines.first.line(f"outer step {OUTER_STEPS} applied", "it does not train")
         machines.first.line("moments of outer step .* are saved", "moments are not kept")
         leave(machines)
-    with site.start(*runs.short.join_arguments("alone", "--cpu-workers", "2")) as alone:
+    with site.start(*runs.short.join_arguments("alone", "--cpu-workers", "2", *sharing)) as alone:
         alone.line(f"outer step {OUTER_STEPS} applied", "the other one does not train")
         alone.signal(signal.SIGTERM)
         assert alone.finish().code == 0

@@ -94,6 +94,8 @@ def test_all_its_processes_are_asked_at_once(site: Site, run: Run) -> None:
 @pytest.mark.parametrize("options", [[], ["--plain"]], ids=["screen", "plain"])
 def test_its_terminal_is_closed(site: Site, run: Run, options: list[str]) -> None:
     with Terminal(site, *run.join_arguments("one.pem"), *options) as terminal:
+        for stage in (b"importing torch", b"tokenizing", b"building the model"):
+            terminal.wait_for(stage, "nobody who watches sees what its start is busy with")
         terminal.wait_for(b"outer step" if options else b"this machine", "it does not train")
         terminal.close()
         assert terminal.finish() == 0
