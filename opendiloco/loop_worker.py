@@ -108,6 +108,7 @@ class LoopWorker:
             skipped=0,
             seconds=seconds,
             waited_seconds=math.nan,
+            average_wait_seconds=math.nan,
             peak_memory_bytes=peak_memory(self._torch_device),
         )
 

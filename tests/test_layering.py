@@ -174,7 +174,17 @@ def test_rooms_import_only_from_those_above(room: str) -> None:
     assert not {module for module in importers(f"opendiloco.{room}") if any(is_in(module, other) for other in above)}
 
 
-FOUNDATIONS = {"cores", "errors", "evaluation_turns", "host_memory", "quantities", "run", "shared_memory", "stages"}
+FOUNDATIONS = {
+    "alignment",
+    "cores",
+    "errors",
+    "evaluation_turns",
+    "host_memory",
+    "quantities",
+    "run",
+    "shared_memory",
+    "stages",
+}
 """Modules of opendiloco outside the rooms that a room may import; the others stand on the rooms."""
 
 

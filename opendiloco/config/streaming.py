@@ -6,10 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from opendiloco.alignment import next_fragment
 from opendiloco.config.section import Positive, Section, StepCount
 
-ALIGNMENT = 1024
-"""Values. A fragment begins at a multiple of them, so with a block of its own in every codec."""
 FRAGMENTS_LIMIT = 256
 """Fragments that a run may have: a cycle of them has to fit into messages that name all of its entries."""
 
@@ -66,8 +65,3 @@ class StreamingSection(Section):
     def is_plain(self) -> bool:
         """Whether it is DiLoCo without streaming: one fragment, for which everybody waits and which replaces all."""
         return self.layers_per_fragment is None and self.overlap == 0 and self.mixing == 0
-
-
-def next_fragment(end: int) -> int:
-    """Return where the fragment begins that comes after one that ends there."""
-    return -(-end // ALIGNMENT) * ALIGNMENT

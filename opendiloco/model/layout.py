@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Self
 
-from opendiloco.config.streaming import next_fragment
+from opendiloco.alignment import next_fragment
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
+from opendiloco.alignment import ALIGNMENT
 from opendiloco.config.run_config import RunConfig
-from opendiloco.config.streaming import ALIGNMENT, StreamingSection
+from opendiloco.config.streaming import StreamingSection
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.inner.sharding import shard_model
 from opendiloco.inner.team import Team
