@@ -16,7 +16,8 @@ ARG TORCH_INDEX_URL=""
 WORKDIR /source
 COPY . .
 # What a volunteer never loads is left out: torch's tests and programs, what hivemind asks for to average and to be
-# built, and, where no compiler is, headers. Only torch's libraries are stripped: numpy's do not load afterwards.
+# built, and, where no compiler is, headers; and bytecode but of what these imports load, which write it anew. Only
+# torch's libraries are stripped: numpy's do not load afterwards.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python -m venv /opt/diloco-peer \
     && PIP_CONSTRAINT=/source/constraints.txt /opt/diloco-peer/bin/pip install --no-cache-dir \
@@ -24,13 +25,14 @@ RUN python -m venv /opt/diloco-peer \
     && /opt/diloco-peer/bin/pip uninstall --yes scipy grpcio grpcio-tools pip
 WORKDIR /opt/diloco-peer/lib/python3.11/site-packages
 RUN rm -rf torch/test pandas/tests pyarrow/tests sympy/*/tests networkx/*/tests netaddr/tests \
-        transformers/models/*/__pycache__ \
+    && find . -name __pycache__ -prune -exec rm -rf {} + \
     && find torch/bin -type f ! -name torch_shm_manager -delete \
     && find . -name '*.a' -delete \
     && if [ "$CUDA" = no ]; then \
         rm -rf torch/include pyarrow/include && strip --strip-unneeded torch/lib/libtorch_*.so; \
     fi \
-    && /opt/diloco-peer/bin/python -c "import torch, transformers, datasets, peers.net.daemon, opendiloco.kernels"
+    && /opt/diloco-peer/bin/python -c "import torch._dynamo, datasets, transformers.models.llama.modeling_llama, peers.net.daemon; \
+        import opendiloco.cli.join, opendiloco.volunteer, opendiloco.inner.replica, opendiloco.workers.assembly"
 
 FROM python:3.11-slim
 ARG CUDA=no
