@@ -38,8 +38,9 @@ swarm: $(READY) ## the tests of real processes
 	$(BIN)/python -m pytest -m swarm --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Nothing in a life waits for a clock, so that lives may have what time others leave.
-lives: $(READY) ## 2,000 random lives of simulated swarms; a few others are among the tests, too
+lives: $(READY) ## 2,200 random lives of simulated swarms; a few others are among the tests, too
 	nice -n 19 $(BIN)/python -m peers.simulator.schedules --first 10000 --seeds 2000
+	nice -n 19 $(BIN)/python -m peers.simulator.schedules --first 20000 --seeds 200 --fragments 3
 
 neon: ## the C tests for 64-bit ARM, emulated (needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user)
 	$(MAKE) --no-print-directory -C native check-neon

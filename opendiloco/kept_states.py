@@ -13,6 +13,7 @@ from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import MANIFEST, RunFolder, read_manifest
 from opendiloco.errors import CheckpointError
 from opendiloco.follower import export_state, new_folder
+from opendiloco.kernels import FORMATS
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
@@ -59,7 +60,7 @@ class Origin:
         """Its peer may be writing to it: what is wrong at its end is passed over."""
         empty_log, file = self.run.settings.empty_log, self.log / ENTRIES
         chain = read_chain(file, empty_log)[0] if file.exists() else Chain(empty_log)
-        return LogFolder(self.log, chain, workload.fragments[0].byte_range(0, 1)[1])
+        return LogFolder(self.log, chain, FORMATS[self.run.config.codec.kind].block_bytes)
 
 
 @asynccontextmanager

@@ -78,7 +78,8 @@ class TrainingWorkload(LocalState):
         self.trainer = trainer
         self._outer_steps = config.total_outer_steps
         self._contributions = [codec.empty_payload() for codec in self._codecs]
-        self._bases = Bases(self._state)
+        self._streams = not config.streaming.is_plain
+        self._bases = Bases(self._state, outlives_encoding=self._streams)
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
         self.measuring = Measuring(self._state, self._contributions)
@@ -181,7 +182,6 @@ class LocalWorkload(TrainingWorkload):
         """See `Run.has_runs_text`."""
         copies = config.inner_optimizer.on_join == "copy"
         self.companion = InnerState(workers, config) if copies else None
-        self._streams = not config.streaming.is_plain
         self._state_lock = asyncio.Lock()
         """Held while theta changes, or a part of it is copied."""
         self._handover = Handover(
@@ -205,7 +205,11 @@ class LocalWorkload(TrainingWorkload):
     async def _inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured
     ) -> Trained:
-        """Train again from the same base, for as long as new workers take the place of lost ones."""
+        """Train again from the same bases, for as long as new workers take the place of lost ones.
+
+        In a run that streams fragments of theta may change before workers have loaded them, so that they begin with the
+        bases, unless they go on from where they are.
+        """
 
         async def captured(fragment: int) -> None:
             if not self._handover.is_encoded(fragment):
@@ -214,8 +218,9 @@ class LocalWorkload(TrainingWorkload):
 
         goes_on = self._handover.begin(work.index) and self._streams
         try:
-            with suppress(WorkersRestartedError):
-                return await self.workers.train(work, on_progress, captured, goes_on=goes_on)
+            if goes_on or not self._streams:
+                with suppress(WorkersRestartedError):
+                    return await self.workers.train(work, on_progress, captured, goes_on=goes_on)
             while True:
                 self._handover.begin_again()
                 async with self._state_lock:
@@ -278,6 +283,10 @@ class LocalWorkload(TrainingWorkload):
         """End the workers."""
         HEALTH.over("workers")
         await self.workers.close()
+
+    def _apply_beside_work(self, payload: Blocks, index: int, fragment: int, keeps_work: bool) -> None:
+        keeps_work = keeps_work and not self._handover.hands_over(index, fragment)
+        super()._apply_beside_work(payload, index, fragment, keeps_work)
 
     def _put_bases_into_local(self) -> None:
         """The theta that training began with. An entry may be applied meanwhile, but keeps the base before it does."""

@@ -22,6 +22,7 @@ from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.curves import Curves, configuration_of
 from opendiloco.entrance import Entrance
+from opendiloco.kernels import FORMATS
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
@@ -287,7 +288,7 @@ async def volunteer_with(
     """One that trains with these workers; see `volunteering`."""
     log, lineage, storage = None, None, None
     if folder is not None:
-        log = LogFolder.open(folder.log, run.settings.empty_log, workload.fragments[0].byte_range(0, 1)[1])
+        log = LogFolder.open(folder.log, run.settings.empty_log, FORMATS[run.config.codec.kind].block_bytes)
         storage = FolderStorage(folder.download, available_memory)
         position = await resume_from(folder, workload, log)
         lineage = await asyncio.to_thread(log.lineage, position)

@@ -107,9 +107,9 @@ class ArchivedRun:
 
     def _size_is(self, state_bytes: int) -> None:
         if not self.buffers:
-            self._state_bytes = state_bytes
             whole = slice(0, state_bytes // (2 * VALUE_BYTES))
             fragments = self.run.config.streaming.fragments or (whole,)
+            self._state_bytes = 2 * VALUE_BYTES * fragments[-1].stop
             codecs = [BlockCodec(self._format, part.stop - part.start) for part in fragments]
             self.buffers = PayloadBuffers.of_each(codecs, 0, self.log.payload)
 

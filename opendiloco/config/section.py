@@ -27,6 +27,7 @@ def _check_peer_id(value: str) -> str:
 # fp32 and the clocks can carry.
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 StepCount = Annotated[int, Field(ge=0, le=10**12)]
+ValueCount = Annotated[int, Field(ge=1, le=10**12)]
 TokenCount = Annotated[int, Field(ge=0, le=10**15)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]

@@ -7,10 +7,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from opendiloco.alignment import next_fragment
-from opendiloco.config.section import Positive, Section, StepCount
+from opendiloco.config.section import Positive, Section, StepCount, ValueCount
 
 FRAGMENTS_LIMIT = 256
 """Fragments that a run may have: a cycle of them has to fit into messages that name all of its entries."""
+Sizes = Annotated[tuple[ValueCount, ...], Field(strict=False, min_length=1, max_length=FRAGMENTS_LIMIT)]
 
 
 class StreamingSection(Section):
@@ -32,7 +33,9 @@ class StreamingSection(Section):
     embeddings: Literal["apart", "ends"] | None = None
     overlap: StepCount = 0
     alpha: Annotated[float, Field(ge=0, le=1)] | None = None
-    sizes: Annotated[tuple[Positive, ...], Field(strict=False, min_length=1, max_length=FRAGMENTS_LIMIT)] | None = None
+    sizes: Annotated[tuple[ValueCount, ...], Field(strict=False, min_length=1, max_length=FRAGMENTS_LIMIT)] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def check_embeddings(self) -> Self:

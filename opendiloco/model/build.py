@@ -171,7 +171,8 @@ def with_sizes_named(config: RunConfig) -> RunConfig:
         return config
     layout = layout_of(sized_skeleton(config), config.streaming)
     sizes = tuple(part.stop - part.start for part in layout.fragments)
-    return config.model_copy(update={"streaming": config.streaming.model_copy(update={"sizes": sizes})})
+    content = config.to_manifest_content()
+    return RunConfig.from_manifest_content(content | {"streaming": content["streaming"] | {"sizes": list(sizes)}})
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -9,11 +9,13 @@ from opendiloco.shared_memory import Vector
 class Bases:
     """Work on a fragment begins with its theta, which mostly stays so until the work is encoded.
 
-    A copy is made only where an outer step is taken before: one that others have made without us.
+    A copy is made only where an outer step is taken before: one that others have made without us. In a run that streams
+    work may go on from what is encoded, where nothing comes of that: `outlives_encoding`.
     """
 
-    def __init__(self, state: OuterState) -> None:
+    def __init__(self, state: OuterState, outlives_encoding: bool = False) -> None:
         self._state = state
+        self._outlives_encoding = outlives_encoding
         self._copies: list[Vector | None] = [None] * len(state.fragments)
         self._is_needed = [True] * len(state.fragments)  # until what has been trained is encoded
 
@@ -31,8 +33,9 @@ class Bases:
             self.begin(fragment)
 
     def encoded(self, fragment: int) -> None:
-        """What has been trained of a fragment is encoded: nobody asks for its base any more."""
-        self._copies[fragment], self._is_needed[fragment] = None, False
+        """What has been trained of a fragment is encoded: mostly nobody asks for its base any more."""
+        if not self._outlives_encoding:
+            self._copies[fragment], self._is_needed[fragment] = None, False
 
     def keep(self, fragment: int) -> None:
         """Keep a fragment's base: its theta is about to change."""

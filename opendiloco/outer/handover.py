@@ -17,6 +17,8 @@ What may become of fragment p in outer step k, and what the workers are told:
 - Not decided when the training is stopped or fails, or another state is fetched: nothing, also later. The next training
   begins with theta.
 - Not decided when the training is done: the same as in its midst. All is decided before the next one begins.
+- Said to have no payload, and applied after all, since its entry was on the way: workers have gone on. Their work
+  counts from the theta before that entry until the next one.
 """
 
 from __future__ import annotations
@@ -70,6 +72,11 @@ class Handover:
     def is_encoded(self, fragment: int) -> bool:
         """Return whether a fragment was stored in this training before, by workers that are lost."""
         return fragment in self._encoded
+
+    def hands_over(self, index: int, fragment: int) -> bool:
+        """Return whether an outer step that is taken now is one that workers wait for: its theta is their next base."""
+        is_theirs = self._index is not None and index >= self._index
+        return is_theirs and fragment in self._stored and fragment not in self._decided
 
     async def stored(self, fragment: int) -> None:
         """All workers have stored a fragment, and it is encoded."""

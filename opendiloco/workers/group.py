@@ -133,13 +133,13 @@ class WorkerGroup:
     ) -> Trained:
         """Train and publish into `vectors.local`; see `Workload.train`. When cancelled, stops within one inner step.
 
-        Begins from theta, or with `from_local` from what `vectors.local` holds; or it `goes_on`, if these workers have
-        carried out the training before, from where that has ended. With each fragment that was captured, workers go on
-        when `take_average` says so.
+        Begins from theta, or with `from_local` from what `vectors.local` holds; or it `goes_on` from where these
+        workers' last training has ended. With each fragment that was captured, workers go on when `take_average` says
+        so.
 
         Raises: WorkersRestartedError when a worker died or failed, or a device ran out of memory, and others have been
-        started in their place. Too often, WorkerError and DeviceMemoryError; WorkerError also when most losses are not
-        finite.
+        started in their place; or were before, and the training `goes_on`. Too often, WorkerError and
+        DeviceMemoryError; WorkerError also when most losses are not finite.
         """
         self._trainings += 1
         number = self._trainings
@@ -333,8 +333,8 @@ class WorkerGroup:
             if isinstance(command, RunInnerLoop) and self._nodes.others:
                 self._nodes.check_that_it_is_new(command.index)
                 await self._check_text(command)
-            if isinstance(command, RunInnerLoop):
-                command = command.model_copy(update={"goes_on": command.goes_on and self._may_go_on})
+            if isinstance(command, RunInnerLoop) and command.goes_on and not self._may_go_on:
+                raise WorkersRestartedError  # those that could go on were lost before
             await self.weights.bring(command, self.vectors)
             [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_report)
             if isinstance(answered, InnerLoopDone):

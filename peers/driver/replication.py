@@ -110,7 +110,8 @@ class Replication:
                 await self._workload.apply(kept.data, header.index, header.fragment, apply.keeps_work)
             self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
-            metrics.TOKENS_COUNTED.inc(header.tokens_of(self._peer.me))
+            if header.fragment == len(self._stores.buffers) - 1:  # those of a cycle are in each of its entries
+                metrics.TOKENS_COUNTED.inc(header.tokens_of(self._peer.me))
             self._host.handle(Applied(header))
             state_digest = None
             if log.last is not None and not log.made:  # a cycle is whole

@@ -107,8 +107,7 @@ class RunLog(ABC):
 
     def log_at(self, position: Position) -> LogState | None:
         """Return the log as it was at a position, if that is known here."""
-        log = self.log_after(position.index)
-        return log if log is not None and log.position == position else None
+        return log if (log := self.log_after(position.index)) and log.position == position else None
 
     def log_after(self, index: int) -> LogState | None:
         """Return the log as it was after so many cycles, if that is known here."""
@@ -210,16 +209,18 @@ class RunLog(ABC):
 
     def _add(self, entry: Entry, header: Header) -> None:
         known = self._chain.entry(header.index, header.fragment)
-        if known and known.digest == header.digest:
-            if self._chain.complete(entry):
-                self._save()
-            return
+        if (is_known := known is not None and known.digest == header.digest) and self._chain.complete(entry):
+            self._save()
         if any(other.previous != header.previous for _, other in self._made.values()):
+            if is_known:
+                return
             self._made.clear()
-        self._made[header.fragment] = entry, header
+        self._made[header.fragment] = entry, header  # a known one, too: two lineages may split in the midst of a cycle
         if len(self._made) == self._chain.fragments:
             made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}
-            self._add_cycle(header.index, _ending([entry for entry, _ in made]), [header for _, header in made])
+            headers = [header for _, header in made]
+            if self._chain.head(header.index) != cycle_head([header.digest for header in headers]):
+                self._add_cycle(header.index, _ending([entry for entry, _ in made]), headers)
 
     def _add_cycle(self, index: int, cycle: Sequence[Entry], headers: Sequence[Header]) -> None:
         """Add the entries of one cycle, in the order of fragments."""
@@ -297,10 +298,7 @@ class LogFolder(RunLog):
     def open(cls, path: Path, empty_log: LogState, block_bytes: int) -> LogFolder:
         """The log in a folder, which is made if need be. What is corrupt is named in a warning and cut off.
 
-        Args:
-            block_bytes: of each block of a payload but the last: `workload.fragments[0].byte_range(0, 1)[1]` will do.
-
-        Raises: LogFolderError.
+        `block_bytes` has each block of a payload but the last. Raises: LogFolderError.
         """
         file = path / ENTRIES
         try:

@@ -106,8 +106,8 @@ class LinkTime(asyncio.Event):
         self._look()
         if self._busy < CROWDED or not self.rate:
             return PATIENCE
-        self._next = max(self._seen, self._next) + count / (SHARE * self.rate)
-        return min(PATIENCE, self._next - self._seen)
+        self._next = min(max(self._seen, self._next) + count / (SHARE * self.rate), self._seen + PATIENCE)
+        return self._next - self._seen
 
     def _look(self) -> None:
         """Take in the time since the last look, in which nothing has changed."""

@@ -75,7 +75,7 @@ async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) 
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError.
     """
-    first = max(0, log.first - STRETCH_LIMIT)
+    first = max(0, log.first - max(1, STRETCH_LIMIT // log.empty_log.fragments))
     stretch = await fetch_stretch(transport, donor, log.empty_log.run, first, log.first, is_whole=True)
     await asyncio.to_thread(log.prepend, stretch)
     return bool(stretch.told)

@@ -147,3 +147,13 @@ def test_statistics_of_fragments_are_those_of_the_whole() -> None:
     assert whole.pseudo_gradient_norm == pytest.approx(np.linalg.norm(own))
     assert whole.momentum_norm == pytest.approx(27**0.5)
     assert whole.cosine == pytest.approx(average @ own / np.linalg.norm(average) / np.linalg.norm(own))
+
+
+def test_fragments_of_large_models_can_be_named(small_content: dict[str, Any]) -> None:
+    """Regression: no size over a million could be read again, so that a run was signed that nobody could join."""
+    small = small_content["model"]["config"]
+    large = small | {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+    content = small_content | {"model": small_content["model"] | {"config": large}}
+    named = with_sizes_named(RunConfig.from_manifest_content(content | {"streaming": {"layers_per_fragment": 1}}))
+    assert max(named.streaming.sizes or ()) > 1_000_000
+    assert RunConfig.from_manifest_content(named.to_manifest_content()) == named

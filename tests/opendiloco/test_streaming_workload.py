@@ -19,6 +19,7 @@ from opendiloco.errors import WorkerError
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
+from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
 from opendiloco.workers.group import WorkersRestartedError
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
@@ -202,6 +203,70 @@ def test_of_what_nobody_had_trained_workers_keep_what_they_have(config: RunConfi
         assert np.array_equal(present_weights(workload), local)
         last = workload.trainer.fragments[2]
         assert bytes(await workload.contribution(2)) == encoded(theta[last], local[last])
+
+    tell(story)
+
+
+@pytest.mark.parametrize("is_on_its_way", [True, False])
+def test_work_that_goes_on_counts_from_the_theta_that_it_began_with(config: RunConfig, is_on_its_way: bool) -> None:
+    """Regression: where others' entry came after workers were told to go on, its outer step was taken back: by what was
+    encoded next, which counted from the new theta. The entry is of the same cycle if its payload was `on its way`."""
+
+    async def story() -> None:
+        workload, steps = LocalWorkload(ThreadedWorkers(config), config), list[asyncio.Task[None]]()
+        part = workload.trainer.fragments[0]
+        began_with = workload.trainer.vectors.theta[part].copy()
+
+        async def on_captured(fragment: int) -> None:
+            await leave(workload, 0, fragment)
+            if fragment == 0 and is_on_its_way:
+                await step_from(workload, 0, 0.25)
+
+        def overtake(progress: Progress) -> None:
+            if not steps and not is_on_its_way:
+                steps.append(asyncio.create_task(step_from(workload, 0, 0.25, index=1)))
+
+        async def on_captured_next(fragment: int) -> None:
+            await asyncio.gather(*steps)
+            local = workload.trainer.vectors.local[part].copy()
+            contribution = bytes(await workload.contribution(fragment))
+            if fragment == 0:
+                assert contribution == encoded(began_with, local)
+            await workload.unchanged(1, fragment)
+
+        await workload.train(LEASE, ignore, on_captured)
+        await leave(workload, 0, 2)
+        await workload.train(NEXT, overtake, on_captured_next)
+
+    tell(story)
+
+
+def test_an_entry_that_comes_before_workers_have_loaded_theta_changes_no_base(config: RunConfig) -> None:
+    """Regression: they loaded the new theta, and what they had learned counted from the old one."""
+
+    async def story() -> None:
+        workers = ThreadedWorkers(config)
+        workload, may_begin = LocalWorkload(workers, config), asyncio.Event()
+        part, carry_out = workload.trainer.fragments[0], workers.carry_out
+
+        async def late(command: RunInnerLoop) -> InnerLoopDone:
+            began.set()
+            await may_begin.wait()
+            return await carry_out(command)
+
+        async def on_captured(fragment: int) -> None:
+            if fragment == 0:
+                base, local = workload._bases.of(0), workload.trainer.vectors.local[part]
+                assert np.abs(base - local).mean() < 0.1, "more than two inner steps can do"
+            await leave(workload, 0, fragment)
+
+        began = asyncio.Event()
+        workers.carry_out = late  # type: ignore[method-assign]
+        training = asyncio.create_task(workload.train(LEASE, ignore, on_captured))
+        await began.wait()
+        await step_from(workload, 0, 0.25)
+        may_begin.set()
+        await training
 
     tell(story)
 

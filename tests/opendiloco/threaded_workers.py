@@ -27,7 +27,7 @@ from opendiloco.workers.control import (
     RunInnerLoop,
     TakeAverage,
 )
-from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
 from opendiloco.workers.inner_loops import InnerLoops
 from opendiloco.workers.nodes import Nodes, SpreadWeights
 from opendiloco.workers.under_way import UnderWay
@@ -94,7 +94,9 @@ class ThreadedWorkers(WorkerGroup):
     async def carry_out(self, command: RunInnerLoop) -> InnerLoopDone:
         if self._loops is None:
             parts = self.config, self.replica, Team(torch.device("cpu")), self.vectors, self.channel
-            self._loops, command = InnerLoops(*parts, lambda: None), command.model_copy(update={"goes_on": False})
+            self._loops = InnerLoops(*parts, lambda: None)
+            if command.goes_on:
+                raise WorkersRestartedError
         self.went_on = command.goes_on
         return await asyncio.to_thread(self._loops.run, command)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,11 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.outcome import header_of
 from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
+from peers.transfer import headers as headers_module
+from peers.transfer.headers import add_headers_before, serve_headers
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import chain_of
+from tests.peers.fakes import FakeTransport
 from tests.peers.log.test_cycles import FRAGMENTS, LOG, entry
 
 BLOCK = 8  # bytes
@@ -234,3 +238,62 @@ def test_any_entry_of_a_long_log_is_found(first: int) -> None:
     chain.cut(FRAMES + 1)
     assert chain.end == logs[FRAMES]
     assert chain.next_index == FRAMES + 1
+
+
+def test_lineages_that_split_in_the_midst_of_a_cycle_share_what_came_before(tmp_path: Path) -> None:
+    """Regression: an entry that both have was not counted to the other lineage's cycle, which never became whole."""
+    shared = entry(LOGS[2], 0, payload=payload(3, 0).digest)
+
+    def went_on(offset: int) -> list[Header]:
+        log, headers = LOGS[2].append(shared), [shared]
+        for fragment in range(1, FRAGMENTS):
+            headers.append(entry(log, fragment, payload=payload(3 + offset, fragment).digest))
+            log = log.append(headers[-1])
+        return headers + lineage(1, log, offset)[0]
+
+    ours, theirs = went_on(0), went_on(100)
+    assert [one == other for one, other in zip(ours, theirs, strict=True)] == [True] + [False] * (2 * FRAGMENTS - 1)
+    whole = 3 * FRAGMENTS
+    for log in (MemoryLog(LOG), opened(tmp_path)):
+        for header in HEADERS[:whole] + ours:
+            log.append(header, None, None)
+        chain = Chain(LOG)
+        for header in HEADERS[:whole] + theirs:
+            chain.add(Entry.whole(header, None))
+        log.follow(chain, 5)
+        assert log.headers(0, 9) == HEADERS[:whole] + theirs
+        for header in ours:  # and back, as it was told at first
+            log.append(header, None, None)
+        assert log.headers(0, 9) == HEADERS[:whole] + ours
+    assert opened(tmp_path).headers(0, 9) == HEADERS[:whole] + ours
+
+
+def test_an_entry_that_is_told_again_disturbs_no_cycle() -> None:
+    log = MemoryLog(LOG)
+    fill(log, HEADERS[: 2 * FRAGMENTS])
+    third = HEADERS[2 * FRAGMENTS : 3 * FRAGMENTS]
+    log.append(third[0], None, None)
+    for header in HEADERS[FRAGMENTS : 2 * FRAGMENTS]:
+        log.append(header, None, None)
+    for header in third[1:]:
+        log.append(header, None, None)
+    assert log.headers(0, 9) == HEADERS[: 3 * FRAGMENTS]
+
+
+def test_what_came_before_is_asked_for_in_stretches_that_a_donor_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with several fragments a stretch has fewer cycles, so that what was told never led up to the log."""
+    donor, joiner = MemoryLog(LOG), MemoryLog(LOG)
+    fill(donor)
+    fill(joiner, HEADERS[3 * FRAGMENTS :])
+    for module in (chain_module, headers_module):
+        monkeypatch.setattr(module, "STRETCH_LIMIT", 2 * FRAGMENTS)
+
+    async def scenario() -> None:
+        transport = FakeTransport()
+        transport.donors["donor"] = donors = FakeTransport("donor")
+        await serve_headers(donors, {LOG.run: donor.stretch}, lambda run, peer: True)
+        while joiner.first:
+            assert await add_headers_before(transport, "donor", joiner)
+
+    asyncio.run(scenario())
+    assert joiner.headers(0, 9) == HEADERS

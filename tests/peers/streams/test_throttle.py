@@ -305,6 +305,20 @@ def test_on_a_link_that_is_always_busy_all_that_gives_way_has_a_share_of_it_toge
     simulate(scenario())
 
 
+def test_a_crowd_that_has_gone_leaves_no_debt() -> None:
+    """Regression: whoever came after many readers had to wait for what all of them had been promised."""
+
+    async def scenario() -> None:
+        link = busy_link(rate=1e6)
+        await asyncio.sleep(60.0)
+        for _ in range(100):
+            link.patience(PIECE)
+        await asyncio.sleep(PATIENCE)
+        assert link.patience(PIECE) == pytest.approx(PIECE / (SHARE * link.rate))
+
+    simulate(scenario())
+
+
 def test_a_link_that_is_mostly_free_is_left_to_its_rounds_while_there_are_any() -> None:
     async def scenario() -> None:
         link = LinkTime(now)
