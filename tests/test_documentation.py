@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -29,6 +30,7 @@ README, COMMANDS, RUNS, ARCHITECTURE, PROTOCOL = (
 )
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 DOCKERFILES = sorted(ROOT.glob("docker/*Dockerfile*"))
+QUESTIONS = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
 NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 COMPOSE = ROOT / "docker" / "compose.yaml"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -167,7 +169,7 @@ def test_the_readme_is_short_and_every_page_is_in_the_navigation() -> None:
     pages = {page.name for page in ROOT.glob("docs/*.md")}
     navigation = set(re.findall(r"\b[\w-]+\.md$", NAVIGATION, re.MULTILINE))
     assert pages == navigation
-    assert {"docs/commands.md"} <= set(LINK.findall(README))
+    assert {"docs/quickstart.md", "docs/commands.md"} <= set(LINK.findall(README))
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +204,29 @@ def test_links_in_the_site_lead_somewhere(site: Path) -> None:
         targets = re.findall(r"<a\b[^>]*\bhref=\"([^\"#]+)", page.read_text(encoding="utf-8"))
         near = [target for target in targets if "://" not in target]
         assert not [target for target in near if not (page.parent / target).exists()], page.name
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield the texts in a module, with `…` where one has a value."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_errors_that_are_explained_are_those_of_the_program() -> None:
+    modules = [path for package in ("opendiloco", "peers") for path in (ROOT / package).rglob("*.py")]
+    known = {text for path in modules for text in texts(path)}
+    explained = re.findall(r"^### `(.*)`$", QUESTIONS, re.MULTILINE)
+    assert explained
+    assert not [error for error in explained if not any(text.startswith(error.rstrip("…")) for text in known)]
+
+
+def test_exit_codes_in_the_questions_are_those_of_the_program() -> None:
+    shown = {int(code) for code in re.findall(r"[(, ](\d+)(?=[,)])", QUESTIONS)}
+    assert shown
+    assert shown <= set(EXIT_CODES)
 
 
 def test_every_message_is_in_the_page_on_the_protocol() -> None:
