@@ -37,15 +37,19 @@ def reference_page() -> str:
     return "\n".join([HEADING, *_table("Keys at the top", "", RunConfig)])
 
 
-def _table(title: str, path: str, model: type[BaseModel]) -> Iterator[str]:
-    """Yield the lines about one table, and then those about the tables in it."""
+def _table(title: str, path: str, model: type[BaseModel], needs_kind: bool = False) -> Iterator[str]:
+    """Yield the lines about one table, and then those about the tables in it.
+
+    A table that `needs_kind` would be taken for another one without that key, so that its own default never counts.
+    """
     yield f"## {title}\n"
     yield from (f"{text}\n" for text in _docstrings(model))
     schema, meanings = model.model_json_schema(), _meanings(model)
+    required = {*schema.get("required", ()), *(["kind"] if needs_kind else [])}
     yield f"| key | type | default |{' meaning |' if meanings else ''}"
     yield f"| --- | --- | --- |{' --- |' if meanings else ''}"
     for name, about in schema["properties"].items():
-        cells = [f"`{name}`", _type(about), _default(about, is_required=name in schema.get("required", ()))]
+        cells = [f"`{name}`", _type(about), _default(about, is_required=name in required)]
         yield f"| {' | '.join([*cells, meanings.get(name, '')] if meanings else cells)} |"
     yield ""
     for name, field in model.model_fields.items():
@@ -55,7 +59,7 @@ def _table(title: str, path: str, model: type[BaseModel]) -> Iterator[str]:
         for table in tables:
             title = f"[[{inner}]]" if is_list else f"[{inner}]"
             kind = f", kind = {_toml(table.model_fields['kind'].default)}" if len(tables) > 1 else ""
-            yield from _table(f"`{title}`{kind}", inner, table)
+            yield from _table(f"`{title}`{kind}", inner, table, needs_kind=table is not tables[0])
 
 
 def _docstrings(model: type[BaseModel]) -> Iterator[str]:

@@ -36,6 +36,12 @@ def test_a_key_has_the_text_below_it() -> None:
     assert row("`[rounds]`", "exclusion").endswith("proven to have lied; 0: none. |")
 
 
+def test_a_kind_that_must_be_named_is_required() -> None:
+    assert row('`[inner_optimizer]`, kind = "adamw"', "kind") == '| `kind` | `"adamw"` | `"adamw"` |'
+    assert row('`[inner_optimizer]`, kind = "muon"', "kind") == '| `kind` | `"muon"` | required |'
+    assert row("`[codec]`", "kind").endswith('| `"int8"` |')
+
+
 def test_tables_of_several_kinds_and_lists_of_tables_have_their_own_headings() -> None:
     page = reference_page()
     assert '\n## `[inner_optimizer]`, kind = "muon"\n' in page
