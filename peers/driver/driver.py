@@ -149,6 +149,7 @@ class Driver:
     async def _tick(self) -> None:
         while True:
             self.handle(Tick())
+            self._training.look()
             await asyncio.sleep(TICK)
 
     async def _keep_pulse(self) -> None:

@@ -50,6 +50,7 @@ class Training:
         self._loss = 0.0
         self._longest_step = 0.0  # seconds
         self._stepped_at: float | None = None
+        self._is_watched = False
 
     def begin(self, train: Train) -> None:
         self.on_begin(train.index)
@@ -70,11 +71,22 @@ class Training:
     async def _watched(self, train: Train) -> Trained:
         """Have the worker train, and let others know should nothing come of it for long."""
         HEALTH.expect("training", max(FIRST_STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
-        self._stepped_at = None
+        self._stepped_at, self._is_watched = None, True
         try:
             return await self._workload.train(train, self._progress, partial(self._captured, train))
         finally:
+            self._is_watched = False
             HEALTH.over("training")
+
+    def look(self) -> None:
+        """Look now and then whether an average is awaited: the worker may wait for it, and is well all the same."""
+        slots = self._host.peer.slots.values()
+        if self._is_watched and any(slot.state in (SlotState.READY, SlotState.AVERAGING) for slot in slots):
+            self._expect_a_step()
+            self._stepped_at = None  # a step that waits is no measure of the next ones
+
+    def _expect_a_step(self) -> None:
+        HEALTH.expect("training", max(STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
 
     async def _captured(self, train: Train, fragment: int) -> None:
         """Offer what was learned of a fragment. Where that is of no use any more, the worker is told to go on."""
@@ -105,5 +117,5 @@ class Training:
         if self._stepped_at is not None:
             self._longest_step = max(self._longest_step, time.monotonic() - self._stepped_at)
         self._stepped_at = time.monotonic()  # without the time in which the machine slept
-        HEALTH.expect("training", max(STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
+        self._expect_a_step()
         self._host.handle(TrainingProgress(progress))

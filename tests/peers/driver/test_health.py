@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +16,7 @@ from peers.driver.pulse import Pulse
 from peers.driver.training import STEP_LIMIT, STUCK, Training
 from peers.health import Health
 from peers.protocol.effects import Train
+from peers.protocol.slot import SlotState
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.peers.builders import SETTINGS
@@ -73,6 +75,28 @@ def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health,
     assert health.reasons == ["no heartbeat was published for 11 seconds"]
     asyncio.run(pulse.publish())
     assert health.reasons == []
+
+
+def test_a_worker_that_waits_for_an_average_is_well(health: Health, clock: Clock) -> None:
+    """However long that takes; from then on it counts anew."""
+    seen: list[list[str]] = []
+    slot = SimpleNamespace(state=SlotState.AVERAGING)
+    host: Any = SimpleNamespace(peer=SimpleNamespace(slots={0: slot}), handle=lambda event: None)
+
+    def wait() -> None:
+        for _ in range(3):
+            clock.seconds += STEP_LIMIT
+            training.look()
+            seen.append(health.reasons)
+        slot.state = SlotState.OPEN
+        clock.seconds += STEP_LIMIT + 1
+        training.look()
+        seen.append(health.reasons)
+
+    workload = Worker(wait)
+    training = Training(workload, [PayloadBuffers(workload, 0)], asyncio.Lock(), asyncio.Lock(), host)
+    asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
+    assert seen == [[], [], [], [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]]
 
 
 def test_a_worker_that_does_no_inner_step_for_long_is_told_of_until_training_ends(health: Health, clock: Clock) -> None:
