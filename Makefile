@@ -9,7 +9,7 @@ DOCKERFILES = $(wildcard docker/*Dockerfile*)
 # make demo PEERS=4 MINUTES=5 RUN=run.toml, and whatever else in DEMO_ARGS
 DEMO_FLAGS = $(if $(PEERS),--peers $(PEERS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RUN),--run $(RUN)) $(DEMO_ARGS)
 
-.PHONY: help venv demo test kernels unit swarm lives neon lint wheels images clean
+.PHONY: help venv demo test kernels unit swarm lives neon lint docs wheels images clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -50,6 +50,9 @@ lint: $(READY) ## ruff, mypy, hadolint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(DOCKERFILES),$(BIN)/hadolint $(DOCKERFILES))
+
+docs: $(READY) ## the site made of docs/, in build/site
+	$(BIN)/python -m mkdocs build --strict
 
 wheels: $(READY) ## the source distribution and the wheels, into dist/, each of them tried
 	$(BIN)/python -m pip install --quiet -c constraints.txt auditwheel ziglang

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -29,6 +30,8 @@ README, COMMANDS, RUNS, ARCHITECTURE, PROTOCOL = (
 )
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 DOCKERFILES = sorted(ROOT.glob("docker/*Dockerfile*"))
+QUESTIONS = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
+NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 COMPOSE = ROOT / "docker" / "compose.yaml"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
@@ -161,9 +164,69 @@ def test_manifest_in_the_page_on_runs_belongs_to_a_run(tmp_path: Path) -> None:
     assert RunConfig.from_toml(path).name == "tiny"
 
 
-def test_the_readme_is_short_and_leads_to_every_page() -> None:
+def test_the_readme_is_short_and_every_page_is_in_the_navigation() -> None:
     assert len(README.splitlines()) <= 150
-    assert {f"docs/{page.name}" for page in ROOT.glob("docs/*.md")} <= set(LINK.findall(README))
+    pages = {page.name for page in ROOT.glob("docs/*.md")}
+    navigation = set(re.findall(r"\b[\w-]+\.md$", NAVIGATION, re.MULTILINE))
+    assert pages == navigation
+    assert {"docs/quickstart.md", "docs/commands.md"} <= set(LINK.findall(README))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the built site."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: `make venv` does that")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_has_every_page(site: Path) -> None:
+    pages = {page.stem for page in ROOT.glob("docs/*.md")}
+    assert pages <= {page.stem for page in site.glob("*.html")}
+    assert not list(site.glob("*.py"))
+
+
+def test_the_site_asks_nobody_else_for_anything(site: Path) -> None:
+    loaded = re.compile(r"<(?:script|img|iframe)\b[^>]*\bsrc=\"([^\"]+)|<link\b[^>]*\bhref=\"([^\"]+)")
+    styles = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)")
+    for page in site.glob("*.html"):
+        found = [script or style for script, style in loaded.findall(page.read_text(encoding="utf-8"))]
+        assert not [address for address in found if re.match(r"(\w+:)?//", address)], page.name
+    for style in site.rglob("*.css"):
+        assert not styles.findall(style.read_text(encoding="utf-8")), style.name
+
+
+def test_links_in_the_site_lead_somewhere(site: Path) -> None:
+    for page in set(site.glob("*.html")) - {site / "404.html"}:  # whose links begin at the site's root
+        targets = re.findall(r"<a\b[^>]*\bhref=\"([^\"#]+)", page.read_text(encoding="utf-8"))
+        near = [target for target in targets if "://" not in target]
+        assert not [target for target in near if not (page.parent / target).exists()], page.name
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield the texts in a module, with `…` where one has a value."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_errors_that_are_explained_are_those_of_the_program() -> None:
+    modules = [path for package in ("opendiloco", "peers") for path in (ROOT / package).rglob("*.py")]
+    known = {text for path in modules for text in texts(path)}
+    explained = re.findall(r"^### `(.*)`$", QUESTIONS, re.MULTILINE)
+    assert explained
+    assert not [error for error in explained if not any(text.startswith(error.rstrip("…")) for text in known)]
+
+
+def test_exit_codes_in_the_questions_are_those_of_the_program() -> None:
+    shown = {int(code) for code in re.findall(r"[(, ](\d+)(?=[,)])", QUESTIONS)}
+    assert shown
+    assert shown <= set(EXIT_CODES)
 
 
 def test_every_message_is_in_the_page_on_the_protocol() -> None:

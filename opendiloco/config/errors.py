@@ -106,14 +106,15 @@ def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[l
         if isinstance(step, int):  # a place in a list, perhaps of tables
             continue
         field = table.model_fields.get(step) if table else None
-        tables = list(_models_in(field.annotation)) if field else []
+        tables = list(models_in(field.annotation)) if field else []
         table = tables[0] if tables else None
         kinds = {each.model_fields["kind"].default: each for each in tables} if len(tables) > 1 else {}
     return keys, table
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the tables that a key with this annotation may have."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models_in(argument)
+        yield from models_in(argument)

@@ -90,11 +90,17 @@ class RoundsSection(Section):
     """Timing of membership and rounds, in seconds."""
 
     heartbeat_seconds: Seconds = Timing.heartbeat
+    """How often a peer says that it is there."""
     heartbeat_expiry_seconds: Annotated[float, Field(gt=0, le=300)] = Timing.heartbeat_expiry
+    """Silence after which a peer counts as gone; more than twice `heartbeat_seconds`."""
     grace_seconds: Seconds = Timing.grace
+    """How long a leader that is ready waits for live peers that are still training."""
     round_timeout_seconds: Seconds = Timing.round_timeout
+    """How long one attempt at a round may take before the members that hold it up are left out."""
     partition_grace_seconds: Seconds = Timing.partition_grace
+    """How long a minority of the last roster waits for the rest before it goes on alone."""
     minimum_peers: Positive = 1
+    """Peers that must be there for an outer step."""
     staleness: Annotated[int, Field(ge=0, le=16)] = 1
     """Outer steps that a peer may miss and still contribute what it trained meanwhile."""
     smallest_share: Annotated[float, Field(gt=0, le=1)] = RunSettings.smallest_share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from peers.values.identity import is_peer_id
@@ -35,8 +35,9 @@ NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
-Digest = Annotated[str, AfterValidator(_check_digest)]
-PeerName = Annotated[str, AfterValidator(_check_peer_id)]
+# The formats are what the reference page calls them.
+Digest = Annotated[str, AfterValidator(_check_digest), WithJsonSchema({"type": "string", "format": "digest"})]
+PeerName = Annotated[str, AfterValidator(_check_peer_id), WithJsonSchema({"type": "string", "format": "peer id"})]
 
 
 class Section(BaseModel):
