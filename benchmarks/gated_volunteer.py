@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import click
 
@@ -27,7 +28,6 @@ from opendiloco.run import Run
 from opendiloco.volunteer import volunteer_with, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from peers.errors import DilocoPeerError
 from peers.net.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.workload import InnerLoop, Progress, Trained
@@ -57,21 +57,24 @@ class Lateness:
             self.seconds = max(self.seconds, time.monotonic() - wanted)
 
 
-class GatedTrainer:
-    """The machine's workers; see `opendiloco.local_workload.LocalTrainer`. Seconds are those that the peer process
-    waits: from theta in shared memory to the trained weights there."""
+class GatedWorkers:
+    """The machine's workers, which wait after each training. Seconds are those that the peer process waits: from theta
+    in shared memory to the trained weights there."""
 
     def __init__(self, workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
-        self.vectors, self.fragments = workers.vectors, workers.fragments
-        self.device = workers.device
-        self.telemetry = workers.telemetry
         self._workers = workers
         self._lines = lines
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workers, name)
+
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], *more: Any, **options: Any
+    ) -> Trained:
+        """Train as `WorkerGroup.train` does."""
         began = time.monotonic()
         async with Lateness() as lateness:
-            trained = await self._workers.train(work, on_progress)
+            trained = await self._workers.train(work, on_progress, *more, **options)
         say(
             "trained",
             seconds=time.monotonic() - began,
@@ -79,13 +82,10 @@ class GatedTrainer:
             samples=trained.samples,
             tokens=trained.tokens,
             loss=trained.loss,
-            parameters=self.vectors.theta.size,
+            parameters=self._workers.vectors.theta.size,
         )
         await self._lines.get()
         return trained
-
-    async def wait_for_death(self) -> DilocoPeerError:
-        return await self._workers.wait_for_death()
 
 
 async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
@@ -100,7 +100,7 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
             working(run, options) as workload,
             Checkpointer(KeepingPlan(kept, rate=CHECKPOINT_RATE)) as checkpointer,
         ):
-            workload.trainer = GatedTrainer(workload.workers, lines)
+            workload.workers = cast(WorkerGroup, GatedWorkers(workload.workers, lines))
             volunteer = await volunteer_with(workload, run, identity, transport, kept)
             volunteer.checkpoint_with(checkpointer)
             reading = asyncio.create_task(read_lines(lines, volunteer.leave))
