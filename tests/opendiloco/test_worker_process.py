@@ -209,7 +209,7 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
         try:
             with pytest.raises(WorkerError, match="norm nan") as caught:
                 await worker.train(InnerLoop(0, ENDLESS, 10, 0), lambda progress: None)
-            assert "in _train" in caught.value.__notes__[0]
+            assert "in _pass_through" in caught.value.__notes__[0]
             assert (await worker.evaluate(4)).loss > 0
         finally:
             await worker.close()

@@ -88,7 +88,8 @@ def read_status(site: Site, invite: str) -> dict[str, Any]:
 
 def status_says_so(site: Site, invite: str) -> None:
     out = site.run("status", "--run", invite).out
-    assert out.count("finished") == 2
+    peers = [line for line in out.splitlines() if line.startswith("…")]
+    assert [line.split()[1] for line in peers] == ["finished"] * 2, out
     assert "all log and state digests agree" in out
 
 
