@@ -127,7 +127,7 @@ class Course:
         self._turn()
 
     def _turn(self) -> None:
-        """Slots whose entries are made are over; in the next cycle there are new ones."""
+        """Close the slots whose entries are made. The next cycle has new ones."""
         log, here = self.replica.log, self.slot.log.position
         if log.position.is_in_cycle_of(here):
             self.slots = {fragment: self.slots[fragment] for fragment in log.pending}
@@ -137,10 +137,12 @@ class Course:
     def on_applied(self) -> None:
         """Go on training from the new theta at once, or with what an entry without us has left us."""
         self._turn()
-        is_whole = self.replica.state is ReplicaState.LEVEL and not self.replica.log.made
-        if not is_whole or self._leave_by is not None:
-            self._leave_if_possible()
-            return  # other fragments' entries come first; or we leave, as soon as the digest is there
+        if self._leave_by is not None:
+            self._leave_if_possible()  # as soon as the digest is there
+            return
+        if self.replica.state is not ReplicaState.LEVEL or self.replica.log.made:
+            self.catch_up()  # with the other fragments' entries, where others have them
+            return
         kept, self._keeps_work = self._keeps_work, False
         lease = self.replica.log.leases.get(self._me)
         if kept and self.trainer.state is TrainerState.TRAINED:
@@ -321,9 +323,7 @@ class Course:
     def on_refuted(self, refuted: AverageRefuted) -> None:
         """Most others may find the same of it, in other chunks: then it is left out."""
         reducer, name = refuted.reducer, refuted.round_name
-        text = (
-            f"{reducer} has averaged chunk {refuted.chunk} of {name} wrongly: nothing is exchanged with it for an hour"
-        )
+        text = f"{reducer} has averaged chunk {refuted.chunk} of {name} wrongly: no exchange with it for an hour"
         self.presence.refuse(reducer)
         self._desk.emit(Note("warning", text))
         self.on_links_changed()

@@ -31,7 +31,7 @@ class Search:
         self._presence = presence
         self._replica = replica
         self._weighed: str | None = None
-        self._asked: tuple[str, Position] | None = None
+        self._asked: tuple[str, Position, tuple[int, ...]] | None = None
         self._asked_since = desk.now
 
     def catch_up(self) -> None:
@@ -48,13 +48,12 @@ class Search:
             self.weigh(ahead)
         elif self._has_been_patient(ahead):
             self._presence.pass_over(ahead)
-        else:
-            asked = (Inquire(position=log.of(fragment).position) for fragment in log.pending)
-            self._desk.emit(*(Send(ahead, inquire) for inquire in asked))
+        else:  # it is past our cycle, so that it has each of its entries: one after the other
+            self._desk.emit(Send(ahead, Inquire(position=log.of(log.pending[0]).position)))
 
     def _has_been_patient(self, peer: str) -> bool:
         """Whether the peer had time enough to tell what followed."""
-        asked = peer, self._replica.log.position
+        asked = peer, self._replica.log.position, self._replica.log.pending
         if asked != self._asked:  # another one, or elsewhere
             self._asked, self._asked_since = asked, self._desk.now
         return self._desk.now - self._asked_since > self._desk.schedule.death
