@@ -12,12 +12,13 @@ from peers.protocol.desk import Desk
 from peers.protocol.effects import Apply, FetchPayload, StopTraining, TokensLost
 from peers.protocol.events import Applied, Captured, PayloadFetched, PayloadNotFetched
 from peers.protocol.internal import Behind, EntryMade, NobodyAhead
+from peers.protocol.messages import Inquire
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.workload import Trained
-from tests.peers.builders import PAYLOAD, PAYLOADS, SETTINGS, STATE, TOKENS, Rig, commit, of
+from tests.peers.builders import PAYLOAD, PAYLOADS, SETTINGS, STATE, TOKENS, Rig, commit, member, of, sends
 
 TWO = replace(SETTINGS, fragments=2)
 THREE = replace(SETTINGS, fragments=3)
@@ -62,6 +63,28 @@ def test_an_entry_that_was_replayed_ends_its_slot_alone() -> None:
     rig.do(Applied(header))
     assert list(rig.peer.slots.values()) == others
     assert others[0].state is SlotState.READY
+
+
+def test_a_newcomer_asks_for_one_fragments_entry_after_the_other_at_once() -> None:
+    """Regression: it asked once a heartbeat, and never came to where peers with shorter cycles were."""
+    rig = Rig(settings=THREE)
+    rig.see(state=PeerState.JOINING)
+    end = rig.peer.log
+    closing = [member(name, 20 * place, 20 * place + 20) for place, name in enumerate("abc")]
+    headers = [
+        end.of(fragment).next_header(roster, PAYLOAD) for fragment, roster in enumerate([OFFERS, OFFERS, closing])
+    ]
+    for header in headers:
+        end = end.of(header.fragment).append(header)
+    inquiries = sends(rig.see(end), Inquire)
+    for header in headers:
+        [(donor, inquiry)] = inquiries
+        assert inquiry.position.fragment == header.fragment
+        log = rig.peer.log.of(header.fragment)
+        assert of(rig.hear(donor, commit(log, header)), FetchPayload)
+        rig.do(PayloadFetched(header))
+        inquiries = sends(rig.do(Applied(header)), Inquire)
+    assert rig.peer.log.position.is_in_cycle_of(end.position)
 
 
 def replica_of_two(fragments: int = 2) -> tuple[Replica, Desk]:
