@@ -243,6 +243,7 @@ class Course:
             if not self._keeps_work:
                 self.trainer.take(WorkEnds(self.replica.log.position, header))
             self.slots[header.fragment] = self._open_slot(header.fragment)
+        self.search.answered()
         self.replica.take(behind)
         if header.payload == NO_PAYLOAD:
             self.entry_made(header, commit.certificate)
@@ -292,12 +293,11 @@ class Course:
 
     def check_state(self) -> None:
         """Whose state is another than that of most of the roster, with whom it is, takes theirs: a bit has flipped."""
-        most = self.replica.state_of_most
-        if self._can_catch_up and self.replica.is_settled and most not in (None, self.replica.state_digest):
-            donor = self.replica.donor_of(most)
-            if donor is not None:
-                self._desk.emit(Note("error", f"our state is not that of most peers: fetching it from {donor}"))
-                self._fetch(FarBehind(donor, self.replica.log.position.index))
+        most, may_fetch = self.replica.state_of_most, self._can_catch_up and self.replica.is_settled
+        is_other = may_fetch and most != self.replica.state_digest
+        if is_other and most is not None and (donor := self.replica.donor_of(most)) is not None:
+            self._desk.emit(Note("error", f"our state is not that of most peers: fetching it from {donor}"))
+            self._fetch(FarBehind(donor, self.replica.log.position.index))
 
     def on_excluded(self, leader: str, reason: str) -> None:
         """The leader goes on without us."""

@@ -31,8 +31,9 @@ class Search:
         self._presence = presence
         self._replica = replica
         self._weighed: str | None = None
-        self._asked: tuple[str, Position, tuple[int, ...]] | None = None
-        self._asked_since = desk.now
+        self._asked: tuple[str, Position] | None = None
+        self._asked_since: float | None = None  # None: it has answered, and was not asked again
+        self._waited = 0.0
 
     def catch_up(self) -> None:
         """Ask who claims to be further on for the next entry, or for its log."""
@@ -52,11 +53,21 @@ class Search:
             self._desk.emit(Send(ahead, Inquire(position=log.of(log.pending[0]).position)))
 
     def _has_been_patient(self, peer: str) -> bool:
-        """Whether the peer had time enough to tell what followed."""
-        asked = peer, self._replica.log.position, self._replica.log.pending
+        """Whether the peer had time enough to tell what followed. All of a cycle's fragments share it: a peer that
+        tells one after another, each at the last moment, would keep us behind."""
+        asked = peer, self._replica.log.position
         if asked != self._asked:  # another one, or elsewhere
-            self._asked, self._asked_since = asked, self._desk.now
-        return self._desk.now - self._asked_since > self._desk.schedule.death
+            self._asked, self._asked_since, self._waited = asked, None, 0.0
+        if self._asked_since is None:
+            self._asked_since = self._desk.now
+        return self._waited + self._desk.now - self._asked_since > self._desk.schedule.death
+
+    def answered(self) -> None:
+        """Stop the clock while an entry is fetched and applied. The pause between two questions is forgiven."""
+        if self._asked_since is not None:
+            took = self._desk.now - self._asked_since
+            self._waited += max(0.0, took - self._desk.settings.timing.resend)
+            self._asked_since = None
 
     def weigh(self, peer: str) -> None:
         """Have its log fetched, and compared with ours. Training goes on meanwhile."""

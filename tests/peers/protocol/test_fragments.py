@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from peers.log.header import Header, Member
 from peers.log.lineage import Lineage
+from peers.log.settings import RunSettings
+from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
@@ -65,26 +67,59 @@ def test_an_entry_that_was_replayed_ends_its_slot_alone() -> None:
     assert others[0].state is SlotState.READY
 
 
-def test_a_newcomer_asks_for_one_fragments_entry_after_the_other_at_once() -> None:
-    """Regression: it asked once a heartbeat, and never came to where peers with shorter cycles were."""
-    rig = Rig(settings=THREE)
+def newcomer_behind(settings: RunSettings) -> tuple[Rig, list[Header], LogState]:
+    """A peer that has just come, the entries of the first cycle, and the log after them, where others are."""
+    rig = Rig(settings=settings)
     rig.see(state=PeerState.JOINING)
     end = rig.peer.log
     closing = [member(name, 20 * place, 20 * place + 20) for place, name in enumerate("abc")]
-    headers = [
-        end.of(fragment).next_header(roster, PAYLOAD) for fragment, roster in enumerate([OFFERS, OFFERS, closing])
-    ]
+    rosters = [*[OFFERS] * (settings.fragments - 1), closing]
+    headers = [end.of(fragment).next_header(roster, PAYLOAD) for fragment, roster in enumerate(rosters)]
     for header in headers:
         end = end.of(header.fragment).append(header)
+    return rig, headers, end
+
+
+def tell(rig: Rig, donor: str, header: Header, after: float = 0.0) -> list[tuple[str, Inquire]]:
+    """The donor tells of an entry that is fetched and applied. Returns what is asked then."""
+    told = commit(rig.peer.log.of(header.fragment), header)
+    assert of(rig.hear(donor, told, after), FetchPayload)
+    rig.do(PayloadFetched(header))
+    return sends(rig.do(Applied(header)), Inquire)
+
+
+def test_a_newcomer_asks_for_one_fragments_entry_after_the_other_at_once() -> None:
+    """Regression: it asked once a heartbeat, and never came to where peers with shorter cycles were."""
+    rig, headers, end = newcomer_behind(THREE)
     inquiries = sends(rig.see(end), Inquire)
     for header in headers:
         [(donor, inquiry)] = inquiries
         assert inquiry.position.fragment == header.fragment
-        log = rig.peer.log.of(header.fragment)
-        assert of(rig.hear(donor, commit(log, header)), FetchPayload)
-        rig.do(PayloadFetched(header))
-        inquiries = sends(rig.do(Applied(header)), Inquire)
+        inquiries = tell(rig, donor, header)
     assert rig.peer.log.position.is_in_cycle_of(end.position)
+
+
+def test_a_donor_that_tells_each_entry_at_the_last_moment_is_passed_over() -> None:
+    """Its patience is that of the whole cycle: eight entries, eight seconds each, are more than a newcomer waits."""
+    rig, headers, end = newcomer_behind(replace(SETTINGS, fragments=8))
+    [(donor, _)] = sends(rig.see(end), Inquire)
+    for header in headers:
+        asked = {one for one, _ in tell(rig, donor, header, after=8.0) + sends(rig.see(end), Inquire)}
+        if asked - {donor}:
+            return
+    raise AssertionError(f"nobody but {donor} was asked")
+
+
+def test_the_time_that_payloads_take_is_not_the_donors() -> None:
+    """A donor that tells at once is asked to the end, however long each payload takes to come."""
+    rig, headers, end = newcomer_behind(replace(SETTINGS, fragments=8))
+    [(donor, _)] = sends(rig.see(end), Inquire)
+    for header in headers[:-1]:
+        assert of(rig.hear(donor, commit(rig.peer.log.of(header.fragment), header)), FetchPayload)
+        rig.now += 8.0
+        rig.see(end)
+        rig.do(PayloadFetched(header))
+        assert {one for one, _ in sends(rig.do(Applied(header)), Inquire)} == {donor}
 
 
 def replica_of_two(fragments: int = 2) -> tuple[Replica, Desk]:
