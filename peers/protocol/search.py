@@ -57,8 +57,8 @@ class Search:
         tells one after another, each at the last moment, would keep us behind."""
         asked = peer, self._replica.log.position
         if asked != self._asked:  # another one, or elsewhere
-            self._asked, self._asked_since, self._waited = asked, None, 0.0
-        if self._asked_since is None:
+            self._asked, self._asked_since, self._waited = asked, self._desk.now, 0.0
+        elif self._asked_since is None:
             self._asked_since = self._desk.now
         return self._waited + self._desk.now - self._asked_since > self._desk.schedule.death
 
