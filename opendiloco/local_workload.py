@@ -29,9 +29,10 @@ from opendiloco.outer.measuring import Measuring
 from opendiloco.outer.state import LocalState
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import Evaluated
-from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
+from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
+from opendiloco.workers.restarts import WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.health import HEALTH

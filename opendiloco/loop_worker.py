@@ -99,7 +99,6 @@ class LoopWorker:
     def _done(self, trained: Trained, steps: int, seconds: float) -> InnerLoopDone:
         """What a loop does not say is NaN."""
         return InnerLoopDone(
-            samples=trained.samples,
             tokens=trained.tokens,
             inner_steps=steps,
             loss=trained.loss,

@@ -6,8 +6,9 @@ It is what a swarm must agree with, bit for bit, when given the same leases.
 A cycle, or outer step, is H inner steps of each replica, in which each fragment is synchronised once. Where the paper
 leaves something open:
 
-- Offsets are spread evenly: of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is synchronised
-  after ceil((p + 1) n / P) of them, the last one after all. In the first cycle the others thus have taken fewer.
+- Fragments are spread evenly: of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is due after
+  ceil((p + 1) n / P) of them, the last one after all, and is synchronised the run's τ inner steps before. So what comes
+  of it is merged within the cycle. In the first cycle replicas have thus taken fewer steps for a fragment.
 - The theta that a pseudo-gradient is taken from is the one after the fragment's last outer step (line 15).
 - Averages are weighted by the tokens of the cycle's leases.
 - A replica that took no part in the cycle before begins with theta, and nothing is left to be merged into it.
@@ -59,8 +60,8 @@ class Replica(Fragmented, Protocol):
 class Member(Cycles):
     """One replica on its way through the cycles that it takes part in."""
 
-    def __init__(self, replica: Replica, alpha: float) -> None:
-        super().__init__(replica, len(replica.layout.fragments), alpha)
+    def __init__(self, replica: Replica, alpha: float, lead: int) -> None:
+        super().__init__(replica, len(replica.layout.fragments), alpha, lead)
         self.replica = replica
         self._last_index: int | None = None
 
@@ -98,7 +99,7 @@ class StreamingDiLoCo:
         members = []
         for work in roster:
             if work.replica not in self.members:
-                self.members[work.replica] = Member(self._new_replica(), streaming.mixing)
+                self.members[work.replica] = Member(self._new_replica(), streaming.mixing, streaming.overlap)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
             members[-1].take_part(work, theta, self.index, self.tokens, overlap)
@@ -108,7 +109,8 @@ class StreamingDiLoCo:
                 assert is_there, "there are fewer inner steps than planned"
             self.synchronise(fragment, members)
         for member in members:
-            member.end()
+            is_there = member.train_to_the_end(theta)
+            assert is_there, "there are fewer inner steps than planned"
             member.merge_what_is_due(theta)
         self.index += 1
         self.tokens += sum(member.tokens for member in members)

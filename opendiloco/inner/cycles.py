@@ -31,17 +31,20 @@ class Fragmented(Protocol):
 
 
 class Cycles:
-    """A replica is stopped at each fragment's offset, and goes on with what it has until that is to be merged.
+    """A replica stores each fragment on its way, and goes on with what it has until the average is to be merged.
 
-    Of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is stored after ceil((p + 1) n / P) of
-    them, the last one after all; and what was averaged is merged into it when the overlap is over, before the next
-    inner step, which may be one of the next cycle. It is merged at once where the fragment would be stored once more.
+    Of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is due after ceil((p + 1) n / P) of them,
+    the last one after all. It is stored `lead` inner steps before, and what was averaged is merged into it when the
+    overlap is over, before the next inner step. With an overlap as long as the lead no fragment is under way when a
+    cycle ends; with a longer one, that inner step may be one of the next cycle. What was averaged is merged at once
+    where the fragment would be stored once more.
     """
 
-    def __init__(self, replica: Fragmented, fragments: int, alpha: float) -> None:
+    def __init__(self, replica: Fragmented, fragments: int, alpha: float, lead: int) -> None:
         self._replica = replica
         self._fragments = fragments
         self._alpha = alpha
+        self._lead = lead
         self._taken = 0  # inner steps, ever
         self._due: dict[int, int] = {}  # after how many of them a fragment is merged
 
@@ -54,30 +57,36 @@ class Cycles:
         self._overlap, self._began = overlap, self._taken
 
     def train_up_to(self, fragment: int, theta: Vector) -> bool:
-        """Take the inner steps before a fragment's offset, and merge what is due before each. Returns whether the
+        """Take the inner steps before a fragment is stored, and merge what is due before each. Returns whether the
         replica has come so far: it may have been told to stop."""
-        offset = -(-(fragment + 1) * self._planned // self._fragments)
-        while self._taken < self._began + offset:
-            self.merge_what_is_due(theta)
-            if next(self._steps, ENDED) is ENDED:
-                return False
-            self._taken += 1
-        if fragment in self._due:
+        due = -(-(fragment + 1) * self._planned // self._fragments)
+        has_come = self._take_up_to(max(due - self._lead, 0), theta)
+        if has_come and fragment in self._due:
             self._merge(fragment, theta)
-        return True
+        return has_come
 
     def store(self, local: Vector, fragment: int) -> None:
         """Store a fragment's weights, to be averaged. What comes of it is merged when the overlap is over."""
         self._replica.store(local, fragment)
         self._due[fragment] = self._taken + self._overlap
 
-    def end(self) -> None:
-        """End a cycle. Fragments that are due by now, or later, are merged in the next one."""
+    def train_to_the_end(self, theta: Vector) -> bool:
+        """Take the inner steps that are left when the last fragment is stored. Returns as `train_up_to`."""
+        has_come = self._take_up_to(self._planned, theta)
         assert next(self._steps, ENDED) is ENDED, "there are more inner steps than planned"
+        return has_come
 
     def merge_what_is_due(self, theta: Vector) -> None:
         for fragment in [fragment for fragment, due in self._due.items() if due <= self._taken]:
             self._merge(fragment, theta)
+
+    def _take_up_to(self, offset: int, theta: Vector) -> bool:
+        while self._taken < self._began + offset:
+            self.merge_what_is_due(theta)
+            if next(self._steps, ENDED) is ENDED:
+                return False
+            self._taken += 1
+        return True
 
     def _merge(self, fragment: int, theta: Vector) -> None:
         self._replica.merge(theta, fragment, self._alpha)

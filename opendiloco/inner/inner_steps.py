@@ -92,7 +92,8 @@ class InnerSteps:
         self._batches = Batches(samples, numbers, training.batch_size)
         self.planned = math.ceil(len(numbers) / training.batch_size)
         self.planned_tokens = len(numbers) * training.sequence_length
-        """How many inner steps there will be, and tokens in them, if nobody wants to stop."""
+        self.planned_samples = prefix(lease, len(numbers))
+        """How many inner steps there will be, how many tokens in them, and which samples, if nobody wants to stop."""
         self._taken: list[StepTaken] = []
         self._samples_done = 0
 

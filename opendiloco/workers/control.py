@@ -249,15 +249,21 @@ class InnerStepDone(ControlMessage):
 
 
 class FragmentStored(ControlMessage):
-    """In the midst of training: this worker's part of a fragment's weights is in `local`. `InnerLoopDone` says so of
-    the last fragment, and of the only one."""
+    """In the midst of training, or at its end: this worker's part of a fragment's weights is in `local`.
+
+    `samples` (the lease, or a prefix of it) are those that will have been trained in the end, `tokens` the tokens in
+    them; of a training that is stopped, those that have been. `loss` is the mean so far.
+    """
 
     kind: Literal["fragment_stored"] = "fragment_stored"
     fragment: int
+    samples: tuple[SampleRange, ...]
+    tokens: int
+    loss: float
 
 
 class InnerLoopDone(ControlMessage):
-    """`samples` (the lease, or a prefix of it) are trained, and the weights that came out are in `local`.
+    """All inner steps are taken. Before, each fragment was stored.
 
     Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite. `loss` and `gradient_norm` are
     means over the others; `learning_rate` is that of the last one. `waited_seconds` of its `seconds` the worker waited
@@ -266,7 +272,6 @@ class InnerLoopDone(ControlMessage):
     """
 
     kind: Literal["inner_loop_done"] = "inner_loop_done"
-    samples: tuple[SampleRange, ...]
     tokens: int
     inner_steps: int
     loss: float

@@ -47,7 +47,7 @@ from opendiloco.workers.nodes import Nodes, SpreadWeights
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from opendiloco.workers.process import Inherited
 from opendiloco.workers.request_queue import RequestQueue
-from opendiloco.workers.restarts import LOST, Restarts
+from opendiloco.workers.restarts import LOST, Restarts, WorkersRestartedError
 from opendiloco.workers.start_up import tell_micro_batch
 from opendiloco.workers.telemetry import Telemetry
 from opendiloco.workers.under_way import UnderWay
@@ -56,10 +56,6 @@ from peers.health import HEALTH
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 logger = logging.getLogger(__name__)
-
-
-class WorkersRestartedError(Exception):
-    """The request's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
 
 
 class WorkerGroup:
@@ -89,6 +85,7 @@ class WorkerGroup:
         self.kept_moments: tuple[Path, str] | None = None
         """The file with the newest moments that this machine has kept, and the run that they are of."""
         self._trainings = 0
+        self._under_way: UnderWay | None = None  # the newest training
         self._micro_batch = 0
         self._may_go_on = False  # whether the present workers have carried out a training
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
@@ -131,7 +128,8 @@ class WorkerGroup:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Train and publish into `vectors.local`; see `Workload.train`. When cancelled, stops within one inner step.
+        """Train, and publish all fragments into `vectors.local`; see `Workload.train`. When cancelled, stops within one
+        inner step. In a run with an overlap workers have then inner steps to take yet, and do so before all else.
 
         Begins from theta, or with `from_local` from what `vectors.local` holds; or it `goes_on` from where these
         workers' last training has ended. With each fragment that was captured, workers go on when `take_average` says
@@ -141,23 +139,37 @@ class WorkerGroup:
         started in their place; or were before, and the training `goes_on`. Too often, WorkerError and
         DeviceMemoryError; WorkerError also when most losses are not finite.
         """
+        before = self._under_way
+        if before is not None and before.has_rest and not goes_on:
+            self._tell(EndInnerLoop(number=self._trainings))
         self._trainings += 1
         number = self._trainings
         command = RunInnerLoop(number=number, from_local=from_local, goes_on=goes_on, **vars(work))
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)
-            on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))
+            if not under_way.is_known:
+                on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))
 
         async def captured(fragment: int) -> None:
             await self.weights.take(self.vectors, self.fragments[fragment])
-            await on_captured(fragment)
+            if fragment < len(self.fragments) - 1:
+                await on_captured(fragment)
 
-        under_way = UnderWay(lambda: len(self._workers), on_step, captured)
-        request = self._requests.add(lambda: self._ask(command, InnerLoopDone, on_report=under_way.heard))
-        done = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
-        self.telemetry.trained(work.index, done)
-        return Trained(done.samples, done.tokens, done.loss)
+        async def carry_out() -> InnerLoopDone:
+            if before is not None and goes_on:
+                before.check_rest()
+            done = await self._ask(command, InnerLoopDone, on_report=under_way.heard)
+            if under_way.is_wanted:
+                self.telemetry.trained(work.index, done)
+            return done
+
+        self._under_way = under_way = UnderWay(lambda: len(self._workers), len(self.fragments), on_step, captured)
+        request = self._requests.add(carry_out)
+        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
+        if not self._config.streaming.overlap:
+            await asyncio.shield(request)  # there is nothing more to take
+        return Trained(stored.samples, stored.tokens, stored.loss)
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
         """Have workers go on with a fragment that they have stored in the newest training. If it `is_changed`, its new
@@ -337,8 +349,6 @@ class WorkerGroup:
                 raise WorkersRestartedError  # those that could go on were lost before
             await self.weights.bring(command, self.vectors)
             [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_report)
-            if isinstance(answered, InnerLoopDone):
-                await self.weights.take(self.vectors, self.fragments[-1])
         except (DeviceMemoryError, *LOST) as error:
             await self._replace_after(error)
             raise WorkersRestartedError from error

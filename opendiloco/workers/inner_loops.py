@@ -51,14 +51,20 @@ class InnerLoops:
         self._overlap = streaming.overlap
         self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
         self._carry_out_asides = carry_out_asides
-        self._cycles = Cycles(self, len(replica.layout.fragments), streaming.mixing)
+        self._cycles = Cycles(self, len(replica.layout.fragments), streaming.mixing, streaming.overlap)
         self._stored_in: dict[int, int] = {}  # in which training each fragment was stored last
         self._number = 0
+        self._idled = 0.0
+
+    def idled(self, seconds: float) -> None:
+        """Hear for how long the worker had nothing to do since its last training."""
+        self._idled += seconds
 
     def run(self, command: RunInnerLoop) -> InnerLoopDone:
-        """Train."""
-        self._number, self._began, self._late = command.number, time.monotonic(), 0
-        self._held = self._waited = 0.0  # seconds
+        """Train. Whoever goes on has waited until now for the average of the last fragment of the cycle before."""
+        self._waited = self._idled if command.goes_on else 0.0  # seconds, as are those that follow
+        self._held, self._idled = 0.0, 0.0
+        self._number, self._began, self._late = command.number, time.monotonic() - self._waited, 0
         forget_peak_memory(self._team.device)
         begin_with = self._vectors.local if command.from_local else self._vectors.theta
         inner_steps = self._replica.inner_steps(
@@ -68,10 +74,9 @@ class InnerLoops:
         )
         self._cycles.begin(_Told(inner_steps, self._tell), self._overlap, command.goes_on)
         self._wait_while_held()
-        self._pass_through()
+        self._pass_through(inner_steps)
         trained = inner_steps.trained
         return InnerLoopDone(
-            samples=trained.samples,
             tokens=trained.tokens,
             inner_steps=trained.inner_steps,
             loss=trained.loss,
@@ -85,19 +90,26 @@ class InnerLoops:
             average_wait_seconds=self._waited,
         )
 
-    def _pass_through(self) -> None:
-        """Take all inner steps, and store each fragment at its offset; the last one also if we were told to stop."""
+    def _pass_through(self, inner_steps: InnerSteps) -> None:
+        """Take all inner steps, and store each fragment on the way; the last one also if we were told to stop."""
         last = len(self._replica.layout.fragments) - 1
         local = self._vectors.local
-        for fragment in range(last):
-            if not self._cycles.train_up_to(fragment, local):
-                break
-            self._cycles.store(local, fragment)
-            self._channel.send(FragmentStored(fragment=fragment))
-        else:
-            self._cycles.train_up_to(last, local)
-        self._cycles.store(local, last)
-        self._cycles.end()
+        is_whole = True
+        for fragment in range(last + 1):
+            is_whole = is_whole and self._cycles.train_up_to(fragment, local)
+            if is_whole or fragment == last:
+                self._cycles.store(local, fragment)
+                self._channel.send(self._stored(fragment, inner_steps, is_whole))
+        if is_whole:
+            self._cycles.train_to_the_end(local)
+
+    @staticmethod
+    def _stored(fragment: int, inner_steps: InnerSteps, is_whole: bool) -> FragmentStored:
+        done = inner_steps.trained
+        samples, tokens = done.samples, done.tokens
+        if is_whole:
+            samples, tokens = inner_steps.planned_samples, inner_steps.planned_tokens
+        return FragmentStored(fragment=fragment, samples=samples, tokens=tokens, loss=done.loss)
 
     def store(self, flat: Vector, fragment: int) -> None:
         self._replica.store(flat, fragment)

@@ -15,6 +15,10 @@ LOST = (WorkerDeathError, UnexpectedWorkerError)
 """How workers fail that may do better when they are started again."""
 
 
+class WorkersRestartedError(Exception):
+    """The request's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
+
+
 class Restarts:
     """Up to `allowed` restarts in a row; and once, after a device ran out of memory, half the micro-batch instead."""
 

@@ -14,6 +14,7 @@ import mmap
 import os
 import queue
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -167,6 +168,10 @@ class Worker:
         most = min(self._config.training.micro_batch or piece, piece)
         return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
+    def idled(self, seconds: float) -> None:
+        """Hear for how long there was nothing to do before the next command came."""
+        self._inner_loops.idled(seconds)
+
     def carry_out(self, command: Command) -> ControlMessage:
         """The reply to one command."""
         match command:
@@ -283,7 +288,10 @@ def serve(channel: ControlChannel, descriptors: Descriptors) -> None:
     """Carry out commands for as long as the process lives."""
     worker: Worker | None = None
     while True:
+        began = time.monotonic()
         command = channel.commands.get()
+        if worker is not None:
+            worker.idled(time.monotonic() - began)
         try:
             if isinstance(command, Configure):
                 worker = Worker(command, descriptors, channel)

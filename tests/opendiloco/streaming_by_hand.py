@@ -8,6 +8,7 @@ squared distance. It shares nothing with the code that it is held against, but f
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -72,29 +73,30 @@ def average(codec: str, contributions: Sequence[tuple[int, Sequence[Any]]]) -> l
 def cycles(case: Case) -> Iterator[dict[str, Any]]:
     """Yield theta, momentum and each replica's weights after every H inner steps."""
     fragments = FRAGMENTS[case.fragments]
-    offsets = [-(-(p + 1) * H // case.fragments) for p in range(case.fragments)]
+    offsets = [max(-(-(p + 1) * H // case.fragments) - case.overlap, 0) for p in range(case.fragments)]
     overlaps = {replica: dict(case.own).get(replica, case.overlap) for replica in TARGETS}
     theta, momentum = [f32(x) for x in START], [f32(0)] * len(START)
     local = {replica: list(theta) for replica in TARGETS}
-    for t in range(1, CYCLES * H + 1):
-        for replica, targets in TARGETS.items():  # lines 3 to 5
+    for cycle, step in itertools.product(range(CYCLES), range(H + 1)):
+        for replica, targets in TARGETS.items() if step else ():  # lines 3 to 5
             local[replica] = [
                 f32(x - f32(f32(RATE) * f32(x - f32(y)))) for x, y in zip(local[replica], targets, strict=True)
             ]
         for p, values in enumerate(fragments):
-            if (t - offsets[p]) % H == 0:  # lines 7 and 8, and 11, whose result is not seen before line 12
+            if step == offsets[p]:  # lines 7 and 8, and 11, whose result is not seen before line 12
                 sent = [(TOKENS[replica], [f32(theta[i] - local[replica][i]) for i in values]) for replica in TARGETS]
                 for i, g in zip(values, average(case.codec, sent), strict=True):
                     momentum[i] = f32(f32(f32(MOMENTUM) * momentum[i]) + g)
-                    step = f32(g + f32(f32(MOMENTUM) * momentum[i]))
-                    theta[i] = f32(theta[i] - f32(f32(OUTER_RATE) * step))
-        for replica, overlap in overlaps.items():
+                    outer_step = f32(g + f32(f32(MOMENTUM) * momentum[i]))
+                    theta[i] = f32(theta[i] - f32(f32(OUTER_RATE) * outer_step))
+        for replica, overlap in overlaps.items() if step else ():
             for p, values in enumerate(fragments):
-                if (t - offsets[p] - overlap) % H == 0 and t >= offsets[p] + overlap:  # lines 9 to 12
+                since_first = cycle * H + step - offsets[p] - overlap
+                if since_first >= 0 and since_first % H == 0:  # lines 9 to 12
                     for i in values:
                         mine, others = f32(f32(case.alpha) * local[replica][i]), f32(f32(1 - case.alpha) * theta[i])
                         local[replica][i] = f32(mine + others)
-        if t % H == 0:
+        if step == H:
             yield {
                 "theta": [float(x) for x in theta],
                 "momentum": [float(x) for x in momentum],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from opendiloco.workers.control import Evaluated, Failed, RunInnerLoop, parse_command, parse_reply
+from opendiloco.workers.control import Evaluated, Failed, FragmentStored, RunInnerLoop, parse_command, parse_reply
 from opendiloco.workers.failures import describe_failure
 from peers.values.leases import SampleRange
 from tests.opendiloco.trainings import training_done
@@ -13,8 +13,10 @@ def test_messages_survive_their_line() -> None:
     command = RunInnerLoop(number=1, index=2, samples=(SampleRange(0, 4), SampleRange(8, 9)), steps=3, tokens=4096)
     assert command.line().count(b"\n") == 1
     assert parse_command(command.line()) == command
-    reply = training_done(samples=(SampleRange(0, 4),), loss=0.1)
+    reply = training_done(loss=0.1)
     assert parse_reply(reply.line()) == reply
+    stored = FragmentStored(fragment=1, samples=(SampleRange(0, 4),), tokens=64, loss=0.1)
+    assert parse_reply(stored.line()) == stored
     failure = Failed(error="WorkerError", message="two\nlines", remedy="", traceback="a\nb\n")
     assert failure.line().count(b"\n") == 1
     assert parse_reply(failure.line()) == failure

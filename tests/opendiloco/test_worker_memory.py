@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError, WorkerError
+from opendiloco.errors import DataError, DeviceMemoryError, WorkerError
 from opendiloco.model.card import RunFacts
 from opendiloco.shared_memory import reserve
 from opendiloco.stages import COMPILING
@@ -20,16 +20,19 @@ from opendiloco.workers.control import (
     Configure,
     Configured,
     ControlMessage,
+    EndInnerLoop,
     Evaluated,
     Exported,
+    FragmentStored,
     Generated,
-    InnerStepDone,
+    Report,
     RunInnerLoop,
 )
-from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
+from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.handle import WorkerDeathError
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.process import Inherited, WorkerProcess
+from opendiloco.workers.restarts import WorkersRestartedError
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress
 from tests.opendiloco.trainings import training_done
@@ -60,6 +63,8 @@ class Played(WorkerProcess):
     deaths: ClassVar[dict[int, int]] = {}
     """Of requests, counted from 1 by each worker's group, which worker dies in it."""
     request: ClassVar[int] = 0
+    told: ClassVar[list[ControlMessage]] = []
+    """What all were told besides."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
@@ -72,9 +77,7 @@ class Played(WorkerProcess):
         cls.all.append(cls(descriptors.memory))
         return cls.all[-1]
 
-    async def exchange(
-        self, command: ControlMessage, answer: type[Any], on_progress: Callable[[InnerStepDone], None]
-    ) -> Any:
+    async def exchange(self, command: ControlMessage, answer: type[Any], on_report: Callable[[Report], None]) -> Any:
         if isinstance(command, Configure):
             self.configured = command
             reserve(self.memory, 4)
@@ -99,15 +102,19 @@ class Played(WorkerProcess):
             await self.ended.wait()
             raise WorkerDeathError("killed by SIGKILL.")
         if (self.configured.options.micro_batch or 0) <= self.windows:
-            return (
-                training_done(samples=command.samples, skipped=1)
-                if isinstance(command, RunInnerLoop)
-                else ANSWERS[answer]
-            )
+            if not isinstance(command, RunInnerLoop):
+                return ANSWERS[answer]
+            on_report(FragmentStored(fragment=0, samples=command.samples, tokens=64, loss=1.0))
+            await self.rest(command)
+            return training_done(skipped=1)
         if self.configured.rank == 0:
             await self.ended.wait()
             raise WorkerError("killed.")
         raise DeviceMemoryError("the device ran out of memory.", "Use --micro-batch.")
+
+    @staticmethod
+    async def rest(command: RunInnerLoop) -> None:
+        """Take the inner steps that are left when all fragments are stored: none."""
 
     async def wait_for_death(self) -> WorkerError:
         await self.ended.wait()
@@ -124,9 +131,11 @@ class Played(WorkerProcess):
 def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("opendiloco.workers.crew.WorkerProcess", Played)
     monkeypatch.setattr("opendiloco.workers.crew.EXPLANATION_SECONDS", 0.01)
+    monkeypatch.setattr(Played, "write", lambda self, command: Played.told.append(command))
     yield
     Played.all.clear()
     Played.deaths.clear()
+    Played.told.clear()
     Played.request = 0
 
 
@@ -394,3 +403,105 @@ def test_a_compiler_that_comes_to_an_end_is_not_timed_any_more(monkeypatch: pyte
 
     asyncio.run(story())
     assert seen == [COMPILING] * 2, "whoever listened before is told as well"
+
+
+# What is left to be trained when all fragments are stored --------------------------------------------------------
+class Rest:
+    """Inner steps of the first training that end when `may_end` is set, or as `error` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.may_end = asyncio.Event()
+        self._error = error
+        monkeypatch.setattr(Played, "rest", staticmethod(self._take))
+
+    async def _take(self, command: RunInnerLoop) -> None:
+        if command.number == 1:
+            await self.may_end.wait()
+            if self._error is not None:
+                raise self._error
+
+
+async def started_with_overlap(config: RunConfig, restarts: int = 0) -> WorkerGroup:
+    streaming = config.streaming.model_copy(update={"overlap": 2})
+    return await started(config.model_copy(update={"streaming": streaming}), 100, restarts)
+
+
+FIRST, SECOND = InnerLoop(0, LEASE, 4, 0), InnerLoop(1, LEASE, 4, 64)
+
+
+def test_what_is_trained_is_known_before_the_last_inner_steps(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the workers are asked next waits for these."""
+
+    async def story() -> None:
+        group, rest = await started_with_overlap(small_config), Rest(monkeypatch)
+        trained = await group.train(FIRST, ignore)
+        assert (trained.samples, trained.tokens) == (LEASE, 64)
+        evaluation = asyncio.create_task(group.evaluate(4))
+        second = asyncio.create_task(group.train(SECOND, ignore, goes_on=True))
+        await asyncio.sleep(0)
+        assert "trained after outer step 0" not in caplog.text
+        assert not Played.told
+        rest.may_end.set()
+        assert (await second).samples == LEASE
+        assert evaluation.done()
+        await group.close()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(story())
+    assert "trained after outer step 0" in caplog.text
+
+
+def test_a_training_that_begins_anew_has_workers_leave_what_is_left(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        group, rest = await started_with_overlap(small_config), Rest(monkeypatch)
+        await group.train(FIRST, ignore)
+        second = asyncio.create_task(group.train(SECOND, ignore))
+        await asyncio.sleep(0)
+        assert Played.told == [EndInnerLoop(number=1)] * 2
+        rest.may_end.set()
+        await second
+        await group.close()
+
+    asyncio.run(story())
+
+
+def test_what_goes_wrong_with_the_last_inner_steps_is_raised_by_the_next_training(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on from them. One that begins anew has nothing to do with them."""
+
+    async def story(goes_on: bool) -> None:
+        group = await started_with_overlap(small_config)
+        rest = Rest(monkeypatch, DataError("a document cannot be read.", ""))
+        monkeypatch.setattr(group, "_die", lambda error: None)
+        await group.train(FIRST, ignore)
+        rest.may_end.set()
+        if goes_on:
+            with pytest.raises(DataError, match="cannot be read"):
+                await group.train(SECOND, ignore, goes_on=True)
+        else:
+            await group.train(SECOND, ignore)
+        await group.close()
+
+    asyncio.run(story(True))
+    asyncio.run(story(False))
+
+
+def test_workers_that_are_lost_in_their_last_inner_steps_do_not_go_on(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        group = await started_with_overlap(small_config, restarts=1)
+        rest = Rest(monkeypatch, WorkerDeathError("killed by SIGKILL."))
+        await group.train(FIRST, ignore)
+        rest.may_end.set()
+        with pytest.raises(WorkersRestartedError):
+            await group.train(SECOND, ignore, goes_on=True)
+        assert (await group.train(SECOND, ignore, from_local=True)).samples == LEASE
+        await group.close()
+
+    asyncio.run(story())

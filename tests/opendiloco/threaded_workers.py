@@ -27,9 +27,10 @@ from opendiloco.workers.control import (
     RunInnerLoop,
     TakeAverage,
 )
-from opendiloco.workers.group import WorkerGroup, WorkersRestartedError
+from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.inner_loops import InnerLoops
 from opendiloco.workers.nodes import Nodes, SpreadWeights
+from opendiloco.workers.restarts import WorkersRestartedError
 from opendiloco.workers.under_way import UnderWay
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
@@ -55,6 +56,7 @@ class ThreadedWorkers(WorkerGroup):
         self.weights = SpreadWeights(Nodes())
         self.held_out_digest = ""
         self._trainings = 0
+        self._turn = asyncio.Lock()
         self.went_on = False
         """Whether the newest training went on from where the one before had ended."""
         self.start_anew()
@@ -85,11 +87,19 @@ class ThreadedWorkers(WorkerGroup):
         def on_step(step: InnerStepDone) -> None:
             on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))
 
-        under_way = UnderWay(lambda: 1, on_step, on_captured)
-        self.channel.hear = under_way.heard
-        request = asyncio.create_task(self.carry_out(command))
-        done = await under_way.outcome(request, lambda: self.channel.take(EndInnerLoop(number=number)))
-        return Trained(done.samples, done.tokens, done.loss)
+        async def captured(fragment: int) -> None:
+            if fragment < len(self.fragments) - 1:
+                await on_captured(fragment)
+
+        async def carry_out() -> InnerLoopDone:
+            async with self._turn:
+                self.channel.hear = under_way.heard
+                return await self.carry_out(command)
+
+        under_way = UnderWay(lambda: 1, len(self.fragments), on_step, captured)
+        request = asyncio.create_task(carry_out())
+        stored = await under_way.outcome(request, lambda: self.channel.take(EndInnerLoop(number=number)))
+        return Trained(stored.samples, stored.tokens, stored.loss)
 
     async def carry_out(self, command: RunInnerLoop) -> InnerLoopDone:
         if self._loops is None:
@@ -104,6 +114,10 @@ class ThreadedWorkers(WorkerGroup):
         self.channel.take(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
 
     async def evaluate(self, windows: int) -> Evaluated:
+        async with self._turn:
+            return self._evaluated(windows)
+
+    def _evaluated(self, windows: int) -> Evaluated:
         with self.replica.showing(self.vectors.theta) as model:
             loss, tokens = held_out_loss(model, self.data.held_out, windows, 2, self.replica.precision)
         return Evaluated(loss=loss, tokens=tokens)
