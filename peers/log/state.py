@@ -2,9 +2,9 @@
 
 A cycle is one outer step: each fragment is synchronised once. Roster, leases and quorum of a cycle are fixed before it
 begins, so that its entries can be made side by side, in any order: they follow from the cycle before, namely from the
-entry of its last fragment, the *closing* entry, whose pseudo-gradient is taken when the lease is trained. So there is
-no header of a cycle to agree on: `head`, which all its entries name, stands for all the entries of the cycle before.
-Plain DiLoCo has one fragment, whose entry closes the cycle.
+entry of its last fragment, the *closing* entry, whose pseudo-gradient is taken when the lease is trained, or is about
+to be. So there is no header of a cycle to agree on: `head`, which all its entries name, stands for all the entries of
+the cycle before. Plain DiLoCo has one fragment, whose entry closes the cycle.
 """
 
 from __future__ import annotations

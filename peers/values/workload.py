@@ -54,7 +54,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one outer step's inner steps came to: the samples trained (a prefix of the lease) and the tokens in them.
+    """What one outer step's inner steps come to: the samples trained (a prefix of the lease) and the tokens in them.
 
     `contribution` is the root over the chunks of its pseudo-gradient, once that is quantized.
     """
@@ -139,8 +139,9 @@ class Workload(ReplicatedState, Protocol):
     ) -> Trained:
         """Load theta into the worker and train. Cancelling stops the worker within an inner step.
 
-        At each fragment's offset but the last one's, `on_captured` is awaited: all workers have stored what they have
-        learned of that fragment. Of the last fragment that is so when this returns."""
+        For each fragment but the last one `on_captured` is awaited: all workers have stored what they have learned of
+        it. Of the last fragment that is so when this returns. In a run with an overlap the worker then still takes its
+        last inner steps, before all else that it is asked to do."""
 
     async def contribution(self, fragment: int = 0) -> Blocks:
         """The quantized pseudo-gradient of a fragment, a whole payload: the theta that its training began with, less
