@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import averaging, namespaces, wire
+from benchmarks import averaging, namespaces, utilisation, wire
 from benchmarks.groups import CONTENDERS, GLOO_BYTES, OURS, Group, Place
 from benchmarks.namespaces import LinkRates
 from benchmarks.plots import Panel, svg
@@ -73,6 +73,36 @@ def test_the_wire_is_drawn(two_namespaces: str, tmp_path: Path) -> None:
     lines = ElementTree.fromstring(plot.read_text()).findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 4
     assert not child_processes()
+
+
+@pytest.mark.swarm
+def test_utilisation_reports_beside_the_plan(two_namespaces: str, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ["--namespaces", two_namespaces, "--values", "50000", "--fragments", "2", "--overlap", "1"]
+    arguments += ["--step-seconds", "0.05", "--turns", "1", "--cycles", "1", "--json", str(figures)]
+    done = CliRunner().invoke(utilisation.main, arguments, catch_exceptions=False)
+    assert done.output.strip().splitlines()[-1].startswith("verdict: ")
+    content = json.loads(figures.read_text())
+    assert [row["swarm"] for row in content["rows"]] == [way.name for way in utilisation.ways(2, 1)]
+    assert all(0 < row["computes"] < 1 and 0 < row["planned"] <= 1 for row in content["rows"])
+    assert len(content["bars"]) == 2
+    assert not child_processes()
+
+
+def test_swarms_are_held_against_the_bar_and_against_their_plan() -> None:
+    rows = [{"swarm": "DiLoCo", "computes": 0.5, "planned": 0.55}, {"swarm": "both", "computes": 0.98, "planned": 0.85}]
+    best, planned = utilisation.bars_of(rows)
+    assert (best.ratio, best.is_met) == (0.98, True)
+    assert planned.ratio == pytest.approx(0.87)
+    assert not planned.is_met
+
+
+def test_a_way_is_planned_as_its_swarm_trains() -> None:
+    diloco, streaming, overlapped, fewer_bits = utilisation.ways(4, 2)
+    assert diloco.method(4096, 20).ends == (20,)
+    assert streaming.method(4096, 20).ends == (5, 10, 15, 20)
+    assert [overlapped.method(4096, 20).overlap, fewer_bits.method(4096, 20).overlap] == [2, 2]
+    assert [way.bits for way in (diloco, fewer_bits)] == [8 + 32 / 1024, 4 + 32 / 1024]
 
 
 @pytest.mark.parametrize(

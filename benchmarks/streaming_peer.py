@@ -1,0 +1,277 @@
+"""One of our peers whose inner steps only take time: `python -m benchmarks.streaming_peer`, started by the benchmarks.
+
+Everything is as in a volunteer's machine (driver, transport, codec, outer step, and a worker's way through a cycle),
+but for the model: an inner step sleeps, as a GPU is busy without the processors, and what was learned is noise. Whoever
+starts it says "go" and "rest" on its standard input; it says when a cycle is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import click
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.processes import read_lines, say
+from benchmarks.vector_peer import GATED_TIMING, OUTER_STEPS, add_noise, create_vectors, run_config
+from opendiloco.alignment import ALIGNMENT
+from opendiloco.config.run_config import RunConfig
+from opendiloco.inner.inner_steps import InnerSteps, StepTaken
+from opendiloco.inner.replica import ModelReplica
+from opendiloco.inner.team import Team
+from opendiloco.local_workload import LocalWorkload
+from opendiloco.shared_memory import SharedVectors, Vector
+from opendiloco.workers.channel import ControlChannel
+from opendiloco.workers.control import (
+    ControlMessage,
+    EndInnerLoop,
+    InnerLoopDone,
+    InnerStepDone,
+    RunInnerLoop,
+    TakeAverage,
+)
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.inner_loops import InnerLoops
+from opendiloco.workers.nodes import Nodes, SpreadWeights
+from opendiloco.workers.under_way import UnderWay
+from peers.driver.driver import Driver
+from peers.driver.keeping import Keeping
+from peers.log.header import Header
+from peers.log.settings import RunSettings
+from peers.net.transport import HivemindTransport
+from peers.values.identity import Identity
+from peers.values.leases import SampleRange
+from peers.values.wire import digest_of
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
+
+NEVER_SNAPSHOT = 1_000_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """One peer's part, as its command line has it."""
+
+    values: int
+    peers: int
+    fragments: int
+    inner_steps: int
+    step_seconds: float
+    overlap: int
+    codec: str
+    contact: str | None
+    listen: str
+
+    @property
+    def settings(self) -> RunSettings:
+        return RunSettings(
+            run="benchmark",
+            manifest_digest=digest_of(b"benchmark"),
+            inner_steps=self.inner_steps,
+            samples_per_lease=self.inner_steps,
+            tokens_per_sample=1,
+            minimum_peers=self.peers,
+            timing=GATED_TIMING,
+            snapshot_every=NEVER_SNAPSHOT,
+            fragments=self.fragments,
+        )
+
+    @property
+    def config(self) -> RunConfig:
+        config = run_config()
+        streaming = config.streaming.model_copy(
+            update={"overlap": self.overlap, "layers_per_fragment": None if self.fragments == 1 else 1}
+        )
+        training = {"inner_steps": self.inner_steps, "batch_size": 1, "sequence_length": 1}
+        return config.model_copy(
+            update={
+                "outer_steps": OUTER_STEPS,
+                "streaming": streaming,
+                "training": config.training.model_copy(update=training),
+                "codec": config.codec.model_copy(update={"kind": self.codec}),
+            }
+        )
+
+    def parts(self, values: int) -> list[slice]:
+        """Return where each fragment lies: all are as large, in whole blocks."""
+        each = values // self.fragments // ALIGNMENT * ALIGNMENT
+        starts = [each * number for number in range(self.fragments)]
+        return [slice(start, start + each) for start in starts[:-1]] + [slice(starts[-1], values)]
+
+
+class NoSamples:
+    """Stands in for the run's text."""
+
+    def expect(self, numbers: NDArray[np.int64]) -> None:
+        """Hear which samples are read next."""
+
+    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.zeros((len(numbers), 2), np.int64)
+
+
+class FragmentPlaces(NamedTuple):
+    """Stands in for a model's layout."""
+
+    fragments: list[slice]
+
+
+class SleepingReplica:
+    """What `InnerLoops` asks of a replica. Its inner steps sleep, while `may_step` is set."""
+
+    learning_rate = 0.0
+
+    def __init__(self, part: Part, theta: Vector) -> None:
+        self.layout = FragmentPlaces(part.parts(theta.size))
+        self.may_step = threading.Event()
+        self._part = part
+        self._theta = theta
+        self._stores = 0
+
+    def inner_steps(
+        self,
+        theta: Vector | None,
+        index: int,
+        lease: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+        stop_wanted: Callable[[], bool],
+    ) -> InnerSteps:
+        def take(batch: NDArray[np.int64], step: int, tokens: int) -> StepTaken:
+            self.may_step.wait()
+            time.sleep(self._part.step_seconds)
+            return StepTaken(1.0, 1.0, stop_wanted())
+
+        return InnerSteps(take, cast(Any, NoSamples()), self._part.config.training, index, lease, steps, tokens)
+
+    def store(self, flat: Vector, fragment: int) -> None:
+        self._stores += 1
+        place = self.layout.fragments[fragment]
+        add_noise(self._theta[place], flat[place], (fragment, self._stores))
+
+    def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
+        """Nothing is learned here."""
+
+
+class Channel(ControlChannel):
+    """What the worker says is heard at once, in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(socket.socket())
+        self._connection.close()
+        self._loop = loop
+        self.hear: Callable[[Any], None] = lambda report: None
+
+    def send(self, message: ControlMessage) -> None:
+        self._loop.call_soon_threadsafe(self.hear, message)
+
+
+class SleepingWorkers(WorkerGroup):
+    """One worker, in a thread of this process."""
+
+    def __init__(self, part: Part, vectors: SharedVectors) -> None:
+        config = part.config
+        self.vectors, self.fragments = vectors, part.parts(vectors.theta.size)
+        self.weights = SpreadWeights(Nodes())
+        self.replica = SleepingReplica(part, vectors.theta)
+        self._trainings = 0
+        self._turn = asyncio.Lock()
+        self._channel = Channel(asyncio.get_running_loop())
+        team = Team(torch.device("cpu"))
+        self._loops = InnerLoops(config, cast(ModelReplica, self.replica), team, vectors, self._channel, lambda: None)
+
+    async def train(
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: OnCaptured = captures_nothing,
+        from_local: bool = False,
+        goes_on: bool = False,
+    ) -> Trained:
+        self._trainings += 1
+        number, last = self._trainings, len(self.fragments) - 1
+        command = RunInnerLoop(number=number, from_local=from_local, goes_on=goes_on, **vars(work))
+
+        def on_step(step: InnerStepDone) -> None:
+            on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))
+
+        async def captured(fragment: int) -> None:
+            if fragment < last:
+                await on_captured(fragment)
+
+        async def carry_out() -> InnerLoopDone:
+            asked = time.monotonic()
+            async with self._turn:
+                self._loops.idled(time.monotonic() - asked if goes_on else 0.0)
+                self._channel.hear = under_way.heard
+                return await asyncio.to_thread(self._loops.run, command)
+
+        under_way = UnderWay(lambda: 1, last + 1, on_step, captured)
+        request = asyncio.create_task(carry_out())
+        stored = await under_way.outcome(request, lambda: self._channel.take(EndInnerLoop(number=number)))
+        return Trained(stored.samples, stored.tokens, stored.loss)
+
+    async def take_average(self, fragment: int, is_changed: bool) -> None:
+        self._channel.take(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
+
+
+async def take_part(transport: HivemindTransport, identity: Identity, part: Part) -> None:
+    """One peer's life, until standard input ends."""
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    vectors = await asyncio.to_thread(create_vectors, part.values)
+    workers = SleepingWorkers(part, vectors)
+    workload = LocalWorkload(workers, part.config)
+    driver = Driver(identity, transport, workload, part.settings, Keeping(await workload.state_digest()))
+
+    def tell(header: Header, state_digest: bytes) -> None:
+        say("cycle", index=header.index, state=state_digest.hex(), peers=len(header.roster))
+
+    async def obey() -> None:
+        while True:
+            line = await lines.get()
+            (workers.replica.may_step.set if line == "go" else workers.replica.may_step.clear)()
+
+    def leave() -> None:
+        workers.replica.may_step.set()
+        driver.leave(at_once=True)
+
+    driver.on_entry = tell
+    tasks = [asyncio.create_task(read_lines(lines, leave)), asyncio.create_task(obey())]
+    await driver.run()
+    for task in tasks:
+        task.cancel()
+
+
+async def run_peer(part: Part) -> None:
+    identity = Identity.generate()
+    contacts = (part.contact,) if part.contact else ()
+    transport = await HivemindTransport.create(identity, contacts, (part.listen,), local=True)
+    try:
+        say("listening", address=transport.addresses[0])
+        await take_part(transport, identity, part)
+    finally:
+        await transport.close()
+
+
+@click.command(help=__doc__)
+@click.option("--values", type=int, required=True)
+@click.option("--peers", type=int, required=True, help="How many must be there before the first round.")
+@click.option("--fragments", type=int, default=1, show_default=True)
+@click.option("--inner-steps", type=int, required=True, help="Of a cycle.")
+@click.option("--step-seconds", type=float, required=True, help="What an inner step takes.")
+@click.option("--overlap", type=int, default=0, show_default=True)
+@click.option("--codec", default="int8", show_default=True)
+@click.option("--contact", help="Address of a peer that is there already.")
+@click.option("--listen", default="/ip4/127.0.0.1/tcp/0", show_default=True)
+def main(**options: Any) -> None:
+    asyncio.run(run_peer(Part(**options)))
+
+
+if __name__ == "__main__":
+    main()

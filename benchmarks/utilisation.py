@@ -1,0 +1,194 @@
+"""How much of their time peers compute: `python -m benchmarks.utilisation --namespaces a,b,c,d`.
+
+Four swarms take turns on the same links: DiLoCo, which waits for each round; Streaming DiLoCo, which waits for each
+fragment; with an overlap; and with four bits as well. Peers are real but for their inner steps, which sleep; a cycle
+has as many of them as a round of DiLoCo is planned to take. Beside what is measured stands what `diloco-peer plan` says
+of links as fast as iperf3 finds these. Figures are medians over all turns, of which the first cycle does not count.
+
+The bars: at least 0.97 with overlap and four bits; and no swarm more than 0.1 away from what was planned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.groups import Place, start_peers
+from benchmarks.namespaces import IPERF_STREAMS, has_iperf3, place_in, rates_at_once, round_trip
+from benchmarks.processes import PeerProcess, PeerProcessError
+from benchmarks.reporting import Bar, report
+from opendiloco.kernels import FORMATS
+from opendiloco.plan.forecast import Forecast, Plan, forecast
+from opendiloco.plan.methods import Method, Shape, diloco, streaming
+from opendiloco.plan.rounds import LINK_SHARE, Peer, Swarm, round_of
+
+PEER = "benchmarks.streaming_peer"
+START_SECONDS, CYCLE_SECONDS = 180.0, 120.0
+WARM_UP = 1
+"""Cycles of a turn that do not count: the first has begun in the turn before."""
+LEAST, OFF = 0.97, 0.1
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train: its fragments, its overlap, and its codec."""
+
+    name: str
+    fragments: int
+    overlap: int
+    codec: str
+
+    @property
+    def bits(self) -> float:
+        """Return the bits that a value takes, scales included."""
+        return 8 * FORMATS[self.codec].payload_size(1 << 20) / (1 << 20)
+
+    def method(self, values: int, inner_steps: int) -> Method:
+        """Return it as the planner knows it."""
+        shape = Shape.even(self.fragments, values)
+        if self.fragments == 1:
+            return diloco(shape, inner_steps, self.bits)
+        return streaming(self.name, shape, inner_steps, 1, self.overlap, self.bits)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all swarms have in common."""
+
+    values: int
+    inner_steps: int
+    step_seconds: float
+
+
+@dataclass
+class Group:
+    """The peers of one way, and the shares of each turn's time in which they computed."""
+
+    way: Way
+    setting: Setting
+    peers: Sequence[PeerProcess]
+    shares: list[float] = field(default_factory=list)
+
+    async def take_turn(self, cycles: int) -> None:
+        """Train so many cycles that count. Raises: PeerProcessError."""
+        self._tell("go")
+        said = [await asyncio.gather(*map(self._cycle, self.peers)) for _ in range(WARM_UP + cycles)]
+        self._tell("rest")
+        for events in said:
+            if {event["peers"] for event in events} != {len(self.peers)} or len({e["state"] for e in events}) > 1:
+                raise PeerProcessError(f"{self.way.name}: not all peers averaged together: {events}")
+        spans = [last["time"] - first["time"] for first, last in zip(said[WARM_UP - 1], said[-1], strict=True)]
+        computed = cycles * self.setting.inner_steps * self.setting.step_seconds
+        self.shares.append(statistics.median(computed / span for span in spans))
+
+    def _tell(self, line: str) -> None:
+        for peer in self.peers:
+            peer.tell(line)
+
+    async def _cycle(self, peer: PeerProcess) -> dict[str, Any]:
+        return await peer.event("cycle", CYCLE_SECONDS)
+
+
+def ways(fragments: int, overlap: int) -> list[Way]:
+    return [
+        Way("DiLoCo int8", 1, 0, "int8"),
+        Way("Streaming int8", fragments, 0, "int8"),
+        Way(f"Streaming int8, τ = {overlap}", fragments, overlap, "int8"),
+        Way(f"Streaming e3m0, τ = {overlap}", fragments, overlap, "e3m0"),
+    ]
+
+
+async def measure(
+    each: Sequence[Way], setting: Setting, places: Sequence[Place], turns: int, cycles: int
+) -> list[Group]:
+    """All swarms' cycles, interleaved."""
+    async with AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="utilisation-")))
+        groups = []
+        for number, way in enumerate(each):
+            (own_logs := logs / str(number)).mkdir()
+            command: list[object] = [PEER, "--values", setting.values, "--peers", len(places)]
+            command += ["--inner-steps", setting.inner_steps, "--step-seconds", setting.step_seconds]
+            command += ["--fragments", way.fragments, "--overlap", way.overlap, "--codec", way.codec]
+            commands = [[*command, *place.ours] for place in places]
+            groups.append(Group(way, setting, await start_peers(stack, commands, places, own_logs)))
+        for _ in range(turns):
+            for group in groups:
+                await group.take_turn(cycles)
+    return groups
+
+
+def row_of(group: Group, planned: Forecast) -> dict[str, Any]:
+    """Return one line of the table."""
+    return {
+        "swarm": group.way.name,
+        "fragments": group.way.fragments,
+        "bits": group.way.bits,
+        "computes": statistics.median(group.shares),
+        "least": min(group.shares),
+        "most": max(group.shares),
+        "planned": planned.utilisation,
+        "round s, planned": planned.round_seconds,
+        "cycle s, planned": planned.cycle_seconds,
+        "sent MB a cycle": planned.sent_bits / 8e6,
+    }
+
+
+def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
+    away = max(abs(row["computes"] - row["planned"]) for row in rows)
+    return [
+        Bar(f"{rows[-1]['swarm']}: share of the time that peers compute", rows[-1]["computes"], LEAST, digits=3),
+        Bar("1 - the most that a swarm is away from its plan", 1 - away, 1 - OFF, digits=3),
+    ]
+
+
+@click.command(help=__doc__)
+@click.option("--namespaces", required=True, help="Network namespaces, two or more, joined by links. Needs root.")
+@click.option("--values", default=10_000_000, show_default=True, help="fp32 values of the model.")
+@click.option("--fragments", default=8, show_default=True, help="Of the swarms that stream.")
+@click.option("--overlap", default=3, show_default=True, help="τ: inner steps while a fragment is averaged.")
+@click.option("--step-seconds", default=0.2, show_default=True, help="What an inner step takes.")
+@click.option("--turns", default=3, show_default=True, help="Of each swarm.")
+@click.option("--cycles", default=3, show_default=True, help="That count in a turn.")
+@click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+def main(
+    namespaces: str,
+    values: int,
+    fragments: int,
+    overlap: int,
+    step_seconds: float,
+    turns: int,
+    cycles: int,
+    iperf_streams: int,
+    json_file: Path | None,
+) -> None:
+    if not has_iperf3():
+        return
+    names = namespaces.split(",")
+    rate, latency = min(rates_at_once(names, iperf_streams).both_ways), round_trip((names[0], names[1]))
+    link = 8 * rate / LINK_SHARE
+    swarm = Swarm((Peer("peer", len(names), link, link, latency, step_seconds),))
+    each = ways(fragments, overlap)
+    inner_steps = max(overlap + 1, fragments, round(round_of(swarm, values, each[0].bits).seconds / step_seconds))
+    plan = Plan(Shape.even(1, values), swarm, inner_steps, 1, 1.0, 1)
+    groups = asyncio.run(
+        measure(each, Setting(values, inner_steps, step_seconds), list(map(place_in, names)), turns, cycles)
+    )
+    rows = [row_of(group, forecast(plan, group.way.method(values, inner_steps))) for group in groups]
+    links = f"{link / 1e6:.0f} Mbit/s, {latency * 1e3:.0f} ms there and back"
+    cycle = f"{values / 1e6:g} M values, {inner_steps} inner steps of {step_seconds:g} s"
+    title = f"utilisation: {len(names)} peers, {links}, {cycle}"
+    report(title, rows, bars_of(rows), json_file)
+
+
+if __name__ == "__main__":
+    main()
