@@ -176,7 +176,7 @@ class SleepingWorkers(WorkerGroup):
     """One worker, in a thread of this process."""
 
     def __init__(self, part: Part, vectors: SharedVectors) -> None:
-        config = part.config
+        config = self._config = part.config
         self.vectors, self.fragments = vectors, part.parts(vectors.theta.size)
         self.weights = SpreadWeights(Nodes())
         self.replica = SleepingReplica(part, vectors.theta)
@@ -196,7 +196,8 @@ class SleepingWorkers(WorkerGroup):
     ) -> Trained:
         self._trainings += 1
         number, last = self._trainings, len(self.fragments) - 1
-        command = RunInnerLoop(number=number, from_local=from_local, goes_on=goes_on, **vars(work))
+        overlap = self._config.streaming.overlap
+        command = RunInnerLoop(number=number, overlap=overlap, from_local=from_local, goes_on=goes_on, **vars(work))
 
         def on_step(step: InnerStepDone) -> None:
             on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from opendiloco.owner.conditions import Condition, Hours, parse_conditions, parse_until
 from opendiloco.settings.setting import Settings, setting
-from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.options import WorkerOptions, parse_overlap
 from opendiloco.workers.trackers import Choice
 
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
@@ -145,6 +145,14 @@ class WorkerSettings(Settings):
         1,
         metavar="N",
         least=1,
+    )
+    overlap: str | None = setting(
+        "In a run that streams: merge an average N inner steps after its fragment was taken; auto: as late as averages "
+        "have been coming.",
+        None,
+        metavar="N",
+        shown="the run's τ",
+        check=parse_overlap,
     )
 
 

@@ -6,13 +6,24 @@ import os
 import queue
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
 from opendiloco.workers.control import Command, ControlMessage, EndInnerLoop, Hold, TakeAverage, parse_command
 
 LOOK_SECONDS = 0.1
 """Between two looks, in a pause, at what the peer process wants."""
+
+
+class Average(NamedTuple):
+    """What was said last of a fragment: of which training it is, whether there are new values, and when it was heard,
+    by the clock that never goes back."""
+
+    number: int
+    is_changed: bool
+    heard_at: float
 
 
 class ControlChannel:
@@ -24,7 +35,7 @@ class ControlChannel:
         self.stopped_number = 0
         self._may_step = threading.Event()  # set unless the owner wants a pause
         self._may_step.set()
-        self._averages: dict[int, tuple[int, bool]] = {}
+        self._averages: dict[int, Average] = {}
         self._news = threading.Event()
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
@@ -39,8 +50,8 @@ class ControlChannel:
         with self._sending:  # batches are read by a thread of their own, which may have to tokenize
             self._connection.sendall(message.line())
 
-    def average_of(self, fragment: int) -> tuple[int, bool] | None:
-        """Return what was said last of a fragment: of which training it is, and whether there are new values."""
+    def average_of(self, fragment: int) -> Average | None:
+        """Return what was said last of a fragment."""
         return self._averages.get(fragment)
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -59,7 +70,7 @@ class ControlChannel:
             case Hold():
                 (self._may_step.clear if command.held else self._may_step.set)()
             case TakeAverage():
-                self._averages[command.fragment] = command.number, command.is_changed
+                self._averages[command.fragment] = Average(command.number, command.is_changed, time.monotonic())
             case _:
                 self.commands.put(command)
         self._news.set()

@@ -70,8 +70,9 @@ class DigestLease(ControlMessage):
 class RunInnerLoop(ControlMessage):
     """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `InnerLoopDone`.
 
-    `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. They begin
-    from theta, or from what lies in `local`, or else go on from where the training before has ended.
+    `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. Averages are
+    merged `overlap` inner steps after their fragment was stored. Workers begin from theta, or from what lies in
+    `local`, or else go on from where the training before has ended.
     """
 
     kind: Literal["run_inner_loop"] = "run_inner_loop"
@@ -80,6 +81,7 @@ class RunInnerLoop(ControlMessage):
     samples: tuple[SampleRange, ...]
     steps: int
     tokens: int
+    overlap: int = 0
     from_local: bool = False
     goes_on: bool = False
 
@@ -268,7 +270,8 @@ class InnerLoopDone(ControlMessage):
     Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite. `loss` and `gradient_norm` are
     means over the others; `learning_rate` is that of the last one. `waited_seconds` of its `seconds` the worker waited
     for data. `peak_memory_bytes`: on a GPU, what tensors took at most in this training; on the CPU, the process since
-    it started. For `late_averages` of a fragment this worker had to wait, `average_wait_seconds` in all.
+    it started. For `late_averages` of a fragment this worker had to wait, `average_wait_seconds` in all. Averages
+    were there `longest_average_seconds` after their fragment was stored, at most.
     """
 
     kind: Literal["inner_loop_done"] = "inner_loop_done"
@@ -283,6 +286,7 @@ class InnerLoopDone(ControlMessage):
     peak_memory_bytes: int
     late_averages: int = 0
     average_wait_seconds: float = 0.0
+    longest_average_seconds: float = 0.0
 
 
 class Evaluated(ControlMessage):

@@ -18,7 +18,6 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, IslandError
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
-from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.workers.compiling import CompilerHangError, CompilerWatch
 from opendiloco.workers.control import (
@@ -45,6 +44,7 @@ from opendiloco.workers.handle import Answer, WorkerHandle
 from opendiloco.workers.moments import WorkersMoments
 from opendiloco.workers.nodes import Nodes, SpreadWeights
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
+from opendiloco.workers.overlap import Overlap
 from opendiloco.workers.process import Inherited
 from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.restarts import LOST, Restarts, WorkersRestartedError
@@ -86,6 +86,7 @@ class WorkerGroup:
         """The file with the newest moments that this machine has kept, and the run that they are of."""
         self._trainings = 0
         self._under_way: UnderWay | None = None  # the newest training
+        self._overlap = Overlap(config, options.overlap)
         self._micro_batch = 0
         self._may_go_on = False  # whether the present workers have carried out a training
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
@@ -113,11 +114,7 @@ class WorkerGroup:
         group.tokens_per_sample = configured.tokens_per_sample
         group.held_out_digest = configured.held_out_digest
         group.bytes_per_token = configured.bytes_per_token
-        precision = "tf32" if group._options.tf32 and config.training.precision == "fp32" else config.training.precision
-        peak = peak_tokens_per_second(
-            configured.device_name, len(group._workers), precision, configured.flops_per_token
-        )
-        group.telemetry = Telemetry(config.training.inner_steps, peak, configured.bytes_per_token)
+        group.telemetry = Telemetry.of(config, group._options, configured, len(group._workers))
         return group
 
     async def train(
@@ -144,7 +141,8 @@ class WorkerGroup:
             self._tell(EndInnerLoop(number=self._trainings))
         self._trainings += 1
         number = self._trainings
-        command = RunInnerLoop(number=number, from_local=from_local, goes_on=goes_on, **vars(work))
+        overlap = self._overlap.steps
+        command = RunInnerLoop(number=number, overlap=overlap, from_local=from_local, goes_on=goes_on, **vars(work))
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)
@@ -162,6 +160,7 @@ class WorkerGroup:
             done = await self._ask(command, InnerLoopDone, on_report=under_way.heard)
             if under_way.is_wanted:
                 self.telemetry.trained(work.index, done)
+                self._overlap.learn(done)
             return done
 
         self._under_way = under_way = UnderWay(lambda: len(self._workers), len(self.fragments), on_step, captured)

@@ -13,6 +13,7 @@ from opendiloco.inner.inner_steps import InnerStep, InnerSteps, StepTaken
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.shared_memory import SharedVectors, Vector
+from opendiloco.workers.channel import Average
 from opendiloco.workers.control import ControlMessage, FragmentStored, InnerLoopDone, InnerStepDone, RunInnerLoop
 
 
@@ -27,8 +28,8 @@ class Channel(Protocol):
     def is_held(self, number: int) -> bool:
         """Wait for a moment for a pause to end; return whether the next step of training `number` still has to wait."""
 
-    def average_of(self, fragment: int) -> tuple[int, bool] | None:
-        """Return what was said last of a fragment: of which training it is, and whether there are new values."""
+    def average_of(self, fragment: int) -> Average | None:
+        """Return what was said last of a fragment."""
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Return once this holds; it is asked anew whenever something was heard."""
@@ -48,11 +49,11 @@ class InnerLoops:
     ) -> None:
         streaming = config.streaming
         self._window = config.training.sequence_length
-        self._overlap = streaming.overlap
         self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
         self._carry_out_asides = carry_out_asides
         self._cycles = Cycles(self, len(replica.layout.fragments), streaming.mixing, streaming.overlap)
         self._stored_in: dict[int, int] = {}  # in which training each fragment was stored last
+        self._stored_at: dict[int, float] = {}
         self._number = 0
         self._idled = 0.0
 
@@ -63,7 +64,7 @@ class InnerLoops:
     def run(self, command: RunInnerLoop) -> InnerLoopDone:
         """Train. Whoever goes on has waited until now for the average of the last fragment of the cycle before."""
         self._waited = self._idled if command.goes_on else 0.0  # seconds, as are those that follow
-        self._held, self._idled = 0.0, 0.0
+        self._held = self._idled = self._longest_average = 0.0
         self._number, self._began, self._late = command.number, time.monotonic() - self._waited, 0
         forget_peak_memory(self._team.device)
         begin_with = self._vectors.local if command.from_local else self._vectors.theta
@@ -72,7 +73,7 @@ class InnerLoops:
             *(command.index, command.samples, command.steps, command.tokens),
             self._is_stopped,
         )
-        self._cycles.begin(_Told(inner_steps, self._tell), self._overlap, command.goes_on)
+        self._cycles.begin(_Told(inner_steps, self._tell), command.overlap, command.goes_on)
         self._wait_while_held()
         self._pass_through(inner_steps)
         trained = inner_steps.trained
@@ -88,6 +89,7 @@ class InnerLoops:
             peak_memory_bytes=peak_memory(self._team.device),
             late_averages=self._late,
             average_wait_seconds=self._waited,
+            longest_average_seconds=self._longest_average,
         )
 
     def _pass_through(self, inner_steps: InnerSteps) -> None:
@@ -113,7 +115,7 @@ class InnerLoops:
 
     def store(self, flat: Vector, fragment: int) -> None:
         self._replica.store(flat, fragment)
-        self._stored_in[fragment] = self._number
+        self._stored_in[fragment], self._stored_at[fragment] = self._number, time.monotonic()
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
         """Merge what was averaged, once it is there; and nothing, if there is nothing new or all are to stop."""
@@ -128,12 +130,15 @@ class InnerLoops:
             self._late += 1
             self._channel.wait_until(is_decided)
             self._waited += time.monotonic() - began
-        if self._channel.average_of(fragment) == (number, True):
-            self._replica.merge(theta, fragment, alpha)
+        average = self._channel.average_of(fragment)
+        if average is not None and average.number == number:
+            self._longest_average = max(self._longest_average, average.heard_at - self._stored_at[fragment])
+            if average.is_changed:
+                self._replica.merge(theta, fragment, alpha)
 
     def _has_average(self, fragment: int, number: int) -> bool:
-        said = self._channel.average_of(fragment)
-        return said is not None and said[0] == number
+        average = self._channel.average_of(fragment)
+        return average is not None and average.number == number
 
     def _is_stopped(self) -> bool:
         return self._number <= self._channel.stopped_number

@@ -11,6 +11,18 @@ TEMPERATURE = 0.8
 """Of samples, unless told otherwise: a little more likely than the model would write by itself."""
 
 
+AUTO = "auto"
+
+
+def parse_overlap(text: str) -> int | None:
+    """Return a number of inner steps, or None for "auto". Raises: ValueError."""
+    if text == AUTO:
+        return None
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text} is neither auto nor a number of inner steps, of which there is at least 1")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class WorkerOptions:
     """`device` is "auto" (all GPUs if torch sees any, else the CPU), "cpu", "cuda" (all GPUs) or one, as "cuda:1".
@@ -23,6 +35,8 @@ class WorkerOptions:
     where the run says fp32. With `whole_layers`, workers that share a model keep its layers whole from the forward to
     the backward pass, and their gradients until a batch's last window. They share it `replicas` times, each of so many
     equal groups once.
+    `overlap` is "auto" or a number: an average is merged here so many inner steps after its fragment was stored (None:
+    as the run says).
     Workers are `nice`, 0 to 19: whoever is less so comes first. All processes of the volunteer together keep to
     `max_memory` bytes of main memory, as far as they can choose.
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
@@ -39,6 +53,7 @@ class WorkerOptions:
     tf32: bool = False
     whole_layers: bool = False
     replicas: int = 1
+    overlap: str | None = None
     restarts: int = 0
     nice: int = 0
     max_memory: int | None = None

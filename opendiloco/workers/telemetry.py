@@ -14,8 +14,11 @@ from typing import Any
 
 from prometheus_client import Gauge, Info
 
+from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte
-from opendiloco.workers.control import InnerLoopDone, InnerStepDone
+from opendiloco.model.utilisation import peak_tokens_per_second
+from opendiloco.workers.control import Configured, InnerLoopDone, InnerStepDone
+from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
 from peers.presence.heartbeat import HeldOutLoss
 
@@ -30,6 +33,8 @@ VALUES = {
     "flops_utilisation": "Model FLOPs utilisation, 0 to 1; NaN: the peak of this device is not known",
     "data_wait_share": "Share of the time, 0 to 1, in which training waited for data",
     "average_wait_share": "Share of the time, 0 to 1, in which training waited for late averages of fragments",
+    "late_averages": "Averages of fragments that training waited for",
+    "longest_average_seconds": "From taking a fragment until its average was there, at most; NaN: none was awaited",
     "peak_memory_bytes": "Most memory of the first worker: on a GPU in that training, on the CPU since it started",
     "skipped_inner_steps": "Inner steps that changed nothing, since their loss or gradient was not finite",
 }
@@ -76,6 +81,8 @@ def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict
         "flops_utilisation": speed / peak_tokens_per_second if peak_tokens_per_second else math.nan,
         "data_wait_share": min(done.waited_seconds / seconds, 1.0),
         "average_wait_share": min(done.average_wait_seconds / seconds, 1.0),
+        "late_averages": done.late_averages,
+        "longest_average_seconds": done.longest_average_seconds or math.nan,
         "peak_memory_bytes": done.peak_memory_bytes,
         "skipped_inner_steps": done.skipped,
     }
@@ -97,6 +104,13 @@ class Telemetry:
         self.bytes_per_token = bytes_per_token
         self._inner_steps = inner_steps
         self._peak_tokens_per_second = peak_tokens_per_second
+
+    @classmethod
+    def of(cls, config: RunConfig, options: WorkerOptions, configured: Configured, workers: int) -> Telemetry:
+        """Return the telemetry of so many workers, which are what the first one says of itself."""
+        precision = "tf32" if options.tf32 and config.training.precision == "fp32" else config.training.precision
+        peak = peak_tokens_per_second(configured.device_name, workers, precision, configured.flops_per_token)
+        return cls(config.training.inner_steps, peak, configured.bytes_per_token)
 
     def track_with(self, trackers: Iterable[Tracker], configuration: Mapping[str, Any]) -> None:
         """Tell these trackers, too, from now on; first the configuration of what they will see. Prometheus gets it in
@@ -188,6 +202,8 @@ def line_of(values: Mapping[str, float]) -> str:
     waiting = f"{known['data_wait_share']:.1%} waiting for data, " if "data_wait_share" in known else ""
     if known.get("average_wait_share"):
         waiting += f"{known['average_wait_share']:.1%} waiting for averages, "
+    if "longest_average_seconds" in known:
+        waiting += f"averages after {known['longest_average_seconds']:.1f} s at most, "
     utilisation = f"{known['flops_utilisation']:.1%}" if "flops_utilisation" in known else "unknown"
     return (
         f"{values['tokens']:.0f} tokens, loss {values['loss']:.4f}, {norm}{values['tokens_per_second']:.0f} tokens/s, "

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -139,6 +139,24 @@ def test_workloads_agree_with_the_reference(
 
     async def story() -> None:
         swarm = {name: LocalWorkload(ThreadedWorkers(config), config) for name in "ab"}
+        assert await by_hand(config, swarm, ROSTERS) == expected
+
+    asyncio.run(asyncio.wait_for(story(), SECONDS))
+
+
+@pytest.mark.parametrize("own", [1, 3])
+def test_a_machine_with_an_overlap_of_its_own_agrees_with_the_reference(
+    small_content: dict[str, Any], own: int
+) -> None:
+    """The paper's experiment with slack between workers, section 3.3.2."""
+    config = streaming_config(small_content, "int8", {"layers_per_fragment": 1, "overlap": 2}, 5)
+    rosters = [[replace(each, overlap=own) if each.replica == "b" else each for each in roster] for roster in ROSTERS]
+    expected = list(Reference(config).run(rosters))
+    assert expected[-1] != list(Reference(config).run(ROSTERS))[-1]
+
+    async def story() -> None:
+        swarm = {"a": LocalWorkload(ThreadedWorkers(config), config)}
+        swarm["b"] = LocalWorkload(ThreadedWorkers(config, own), config)
         assert await by_hand(config, swarm, ROSTERS) == expected
 
     asyncio.run(asyncio.wait_for(story(), SECONDS))

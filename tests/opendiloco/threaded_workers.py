@@ -51,8 +51,10 @@ class Channel(ControlChannel):
 class ThreadedWorkers(WorkerGroup):
     """One worker."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, overlap: int | None = None) -> None:
+        """It merges averages after `overlap` inner steps, or as many as the run says."""
         self.config = config
+        self.overlap = config.streaming.overlap if overlap is None else overlap
         self.weights = SpreadWeights(Nodes())
         self.held_out_digest = ""
         self._trainings = 0
@@ -82,7 +84,9 @@ class ThreadedWorkers(WorkerGroup):
     ) -> Trained:
         self._trainings += 1
         number = self._trainings
-        command = RunInnerLoop(number=number, from_local=from_local, goes_on=goes_on, **vars(work))
+        command = RunInnerLoop(
+            number=number, overlap=self.overlap, from_local=from_local, goes_on=goes_on, **vars(work)
+        )
 
         def on_step(step: InnerStepDone) -> None:
             on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))

@@ -19,6 +19,7 @@ def training_done(**changes: Any) -> InnerLoopDone:
         "skipped": 0,
         "seconds": 2.0,
         "waited_seconds": 0.5,
+        "longest_average_seconds": 1.5,
         "peak_memory_bytes": 3 * 2**30,
     }
     return InnerLoopDone.model_validate(values | changes)

@@ -42,7 +42,18 @@ def test_a_run_streams_from_its_creation_to_the_verified_log(tmp_path: Path) -> 
         with volunteers(site, invite, "one", "two") as (one, two):
             for volunteer in (one, two):
                 volunteer.line(APPLIED, "it does not train")
-            join = ("join", "--run", invite, "--identity", "joiner.pem", "--data", "corpus", *LOOPBACK)
+            join = (
+                "join",
+                "--run",
+                invite,
+                "--identity",
+                "joiner.pem",
+                "--data",
+                "corpus",
+                "--overlap",
+                "auto",
+                *LOOPBACK,
+            )
             with site.start(*join) as joiner:
                 joiner.line(APPLIED, "who joins in the middle does not train")
                 joiner.signal(signal.SIGKILL)
