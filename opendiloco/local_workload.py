@@ -81,6 +81,7 @@ class TrainingWorkload(LocalState):
         self._contributions = [codec.empty_payload() for codec in self._codecs]
         self._streams = not config.streaming.is_plain
         self._bases = Bases(self._state, outlives_encoding=self._streams)
+        self._work = InnerLoop(0, (), 0, 0)  # what is trained, or has been
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
         self.measuring = Measuring(self._state, self._contributions)
@@ -117,6 +118,7 @@ class TrainingWorkload(LocalState):
             self.run_is_over()
             await asyncio.Event().wait()
         self.measuring.forget()
+        self._work = work
         return await self._inner_loop(work, on_progress, on_captured)
 
     async def _inner_loop(
@@ -131,8 +133,9 @@ class TrainingWorkload(LocalState):
         self.measuring.trained(fragment)
         encode, out = self._codecs[fragment].encode_difference, self._contributions[fragment]
         local = self.trainer.vectors.local[self._state.fragments[fragment]]
+        rounding = self._rounding.of_contribution(self._work.index, fragment, self._work.samples)
         try:
-            await asyncio.to_thread(encode, self._bases.of(fragment), local, out)
+            await asyncio.to_thread(encode, self._bases.of(fragment), local, out, rounding)
         except kernels.NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
         self._bases.encoded(fragment)
@@ -142,6 +145,7 @@ class TrainingWorkload(LocalState):
         return await asyncio.to_thread(
             self._codecs[reduction.fragment].average,
             *(reduction.contributions, reduction.first_block, reduction.out, reduction.tokens),
+            self._rounding.of_average(reduction.index, reduction.fragment, reduction.first_block),
         )
 
     def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:

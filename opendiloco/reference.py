@@ -32,6 +32,7 @@ from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.layout import Layout
+from opendiloco.outer.rounding import RunRounding
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
 from peers.values.leases import SampleRange
@@ -68,7 +69,7 @@ class Member(Cycles):
     def take_part(self, work: Work, theta: Vector, index: int, tokens: int, overlap: int) -> None:
         """Begin a cycle. A replica that took no part in the cycle before begins with theta."""
         goes_on = self._last_index is not None and index == self._last_index + 1
-        self._last_index = index
+        self._last_index, self.samples = index, work.samples
         begin_with = None if goes_on else theta
         self._inner_steps = self.replica.inner_steps(begin_with, index, work.samples, work.steps, tokens)
         self.begin(self._inner_steps, overlap, goes_on)
@@ -88,6 +89,7 @@ class StreamingDiLoCo:
         self.layout = layout
         self.state = OuterState(theta, config.outer_optimizer, layout.fragments)
         self.members: dict[str, Member] = {}
+        self._rounding = RunRounding.of(config.codec)
         self.index = 0
         self.tokens = 0
         self._new_replica = new_replica
@@ -124,9 +126,11 @@ class StreamingDiLoCo:
         accumulator = np.zeros_like(theta)
         for member in members:
             member.store(self._local, fragment)
-            kernels.quantize_difference(theta, local, payload)
+            rounding = self._rounding.of_contribution(self.index, fragment, member.samples)
+            kernels.quantize_difference(theta, local, payload, rounding)
             kernels.accumulate(payload, member.tokens, accumulator)
-        kernels.finish_average(accumulator, sum(member.tokens for member in members), payload)
+        rounding = self._rounding.of_average(self.index, fragment)
+        kernels.finish_average(accumulator, sum(member.tokens for member in members), payload, rounding)
         self.state.apply(payload, self.index, fragment)
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:

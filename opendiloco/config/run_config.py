@@ -84,6 +84,14 @@ class CodecSection(Section):
     """How payloads are encoded on the wire: a name of `opendiloco.kernels.FORMATS`; docs/codecs.md helps to choose."""
 
     kind: Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16"] = "int8"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest code, or by chance to one of the two beside it, so that nothing is lost on average."""
+
+    @model_validator(mode="after")
+    def check_rounding(self) -> Self:
+        if self.kind == "fp16" and self.rounding == "stochastic":
+            raise ValueError('kind = "fp16" rounds to nearest; remove rounding, or choose another kind')
+        return self
 
 
 class RoundsSection(Section):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opendiloco import kernels
-from opendiloco.kernels import Format, Payload
+from opendiloco.kernels import Format, Payload, Rounding
 from opendiloco.shared_memory import Vector
 from peers.values.memory import empty
 from peers.values.workload import BadBlocksError, Blocks
@@ -14,7 +14,7 @@ from peers.values.workload import BadBlocksError, Blocks
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Payloads of `values` fp32 values in a format, rounded to nearest, with up to `threads` threads a call."""
+    """Payloads of `values` fp32 values in a format, with up to `threads` threads a call."""
 
     format: Format
     values: int
@@ -32,9 +32,11 @@ class BlockCodec:
         """Memory for a payload; worth keeping, since taking it from the system takes longer than encoding into it."""
         return Payload(self.format, self.values, empty(self.format.payload_size(self.values)))
 
-    def encode_difference(self, theta: Vector, local: Vector, out: Payload) -> None:
+    def encode_difference(
+        self, theta: Vector, local: Vector, out: Payload, rounding: Rounding = kernels.NEAREST
+    ) -> None:
         """The payload of theta - local, both of shape (values,). Raises: NonFiniteError."""
-        kernels.quantize_difference(theta, local, out, threads=self.threads)
+        kernels.quantize_difference(theta, local, out, rounding, threads=self.threads)
 
     def check(self, blocks: Blocks, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""
@@ -63,6 +65,7 @@ class BlockCodec:
         first_block: int,
         out: memoryview | None = None,
         tokens: float | None = None,
+        rounding: Rounding = kernels.NEAREST,
     ) -> memoryview:
         """Return the mean of blocks from `first_block` on: fp32, in this order, weighted; quantized once.
 
@@ -72,7 +75,7 @@ class BlockCodec:
         """
         average = Payload(self.format, self._value_count(contributions[0][0], first_block), out)
         payloads = [(self._payload(blocks, first_block), weight) for blocks, weight in contributions]
-        kernels.average(payloads, average, threads=self.threads, total_weight=tokens)
+        kernels.average(payloads, average, rounding, self.threads, tokens)
         return average.buffer
 
     def _payload(self, blocks: Blocks, first_block: int) -> Payload:

@@ -21,6 +21,7 @@ from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.outer.codec import BlockCodec
+from opendiloco.outer.rounding import RunRounding
 from opendiloco.shared_memory import Vector
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.workload import Blocked, Blocks, SnapshotError
@@ -81,6 +82,7 @@ class LocalState:
         """`theta` is used in place; momentum begins as zeros. `fragments` are the layout's; by default there is one."""
         self._state = OuterState(theta, config.outer_optimizer, fragments)
         format = kernels.FORMATS[config.codec.kind]
+        self._rounding = RunRounding.of(config.codec)
         self._codecs = [BlockCodec(format, part.stop - part.start) for part in self._state.fragments]
 
     @property

@@ -34,8 +34,10 @@ async def average_chunk(
     tokens = sum(tokens for _, tokens in reduce.members)
     first_block = buffers.chunking.blocks(chunk)[0]
     room = buffers.room(len(contributions[0][0]))
+    place = round_name.position
+    reduction = Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index)
     try:
-        average = await codec.reduce(Reduction(contributions, first_block, memoryview(room), tokens, buffers.fragment))
+        average = await codec.reduce(reduction)
     except (BadBlocksError, DilocoPeerError) as error:
         spoiler, _ = reduce.members[await find_spoiler(codec, contributions, first_block, buffers.fragment)]
         if spoiler == me:

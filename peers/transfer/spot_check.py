@@ -103,8 +103,9 @@ class SpotCheck:
         buffers = self._buffers_of(exchange)
         first_block = buffers.chunking.blocks(average.chunk)[0]
         room, tokens = bytearray(len(contributions[0][0])), sum(tokens for _, tokens in reduce.members)
+        place = exchange.name.position
+        reduction = Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index)
         try:
-            reduction = Reduction(contributions, first_block, memoryview(room), tokens, buffers.fragment)
             again = await self._codec.reduce(reduction)
         except (BadBlocksError, DilocoPeerError):
             return None  # of which the reducer is to speak

@@ -67,7 +67,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What there is to average: checked blocks of a fragment, from `first_block` on, each with its owner's weight.
+    """What there is to average for outer step `index`: checked blocks of a fragment, from `first_block` on, each with
+    its owner's weight.
 
     Weights are tokens, or less for a contribution that is clipped; the sum is divided by `tokens`, by default the sum
     of the weights. The average may lie in `out`, which has as many bytes as each contribution.
@@ -78,6 +79,7 @@ class Reduction:
     out: memoryview | None = None
     tokens: int | None = None
     fragment: int = 0
+    index: int = 0
 
 
 class Blocked(Protocol):

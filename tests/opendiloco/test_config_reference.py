@@ -39,7 +39,7 @@ def test_a_key_has_the_text_below_it() -> None:
 def test_a_kind_that_must_be_named_is_required() -> None:
     assert row('`[inner_optimizer]`, kind = "adamw"', "kind") == '| `kind` | `"adamw"` | `"adamw"` |'
     assert row('`[inner_optimizer]`, kind = "muon"', "kind") == '| `kind` | `"muon"` | required |'
-    assert row("`[codec]`", "kind").endswith('| `"int8"` |')
+    assert '| `"int8"` |' in row("`[codec]`", "kind")
 
 
 def test_tables_of_several_kinds_and_lists_of_tables_have_their_own_headings() -> None:

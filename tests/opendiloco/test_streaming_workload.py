@@ -31,7 +31,9 @@ SECONDS = 60.0  # for what takes seconds
 def streaming_config(
     small_content: dict[str, Any], codec: str, streaming: dict[str, Any], inner_steps: int = 4
 ) -> RunConfig:
-    content = copy.deepcopy(small_content) | {"codec": {"kind": codec}, "streaming": streaming}
+    kind, _, rounding = codec.partition(" ")
+    content = copy.deepcopy(small_content) | {"streaming": streaming}
+    content["codec"] = {"kind": kind, "rounding": rounding or "nearest"}
     content["model"]["config"]["num_hidden_layers"] = 4
     content["training"] = content["training"] | {"inner_steps": inner_steps}
     return RunConfig.from_manifest_content(content)
@@ -90,7 +92,7 @@ class ByHand:
 
     async def conclude(self, fragment: int, roster: Sequence[Work]) -> None:
         weighted = [(self.given[fragment][each.replica], float(self.tokens_of(each))) for each in roster]
-        payload = bytes(await self.swarm["a"].reduce(Reduction(weighted, 0, fragment=fragment)))
+        payload = bytes(await self.swarm["a"].reduce(Reduction(weighted, 0, fragment=fragment, index=self.index)))
         is_last = fragment == len(self.given) - 1
         for name in self.draw.sample(list(self.swarm), len(self.swarm)):
             for _ in range(self.draw.choice((0, 1, 30))):
@@ -126,6 +128,8 @@ CASES = [
     (2, "ends", 3, 0.0, "uint4"),
     (4, "ends", 0, 0.5, "int8"),  # 1
     (4, "ends", 2, 0.5, "e3m0"),
+    (2, "apart", 2, 0.5, "e3m0 stochastic"),
+    (4, "ends", 0, 0.0, "int8 stochastic"),
 ]
 
 

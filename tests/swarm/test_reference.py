@@ -34,6 +34,9 @@ partition_grace_seconds = 60.0
 STREAMING = """[streaming]
 layers_per_fragment = 1
 overlap = 2
+[codec]
+kind = "e3m0"
+rounding = "stochastic"
 """
 
 
