@@ -54,6 +54,21 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Fragments:
+    """Of a run that streams: how many fragments there are, how many of this cycle's are being averaged and how many are
+    done, and after how many inner steps an average is merged here. Of the last training: how many averages it waited
+    for, for which share of its time, and how many seconds the slowest took; None: none was awaited yet."""
+
+    count: int
+    averaging: int
+    done: int
+    overlap: int
+    late: int = 0
+    wait_share: float = 0.0
+    longest: float | None = None
+
+
+@dataclass(frozen=True)
 class Progress:
     """One moment of a volunteer. It is paused while there are `pause_reasons`.
 
@@ -76,6 +91,7 @@ class Progress:
     tokens_per_second: float = 0.0
     held_out: str = ""
     contribution: Contribution | None = None
+    fragments: Fragments | None = None
     up: Traffic = Traffic()
     down: Traffic = Traffic()
     donors: int = 0

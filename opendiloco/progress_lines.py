@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from opendiloco.contributions import Contribution
-from opendiloco.progress import DOWNLOADING, TRAINING, Progress, Traffic, Work, phase_of_stage
+from opendiloco.progress import DOWNLOADING, TRAINING, Fragments, Progress, Traffic, Work, phase_of_stage
 from opendiloco.quantities import duration, in_words
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -35,6 +35,8 @@ def healthy_line(progress: Progress) -> str:
         said.append(f"loss {progress.loss:.3f}")
     if progress.tokens_per_second:
         said.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if progress.fragments is not None:
+        said.append(averages(progress.fragments))
     said += [f"{progress.peers} peers", reach(progress)]
     if progress.contribution is not None:
         said.append(contributed(progress.contribution))
@@ -53,6 +55,8 @@ def progress_lines(progress: Progress) -> list[str]:
         lines.append(progress.held_out)
     speed = f"{progress.tokens_per_second:,.0f} tokens/s · " if progress.tokens_per_second else ""
     lines.append(f"{speed}{progress.peers} peers · {reach(progress)}")
+    if progress.fragments is not None:
+        lines += [under_way(progress.fragments), averages(progress.fragments)]
     if progress.contribution is not None:
         lines.append(f"contributed {contributed(progress.contribution)}")
     lines.append(f"up {traffic(progress.up)} · down {traffic(progress.down)}")
@@ -73,6 +77,20 @@ def activity(progress: Progress) -> str:
     if progress.phase == DOWNLOADING and progress.donors:
         donors = f" from {counted(progress.donors, 'donor')} at {rate(progress.down)}"
     return f"{progress.phase}{donors} {how_far(progress.work)}".rstrip()
+
+
+def under_way(fragments: Fragments) -> str:
+    """Return what becomes of this cycle's fragments."""
+    return f"{fragments.averaging} of {counted(fragments.count, 'fragment')} averaging, {fragments.done} done"
+
+
+def averages(fragments: Fragments) -> str:
+    """Return when averages come, and whether training waits for them."""
+    merged = f"merged after {counted(fragments.overlap, 'step')}"
+    if fragments.longest is None:
+        return f"averages {merged}"
+    late = f", {fragments.late} late ({fragments.wait_share:.0%})" if fragments.late else ""
+    return f"averages in {fragments.longest:.1f} s, {merged}{late}"
 
 
 def reach(progress: Progress) -> str:

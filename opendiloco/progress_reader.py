@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from opendiloco.contributions import Contribution, contribution_of
 from opendiloco.dashboard.chronicle import Chronicle
-from opendiloco.progress import DOWNLOADING, FINISHED, OF_STATES, TRAINING, Progress, Traffic, Work
+from opendiloco.progress import DOWNLOADING, FINISHED, OF_STATES, ROUTINE, TRAINING, Progress, Traffic, Work
 from opendiloco.screen import held_out_lines, reachability
 from opendiloco.volunteer import Volunteer
 from peers.errors import DilocoPeerError
@@ -64,6 +64,8 @@ class ProgressReader:
         own, *others = volunteer.heartbeats()
         config = volunteer.run.config
         phase = FINISHED if volunteer.is_finished else OF_STATES[volunteer.state]
+        if phase in ROUTINE and volunteer.trains_on:
+            phase = TRAINING
         if phase != self._phase:
             self._phase, self._since = phase, now
         if own.loss is not None and (own.index, own.inner_step) > self._last_step:
@@ -87,6 +89,7 @@ class ProgressReader:
             tokens_per_second=own.tokens_per_second,
             held_out="".join(held_out_lines([own, *others], volunteer.bytes_per_token)),
             contribution=self._contribution(own.peer),
+            fragments=volunteer.fragments,
             up=Traffic(self._up.rate(sent, now), caps.upload, sent),
             down=Traffic(self._down.rate(received, now), caps.download, received),
             donors=donors,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -24,6 +25,7 @@ from opendiloco.curves import Curves, configuration_of
 from opendiloco.entrance import Entrance
 from opendiloco.kernels import FORMATS
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
+from opendiloco.progress import Fragments
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from opendiloco.sole import doubled
@@ -40,6 +42,7 @@ from peers.net.findable import keep_findable
 from peers.net.remembered import RememberedPeers
 from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
+from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.streams.throttle import Caps
 from peers.transfer.download import Download
@@ -187,6 +190,32 @@ class Volunteer:
     def is_finished(self) -> bool:
         """Whether the run is over, and the peer only hands out the model."""
         return self.state is State.TRAINING and self.outer_step >= self.run.config.total_outer_steps
+
+    @property
+    def trains_on(self) -> bool:
+        """Whether workers still take the last inner steps of what is being averaged."""
+        if not isinstance(self._workload, LocalWorkload):
+            return False
+        under_way = self._workload.workers.under_way
+        return under_way is not None and under_way.has_rest
+
+    @property
+    def fragments(self) -> Fragments | None:
+        """What becomes of fragments; None in a run that does not stream."""
+        if self.run.config.streaming.is_plain or not isinstance(self._workload, LocalWorkload):
+            return None
+        slots, workers = self._driver.peer.slots.values(), self._workload.workers
+        latest, count = workers.telemetry.latest, len(workers.fragments)
+        longest = latest.get("longest_average_seconds", math.nan)
+        return Fragments(
+            count=count,
+            averaging=sum(slot.state is SlotState.AVERAGING for slot in slots),
+            done=count - len(slots),
+            overlap=workers.overlap.steps,
+            late=int(latest.get("late_averages", 0)),
+            wait_share=latest.get("average_wait_share", 0.0),
+            longest=None if math.isnan(longest) else longest,
+        )
 
     @property
     def download(self) -> Download | None:

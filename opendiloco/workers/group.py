@@ -85,8 +85,8 @@ class WorkerGroup:
         self.kept_moments: tuple[Path, str] | None = None
         """The file with the newest moments that this machine has kept, and the run that they are of."""
         self._trainings = 0
-        self._under_way: UnderWay | None = None  # the newest training
-        self._overlap = Overlap(config, options.overlap)
+        self.under_way: UnderWay | None = None  # the newest training
+        self.overlap = Overlap(config, options.overlap)
         self._micro_batch = 0
         self._may_go_on = False  # whether the present workers have carried out a training
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
@@ -136,12 +136,12 @@ class WorkerGroup:
         started in their place; or were before, and the training `goes_on`. Too often, WorkerError and
         DeviceMemoryError; WorkerError also when most losses are not finite.
         """
-        before = self._under_way
+        before = self.under_way
         if before is not None and before.has_rest and not goes_on:
             self._tell(EndInnerLoop(number=self._trainings))
         self._trainings += 1
         number = self._trainings
-        overlap = self._overlap.steps
+        overlap = self.overlap.steps
         command = RunInnerLoop(number=number, overlap=overlap, from_local=from_local, goes_on=goes_on, **vars(work))
 
         def on_step(step: InnerStepDone) -> None:
@@ -160,10 +160,10 @@ class WorkerGroup:
             done = await self._ask(command, InnerLoopDone, on_report=under_way.heard)
             if under_way.is_wanted:
                 self.telemetry.trained(work.index, done)
-                self._overlap.learn(done)
+                self.overlap.learn(done)
             return done
 
-        self._under_way = under_way = UnderWay(lambda: len(self._workers), len(self.fragments), on_step, captured)
+        self.under_way = under_way = UnderWay(lambda: len(self._workers), len(self.fragments), on_step, captured)
         request = self._requests.add(carry_out)
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         if not self._config.streaming.overlap:

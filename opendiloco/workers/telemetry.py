@@ -101,6 +101,8 @@ class Telemetry:
         bytes_per_token: float | None = None,
     ) -> None:
         self.trackers: list[Tracker] = []
+        self.latest: Mapping[str, float] = {}
+        """`VALUES` of the last training."""
         self.bytes_per_token = bytes_per_token
         self._inner_steps = inner_steps
         self._peak_tokens_per_second = peak_tokens_per_second
@@ -131,7 +133,7 @@ class Telemetry:
 
     def trained(self, index: int, done: InnerLoopDone) -> None:
         """This machine's training for outer step `index` is done."""
-        values = values_of(done, self._peak_tokens_per_second)
+        values = self.latest = values_of(done, self._peak_tokens_per_second)
         if done.skipped:
             logger.warning(
                 "outer step %d: %d inner steps were skipped; their loss or gradient was not finite", index, done.skipped

@@ -41,8 +41,8 @@ class UnderWay:
 
     @property
     def has_rest(self) -> bool:
-        """Whether workers still take inner steps, or are about to."""
-        return self._request is not None and not self._request.done()
+        """Whether what is trained is known, and workers have inner steps to take yet."""
+        return self.is_known and self._request is not None and not self._request.done()
 
     def check_rest(self) -> None:
         """Raises: what has gone wrong with the rest, once it is over."""

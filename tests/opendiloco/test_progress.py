@@ -14,6 +14,7 @@ from opendiloco.progress import (
     OF_STATES,
     PREPARING,
     TRAINING,
+    Fragments,
     Progress,
     Traffic,
     Work,
@@ -90,6 +91,28 @@ def test_the_screen_fits_80_columns() -> None:
         "this machine: 61 °C",
     ]
     assert max(map(len, lines)) <= 80
+
+
+STREAMING = Fragments(count=9, averaging=2, done=3, overlap=5)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "said"),
+    [
+        (STREAMING, "averages merged after 5 steps"),
+        (replace(STREAMING, longest=1.23), "averages in 1.2 s, merged after 5 steps"),
+        (
+            replace(STREAMING, longest=12.3, overlap=1, late=4, wait_share=0.21),
+            "averages in 12.3 s, merged after 1 step, 4 late (21%)",
+        ),
+    ],
+)
+def test_a_run_that_streams_says_whether_training_waits_for_averages(fragments: Fragments, said: str) -> None:
+    streaming = replace(PROGRESS, fragments=fragments)
+    lines = progress_lines(streaming)
+    assert lines[4:6] == ["2 of 9 fragments averaging, 3 done", said]
+    assert max(map(len, lines)) <= 80
+    assert f", 12,346 tokens/s, {said}, 3 peers, " in healthy_line(streaming)
 
 
 def test_a_download_names_its_donors_and_rate() -> None:

@@ -54,7 +54,7 @@ class ThreadedWorkers(WorkerGroup):
     def __init__(self, config: RunConfig, overlap: int | None = None) -> None:
         """It merges averages after `overlap` inner steps, or as many as the run says."""
         self.config = config
-        self.overlap = config.streaming.overlap if overlap is None else overlap
+        self.own_overlap = config.streaming.overlap if overlap is None else overlap
         self.weights = SpreadWeights(Nodes())
         self.held_out_digest = ""
         self._trainings = 0
@@ -85,7 +85,7 @@ class ThreadedWorkers(WorkerGroup):
         self._trainings += 1
         number = self._trainings
         command = RunInnerLoop(
-            number=number, overlap=self.overlap, from_local=from_local, goes_on=goes_on, **vars(work)
+            number=number, overlap=self.own_overlap, from_local=from_local, goes_on=goes_on, **vars(work)
         )
 
         def on_step(step: InnerStepDone) -> None:
