@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import pytest
 
@@ -17,10 +16,10 @@ from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.streams.channel import RefusalError
 from peers.transfer import freezing as freezing_module
-from peers.transfer import snapshots as snapshots_module
-from peers.transfer.freezing import HELD, SNAPSHOT_PEERS, Freezer, is_chosen
+from peers.transfer.freezing import SNAPSHOT_PEERS, Freezer, is_chosen
 from peers.transfer.memory_file import MemoryFile
-from peers.transfer.snapshots import FrozenSnapshot
+from peers.transfer.shelf import LEAVE
+from peers.transfer.snapshots import IN_USE, FrozenSnapshot, Snapshot
 from peers.transfer.state_chunks import digest_of_state
 from peers.transfer.storage import MemoryStorage
 from peers.values.wire import digest_of
@@ -29,6 +28,7 @@ from tests.peers.fakes import FakeWorkload, at_once
 from tests.peers.protocol.test_peer import at_second
 
 EVERY = SETTINGS.snapshot_every
+HELD = 2
 T = TypeVar("T")
 
 
@@ -50,7 +50,9 @@ class Frozen:
         self.changed = asyncio.Condition()
         self.workload = FakeWorkload()
         self.told: list[FrozenSnapshot] = []
-        self.freezer = Freezer(rig.peer, self.workload, storage or MemoryStorage(), self)
+        self.seconds = 1000.0
+        storage = storage or MemoryStorage()
+        self.freezer = Freezer(rig.peer, self.workload, storage, self, clock=lambda: self.seconds)
         self.freezer.on_snapshot = self.told.append
         self.settle()
 
@@ -70,6 +72,14 @@ class Frozen:
     @property
     def head(self) -> bytes:
         return self.rig.peer.log.position.head
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        return self.freezer.held(self.rig.peer.log.at(snapshot.last).position.head) is snapshot
+
+    def fetch_from(self, snapshot: Snapshot) -> None:
+        """Somebody fetches a part of it, if it is still here."""
+        if self.holds(snapshot):
+            snapshot.used_at = self.seconds
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
         async with self.changed:
@@ -205,18 +215,18 @@ def test_a_copy_keeps_a_change_of_the_state_waiting_and_nothing_else(monkeypatch
 
 
 # Holding --------------------------------------------------------------------------------------------------------
-def test_an_older_snapshot_is_held_while_it_is_fetched_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_snapshot_is_held_while_it_is_fetched_and_no_longer() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
         await frozen.freezer.freeze_if_chosen()
         (first,), first_head = frozen.told, frozen.head
-        first.used_at = time.monotonic()
+        frozen.fetch_from(first)
         frozen.step(log_at(2 * EVERY))
         await frozen.freezer.freeze_if_chosen()
         assert frozen.freezer.held(first_head) is first
         assert await frozen.freezer.newest(0) is frozen.told[1]
-        monkeypatch.setattr(snapshots_module, "IN_USE", 0.0)
+        frozen.seconds += IN_USE
         frozen.step(log_at(3 * EVERY))
         await frozen.freezer.freeze_if_chosen()
         assert frozen.freezer.held(first_head) is None
@@ -232,7 +242,7 @@ def test_with_enough_snapshots_in_use_no_other_is_frozen() -> None:
         for turn in range(1, HELD + 2):
             frozen.step(log_at(turn * EVERY))
             await frozen.freezer.freeze_if_chosen()
-            frozen.told[-1].used_at = time.monotonic()
+            frozen.fetch_from(frozen.told[-1])
         assert len(frozen.told) == HELD
 
     asyncio.run(scenario())
@@ -246,7 +256,7 @@ def test_the_newest_is_found_though_an_older_one_was_fetched_since() -> None:
         frozen.step(log_at(EVERY))
         await frozen.freezer.freeze_if_chosen()
         (newer,) = frozen.told
-        newer.used_at = time.monotonic()
+        frozen.fetch_from(newer)
         older = Frozen(at_second())
         frozen.freezer.hold(await frozen_at(older, log_at(2)))
         async with asyncio.timeout(120.0):
@@ -257,8 +267,9 @@ def test_the_newest_is_found_though_an_older_one_was_fetched_since() -> None:
 
 async def frozen_at(frozen: Frozen, log: LogState) -> FrozenSnapshot:
     frozen.step(log)
-    await frozen.freezer.newest(log.position.index)
-    return frozen.told[-1]
+    snapshot = await frozen.freezer.newest(log.position.index)
+    assert isinstance(snapshot, FrozenSnapshot)
+    return snapshot
 
 
 # On demand ------------------------------------------------------------------------------------------------------
@@ -280,8 +291,8 @@ def test_who_has_frozen_nothing_does_so_when_asked() -> None:
 def test_those_who_ask_at_once_share_one_snapshot() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
-        given = await asyncio.gather(*(frozen.freezer.newest(0) for _ in range(3)))
-        assert given == frozen.told * 3
+        first, second, third = await asyncio.gather(*(frozen.freezer.newest(0) for _ in range(3)))
+        assert first is second is third
 
     asyncio.run(scenario())
 
@@ -356,22 +367,109 @@ def test_without_room_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
     assert "no space left on device" in caplog.text
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="whoever asks for a newer one is given it")
+def test_what_somebody_asks_for_is_no_checkpoint() -> None:
+    """Regression: a stranger had each volunteer write one after each entry, and drop the payloads before."""
+
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        await frozen.freezer.newest(0)
+        assert frozen.told == []
+        frozen.step(log_at(EVERY))
+        snapshot = await frozen.freezer.newest(EVERY)
+        assert frozen.told == [snapshot], "at a chosen entry it is one, whoever comes first"
+
+    asyncio.run(scenario())
+
+
+# Floods ---------------------------------------------------------------------------------------------------------
 def test_no_more_snapshots_are_held_than_there_is_memory_for() -> None:
     """A stranger asks for a newer one after each entry, and goes on with the older ones."""
 
     async def scenario() -> None:
         frozen = Frozen(at_second())
-        asked = list[FrozenSnapshot]()
+        asked = list[Snapshot]()
         for _ in range(6):
             with suppress(RefusalError):
-                asked.append(cast(FrozenSnapshot, await frozen.freezer.newest(frozen.rig.peer.log.position.index)))
+                asked.append(await frozen.freezer.newest(frozen.rig.peer.log.position.index))
             for snapshot in asked:
-                snapshot.used_at = time.monotonic()
+                snapshot.used_at = frozen.seconds
             frozen.step()
-        held = [
-            snapshot for snapshot in asked if frozen.freezer.held(frozen.rig.peer.log.at(snapshot.last).position.head)
-        ]
-        assert len(held) <= HELD
+        assert sum(map(frozen.holds, asked)) == HELD
+
+    asyncio.run(scenario())
+
+
+def test_whoever_is_refused_hears_why() -> None:
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        for _ in range(HELD):
+            frozen.fetch_from(await frozen.freezer.newest(frozen.rig.peer.log.position.index))
+            frozen.step()
+        with pytest.raises(RefusalError, match="as many snapshots as there is room for"):
+            await frozen.freezer.newest(frozen.rig.peer.log.position.index)
+        assert (await frozen.freezer.newest(0)).index == 1, "an older one is given at once"
+
+    asyncio.run(scenario())
+
+
+def test_joiners_find_the_same_snapshot_everywhere_whatever_strangers_have_asked_for() -> None:
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        frozen.step(log_at(EVERY))
+        await frozen.freezer.freeze_if_chosen()
+        frozen.step()
+        assert (await frozen.freezer.newest(EVERY + 1)).index == EVERY + 1
+        assert (await frozen.freezer.newest(1)).index == EVERY
+
+    asyncio.run(scenario())
+
+
+def test_what_was_asked_for_gives_way_at_a_chosen_entry() -> None:
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        frozen.step(log_at(EVERY))
+        await frozen.freezer.freeze_if_chosen()
+        (first,) = frozen.told
+        frozen.step()
+        asked = await frozen.freezer.newest(EVERY + 1)
+        for snapshot in (first, asked):
+            frozen.fetch_from(snapshot)
+        frozen.step(log_at(2 * EVERY))
+        await frozen.freezer.freeze_if_chosen()
+        assert [snapshot.index for snapshot in frozen.told] == [EVERY, 2 * EVERY]
+        assert frozen.holds(first)
+        assert not frozen.holds(asked)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("cycle", [1.0, 30.0, LEAVE])
+def test_a_joiner_gets_a_new_snapshot_while_strangers_fetch_whatever_there_is(cycle: float) -> None:
+    """Strangers that come again and again ask for the newest after each entry and let go of none. A joiner comes at any
+    time, fetches a little after each entry for as long as a slow link may take, and has lost nothing meanwhile."""
+
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        strangers, ages, index = set[Snapshot](), list[int](), 1
+        joining: tuple[Snapshot, float] | None = None
+        while len(ages) < 4:
+            index += 1
+            frozen.seconds += cycle
+            frozen.step()
+            await frozen.freezer.freeze_if_chosen()
+            if joining is None:
+                joining = await frozen.freezer.newest(1), frozen.seconds + LEAVE
+                ages.append(index - joining[0].index)
+            snapshot, done_at = joining
+            assert frozen.holds(snapshot), "the joiner has to begin anew"
+            frozen.fetch_from(snapshot)
+            if frozen.seconds >= done_at:
+                joining = None
+            with suppress(RefusalError):
+                strangers.add(await frozen.freezer.newest(index))
+            for one in filter(frozen.holds, strangers):
+                frozen.fetch_from(one)
+            strangers = set(filter(frozen.holds, strangers))
+        assert max(ages) <= 2 * EVERY + LEAVE / cycle
 
     asyncio.run(scenario())
