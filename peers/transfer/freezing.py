@@ -27,6 +27,7 @@ from peers.values.workload import SnapshotError, Workload
 logger = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for us to finish an outer step
+NOT_YET = "the state is not frozen yet: that is done when the outer step under way ends; ask again then"
 NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
 SNAPSHOT_PEERS = 8  # that freeze the same entry, where there are more
 
@@ -93,7 +94,7 @@ class Freezer:
                     if self._refusal:
                         raise RefusalError(self._refusal)
         except TimeoutError:
-            raise RefusalError("the state is not frozen yet; ask again") from None
+            raise RefusalError(NOT_YET) from None
         return snapshot
 
     async def _freeze_on_demand(self) -> None:
@@ -111,10 +112,14 @@ class Freezer:
         self._shelf.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
         self.on_snapshot(snapshot)
 
-    async def freeze_if_chosen(self) -> None:
-        """After a cycle: a snapshot, if this is the place and the peer for it. Raises: OSError, SnapshotError."""
+    async def freeze_if_due(self) -> None:
+        """After a cycle: a snapshot, if this is the place and the peer for it, or there is none here yet: amid a cycle
+        of several entries nothing can be frozen for whoever asks.
+
+        Raises: OSError, SnapshotError.
+        """
         log = self._peer.settled
-        if self._is_chosen(log) and not await self._freeze(log.position):
+        if (self._is_chosen(log) or self._shelf.is_empty) and not await self._freeze(log.position):
             logger.info("no snapshot of outer step %d: older ones are being fetched", log.position.index)
 
     async def _freeze(self, place: Position | None = None) -> bool:

@@ -2,7 +2,7 @@
 
 The first place is that of the newest snapshot from a chosen entry; everybody is given it for whom it is new enough, so
 that joiners find the same one at many donors. In the second is one that somebody still fetches: the one before, or one
-that was frozen because somebody asked for a newer one. Since identities cost nothing in an open run, no rule counts
+that was frozen since somebody asked for a newer one. Since identities cost nothing in an open run, no rule counts
 who fetches: whatever is in the second place has a time limit, and one that was asked for gives way to a chosen one. So
 nobody can keep a peer from having a new snapshot for others.
 """
@@ -27,6 +27,10 @@ class Shelf:
         self._is_asked_for = False
         """Whether the second one is at no chosen entry."""
         self._leaves_at = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        return self._first is None
 
     def held(self, head: bytes) -> Snapshot | None:
         return next((snapshot for at, snapshot in self._all if at == head), None)

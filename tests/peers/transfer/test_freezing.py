@@ -25,6 +25,7 @@ from peers.transfer.storage import MemoryStorage
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, PAYLOAD, SETTINGS, Rig
 from tests.peers.fakes import FakeWorkload, at_once
+from tests.peers.protocol.test_fragments import OFFERS, TWO, newcomer_behind
 from tests.peers.protocol.test_peer import at_second
 
 EVERY = SETTINGS.snapshot_every
@@ -147,10 +148,12 @@ def test_in_a_large_swarm_a_few_freeze_in_turn() -> None:
 def test_at_a_chosen_entry_the_state_is_frozen_and_training_may_change_it() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
-        await frozen.freezer.freeze_if_chosen()
-        assert frozen.told == [], "this is no chosen entry"
+        await frozen.freezer.freeze_if_due()
+        frozen.step()
+        await frozen.freezer.freeze_if_due()
+        assert frozen.told == [], "these are no chosen entries"
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         (snapshot,) = frozen.told
         frozen.workload.state = b"changed"
         assert bytes(snapshot.data) == b"state %d" % EVERY
@@ -165,7 +168,7 @@ def test_one_place_is_frozen_once() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
-        await asyncio.gather(*(frozen.freezer.freeze_if_chosen() for _ in range(3)))
+        await asyncio.gather(*(frozen.freezer.freeze_if_due() for _ in range(3)))
         assert len(frozen.told) == 1
 
     asyncio.run(scenario())
@@ -178,7 +181,7 @@ def test_if_the_next_entry_comes_first_nothing_is_frozen() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
         async with frozen.freezer.changing():
-            freezing = asyncio.ensure_future(frozen.freezer.freeze_if_chosen())
+            freezing = asyncio.ensure_future(frozen.freezer.freeze_if_due())
             await quiet()
             frozen.step(log_at(EVERY + 1))
         await in_time(freezing)
@@ -202,7 +205,7 @@ def test_a_copy_keeps_a_change_of_the_state_waiting_and_nothing_else(monkeypatch
                 frozen.step()
 
         monkeypatch.setattr(frozen.workload, "copy_state", copy_slowly)
-        freezing = asyncio.ensure_future(frozen.freezer.freeze_if_chosen())
+        freezing = asyncio.ensure_future(frozen.freezer.freeze_if_due())
         await in_time(asyncio.ensure_future(until(frozen.freezer._copy_lock.locked)))
         changing = asyncio.ensure_future(change())
         async with frozen.freezer.state_lock:  # as whoever takes the pseudo-gradient
@@ -219,16 +222,16 @@ def test_an_older_snapshot_is_held_while_it_is_fetched_and_no_longer() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         (first,), first_head = frozen.told, frozen.head
         frozen.fetch_from(first)
         frozen.step(log_at(2 * EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         assert frozen.freezer.held(first_head) is first
         assert await frozen.freezer.newest(0) is frozen.told[1]
         frozen.seconds += IN_USE
         frozen.step(log_at(3 * EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         assert frozen.freezer.held(first_head) is None
 
     asyncio.run(scenario())
@@ -241,7 +244,7 @@ def test_with_enough_snapshots_in_use_no_other_is_frozen() -> None:
         frozen = Frozen(at_second())
         for turn in range(1, HELD + 2):
             frozen.step(log_at(turn * EVERY))
-            await frozen.freezer.freeze_if_chosen()
+            await frozen.freezer.freeze_if_due()
             frozen.fetch_from(frozen.told[-1])
         assert len(frozen.told) == HELD
 
@@ -254,7 +257,7 @@ def test_the_newest_is_found_though_an_older_one_was_fetched_since() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         (newer,) = frozen.told
         frozen.fetch_from(newer)
         older = Frozen(at_second())
@@ -270,6 +273,35 @@ async def frozen_at(frozen: Frozen, log: LogState) -> FrozenSnapshot:
     snapshot = await frozen.freezer.newest(log.position.index)
     assert isinstance(snapshot, FrozenSnapshot)
     return snapshot
+
+
+# The first -----------------------------------------------------------------------------------------------------
+def test_amid_a_cycle_of_several_entries_there_is_a_snapshot_for_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: before the first chosen entry, and after each restart, a joiner was refused until the cycle's end."""
+    monkeypatch.setattr(freezing_module, "SETTLE_TIMEOUT", 0.01)
+
+    async def scenario() -> None:
+        rig, _, log = newcomer_behind(TWO)
+        frozen = Frozen(rig)
+        frozen.step(log)
+        await frozen.freezer.freeze_if_due()
+        frozen.step(log.append(log.of(0).next_header(OFFERS, PAYLOAD)))
+        assert not rig.peer.is_at_cycles_end
+        assert (await frozen.freezer.newest(1)).index == 1
+        assert frozen.told == [], "it is no checkpoint"
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_holds_a_snapshot_freezes_no_other_before_the_next_chosen_entry() -> None:
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        await frozen.freezer.freeze_if_due()
+        frozen.step()
+        await frozen.freezer.freeze_if_due()
+        assert (await frozen.freezer.newest(1)).index == 1
+
+    asyncio.run(scenario())
 
 
 # On demand ------------------------------------------------------------------------------------------------------
@@ -416,7 +448,7 @@ def test_joiners_find_the_same_snapshot_everywhere_whatever_strangers_have_asked
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         frozen.step()
         assert (await frozen.freezer.newest(EVERY + 1)).index == EVERY + 1
         assert (await frozen.freezer.newest(1)).index == EVERY
@@ -428,14 +460,14 @@ def test_what_was_asked_for_gives_way_at_a_chosen_entry() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         (first,) = frozen.told
         frozen.step()
         asked = await frozen.freezer.newest(EVERY + 1)
         for snapshot in (first, asked):
             frozen.fetch_from(snapshot)
         frozen.step(log_at(2 * EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         assert [snapshot.index for snapshot in frozen.told] == [EVERY, 2 * EVERY]
         assert frozen.holds(first)
         assert not frozen.holds(asked)
@@ -456,7 +488,7 @@ def test_a_joiner_gets_a_new_snapshot_while_strangers_fetch_whatever_there_is(cy
             index += 1
             frozen.seconds += cycle
             frozen.step()
-            await frozen.freezer.freeze_if_chosen()
+            await frozen.freezer.freeze_if_due()
             if joining is None:
                 joining = await frozen.freezer.newest(1), frozen.seconds + LEAVE
                 ages.append(index - joining[0].index)
