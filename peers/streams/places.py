@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager
 from peers.streams.channel import RefusalError
 
 WAIT = 20.0  # seconds that a peer may wait for a place
+FEW = 2  # places of a peer while they are scarce: one, and one that it has given up, whose end is not seen here yet
 LONGEST = 600.0  # seconds for which one may be held: no reader waits longer for what it has asked for
 
 
 class Places:
-    """`count` in all, `each` for one peer; but no second one for any while less than half are free: a slow one may hold
-    its places for long, and few such would have them all."""
+    """`count` in all, `each` for one peer; but only a `FEW` while less than half are free: a slow one may hold its
+    places for long, and few such would have them all."""
 
     def __init__(self, count: int, each: int) -> None:
         self._free = asyncio.Semaphore(count)
@@ -29,7 +30,7 @@ class Places:
         too long.
         """
         is_scarce = 2 * (self._count - self._taken.total()) < self._count
-        if self._taken[peer] >= (1 if is_scarce else self._each):
+        if self._taken[peer] >= (min(FEW, self._each) if is_scarce else self._each):
             raise RefusalError("other parts are on their way to you")
         self._taken[peer] += 1
         try:

@@ -62,11 +62,11 @@ def test_who_waits_has_part_of_its_share_taken() -> None:
     async def scenario() -> None:
         places = Places(1, 2)
         async with places.one_for("slow"):
-            waiting = asyncio.ensure_future(take(places, "greedy"))
+            waiting = [asyncio.ensure_future(take(places, "greedy")) for _ in range(2)]
             await asyncio.sleep(1.0)
             with pytest.raises(RefusalError, match="on their way"):
                 await take(places, "greedy")
-        assert await waiting == 1.0
+        assert await asyncio.gather(*waiting) == [1.0, 1.0]
 
     simulate(scenario())
 
