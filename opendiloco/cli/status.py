@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import click
 
@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import Run
-    from peers.net.transport import HivemindTransport
     from peers.presence.heartbeat import Heartbeat
     from peers.values.anchors import Anchors
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
 WATCH_SECONDS = 1.0
+COMPARE_SECONDS = 15.0  # for which it looks until two peers have been seen at one outer step: they may be short
 NOBODY = "no live peers: nobody trains in this run now"
+
+
+class HeartbeatsTransport(Protocol):
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
 
 
 @click.command()
@@ -58,25 +62,41 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
     from rich.console import Console
 
     from opendiloco.anchorage import ask_for_anchors
-    from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
 
-    agreement = Agreement()
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         await ask_for_anchors(transport, run, invite.addresses)
-        heartbeats = await live_heartbeats(transport, run)
+        heartbeats, agreement = await compare(transport, run)
         anchors = transport.anchors_of(run.run_id)
-    agreement.observe(heartbeats)
     here = volunteers_here(run.run_id)
     if as_json:
         peers = [plain(beat, run.config) for beat in heartbeats]
-        agree, anchored = not agreement.disagreements, plain_anchors(anchors)
+        agree, anchored = agreement.verdict, plain_anchors(anchors)
         shown = {"run": run.run_id, "agree": agree, "anchored": anchored, "peers": peers, "here": here}
         click.echo(json.dumps(shown, indent=2))
     else:
         Console().print(picture(run, heartbeats, agreement, anchors), *here_lines(here), sep="\n")
+
+
+async def compare(transport: HeartbeatsTransport, run: Run) -> tuple[list[Heartbeat], Agreement]:
+    """Return who is there, and whether they agree. Where outer steps are short, peers are seldom seen at the same one:
+    looks again for a while before it finds nothing to compare."""
+    import asyncio
+
+    from opendiloco.outer.agreement import Agreement
+    from peers.presence.membership import PARTICIPATING
+
+    agreement, now = Agreement(), asyncio.get_running_loop().time
+    ends = now() + COMPARE_SECONDS
+    while True:
+        heartbeats = await live_heartbeats(transport, run)
+        agreement.observe(heartbeats)
+        comparable = sum(beat.state in PARTICIPATING for beat in heartbeats)
+        if agreement.verdict is not None or comparable < 2 or now() >= ends:
+            return heartbeats, agreement
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 async def watch_status(invite: Invite, key: Identity) -> None:
@@ -103,7 +123,7 @@ async def watch_status(invite: Invite, key: Identity) -> None:
                 await asyncio.sleep(WATCH_SECONDS)
 
 
-async def live_heartbeats(transport: HivemindTransport, run: Run) -> list[Heartbeat]:
+async def live_heartbeats(transport: HeartbeatsTransport, run: Run) -> list[Heartbeat]:
     """Of the peers that have not said goodbye; what has expired is not in the DHT any more."""
     from peers.presence.heartbeat import PeerState
 

@@ -32,6 +32,13 @@ class Agreement:
         """The places at which different digests were named."""
         return tuple(sorted(index for index, digests in self._digests.items() if len(digests) > 1))
 
+    @property
+    def verdict(self) -> bool | None:
+        """Whether the peers agree; None: no two of them have been seen at one place."""
+        if self.disagreements:
+            return False
+        return True if self.compared else None
+
     def __str__(self) -> str:
         if self.disagreements:
             places = ", ".join(str(index) for index in self.disagreements)

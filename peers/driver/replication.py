@@ -124,7 +124,7 @@ class Replication:
 
     async def _freeze(self) -> None:
         try:
-            await self._freezer.freeze_if_chosen()
+            await self._freezer.freeze_if_due()
         except (OSError, SnapshotError) as error:
             logger.error("no snapshot of outer step %d: %s", self._peer.log.position.index, error)
 

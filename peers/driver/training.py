@@ -79,9 +79,10 @@ class Training:
             HEALTH.over("training")
 
     def look(self) -> None:
-        """Look now and then whether an average is awaited: the worker may wait for it, and is well all the same."""
+        """Look now and then whether an average is awaited, or waits to be applied: the worker may wait for it, and is
+        well all the same."""
         slots = self._host.peer.slots.values()
-        if self._is_watched and any(slot.state in (SlotState.READY, SlotState.AVERAGING) for slot in slots):
+        if self._is_watched and any(slot.state is not SlotState.OPEN for slot in slots):
             self._expect_a_step()
             self._stepped_at = None  # a step that waits is no measure of the next ones
 

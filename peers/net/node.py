@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
@@ -235,14 +235,20 @@ class HivemindNode:
         return None
 
     def learn(self, manifest: SignedManifest) -> None:
-        """Take in who may join this run: only they are heard from now on."""
+        """Take in who may join this run: only they are heard from now on. Those that the manifest names keep their
+        places under the run's key."""
         self.doors.learn(manifest)
         self.anchorage.learn(manifest)
+        self._name(manifest.run_id, {manifest.organiser, *manifest.anchors})
 
     def forget(self, run_id: str) -> None:
         """Forget a run that was learned."""
         self.doors.forget(run_id)
         self.anchorage.forget(run_id)
+        self._name(run_id, ())
+
+    def _name(self, run_id: str, peers: Collection[str]) -> None:
+        self._node.protocol.storage.name(HIVEMIND.protocol.DHTID.generate(heartbeats_key(run_id)), peers)
 
     @property
     def told(self) -> dict[str, Callable[[str, bytes], Coroutine[None, None, bytes]]]:

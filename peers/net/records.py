@@ -83,18 +83,22 @@ class RecordBudget:
         self._order = count()
         self._expiring: list[tuple[float, int, Hashable]] = []
 
-    def admit(self, record: Hashable, size: int, expiration: float, now: float) -> bool:
+    def admit(
+        self, record: Hashable, size: int, expiration: float, now: float, instead_of: Hashable | None = None
+    ) -> bool:
         """Whether a record of `size` bytes may be kept; times in seconds since the epoch. Only what is newer may
-        replace one of the same name."""
+        replace one of the same name. If it may, the record that it is kept `instead_of` is not any more."""
         while self._expiring and self._expiring[0][0] < now:
             expired, _, name = heapq.heappop(self._expiring)
-            if self._kept[name][0] == expired:
+            if name in self._kept and self._kept[name][0] == expired:
                 self._total -= self._kept.pop(name)[1]
         before, freed = self._kept.get(record, (now, 0))
+        _, given_up = self._kept.get(instead_of, (now, 0))
         size += RECORD_OVERHEAD
-        if expiration <= before or self._total - freed + size > self._limit:
+        if expiration <= before or self._total - freed - given_up + size > self._limit:
             return False
-        self._total += size - freed
+        self._kept.pop(instead_of, None)
+        self._total += size - freed - given_up
         self._kept[record] = expiration, size
         heapq.heappush(self._expiring, (expiration, next(self._order), record))
         return True

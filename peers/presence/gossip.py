@@ -71,7 +71,7 @@ class Gossip:
         self.me = me
         self.heard = Heard(run, int(wall * 1000))
         self.own: Word | None = None
-        self.partners = Partners(seed, self._known_since)
+        self.partners = Partners(seed, self.known_since)
         self.answered_at = -float("inf")
         """When another peer last took part in an exchange with us."""
         self.copies = Copies()
@@ -131,7 +131,8 @@ class Gossip:
         """Return for how many seconds nothing new was heard of each peer."""
         return {word.heartbeat.peer: now - word.at for word in self.heard.fresh(now)}
 
-    def _known_since(self, peer: str) -> float:
+    def known_since(self, peer: str) -> float:
+        """Return when anything was heard of a peer first."""
         word = self.heard.get(peer)
         return word.first_at if word else 0.0
 

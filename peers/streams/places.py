@@ -10,20 +10,27 @@ from contextlib import asynccontextmanager
 from peers.streams.channel import RefusalError
 
 WAIT = 20.0  # seconds that a peer may wait for a place
+FEW = 2  # places of a peer while they are scarce: one, and one that it has given up, whose end is not seen here yet
+LONGEST = 600.0  # seconds for which one may be held: no reader waits longer for what it has asked for
 
 
 class Places:
-    """`count` in all, `each` for one peer: a slow one may hold its place for long."""
+    """`count` in all, `each` for one peer; but only a `FEW` while less than half are free: a slow one may hold its
+    places for long, and few such would have them all."""
 
     def __init__(self, count: int, each: int) -> None:
         self._free = asyncio.Semaphore(count)
+        self._count = count
         self._each = each
         self._taken: Counter[str] = Counter()
 
     @asynccontextmanager
     async def one_for(self, peer: str) -> AsyncIterator[None]:
-        """Raises: RefusalError when there is none for long, or the peer has its share."""
-        if self._taken[peer] >= self._each:
+        """Raises: RefusalError when there is none for long, or the peer has its share; TimeoutError when it is held for
+        too long.
+        """
+        is_scarce = 2 * (self._count - self._taken.total()) < self._count
+        if self._taken[peer] >= (min(FEW, self._each) if is_scarce else self._each):
             raise RefusalError("other parts are on their way to you")
         self._taken[peer] += 1
         try:
@@ -33,7 +40,8 @@ class Places:
             except TimeoutError:
                 raise RefusalError("too many fetch from here now") from None
             try:
-                yield
+                async with asyncio.timeout(LONGEST):
+                    yield
             finally:
                 self._free.release()
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -17,6 +18,7 @@ from peers.log.header import Position
 from peers.log.state import LogState
 from peers.protocol.peer import Peer
 from peers.streams.channel import RefusalError
+from peers.transfer.shelf import Shelf
 from peers.transfer.snapshots import FrozenSnapshot, Snapshot
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
 from peers.transfer.storage import Storage
@@ -25,7 +27,8 @@ from peers.values.workload import SnapshotError, Workload
 logger = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for us to finish an outer step
-HELD = 2  # snapshots, while joiners still fetch the older one; each takes 8 bytes a parameter
+NOT_YET = "the state is not frozen yet: that is done when the outer step under way ends; ask again then"
+NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
 SNAPSHOT_PEERS = 8  # that freeze the same entry, where there are more
 
 
@@ -42,10 +45,18 @@ class Freezer:
     `state_lock` is held while theta and momentum change, and while the pseudo-gradient is taken from them. A copy for a
     snapshot, which may take long on a disk, keeps only a change waiting.
 
-    `on_snapshot` is told of every one that is frozen or taken over.
+    `on_snapshot` is told of every one that is frozen at a chosen entry or taken over, and not of those that somebody
+    has asked for: what it leads to, a checkpoint, is not for strangers to ask for.
     """
 
-    def __init__(self, peer: Peer, workload: Workload, storage: Storage, host: Host) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        workload: Workload,
+        storage: Storage,
+        host: Host,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.state_lock = asyncio.Lock()
         self._copy_lock = asyncio.Lock()
         self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
@@ -53,7 +64,7 @@ class Freezer:
         self._workload = workload
         self._storage = storage
         self._host = host
-        self._held: dict[bytes, Snapshot] = {}  # by head of the log, the newest last
+        self._shelf = Shelf(clock)
         self._freezing = asyncio.Lock()
         self._on_demand: asyncio.Task[None] | None = None
         self._refusal = ""  # why that failed
@@ -68,7 +79,7 @@ class Freezer:
         return self._peer.is_live(peer)
 
     def held(self, head: bytes) -> Snapshot | None:
-        return self._held.get(head)
+        return self._shelf.held(head)
 
     async def newest(self, least: int) -> Snapshot:
         """Raises: RefusalError."""
@@ -76,60 +87,69 @@ class Freezer:
             raise RefusalError(f"outer step {least} is not here yet")
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT):
-                while not (snapshot := self._last) or snapshot.index < least:
+                while (snapshot := self._shelf.new_enough(least)) is None:
                     if self._on_demand is None or self._on_demand.done():
                         self._on_demand = self._host.start(self._freeze_on_demand())
                     await asyncio.wait([self._on_demand])  # it goes on for who asks next
                     if self._refusal:
                         raise RefusalError(self._refusal)
         except TimeoutError:
-            raise RefusalError("the state is not frozen yet; ask again") from None
+            raise RefusalError(NOT_YET) from None
         return snapshot
 
     async def _freeze_on_demand(self) -> None:
         self._refusal = ""
         try:
             await self._host.until(lambda peer: peer.is_at_cycles_end)
-            async with self._freezing:
-                await self._freeze()
+            if not await self._freeze():
+                self._refusal = NO_ROOM
         except (OSError, SnapshotError) as error:
             logger.warning("no snapshot for who asks: %s", error)
             self._refusal = "no snapshot can be made here"
 
     def hold(self, snapshot: FrozenSnapshot) -> None:
-        """Give this one from now on; older ones only as long as somebody fetches them."""
-        self._held = {head: held for head, held in self._held.items() if held.is_in_use}
-        head = self._peer.log.at(snapshot.last, snapshot.ends).position.head
-        self._held.pop(head, None)
-        self._held[head] = snapshot
+        """Give this one from now on; the one before only as long as somebody fetches it."""
+        self._shelf.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
         self.on_snapshot(snapshot)
 
-    async def freeze_if_chosen(self) -> None:
-        """After a cycle: a snapshot, if this is the place and the peer for it. Raises: OSError, SnapshotError."""
-        in_use, log = sum(held.is_in_use for held in self._held.values()), self._peer.settled
-        if is_chosen(self._peer.me, log, self._peer.settings.snapshot_every) and in_use < HELD:
-            async with self._freezing:
-                await self._freeze(log.position)
+    async def freeze_if_due(self) -> None:
+        """After a cycle: a snapshot, if this is the place and the peer for it, or there is none here yet: amid a cycle
+        of several entries nothing can be frozen for whoever asks.
 
-    async def _freeze(self, place: Position | None = None) -> None:
-        """The present state, if it is at `place`. Raises: OSError, without room; SnapshotError, when it is corrupt."""
-        memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
-        async with self._copy_lock:
-            log, state_digest = self._peer.settled, self._peer.state_digest
-            if not self._peer.is_at_cycles_end or place not in (None, log.position):
-                return
-            if held := self._held.pop(log.position.head, None):
-                self._held[log.position.head] = held  # the newest again
-                return
-            await self._workload.copy_state(memory.data)
-        digests = await asyncio.to_thread(chunk_digests, [memory.data])
-        if digest_of_chunks(digests) != state_digest:
-            raise SnapshotError(f"the state at {log.position} is not the one that its digest names")
-        self.hold(FrozenSnapshot(log.last, state_digest, digests, memory.data, log.ends, memory=memory))
+        Raises: OSError, SnapshotError.
+        """
+        log = self._peer.settled
+        if (self._is_chosen(log) or self._shelf.is_empty) and not await self._freeze(log.position):
+            logger.info("no snapshot of outer step %d: older ones are being fetched", log.position.index)
 
-    @property
-    def _last(self) -> Snapshot | None:
-        return next(reversed(self._held.values()), None)
+    async def _freeze(self, place: Position | None = None) -> bool:
+        """Freeze the present state, if it is at `place`. Returns whether there was room for another one.
+
+        Raises: OSError, without memory; SnapshotError, when the state is corrupt.
+        """
+        async with self._freezing:
+            if self._shelf.gives_again(self._peer.settled.position.head):
+                return True
+            if not self._shelf.has_room(self._is_chosen(self._peer.settled)):
+                return False
+            memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
+            async with self._copy_lock:
+                log, state_digest = self._peer.settled, self._peer.state_digest
+                if not self._peer.is_at_cycles_end or place not in (None, log.position):
+                    return True
+                await self._workload.copy_state(memory.data)
+            digests = await asyncio.to_thread(chunk_digests, [memory.data])
+            if digest_of_chunks(digests) != state_digest:
+                raise SnapshotError(f"the state at {log.position} is not the one that its digest names")
+            snapshot = FrozenSnapshot(log.last, state_digest, digests, memory.data, log.ends, memory=memory)
+            if self._is_chosen(log):
+                self.hold(snapshot)
+            else:
+                self._shelf.add_asked_for(log.position.head, snapshot)
+            return True
+
+    def _is_chosen(self, log: LogState) -> bool:
+        return is_chosen(self._peer.me, log, self._peer.settings.snapshot_every)
 
 
 def is_chosen(me: str, log: LogState, every: int) -> bool:

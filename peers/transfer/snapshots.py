@@ -66,10 +66,8 @@ class Snapshot:
         """Cycles that are in it."""
         return self.last.index + 1 if self.last else 0
 
-    @property
-    def is_in_use(self) -> bool:
-        """Whether somebody is fetching it, as far as can be seen."""
-        now = time.monotonic()
+    def is_in_use(self, now: float) -> bool:
+        """Whether somebody is fetching it, as far as can be seen. `now`: of time.monotonic."""
         return self.used_at > now - IN_USE or self.offered_at > now - OFFERED
 
 

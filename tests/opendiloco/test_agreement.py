@@ -32,6 +32,7 @@ def test_peers_at_different_places_say_nothing_about_each_other() -> None:
     agreement = Agreement()
     agreement.observe([beat("a", 1, 7), beat("b", 2, 8)])
     assert agreement.compared == 0
+    assert agreement.verdict is None
     assert "nothing to compare" in str(agreement)
 
 
@@ -39,10 +40,10 @@ def test_peers_at_one_place_are_compared_whenever_they_were_there() -> None:
     agreement = Agreement()
     agreement.observe([beat("a", 1, 7), beat("b", 2, 8)])
     agreement.observe([beat("a", 2, 8)])
-    assert (agreement.compared, agreement.disagreements) == (1, ())
+    assert (agreement.compared, agreement.disagreements, agreement.verdict) == (1, (), True)
     assert str(agreement) == "all log and state digests agree (1 outer step compared)"
     agreement.observe([beat("c", 1, 9)])
-    assert agreement.disagreements == (1,)
+    assert (agreement.disagreements, agreement.verdict) == ((1,), False)
     assert "DISAGREE at outer step 1" in str(agreement)
 
 

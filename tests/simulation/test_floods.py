@@ -1,46 +1,111 @@
-"""What somebody who makes up peers can do to a run's place in the DHT. As in test_weaknesses.py, what ought to be true
-and is not fails until somebody mends it."""
+"""What somebody who makes up peers can do to a run's place in the DHT."""
 
 from __future__ import annotations
 
-import time
+import random
+from collections.abc import Iterable, Iterator
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
-from peers.net.dht_storage import BoundedStorage
+import pytest
+
+from peers.net import dht_storage
+from peers.net.dht_storage import RECORDS, BoundedStorage
 from peers.net.light import load_hivemind
 from peers.net.records import heartbeats_key
-from tests.simulation.test_weaknesses import broken
+from peers.presence.meeting_place import ELDERS, STORE_SHARE
 
 RUN = "tiny-" + "a" * 32
+KEY: Any = load_hivemind().protocol.DHTID.generate(source=heartbeats_key(RUN))
+REPLICAS = 5  # nodes that keep a record
+LIFETIME = 20.0  # seconds, of a heartbeat
+PERIOD = int(STORE_SHARE * LIFETIME)  # seconds from one heartbeat that a peer stores to the next
 
 
-def peer(number: int) -> str:
-    return f"12D3KooW{number:044}"
+class Scene:
+    """The nodes that keep a run's heartbeats, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        self.nodes = [BoundedStorage(random.Random(number)) for number in range(REPLICAS)]
+        self.crowd: Iterator[int] = count()
+        clock = SimpleNamespace(time=lambda: self.seconds, monotonic=lambda: self.seconds)
+        monkeypatch.setattr(dht_storage, "time", clock)
+        monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", clock.time)
+        for node in self.nodes:
+            node.favour(KEY)
+
+    def store(self, peer: str, lifetime: float = LIFETIME) -> None:
+        for node in self.nodes:
+            node.store_subkey(KEY, peer, bytes(700), self.seconds + lifetime)
+
+    def flood(self, records: int) -> None:
+        """Store those of so many made-up peers, which live for as long as a heartbeat may."""
+        for _ in range(records):
+            self.store(f"made up {next(self.crowd)}", 600.0)
+
+    def found(self) -> set[str]:
+        """What somebody is sent who looks for the run."""
+        return {peer for node in self.nodes for peer, _ in node.get(KEY).value.items()}
+
+    def live(self, seconds: int, peers: list[str], made_up: int) -> Iterator[set[str]]:
+        """Let time pass, in which the peers store in turn, and `made_up` others a second. Yields what is found."""
+        for _ in range(seconds):
+            self.seconds += 1.0
+            self.flood(made_up // 2)
+            for number, peer in enumerate(peers):
+                if (int(self.seconds) + number * PERIOD // len(peers)) % PERIOD == 0:
+                    self.store(peer)
+            self.flood(made_up - made_up // 2)
+            yield self.found()
 
 
-def storage_of_a_run() -> tuple[BoundedStorage, Any]:
-    """Return a node's storage, and the key under which the heartbeats of a run lie."""
-    storage, key = BoundedStorage(), load_hivemind().protocol.DHTID.generate(source=heartbeats_key(RUN))
-    storage.favour(key)
-    return storage, key
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
 
 
-def flooded(storage: BoundedStorage, key: Any, soon: float) -> int:
-    """Store records of made-up peers, and return how many are taken."""
-    count = 0
-    while storage.store_subkey(key, f"made up {count}", bytes(700), soon + 600.0):
-        count += 1
-    return count
+def longest_wait(seen: Iterable[bool]) -> int:
+    """For how many looks one after another nobody was seen."""
+    return max(map(len, "".join("x" if one else "." for one in seen).split("x")))
 
 
-@broken("whoever comes first has the places under a run's key, and peers are made up for nothing")
-def test_a_flood_of_records_hides_no_peer_of_the_run() -> None:
-    (storage, run), now = storage_of_a_run(), time.time()
-    flooded(storage, run, now)
-    assert any(storage.store_subkey(run, peer(number), bytes(700), now + 20.0) for number in range(100))
+def test_a_flood_of_records_hides_no_peer_that_was_there_before(scene: Scene) -> None:
+    """However large it is, and however long it lasts. Those who came first in a large run store all the time."""
+    peers = [f"peer {number}" for number in range(ELDERS)]
+    assert any(found >= set(peers) for found in scene.live(PERIOD, peers, made_up=0))
+    assert all(found >= set(peers) for found in scene.live(5 * PERIOD, peers, made_up=RECORDS))
 
 
-def test_a_flood_of_records_is_small_to_read() -> None:
+def test_a_peer_that_comes_during_a_flood_is_found_by_whoever_looks_for_some_seconds(scene: Scene) -> None:
+    """Four newcomers, when each node is sent a hundred made-up peers a second."""
+    newcomers = [f"peer {number}" for number in range(4)]
+    scene.flood(RECORDS)
+    looks = [bool(found & set(newcomers)) for found in scene.live(5 * PERIOD, newcomers, made_up=100)]
+    assert longest_wait(looks[PERIOD:]) <= 3
+
+
+def test_those_that_the_manifest_names_are_found_whoever_came_before(scene: Scene) -> None:
+    """An organiser's peer, or an archive that is an anchor, from when it first stores."""
+    for node in scene.nodes:
+        node.name(KEY, {"archive"})
+    scene.flood(2 * RECORDS)
+    looks = ["archive" in found for found in scene.live(3 * PERIOD, ["archive"], made_up=RECORDS)]
+    assert all(looks[PERIOD:])
+
+
+def test_a_peer_that_was_away_comes_last(scene: Scene) -> None:
+    scene.store("peer")
+    scene.flood(RECORDS)
+    scene.seconds += LIFETIME + 1.0
+    scene.store("peer")
+    scene.flood(10 * RECORDS)
+    assert "peer" not in scene.found()
+
+
+def test_a_flood_of_records_is_small_to_read(scene: Scene) -> None:
     """What everybody is sent who looks for a run."""
-    (storage, run), now = storage_of_a_run(), time.time()
-    assert flooded(storage, run, now) * 700 <= 200_000
+    scene.flood(10 * RECORDS)
+    for node in scene.nodes:
+        assert len(node.get(KEY).value) * 700 <= 200_000

@@ -69,11 +69,13 @@ def the_follower_has_seen_it(finished: Finished, site: Site) -> str:
 def everybody_finishes_with_the_same_digests(site: Site, invite: str, state_digest: str) -> None:
     def finished() -> bool:
         status = read_status(site, invite)
-        assert status["agree"]
+        assert status["agree"] is not False
         return [peer["outer_step"] for peer in status["peers"]] == [OUTER_STEPS, OUTER_STEPS]
 
     eventually(finished, "the run does not come to its end")
-    first, second = read_status(site, invite)["peers"]
+    status = read_status(site, invite)
+    assert status["agree"] is True
+    first, second = status["peers"]
     assert first["state"] == second["state"] == "finished"
     assert first["log_digest"] == second["log_digest"]
     assert first["state_digest"] == second["state_digest"] == state_digest

@@ -49,7 +49,7 @@ def test_two_volunteers_behind_symmetric_routers_train_a_run_to_its_end(net: Int
             assert entries(site, "two")[OUTER_STEPS - 1] == ending, "two lineages"
             assert len(header.roster) == 2
             status = json.loads(site.run("status", "--run", invite, "--json", prefix=public.prefix).out)
-            assert status["agree"]
+            assert status["agree"] is True
             assert [peer["reach"] for peer in status["peers"]] == ["NAT", "NAT"]
             one, two = (peer["peer"][-8:] for peer in status["peers"])
             assert [peer["relayed"] for peer in status["peers"]] == [[two], [one]]

@@ -16,12 +16,14 @@ from peers.driver.pulse import Pulse
 from peers.driver.training import STEP_LIMIT, STUCK, Training
 from peers.health import Health
 from peers.protocol.effects import Train
+from peers.protocol.events import Applied, PayloadFetched
 from peers.protocol.slot import SlotState
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.peers.builders import SETTINGS
 from tests.peers.driver.test_pulse import ME, Network, new_peer
 from tests.peers.fakes import FakeWorkload
+from tests.peers.protocol.test_fragments import told_of_an_entry
 
 STEP = Progress(inner_step=1, loss=2.0, tokens_per_second=10.0)
 
@@ -77,10 +79,11 @@ def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health,
     assert health.reasons == []
 
 
-def test_a_worker_that_waits_for_an_average_is_well(health: Health, clock: Clock) -> None:
-    """However long that takes; from then on it counts anew."""
+@pytest.mark.parametrize("awaited", [SlotState.READY, SlotState.AVERAGING, SlotState.CONCLUDED])
+def test_a_worker_that_waits_for_an_average_is_well(awaited: SlotState, health: Health, clock: Clock) -> None:
+    """However long that takes, and however long it waits to be applied; from then on it counts anew."""
     seen: list[list[str]] = []
-    slot = SimpleNamespace(state=SlotState.AVERAGING)
+    slot = SimpleNamespace(state=awaited)
     host: Any = SimpleNamespace(peer=SimpleNamespace(slots={0: slot}), handle=lambda event: None)
 
     def wait() -> None:
@@ -97,6 +100,28 @@ def test_a_worker_that_waits_for_an_average_is_well(health: Health, clock: Clock
     training = Training(workload, [PayloadBuffers(workload, 0)], asyncio.Lock(), asyncio.Lock(), host)
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
     assert seen == [[], [], [], [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]]
+
+
+def test_a_worker_whose_entries_wait_for_another_fragments_payload_is_well(health: Health, clock: Clock) -> None:
+    """With a real peer: it has given two fragments, and an entry was made without it that it cannot get."""
+    rig, header = told_of_an_entry()
+    seen: list[list[str]] = []
+
+    def wait() -> None:
+        for _ in range(3):
+            clock.seconds += STEP_LIMIT
+            training.look()
+            seen.append(health.reasons)
+        rig.do(PayloadFetched(header))
+        rig.do(Applied(header))
+        clock.seconds += STEP_LIMIT
+        training.look()
+        seen.append(health.reasons)
+
+    workload, host = Worker(wait), cast(Host, SimpleNamespace(peer=rig.peer, handle=lambda event: None))
+    training = Training(workload, [PayloadBuffers(workload, 0)], asyncio.Lock(), asyncio.Lock(), host)
+    asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
+    assert seen == [[]] * 4
 
 
 def test_a_worker_that_does_no_inner_step_for_long_is_told_of_until_training_ends(health: Health, clock: Clock) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from peers.net import dht_storage
+from peers.net.daemon import Daemon
 from peers.net.dht_storage import BoundedStorage, bounded
 from peers.net.light import load_hivemind
-from peers.net.records import RECORD_OVERHEAD
+from peers.net.node import HivemindNode
+from peers.net.records import RECORD_OVERHEAD, heartbeats_key
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
 
 HIVEMIND = load_hivemind()
 RUN, STRANGE = (HIVEMIND.protocol.DHTID.generate(source) for source in (b"run", b"strange"))
@@ -48,12 +54,52 @@ def test_what_a_node_had_before_is_taken_over(storage: BoundedStorage) -> None:
 
 
 def test_no_key_has_more_records_than_a_reader_should_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one replaces the one that came last."""
     monkeypatch.setattr(dht_storage, "RECORDS", 2)
     storage = BoundedStorage()
     storage.favour(RUN)
     for key in (RUN, STRANGE):
-        assert storage.store_subkey(key, "a", b"heartbeat", LATER)
-        assert storage.store_subkey(key, "b", b"heartbeat", LATER)
-        assert not storage.store_subkey(key, "c", b"heartbeat", LATER)
+        for number, peer in enumerate("abcd"):
+            assert storage.store_subkey(key, peer, b"heartbeat", LATER + number)
         assert storage.store_subkey(key, "a", b"newer", LATER + 1)
-        assert len(storage.get(key).value) == 2
+        assert {subkey for subkey, _ in storage.get(key).value.items()} == {"a", "d"}
+
+
+def test_a_record_that_is_not_taken_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers' room is full, and what comes is larger than what it would replace."""
+    monkeypatch.setattr(dht_storage, "RECORDS", 2)
+    monkeypatch.setattr(dht_storage, "OTHERS_BYTES", 2 * RECORD_OVERHEAD + 10)
+    storage = BoundedStorage()
+    for peer in "ab":
+        assert storage.store_subkey(STRANGE, peer, b"small", LATER)
+    assert not storage.store_subkey(STRANGE, "c", b"larger", LATER)
+    assert storage.store_subkey(STRANGE, "d", b"equal", LATER)
+    assert {subkey for subkey, _ in storage.get(STRANGE).value.items()} == {"a", "d"}
+
+
+def test_peers_of_a_run_are_named_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_storage, "RECORDS", 4)
+    storage = BoundedStorage()
+    storage.name(RUN, {"named"})
+    for peer in "abc":
+        storage.store_subkey(RUN, peer, b"heartbeat", LATER)
+    for peer in ("named", "d", "e", "f"):
+        storage.store_subkey(RUN, peer, b"heartbeat", LATER)
+    assert "named" in storage.get(RUN).value
+    storage.name(RUN, ())
+    for number in range(100):
+        storage.store_subkey(RUN, f"peer {number}", b"heartbeat", LATER)
+    assert "named" not in storage.get(RUN).value
+
+
+def test_a_node_that_learns_a_manifest_names_those_that_it_names() -> None:
+    organiser, anchor = Identity.generate(), Identity.generate().peer_id
+    manifest = SignedManifest.create(organiser, "tiny", {"anchors": [anchor]})
+    storage = BoundedStorage()
+    place = HIVEMIND.protocol.DHTID.generate(source=heartbeats_key(manifest.run_id))
+    protocol = SimpleNamespace(storage=storage)
+    node = HivemindNode(cast(Daemon, SimpleNamespace(peer_id="me")), SimpleNamespace(protocol=protocol), ())
+    node.learn(manifest)
+    assert storage._named == {place: {organiser.peer_id, anchor}}
+    node.forget(manifest.run_id)
+    assert storage._named == {}

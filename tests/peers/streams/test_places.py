@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 
 from peers.streams.channel import RefusalError
-from peers.streams.places import WAIT, Places
+from peers.streams.places import LONGEST, WAIT, Places
 from tests.peers.streams.test_throttle import now, simulate
 
 
@@ -67,6 +67,31 @@ def test_who_waits_has_part_of_its_share_taken() -> None:
             with pytest.raises(RefusalError, match="on their way"):
                 await take(places, "greedy")
         assert await asyncio.gather(*waiting) == [1.0, 1.0]
+
+    simulate(scenario())
+
+
+def test_a_few_greedy_peers_leave_places_for_others() -> None:
+    """Regression: four peers that took their share, and time to read it, kept all others out."""
+
+    async def scenario() -> None:
+        places = Places(16, 5)
+        async with AsyncExitStack() as stack:
+            for greedy in ("one", "two", "three", "four") * 5:
+                with suppress(RefusalError):
+                    await stack.enter_async_context(places.one_for(greedy))
+            await take(places, "a joiner")
+            assert now() == 0.0, "it need not wait"
+
+    simulate(scenario())
+
+
+def test_nobody_holds_a_place_for_ever() -> None:
+    async def scenario() -> None:
+        places = Places(1, 1)
+        with pytest.raises(TimeoutError):
+            await take(places, "trickling", 2 * LONGEST)
+        assert await take(places, "another") == LONGEST
 
     simulate(scenario())
 

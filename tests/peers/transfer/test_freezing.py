@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import pytest
 
@@ -17,18 +15,19 @@ from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.streams.channel import RefusalError
 from peers.transfer import freezing as freezing_module
-from peers.transfer import snapshots as snapshots_module
-from peers.transfer.freezing import HELD, SNAPSHOT_PEERS, Freezer, is_chosen
+from peers.transfer.freezing import SNAPSHOT_PEERS, Freezer, is_chosen
 from peers.transfer.memory_file import MemoryFile
-from peers.transfer.snapshots import FrozenSnapshot
+from peers.transfer.snapshots import IN_USE, FrozenSnapshot, Snapshot
 from peers.transfer.state_chunks import digest_of_state
 from peers.transfer.storage import MemoryStorage
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, PAYLOAD, SETTINGS, Rig
 from tests.peers.fakes import FakeWorkload, at_once
+from tests.peers.protocol.test_fragments import OFFERS, TWO, newcomer_behind
 from tests.peers.protocol.test_peer import at_second
 
 EVERY = SETTINGS.snapshot_every
+HELD = 2
 T = TypeVar("T")
 
 
@@ -50,7 +49,9 @@ class Frozen:
         self.changed = asyncio.Condition()
         self.workload = FakeWorkload()
         self.told: list[FrozenSnapshot] = []
-        self.freezer = Freezer(rig.peer, self.workload, storage or MemoryStorage(), self)
+        self.seconds = 1000.0
+        storage = storage or MemoryStorage()
+        self.freezer = Freezer(rig.peer, self.workload, storage, self, clock=lambda: self.seconds)
         self.freezer.on_snapshot = self.told.append
         self.settle()
 
@@ -70,6 +71,14 @@ class Frozen:
     @property
     def head(self) -> bytes:
         return self.rig.peer.log.position.head
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        return self.freezer.held(self.rig.peer.log.at(snapshot.last).position.head) is snapshot
+
+    def fetch_from(self, snapshot: Snapshot) -> None:
+        """Somebody fetches a part of it, if it is still here."""
+        if self.holds(snapshot):
+            snapshot.used_at = self.seconds
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
         async with self.changed:
@@ -137,10 +146,12 @@ def test_in_a_large_swarm_a_few_freeze_in_turn() -> None:
 def test_at_a_chosen_entry_the_state_is_frozen_and_training_may_change_it() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
-        await frozen.freezer.freeze_if_chosen()
-        assert frozen.told == [], "this is no chosen entry"
+        await frozen.freezer.freeze_if_due()
+        frozen.step()
+        await frozen.freezer.freeze_if_due()
+        assert frozen.told == [], "these are no chosen entries"
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         (snapshot,) = frozen.told
         frozen.workload.state = b"changed"
         assert bytes(snapshot.data) == b"state %d" % EVERY
@@ -155,7 +166,7 @@ def test_one_place_is_frozen_once() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
-        await asyncio.gather(*(frozen.freezer.freeze_if_chosen() for _ in range(3)))
+        await asyncio.gather(*(frozen.freezer.freeze_if_due() for _ in range(3)))
         assert len(frozen.told) == 1
 
     asyncio.run(scenario())
@@ -168,7 +179,7 @@ def test_if_the_next_entry_comes_first_nothing_is_frozen() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
         async with frozen.freezer.changing():
-            freezing = asyncio.ensure_future(frozen.freezer.freeze_if_chosen())
+            freezing = asyncio.ensure_future(frozen.freezer.freeze_if_due())
             await quiet()
             frozen.step(log_at(EVERY + 1))
         await in_time(freezing)
@@ -192,7 +203,7 @@ def test_a_copy_keeps_a_change_of_the_state_waiting_and_nothing_else(monkeypatch
                 frozen.step()
 
         monkeypatch.setattr(frozen.workload, "copy_state", copy_slowly)
-        freezing = asyncio.ensure_future(frozen.freezer.freeze_if_chosen())
+        freezing = asyncio.ensure_future(frozen.freezer.freeze_if_due())
         await in_time(asyncio.ensure_future(until(frozen.freezer._copy_lock.locked)))
         changing = asyncio.ensure_future(change())
         async with frozen.freezer.state_lock:  # as whoever takes the pseudo-gradient
@@ -205,20 +216,20 @@ def test_a_copy_keeps_a_change_of_the_state_waiting_and_nothing_else(monkeypatch
 
 
 # Holding --------------------------------------------------------------------------------------------------------
-def test_an_older_snapshot_is_held_while_it_is_fetched_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_snapshot_is_held_while_it_is_fetched_and_no_longer() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         (first,), first_head = frozen.told, frozen.head
-        first.used_at = time.monotonic()
+        frozen.fetch_from(first)
         frozen.step(log_at(2 * EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         assert frozen.freezer.held(first_head) is first
         assert await frozen.freezer.newest(0) is frozen.told[1]
-        monkeypatch.setattr(snapshots_module, "IN_USE", 0.0)
+        frozen.seconds += IN_USE
         frozen.step(log_at(3 * EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         assert frozen.freezer.held(first_head) is None
 
     asyncio.run(scenario())
@@ -231,8 +242,8 @@ def test_with_enough_snapshots_in_use_no_other_is_frozen() -> None:
         frozen = Frozen(at_second())
         for turn in range(1, HELD + 2):
             frozen.step(log_at(turn * EVERY))
-            await frozen.freezer.freeze_if_chosen()
-            frozen.told[-1].used_at = time.monotonic()
+            await frozen.freezer.freeze_if_due()
+            frozen.fetch_from(frozen.told[-1])
         assert len(frozen.told) == HELD
 
     asyncio.run(scenario())
@@ -244,9 +255,9 @@ def test_the_newest_is_found_though_an_older_one_was_fetched_since() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
         frozen.step(log_at(EVERY))
-        await frozen.freezer.freeze_if_chosen()
+        await frozen.freezer.freeze_if_due()
         (newer,) = frozen.told
-        newer.used_at = time.monotonic()
+        frozen.fetch_from(newer)
         older = Frozen(at_second())
         frozen.freezer.hold(await frozen_at(older, log_at(2)))
         async with asyncio.timeout(120.0):
@@ -257,8 +268,38 @@ def test_the_newest_is_found_though_an_older_one_was_fetched_since() -> None:
 
 async def frozen_at(frozen: Frozen, log: LogState) -> FrozenSnapshot:
     frozen.step(log)
-    await frozen.freezer.newest(log.position.index)
-    return frozen.told[-1]
+    snapshot = await frozen.freezer.newest(log.position.index)
+    assert isinstance(snapshot, FrozenSnapshot)
+    return snapshot
+
+
+# The first -----------------------------------------------------------------------------------------------------
+def test_amid_a_cycle_of_several_entries_there_is_a_snapshot_for_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: before the first chosen entry, and after each restart, a joiner was refused until the cycle's end."""
+    monkeypatch.setattr(freezing_module, "SETTLE_TIMEOUT", 0.01)
+
+    async def scenario() -> None:
+        rig, _, log = newcomer_behind(TWO)
+        frozen = Frozen(rig)
+        frozen.step(log)
+        await frozen.freezer.freeze_if_due()
+        frozen.step(log.append(log.of(0).next_header(OFFERS, PAYLOAD)))
+        assert not rig.peer.is_at_cycles_end
+        assert (await frozen.freezer.newest(1)).index == 1
+        assert frozen.told == [], "it is no checkpoint"
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_holds_a_snapshot_freezes_no_other_before_the_next_chosen_entry() -> None:
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        await frozen.freezer.freeze_if_due()
+        frozen.step()
+        await frozen.freezer.freeze_if_due()
+        assert (await frozen.freezer.newest(1)).index == 1
+
+    asyncio.run(scenario())
 
 
 # On demand ------------------------------------------------------------------------------------------------------
@@ -280,8 +321,8 @@ def test_who_has_frozen_nothing_does_so_when_asked() -> None:
 def test_those_who_ask_at_once_share_one_snapshot() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
-        given = await asyncio.gather(*(frozen.freezer.newest(0) for _ in range(3)))
-        assert given == frozen.told * 3
+        first, second, third = await asyncio.gather(*(frozen.freezer.newest(0) for _ in range(3)))
+        assert first is second is third
 
     asyncio.run(scenario())
 
@@ -356,22 +397,15 @@ def test_without_room_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
     assert "no space left on device" in caplog.text
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="whoever asks for a newer one is given it")
-def test_no_more_snapshots_are_held_than_there_is_memory_for() -> None:
-    """A stranger asks for a newer one after each entry, and goes on with the older ones."""
+def test_what_somebody_asks_for_is_no_checkpoint() -> None:
+    """Regression: a stranger had each volunteer write one after each entry, and drop the payloads before."""
 
     async def scenario() -> None:
         frozen = Frozen(at_second())
-        asked = list[FrozenSnapshot]()
-        for _ in range(6):
-            with suppress(RefusalError):
-                asked.append(cast(FrozenSnapshot, await frozen.freezer.newest(frozen.rig.peer.log.position.index)))
-            for snapshot in asked:
-                snapshot.used_at = time.monotonic()
-            frozen.step()
-        held = [
-            snapshot for snapshot in asked if frozen.freezer.held(frozen.rig.peer.log.at(snapshot.last).position.head)
-        ]
-        assert len(held) <= HELD
+        await frozen.freezer.newest(0)
+        assert frozen.told == []
+        frozen.step(log_at(EVERY))
+        snapshot = await frozen.freezer.newest(EVERY)
+        assert frozen.told == [snapshot], "at a chosen entry it is one, whoever comes first"
 
     asyncio.run(scenario())

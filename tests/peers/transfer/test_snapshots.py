@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 
 import pytest
@@ -162,16 +163,20 @@ def test_what_is_not_here_is_refused(packed: bytes, reason: str) -> None:
 def test_a_snapshot_is_in_use_while_its_chunks_are_fetched_and_a_while_after(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         source = FakeSource()
+
+        def is_in_use() -> bool:
+            return source.snapshot.is_in_use(time.monotonic())
+
         serve = await serving(source)
         await give(serve, ask())
-        assert source.snapshot.is_in_use, "a peer that asks fetches next, when there may be a newer one"
+        assert is_in_use(), "a peer that asks fetches next, when there may be a newer one"
         monkeypatch.setattr(snapshots_module, "OFFERED", 0.0)
-        assert not source.snapshot.is_in_use, "to ask is not to fetch"
+        assert not is_in_use(), "to ask is not to fetch"
         async with serve("a", request(0, 1)):
-            assert source.snapshot.is_in_use
-        assert source.snapshot.is_in_use
+            assert is_in_use()
+        assert is_in_use()
         monkeypatch.setattr(snapshots_module, "IN_USE", 0.0)
-        assert not source.snapshot.is_in_use
+        assert not is_in_use()
 
     asyncio.run(scenario())
 

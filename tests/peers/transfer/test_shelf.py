@@ -1,0 +1,113 @@
+"""Room for snapshots: two are held whatever strangers ask for, and joiners get new ones all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from peers.streams.channel import RefusalError
+from peers.transfer.shelf import LEAVE
+from peers.transfer.snapshots import Snapshot
+from tests.peers.fakes import at_once
+from tests.peers.protocol.test_peer import at_second
+from tests.peers.transfer.test_freezing import EVERY, HELD, Frozen, log_at
+
+
+@pytest.fixture(autouse=True)
+def _without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+
+
+def test_no_more_snapshots_are_held_than_there_is_memory_for() -> None:
+    """A stranger asks for a newer one after each entry, and goes on with the older ones."""
+
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        asked = list[Snapshot]()
+        for _ in range(6):
+            with suppress(RefusalError):
+                asked.append(await frozen.freezer.newest(frozen.rig.peer.log.position.index))
+            for snapshot in asked:
+                snapshot.used_at = frozen.seconds
+            frozen.step()
+        assert sum(map(frozen.holds, asked)) == HELD
+
+    asyncio.run(scenario())
+
+
+def test_whoever_is_refused_hears_why() -> None:
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        for _ in range(HELD):
+            frozen.fetch_from(await frozen.freezer.newest(frozen.rig.peer.log.position.index))
+            frozen.step()
+        with pytest.raises(RefusalError, match="as many snapshots as there is room for"):
+            await frozen.freezer.newest(frozen.rig.peer.log.position.index)
+        assert (await frozen.freezer.newest(0)).index == 1, "an older one is given at once"
+
+    asyncio.run(scenario())
+
+
+def test_joiners_find_the_same_snapshot_everywhere_whatever_strangers_have_asked_for() -> None:
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        frozen.step(log_at(EVERY))
+        await frozen.freezer.freeze_if_due()
+        frozen.step()
+        assert (await frozen.freezer.newest(EVERY + 1)).index == EVERY + 1
+        assert (await frozen.freezer.newest(1)).index == EVERY
+
+    asyncio.run(scenario())
+
+
+def test_what_was_asked_for_gives_way_at_a_chosen_entry() -> None:
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        frozen.step(log_at(EVERY))
+        await frozen.freezer.freeze_if_due()
+        (first,) = frozen.told
+        frozen.step()
+        asked = await frozen.freezer.newest(EVERY + 1)
+        for snapshot in (first, asked):
+            frozen.fetch_from(snapshot)
+        frozen.step(log_at(2 * EVERY))
+        await frozen.freezer.freeze_if_due()
+        assert [snapshot.index for snapshot in frozen.told] == [EVERY, 2 * EVERY]
+        assert frozen.holds(first)
+        assert not frozen.holds(asked)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("cycle", [1.0, 30.0, LEAVE])
+def test_a_joiner_gets_a_new_snapshot_while_strangers_fetch_whatever_there_is(cycle: float) -> None:
+    """Strangers that come again and again ask for the newest after each entry and let go of none. A joiner comes at any
+    time, fetches a little after each entry for as long as a slow link may take, and has lost nothing meanwhile."""
+
+    async def scenario() -> None:
+        frozen = Frozen(at_second())
+        strangers, ages, index = set[Snapshot](), list[int](), 1
+        joining: tuple[Snapshot, float] | None = None
+        while len(ages) < 4:
+            index += 1
+            frozen.seconds += cycle
+            frozen.step()
+            await frozen.freezer.freeze_if_due()
+            if joining is None:
+                joining = await frozen.freezer.newest(1), frozen.seconds + LEAVE
+                ages.append(index - joining[0].index)
+            snapshot, done_at = joining
+            assert frozen.holds(snapshot), "the joiner has to begin anew"
+            frozen.fetch_from(snapshot)
+            if frozen.seconds >= done_at:
+                joining = None
+            with suppress(RefusalError):
+                strangers.add(await frozen.freezer.newest(index))
+            for one in filter(frozen.holds, strangers):
+                frozen.fetch_from(one)
+            strangers = set(filter(frozen.holds, strangers))
+        assert max(ages) <= 2 * EVERY + LEAVE / cycle
+
+    asyncio.run(scenario())
