@@ -135,9 +135,11 @@ class VectorWorkload(LocalWorkload):
         self.encoded_at = time.monotonic()
         return blocks
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
         self.agreed_at = time.monotonic()
-        await super().apply(payload, index, fragment, keeps_work)
+        await super().apply(payload, index, fragment, keeps_work, counts)
         self.stepped_at = time.monotonic()
         self.cpu = cpu_seconds()
 

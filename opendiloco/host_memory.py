@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opendiloco.kernels import Format
+from opendiloco.config.run_config import CodecSection
+from opendiloco.kernels import FORMATS, Format
 from opendiloco.shared_memory import VALUE_BYTES
 from peers.log.payload import KEPT_AT_LEAST, KEPT_BYTES
 from peers.transfer.storage import IN_MEMORY
@@ -36,6 +37,12 @@ class HostMemory:
     values: int
     format: Format
     has_folder: bool = True
+    has_error_feedback: bool = False
+
+    @classmethod
+    def of(cls, values: int, codec: CodecSection) -> HostMemory:
+        """Return that of a run with this codec."""
+        return cls(values, FORMATS[codec.kind], has_error_feedback=codec.error_feedback > 0)
 
     @property
     def shared(self) -> int:
@@ -44,8 +51,8 @@ class HostMemory:
 
     @property
     def vectors(self) -> int:
-        """These, and momentum."""
-        return self.shared + VALUE_BYTES * self.values
+        """These, and momentum; with error feedback also what payloads have left out."""
+        return self.shared + (1 + self.has_error_feedback) * VALUE_BYTES * self.values
 
     @property
     def payload(self) -> int:

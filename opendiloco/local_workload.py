@@ -26,6 +26,7 @@ from opendiloco.outer.bases import Bases
 from opendiloco.outer.handover import Handover
 from opendiloco.outer.inner_state import InnerState
 from opendiloco.outer.measuring import Measuring
+from opendiloco.outer.residuals import Residuals
 from opendiloco.outer.state import LocalState
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import Evaluated
@@ -82,6 +83,7 @@ class TrainingWorkload(LocalState):
         self._streams = not config.streaming.is_plain
         self._bases = Bases(self._state, outlives_encoding=self._streams)
         self._work = InnerLoop(0, (), 0, 0)  # what is trained, or has been
+        self._residuals = Residuals(config.codec.error_feedback, self._state.fragments)
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
         self.measuring = Measuring(self._state, self._contributions)
@@ -135,7 +137,8 @@ class TrainingWorkload(LocalState):
         local = self.trainer.vectors.local[self._state.fragments[fragment]]
         rounding = self._rounding.of_contribution(self._work.index, fragment, self._work.samples)
         try:
-            await asyncio.to_thread(encode, self._bases.of(fragment), local, out, rounding)
+            residual = await asyncio.to_thread(self._residuals.of, fragment)
+            await asyncio.to_thread(encode, self._bases.of(fragment), local, out, rounding, residual)
         except kernels.NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
         self._bases.encoded(fragment)
@@ -151,20 +154,26 @@ class TrainingWorkload(LocalState):
     def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
         return self._codecs[fragment].squared_norm(blocks, first_block)
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
         """Raises: BadBlocksError, and changes nothing."""
         await self.measuring.finished()
         await asyncio.to_thread(self._apply_beside_work, payload, index, fragment, keeps_work)
+        if not counts:
+            await asyncio.to_thread(self._residuals.forget, fragment)
         self.measuring.taken(payload, index, fragment, keeps_work)
 
     async def unchanged(self, index: int, fragment: int) -> None:
         """Nobody waits for a fragment here, where there is one."""
+        self._residuals.forget(fragment)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
         await self.measuring.finished()
         await super().restore(state, state_digest)
         self._bases.begin_all()
+        self._residuals.forget_all()
         self.measuring.forget()
 
     def _apply_beside_work(self, payload: Blocks, index: int, fragment: int, keeps_work: bool) -> None:
@@ -242,14 +251,17 @@ class LocalWorkload(TrainingWorkload):
             await self._handover.stored(fragment)
         return contribution
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
         await self.workers.weights.theta_is_sent()  # or a machine would get some of the old theta, some of the new
         async with self._state_lock:
-            await super().apply(payload, index, fragment, keeps_work)
+            await super().apply(payload, index, fragment, keeps_work, counts)
             if self._streams:
                 await self._handover.decided(index, fragment, is_changed=True)
 
     async def unchanged(self, index: int, fragment: int) -> None:
+        await super().unchanged(index, fragment)
         if self._streams:
             async with self._state_lock:
                 await self._handover.decided(index, fragment, is_changed=False)

@@ -32,6 +32,7 @@ from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.layout import Layout
+from opendiloco.outer.residuals import Residuals
 from opendiloco.outer.rounding import RunRounding
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
@@ -61,9 +62,10 @@ class Replica(Fragmented, Protocol):
 class Member(Cycles):
     """One replica on its way through the cycles that it takes part in."""
 
-    def __init__(self, replica: Replica, alpha: float, lead: int) -> None:
+    def __init__(self, replica: Replica, alpha: float, lead: int, error_feedback: float) -> None:
         super().__init__(replica, len(replica.layout.fragments), alpha, lead)
         self.replica = replica
+        self.residuals = Residuals(error_feedback, replica.layout.fragments)
         self._last_index: int | None = None
 
     def take_part(self, work: Work, theta: Vector, index: int, tokens: int, overlap: int) -> None:
@@ -71,6 +73,8 @@ class Member(Cycles):
         goes_on = self._last_index is not None and index == self._last_index + 1
         self._last_index, self.samples = index, work.samples
         begin_with = None if goes_on else theta
+        if not goes_on:
+            self.residuals.forget_all()
         self._inner_steps = self.replica.inner_steps(begin_with, index, work.samples, work.steps, tokens)
         self.begin(self._inner_steps, overlap, goes_on)
 
@@ -101,7 +105,8 @@ class StreamingDiLoCo:
         members = []
         for work in roster:
             if work.replica not in self.members:
-                self.members[work.replica] = Member(self._new_replica(), streaming.mixing, streaming.overlap)
+                feedback = self.config.codec.error_feedback
+                self.members[work.replica] = Member(self._new_replica(), streaming.mixing, streaming.overlap, feedback)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
             members[-1].take_part(work, theta, self.index, self.tokens, overlap)
@@ -127,7 +132,7 @@ class StreamingDiLoCo:
         for member in members:
             member.store(self._local, fragment)
             rounding = self._rounding.of_contribution(self.index, fragment, member.samples)
-            kernels.quantize_difference(theta, local, payload, rounding)
+            kernels.quantize_difference(theta, local, payload, rounding, member.residuals.of(fragment))
             kernels.accumulate(payload, member.tokens, accumulator)
         rounding = self._rounding.of_average(self.index, fragment)
         kernels.finish_average(accumulator, sum(member.tokens for member in members), payload, rounding)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from opendiloco import kernels
 from opendiloco.errors import DisagreementError
 from opendiloco.host_memory import STATE_BYTES, HostMemory
 from opendiloco.outer.state import LocalState
@@ -203,7 +202,7 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
     fragments = run.config.streaming.fragments
     size = await Donors(transport, run.settings.empty_log).state_size()
     values = size // STATE_BYTES if fragments is None else fragments[-1].stop
-    host = HostMemory(values, kernels.FORMATS[run.config.codec.kind])
+    host = HostMemory.of(values, run.config.codec)
     check_available("Following this run", host.beginning_to_follow)
     return LocalState(np.zeros(values, np.float32), run.config, fragments)
 

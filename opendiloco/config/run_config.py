@@ -86,6 +86,8 @@ class CodecSection(Section):
     kind: Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16"] = "int8"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """To the nearest code, or by chance to one of the two beside it, so that nothing is lost on average."""
+    error_feedback: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The share of what a payload has left out that its peer adds to its next one; for 4 bytes a parameter."""
 
     @model_validator(mode="after")
     def check_rounding(self) -> Self:

@@ -66,7 +66,7 @@ def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
     moments = MOMENTS_BYTES * replica.layout.size * trains // team.shards
     if team.device.type != "cpu":
         return moments
-    host = HostMemory(replica.layout.size, replica.format)
+    host = HostMemory.of(replica.layout.size, replica.codec)
     return moments + ((host.most if trains else host.evaluating) - host.shared) // len(team.here)
 
 

@@ -35,7 +35,6 @@ from opendiloco.inner.optimizer_state import (
 from opendiloco.inner.optimizers import build_inner_optimizer
 from opendiloco.inner.team import Team
 from opendiloco.inner.trials import attending_by
-from opendiloco.kernels import FORMATS
 from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.packing import packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.shards import Shards, local_part, staging_for
@@ -74,7 +73,7 @@ class ModelReplica:
         self.micro_batch = micro_batch
         self.attention: str | None = None  # to train with, if not the model's own; see document_attention
         self.window_length = config.training.sequence_length + 1
-        self.format = FORMATS[config.codec.kind]
+        self.codec = config.codec
         self._config = config
         self._samples = samples
         self._team = team or Team(torch.device("cpu"))

@@ -33,10 +33,17 @@ class BlockCodec:
         return Payload(self.format, self.values, empty(self.format.payload_size(self.values)))
 
     def encode_difference(
-        self, theta: Vector, local: Vector, out: Payload, rounding: Rounding = kernels.NEAREST
+        self,
+        theta: Vector,
+        local: Vector,
+        out: Payload,
+        rounding: Rounding = kernels.NEAREST,
+        residual: Vector | None = None,
     ) -> None:
-        """The payload of theta - local, both of shape (values,). Raises: NonFiniteError."""
-        kernels.quantize_difference(theta, local, out, rounding, threads=self.threads)
+        """The payload of theta - local, both of shape (values,). A `residual` of this shape is added to the difference,
+        and becomes what the payload leaves out. Raises: NonFiniteError.
+        """
+        kernels.quantize_difference(theta, local, out, rounding, residual, self.threads)
 
     def check(self, blocks: Blocks, first_block: int) -> None:
         """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""

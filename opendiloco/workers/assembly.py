@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opendiloco.config.run_config import RunConfig, TrainingSection
+from opendiloco.config.run_config import CodecSection, RunConfig, TrainingSection
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory
@@ -14,7 +14,6 @@ from opendiloco.inner.device_facts import compiling_lacks, has_bf16
 from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model
 from opendiloco.inner.team import Team
 from opendiloco.inner.trials import compile_blocks
-from opendiloco.kernels import FORMATS, Format
 from opendiloco.model.build import build_model, build_skeleton, is_all_trained, layout_of, store_weights
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
 from opendiloco.stages import at_stage
@@ -48,7 +47,7 @@ def assemble_model(
     if team.device.type == "cuda":
         _check_device(memory, team, options.trains)
     if memory_descriptor is not None and team.is_first_here:
-        _check_memory(memory, team, options.trains, FORMATS[config.codec.kind])
+        _check_memory(memory, team, options.trains, config.codec)
         reserve(memory_descriptor, layout.size)
     at_stage("building the model")
     # Where theta is already in the shared memory, nobody draws the initial weights again.
@@ -95,9 +94,9 @@ def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
     return lacking is None
 
 
-def _check_memory(memory: WorkerMemory, team: Team, trains: bool, format: Format) -> None:
+def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSection) -> None:
     """What activations take cannot be known, and comes on top. Raises: MachineError."""
-    host = HostMemory(memory.trained, format)
+    host = HostMemory.of(memory.trained, codec)
     starting = needed = host.shared
     if team.rank == 0:
         starting += memory.evaluating  # its whole model

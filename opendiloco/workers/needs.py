@@ -13,7 +13,6 @@ from typing import Any
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.host_memory import MOMENTS_BYTES, STATE_BYTES, HostMemory, WorkerMemory
 from opendiloco.inner.optimizers import FUSED_ON
-from opendiloco.kernels import FORMATS
 from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.build import layout_of
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
@@ -115,7 +114,7 @@ class Needs:
 def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
     """Return what a run takes of a peer with so many GPUs, from the skeleton of its model."""
     training, layout = config.training, layout_of(skeleton, config.streaming)
-    host = HostMemory(layout.size, FORMATS[config.codec.kind])
+    host = HostMemory.of(layout.size, config.codec)
     return Needs(
         gpus=gpus,
         host=host,

@@ -107,7 +107,8 @@ class Replication:
             if kept is None:
                 await self._workload.unchanged(header.index, header.fragment)
             else:
-                await self._workload.apply(kept.data, header.index, header.fragment, apply.keeps_work)
+                counts = header.tokens_of(self._peer.me) > 0
+                await self._workload.apply(kept.data, header.index, header.fragment, apply.keeps_work, counts)
             self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
             if header.fragment == len(self._stores.buffers) - 1:  # those of a cycle are in each of its entries

@@ -163,9 +163,11 @@ class Workload(ReplicatedState, Protocol):
         Raises: BadBlocksError when these bytes are not whole blocks, or not what an encoder makes.
         """
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
         """See `ReplicatedState.apply`. With `keeps_work`, what is being trained, or has been, goes on counting from the
-        theta that it began with."""
+        theta that it began with. `counts`: what this peer has contributed is in the average."""
 
     async def unchanged(self, index: int, fragment: int) -> None:
         """Hear that outer step `index` leaves a fragment as it is, since nobody had trained it: whoever waits for it

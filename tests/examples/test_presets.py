@@ -17,7 +17,6 @@ from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.inner.team import Team
-from opendiloco.kernels import FORMATS
 from opendiloco.model.build import build_skeleton
 from opendiloco.quantities import days_in_words, in_words
 from opendiloco.reference import Reference, Work
@@ -253,7 +252,7 @@ def test_what_join_checks_is_what_the_page_says(monkeypatch: pytest.MonkeyPatch)
     skeleton = build_skeleton(config, ByteTokenizer())
     team = Team(torch.device("cpu"))
     memory = assembly.memory_of(skeleton, team, config.training)
-    assembly._check_memory(memory, team, True, FORMATS[config.codec.kind])
+    assembly._check_memory(memory, team, True, config.codec)
     assert asked == [needs_of(config, skeleton).main_memory_on_cpu]
 
 

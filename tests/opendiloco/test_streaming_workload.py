@@ -31,9 +31,10 @@ SECONDS = 60.0  # for what takes seconds
 def streaming_config(
     small_content: dict[str, Any], codec: str, streaming: dict[str, Any], inner_steps: int = 4
 ) -> RunConfig:
-    kind, _, rounding = codec.partition(" ")
+    kind, *more = codec.split()
     content = copy.deepcopy(small_content) | {"streaming": streaming}
-    content["codec"] = {"kind": kind, "rounding": rounding or "nearest"}
+    content["codec"] = {"kind": kind, "rounding": "stochastic" if "stochastic" in more else "nearest"}
+    content["codec"]["error_feedback"] = 0.9 if "feedback" in more else 0.0
     content["model"]["config"]["num_hidden_layers"] = 4
     content["training"] = content["training"] | {"inner_steps": inner_steps}
     return RunConfig.from_manifest_content(content)
@@ -97,7 +98,8 @@ class ByHand:
         for name in self.draw.sample(list(self.swarm), len(self.swarm)):
             for _ in range(self.draw.choice((0, 1, 30))):
                 await asyncio.sleep(0.001)  # no wait for anything: workers come first here, and there last
-            await self.swarm[name].apply(payload, self.index, fragment, keeps_work=not is_last)
+            counts = name in self.given[fragment]
+            await self.swarm[name].apply(payload, self.index, fragment, keeps_work=not is_last, counts=counts)
 
     @staticmethod
     def tokens_of(each: Work) -> int:
@@ -130,6 +132,8 @@ CASES = [
     (4, "ends", 2, 0.5, "e3m0"),
     (2, "apart", 2, 0.5, "e3m0 stochastic"),
     (4, "ends", 0, 0.0, "int8 stochastic"),
+    (2, "apart", 2, 0.5, "e3m0 feedback"),
+    (4, "ends", 0, 0.0, "uint4 stochastic feedback"),
 ]
 
 

@@ -173,5 +173,7 @@ class FakeWorkload:
     async def unchanged(self, index: int, fragment: int) -> None:
         raise NotImplementedError
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
         raise NotImplementedError

@@ -61,8 +61,10 @@ class HonestWorkload(UnhurriedWorkload):
         super().__init__(VALUES, seconds)
         self.payload = b""
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
-        await super().apply(payload, index, fragment, keeps_work)
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
+        await super().apply(payload, index, fragment, keeps_work, counts)
         self.payload = bytes(payload)
 
     def tell(self, header: Header, state_digest: bytes) -> None:

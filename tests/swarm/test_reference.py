@@ -37,6 +37,7 @@ overlap = 2
 [codec]
 kind = "e3m0"
 rounding = "stochastic"
+error_feedback = 0.9
 """
 
 

@@ -85,7 +85,9 @@ class VectorWorkload:
     def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
         return self.fragments[fragment].squared_norm(blocks, first_block)
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
         self.state.apply(self.fragments[fragment].checked(payload), index, fragment)
         self.may_go_on[fragment].set()
 

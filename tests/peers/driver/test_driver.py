@@ -132,7 +132,9 @@ class FussyWorkload(FakeWorkload):
             raise DilocoPeerError("the weighted values overflow")
         return bytes(len(reduction.contributions[0][0]))
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
         self.applied.append(bytes(payload))
 
 

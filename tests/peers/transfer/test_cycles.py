@@ -68,7 +68,9 @@ class FragmentedWorkload(FakeWorkload):
     def fragments(self) -> Sequence[Blocked]:
         return PARTS
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
         self.state = stepped(self.state, fragment, bytes(payload))
         self.applied.append((index, fragment))
 

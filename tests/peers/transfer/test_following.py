@@ -101,7 +101,9 @@ class Donor:
 
 
 class FollowedWorkload(FakeWorkload):
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+    ) -> None:
         chunks = [digest_of(payload[start : start + BLOCK]) for start in range(0, len(payload), BLOCK)]
         self.state = after(self.state, Payload(memoryview(payload), tuple(chunks)))
 
