@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
+from peers.log.header import Position
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.protocol.effects import Apply, Effect, SendChunk
@@ -40,6 +41,8 @@ from peers.values.reach import Reach
 from peers.values.wire import WireError
 
 TICK = 1.0  # seconds
+READ_AT_ONCE = 1000
+"""Messages whose meaning is remembered, since others will read them, too."""
 SKEW = 0.03  # by which clocks run fast or slow
 Pair = tuple[str, str]
 
@@ -118,6 +121,7 @@ class Swarm:
         self.messages: Counter[str] = Counter()  # sent, by sender
         self.chunks: Counter[str] = Counter()
         self._checked: dict[str, tuple[LogState, tuple[bytes, ...]]] = {}  # where each peer was when it was checked
+        self._read: dict[tuple[bytes, Position, bytes], Message | Unread | None] = {}  # what bytes say, and where
         self._sequence = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -323,13 +327,20 @@ class Swarm:
             self.handle(to, Received(sender, message))
 
     def _unpacked(self, to: SimulatedPeer, sender: str, packed: bytes) -> Message | Unread | None:
-        """What bytes say to a peer. Only a liar sends such as say nothing. Raises: WireError."""
-        try:
-            return to.packer.unpack(packed)
-        except WireError:
-            if self.peers[sender].is_honest:
-                raise
-            return None
+        """What bytes say to a peer. Most are told to many that are at one place: they say the same to all these, and
+        are read once. Only a liar sends such as say nothing. Raises: WireError."""
+        log = to.peer.log
+        here = packed, log.position, log.state
+        if here not in self._read:
+            if len(self._read) >= READ_AT_ONCE:
+                self._read.clear()
+            try:
+                self._read[here] = to.packer.unpack(packed)
+            except WireError:
+                if self.peers[sender].is_honest:
+                    raise
+                return None
+        return self._read[here]
 
     def farewell(self, sender: SimulatedPeer) -> None:
         for other in self.living:
