@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 
 from peers.log.header import Position
@@ -64,13 +65,15 @@ class Faults:
     relayed: tuple[Pair, ...] = ()
     """Pairs whose chunks take `DETOUR` times as long."""
 
+    @cached_property
+    def ways(self) -> dict[frozenset[str], Reach]:
+        """How those pairs reach each other between which something stands."""
+        relayed = {frozenset(pair): Reach.RELAYED for pair in self.relayed}
+        return relayed | {frozenset(pair): Reach.NONE for pair in self.broken}
+
     def reach(self, one: str, other: str) -> Reach:
         """How two peers reach each other."""
-        if (one, other) in self.broken or (other, one) in self.broken:
-            return Reach.NONE
-        if (one, other) in self.relayed or (other, one) in self.relayed:
-            return Reach.RELAYED
-        return Reach.OPEN
+        return self.ways.get(frozenset((one, other)), Reach.OPEN) if self.ways else Reach.OPEN
 
 
 SLOWNESS = 40.0
