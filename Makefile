@@ -37,13 +37,13 @@ unit: $(READY) ## the Python tests without swarms of real processes; they use al
 swarm: $(READY) ## the tests of real processes
 	$(BIN)/python -m pytest -m swarm --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Nothing in a life waits for a clock, so that lives may have what time others leave.
+# Lives, the emulated tests and wheels wait for no clock: they may have what time the tests of real processes leave.
 lives: $(READY) ## 2,200 random lives of simulated swarms; a few others are among the tests, too
 	nice -n 19 $(BIN)/python -m peers.simulator.schedules --first 10000 --seeds 2000
 	nice -n 19 $(BIN)/python -m peers.simulator.schedules --first 20000 --seeds 200 --fragments 3
 
 neon: ## the C tests for 64-bit ARM, emulated (needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user)
-	$(MAKE) --no-print-directory -C native check-neon
+	nice -n 19 $(MAKE) --no-print-directory -C native check-neon
 
 lint: $(READY) ## ruff, mypy, hadolint
 	$(BIN)/ruff check .
@@ -56,7 +56,7 @@ docs: $(READY) ## the site made of docs/, in build/site
 
 wheels: $(READY) ## the source distribution and the wheels, into dist/, each of them tried
 	$(BIN)/python -m pip install --quiet -c constraints.txt auditwheel ziglang
-	$(BIN)/python -m native.wheels dist --try
+	nice -n 19 $(BIN)/python -m native.wheels dist --try
 
 images: ## build both images and train between containers (needs root, buildah, podman, runc and debootstrap)
 	docker/try

@@ -58,7 +58,6 @@ def create(
 
     from opendiloco.config.run_config import RunConfig
     from opendiloco.identity_file import load_identity
-    from opendiloco.model.build import with_sizes_named
     from opendiloco.run import Run
     from peers.values.manifest import Invite
 
@@ -72,6 +71,8 @@ def create(
     make_folder(out)  # what takes seconds comes afterwards
     config = with_tokens_named(with_tokenizer_named(config))
     check(config)
+    from opendiloco.model.build import with_sizes_named  # now that transformers is here
+
     config = with_sizes_named(config)
     run = Run.sign(with_held_out_text_named(with_weights_named(config)), key)
     path = save(run, out)
@@ -129,12 +130,13 @@ def needs(log: LogOptions, run_toml: Path, as_json: bool) -> None:
     from dataclasses import asdict
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.listed_run import Taken
-    from opendiloco.model.build import sized_skeleton
-    from opendiloco.workers.needs import needs_lines, needs_of
 
     log.start()
     config = RunConfig.from_toml(run_toml)
+    from opendiloco.listed_run import Taken  # what follows takes seconds to import
+    from opendiloco.model.build import sized_skeleton
+    from opendiloco.workers.needs import needs_lines, needs_of
+
     skeleton = sized_skeleton(config)
     if as_json:
         click.echo(json.dumps(asdict(Taken.of(needs_of(config, skeleton))), indent=2))

@@ -69,6 +69,9 @@ def draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
     """Fill a vector with the values of one call, of mean 0 and standard deviation 1. They do not depend on `threads`
     (None: one for each core that we may use, up to a number)."""
     blocks = range(-(-out.size // BLOCK))
+    if len(blocks) == 1:  # a small model has many such calls, and to start a thread takes longer than to draw
+        _draw_block(seed, call, 0, out)
+        return
     with ThreadPoolExecutor(threads or min(usable_cores(), THREADS_AT_MOST)) as pool:
         for done in [pool.submit(_draw_block, seed, call, block, out) for block in blocks]:
             done.result()

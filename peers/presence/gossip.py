@@ -10,6 +10,7 @@ Who answers an exchange remembers nothing of it: a request says up to which of o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -80,7 +81,7 @@ class Gossip:
         self._others: list[str] = []
         self._counted = 0
         self._counted_at = -float("inf")
-        self._exchanges: dict[str, Exchanges] = {}
+        self._exchanges: defaultdict[str, Exchanges] = defaultdict(Exchanges)
         self._asked: dict[bytes, float] = {}
         self._allowances = Allowances(EXCHANGE_BURST, EXCHANGE_RATE, TOGETHER)
 
@@ -156,7 +157,7 @@ class Gossip:
         return [peer for peer in audience if self._is_due(peer, now)]
 
     def _is_due(self, peer: str, now: float) -> bool:
-        exchanges = self._exchanges.setdefault(peer, Exchanges())
+        exchanges = self._exchanges[peer]
         if exchanges.is_under_way or self.partners.is_paused(peer, now):
             return False
         if self.own is not None and self.own.serial > exchanges.told:
@@ -180,7 +181,7 @@ class Gossip:
     # Exchanges that we begin ----------------------------------------------------------------------------------
     def request(self, peer: str, now: float) -> bytes:
         """Begin an exchange: what to send to the peer. `answer_of` or `failed` ends it."""
-        exchanges = self._exchanges.setdefault(peer, Exchanges())
+        exchanges = self._exchanges[peer]
         exchanges.is_under_way, exchanges.begun = True, now
         exchanges.due = now + (PERIOD if len(self._others) > CLOSE else CLOSE_PERIOD)
         owed, exchanges.owed = exchanges.owed, ()

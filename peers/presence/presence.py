@@ -329,11 +329,11 @@ class Presence:
 
 def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[bytes] = ()) -> bytes | None:
     """Return the digest that more than half of the log's roster name for the state there, if any."""
-    named, head = Counter(besides), log.position.head
-    for beat in beats:
-        named[beat.state_digest] += beat.head == head and log.counts(beat.peer, beat.incarnation)
-    digest, count = max(named.items(), key=lambda item: item[1], default=(b"", 0))
-    return digest if 2 * count > len(log.voters) and count else None
+    head = log.position.head
+    here = [beat.state_digest for beat in beats if beat.head == head and log.counts(beat.peer, beat.incarnation)]
+    for digest, count in Counter([*besides, *here]).most_common(1):
+        return digest if 2 * count > len(log.voters) else None
+    return None
 
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:

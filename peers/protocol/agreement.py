@@ -45,7 +45,6 @@ class Agreement:
             self._mine, self._since = mine, self._desk.now
             self._word.at_once()
         others, leader = set(members) - {self._desk.me}, mine.attempt.leader
-        self._note_who_is_quiet(mine.attempt, others)
         lacking = self._lacking(mine, others)
         if lacking and self._word.is_due:
             self._word.said()
@@ -97,16 +96,17 @@ class Agreement:
     def _lacking(self, mine: Prepared, others: Set[str]) -> set[str]:
         """Return who says something else, or nothing yet. Who can't be heard is not waited for, nor for long who says
         nothing, perhaps only to us. It will hear what we sign, and sign nothing else."""
-        differing = {peer for peer, outcome in self._told_in(mine.attempt, others).items() if outcome != mine.outcome}
-        turns, quiet = self._turns, self._presence.quiet
-        silent = self._silent(mine.attempt, others)
+        told, turns = self._told_in(mine.attempt, others), self._turns
+        silent = {peer for peer in others - told.keys() if self._presence.can_hear(peer)}
+        self._note_who_is_quiet(told.keys(), silent if turns > SILENCE else ())
+        differing = {peer for peer, outcome in told.items() if outcome != mine.outcome}
+        quiet = self._presence.quiet
         return differing | {peer for peer in silent if turns <= (1 if peer in quiet else SILENCE)}
 
-    def _note_who_is_quiet(self, attempt: Attempt, others: Set[str]) -> None:
+    def _note_who_is_quiet(self, heard: Set[str], quiet: Collection[str]) -> None:
         """Remember for the next rounds who has said nothing when we have waited for that longest."""
-        self._presence.quiet -= self._told_in(attempt, others).keys()
-        if self._turns > SILENCE:
-            self._presence.quiet |= self._silent(attempt, others)
+        self._presence.quiet -= heard
+        self._presence.quiet.update(quiet)
 
     @property
     def _turns(self) -> float:
@@ -117,7 +117,3 @@ class Agreement:
         """Return what these have said in an attempt."""
         said = {peer: self._told[peer] for peer in others & self._told.keys()}
         return {peer: told for peer, told in said.items() if told[0] == attempt}
-
-    def _silent(self, attempt: Attempt, others: Set[str]) -> set[str]:
-        """Return those who have said nothing in it, though they can be heard."""
-        return {peer for peer in others - self._told_in(attempt, others).keys() if self._presence.can_hear(peer)}

@@ -126,8 +126,13 @@ class Peer:
     def _happens(self, event: Event) -> None:
         course = self._course
         match event:
+            case Received(sender, message):  # those come first that come most often
+                self.membership.heard_from(sender, self._desk.now)
+                self._receive(sender, message)
             case Tick():
                 course.tick()
+            case _ if isinstance(event, ExchangeEvent):
+                self._take(event.round_name.position.fragment, event)
             case HeartbeatsSeen(heartbeats, silences):
                 self.membership.observe(heartbeats, self._desk.now, silences)
                 course.check_state()
@@ -145,9 +150,6 @@ class Peer:
                 course.on_refuted(event)
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate
-            case Received(sender, message):
-                self.membership.heard_from(sender, self._desk.now)
-                self._receive(sender, message)
             case Undelivered(peer):
                 self.membership.unreachable(peer)
             case TrainingProgress():
@@ -175,8 +177,6 @@ class Peer:
                 course.on_leave_requested(at_once)
             case PayloadFetched(header) | PayloadNotFetched(header, _):
                 self._take(header.fragment, event)
-            case _ if isinstance(event, ExchangeEvent):
-                self._take(event.round_name.position.fragment, event)
             case _:
                 raise LocalProtocolError(f"no such event: {event!r}")
 

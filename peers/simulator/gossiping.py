@@ -7,6 +7,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -88,6 +89,12 @@ class _Detours:
 
     def __contains__(self, other: object) -> bool:
         return self._crowd.is_detour(self._name, str(other))
+
+
+@lru_cache(maxsize=1 << 16)
+def _pair(one: str, other: str) -> float:
+    """Return a number between 0 and 1 that is the pair's own."""
+    return int.from_bytes(digest_of("".join(sorted((one, other))).encode())[:4], "big") / (1 << 32)
 
 
 class Crowd:
@@ -201,22 +208,18 @@ class Crowd:
         for other in peer.gossip.due(self.now):
             self._exchange(peer, other)
 
-    def _pair(self, one: str, other: str) -> float:
-        """Return a number between 0 and 1 that is the pair's own."""
-        return int.from_bytes(digest_of("".join(sorted((one, other))).encode())[:4], "big") / (1 << 32)
-
     def is_detour(self, one: str, other: str) -> bool:
         """Whether nothing passes from one peer to another, or only with detours."""
-        return other in self.behind_nat or not self.weather.cut <= self._pair(one, other) <= 1 - self.weather.relayed
+        return other in self.behind_nat or not self.weather.cut <= _pair(one, other) <= 1 - self.weather.relayed
 
     def _delay(self, one: str, other: str) -> float:
         delay = self.random.uniform(self.weather.shortest, self.weather.longest)
-        return delay * (5 if self._pair(one, other) > 1 - self.weather.relayed else 1)
+        return delay * (5 if _pair(one, other) > 1 - self.weather.relayed else 1)
 
     def _passes(self, one: str, other: str) -> bool:
         """Whether a message from one to the other arrives."""
         is_there = other in self.peers and self.peers[other].is_alive and self.side[one] == self.side[other]
-        is_there = is_there and self._pair(one, other) >= self.weather.cut
+        is_there = is_there and _pair(one, other) >= self.weather.cut
         return is_there and self.random.random() >= self.weather.loss
 
     def _exchange(self, peer: GossipingPeer, other: str) -> None:

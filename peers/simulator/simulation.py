@@ -12,8 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 
+from peers.log.header import Position
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.protocol.effects import Apply, Effect, SendChunk
@@ -40,6 +42,8 @@ from peers.values.reach import Reach
 from peers.values.wire import WireError
 
 TICK = 1.0  # seconds
+READ_AT_ONCE = 1000
+"""Messages whose meaning is remembered, since others will read them, too."""
 SKEW = 0.03  # by which clocks run fast or slow
 Pair = tuple[str, str]
 
@@ -61,13 +65,15 @@ class Faults:
     relayed: tuple[Pair, ...] = ()
     """Pairs whose chunks take `DETOUR` times as long."""
 
+    @cached_property
+    def ways(self) -> dict[frozenset[str], Reach]:
+        """How those pairs reach each other between which something stands."""
+        relayed = {frozenset(pair): Reach.RELAYED for pair in self.relayed}
+        return relayed | {frozenset(pair): Reach.NONE for pair in self.broken}
+
     def reach(self, one: str, other: str) -> Reach:
         """How two peers reach each other."""
-        if (one, other) in self.broken or (other, one) in self.broken:
-            return Reach.NONE
-        if (one, other) in self.relayed or (other, one) in self.relayed:
-            return Reach.RELAYED
-        return Reach.OPEN
+        return self.ways.get(frozenset((one, other)), Reach.OPEN) if self.ways else Reach.OPEN
 
 
 SLOWNESS = 40.0
@@ -118,6 +124,7 @@ class Swarm:
         self.messages: Counter[str] = Counter()  # sent, by sender
         self.chunks: Counter[str] = Counter()
         self._checked: dict[str, tuple[LogState, tuple[bytes, ...]]] = {}  # where each peer was when it was checked
+        self._read: dict[tuple[bytes, Position, bytes], Message | Unread | None] = {}  # what bytes say, and where
         self._sequence = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -323,13 +330,20 @@ class Swarm:
             self.handle(to, Received(sender, message))
 
     def _unpacked(self, to: SimulatedPeer, sender: str, packed: bytes) -> Message | Unread | None:
-        """What bytes say to a peer. Only a liar sends such as say nothing. Raises: WireError."""
-        try:
-            return to.packer.unpack(packed)
-        except WireError:
-            if self.peers[sender].is_honest:
-                raise
-            return None
+        """What bytes say to a peer. Most are told to many that are at one place: they say the same to all these, and
+        are read once. Only a liar sends such as say nothing. Raises: WireError."""
+        log = to.peer.log
+        here = packed, log.position, log.state
+        if here not in self._read:
+            if len(self._read) >= READ_AT_ONCE:
+                self._read.clear()
+            try:
+                self._read[here] = to.packer.unpack(packed)
+            except WireError:
+                if self.peers[sender].is_honest:
+                    raise
+                return None
+        return self._read[here]
 
     def farewell(self, sender: SimulatedPeer) -> None:
         for other in self.living:

@@ -74,7 +74,9 @@ class Value(BaseModel):
         mine, theirs = self.__dict__, other.__dict__
         if mine == theirs:
             return True
-        fields = type(self).__pydantic_fields__  # cached properties lie beside them
+        fields = type(self).__pydantic_fields__
+        if len(mine) == len(theirs) == len(fields):  # else cached properties lie beside them
+            return False
         return all(mine.get(name) == theirs.get(name) for name in fields)
 
 

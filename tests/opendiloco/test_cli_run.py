@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ def test_a_run_by_invitation_needs_a_ticket(small_content: dict[str, Any], ident
         "Give out such tickets with",
         "  diloco-peer invite create run.manifest" + (" --identity organiser.pem" if identity else ""),
     ]
+
+
+@pytest.mark.parametrize("command", [["create", "--identity", "organiser.pem", "--initial-peer", ADDRESS], ["needs"]])
+def test_a_mistake_in_run_toml_is_found_before_anything_slow_is_imported(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opendiloco.model.build", None)  # to import it is an error
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("[data", encoding="utf-8")
+    done = CliRunner().invoke(main, ["run", *command, "run.toml"])
+    assert done.exit_code == 3
+    assert "not valid TOML" in done.stderr
 
 
 def test_a_manifest_as_json(small_config: RunConfig, tmp_path: Path) -> None:

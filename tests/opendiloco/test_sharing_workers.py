@@ -114,6 +114,7 @@ def held():
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage.device.type == "cpu"}.values())
 
 memory = memory_of(build_skeleton(config, ByteTokenizer()), team, config.training)
+gc.freeze()  # what is there already: to look through all of it takes most of the time
 before = held()
 model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
 made, seen = ModelReplica(config, model, samples, team, micro_batch=1), []
