@@ -131,6 +131,24 @@ def test_what_sharing_workers_take_is_what_the_formula_says(small_content: dict[
     assert first + second == pytest.approx(formula, rel=0.1)
 
 
+BY_PIECES = """
+from opendiloco.model import head
+losses = []
+for logits in (1 << 24, 7 * config.model.config["vocab_size"]):
+    head.LOGITS_AT_ONCE["cpu"] = logits
+    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
+    made = ModelReplica(config, model, samples, team, micro_batch=1)
+    losses.append([made.train(theta, index, (SampleRange(0, 8),), 2).loss for index in range(2)])
+end(losses)
+"""
+
+
+def test_sharing_workers_find_the_same_loss_without_whole_logits(small_content: dict[str, Any], tmp_path: Path) -> None:
+    """Each has half of the head, and gathers the other half for it."""
+    for whole, by_pieces in pair(tmp_path, content_with(small_content, 16), BY_PIECES):
+        assert by_pieces == pytest.approx(whole, abs=1e-6)
+
+
 CHECKPOINTING = """
 torch.compile = partial(torch.compile, backend="aot_eager")  # that needs no C compiler
 end([peak_of(WorkerOptions(compile=True, activation_checkpointing=wanted)) for wanted in (False, True)])
