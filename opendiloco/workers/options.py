@@ -20,9 +20,9 @@ class WorkerOptions:
     them sum in another order). `micro_batch` is how many windows go through the model at once (None: as many as fit, up
     to what the run recommends).
     `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
-    where the run says fp32. With `whole_layers`, workers that share a model keep its layers whole from the forward to
-    the backward pass, and their gradients until a batch's last window. They share it `replicas` times, each of so many
-    equal groups once.
+    where the run says fp32. With `whole_gradients`, workers that share a model keep their gradients whole until a
+    batch's last window; with `whole_layers` also its layers, from the forward to the backward pass. They share it
+    `replicas` times, each of so many equal groups once.
     Workers are `nice`, 0 to 19: whoever is less so comes first. All processes of the volunteer together keep to
     `max_memory` bytes of main memory, as far as they can choose.
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
@@ -38,11 +38,17 @@ class WorkerOptions:
     compile: bool | None = None
     tf32: bool = False
     whole_layers: bool = False
+    whole_gradients: bool = False
     replicas: int = 1
     restarts: int = 0
     nice: int = 0
     max_memory: int | None = None
     trains: bool = True
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether workers sum their gradients once an inner step, not with each micro-batch."""
+        return self.whole_gradients or self.whole_layers
 
 
 def needs_gpu_count(options: WorkerOptions) -> bool:

@@ -150,7 +150,7 @@ def test_sharing_workers_train_by_pieces_whatever_else_is_chosen(
 
     def trained(options: WorkerOptions) -> float:
         model = assemble_model(config, ByteTokenizer(), team, options, None)
-        replica = ModelReplica(config, model, samples, team, 1, reduces_once=options.whole_layers)
+        replica = ModelReplica(config, model, samples, team, 1, reduces_once=options.reduces_once)
         return replica.train(theta, 0, (SampleRange(0, 8),), 4).loss
 
     expected = trained(WorkerOptions())

@@ -107,7 +107,7 @@ def replica_of(
     options = options or WorkerOptions()
     model = assemble_model(config, ByteTokenizer(), team, options, None)
     samples = load_data(config, ByteTokenizer()).samples
-    return ModelReplica(config, model, samples, team, micro_batch, reduces_once=options.whole_layers)
+    return ModelReplica(config, model, samples, team, micro_batch, reduces_once=options.reduces_once)
 
 
 def trained(
@@ -138,10 +138,10 @@ def test_a_worker_with_all_shards_computes_as_one_without(
         set_sync(model, is_wanted)
 
     monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", note)
-    for whole_layers in (False, True):
-        options = WorkerOptions(whole_layers=whole_layers)
+    for options in (WorkerOptions(), WorkerOptions(whole_gradients=True), WorkerOptions(whole_layers=True)):
+        wanted.clear()
         assert trained(small_config, team, options, micro_batch=1)[0] == pytest.approx(loss, abs=1e-6)
-        assert wanted == [False, True] * 4 * whole_layers  # two windows in each of four inner steps
+        assert wanted == [False, True] * 4 * options.reduces_once  # two windows in each of four inner steps
     replica = replica_of(small_config, team, WorkerOptions(whole_layers=True))
     with torch.no_grad():  # what a forward pass alone has gathered must not stay
         replica.loss(torch.zeros(2, replica.window_length, dtype=torch.long))
